@@ -1,0 +1,79 @@
+"""Portable dropout: which weight is dropped depends on the key and on (b, h, i, j) alone.
+
+Every implementation, tiling and sharding therefore draws the same mask, forward and backward, and none stores it.
+The hash is a chain of MurmurHash3's 32-bit finaliser (A. Appleby, public domain), whose every step is a bijection
+with full avalanche; it needs only 32-bit multiplications, shifts and exclusive ors, which Pallas and Triton have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Odd constants that spread the counters 0, 1, 2, … over 32 bits: the golden ratio's, and those of xxHash32.
+_SPREAD_B, _SPREAD_H, _SPREAD_I, _SPREAD_J = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
+_THRESHOLD_BITS = 24
+
+
+def dropout_seed(key: jax.Array) -> jax.Array:
+    """Two uint32 words, [2], from a PRNG key of any implementation (typed, or raw uint32 data)."""
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    words = data.reshape(-1)
+    first = words[0]
+    for k in range(1, words.shape[0]):
+        first = _mix(first ^ words[k])
+    return jnp.stack([first, words[-1]])
+
+
+def dropout_threshold(prob: float) -> int:
+    """A weight is dropped when the upper 24 bits of its hash lie below this number."""
+    return round(prob * (1 << _THRESHOLD_BITS))
+
+
+def dropout_rows(seed: Any, b: Any, h: Any, i: Any) -> jax.Array:
+    """The hash of (key, b, h, i), uint32; what the hashes of a row's elements start from.
+
+    Args:
+        seed: [2] uint32, see `dropout_seed`.
+        b: index in the batch, any integer shape that broadcasts with the others.
+        h: index of the query head.
+        i: index of the query.
+    """
+    x = _mix(seed[0] + _u32(b) * jnp.uint32(_SPREAD_B))
+    x = _mix((x ^ seed[1]) + _u32(h) * jnp.uint32(_SPREAD_H))
+    return _mix(x + _u32(i) * jnp.uint32(_SPREAD_I))
+
+
+def dropout_keep(rows: jax.Array, j: Any, prob: float) -> jax.Array:
+    """Whether each weight is kept, boolean.
+
+    Args:
+        rows: uint32, see `dropout_rows`.
+        j: index of the key; broadcasts with ``rows``.
+        prob: the probability that a weight is dropped, in [0, 1).
+    """
+    x = _mix(rows + _u32(j) * jnp.uint32(_SPREAD_J))
+    # Compared as int32: unsigned comparisons are missing on some accelerators, and 24 bits fit.
+    upper = (x >> jnp.uint32(32 - _THRESHOLD_BITS)).astype(jnp.int32)
+    return upper >= jnp.int32(dropout_threshold(prob))
+
+
+def dropout_mask(key: jax.Array, prob: float, shape: tuple[int, int, int, int]) -> jax.Array:
+    """The whole mask, boolean [B, H, T, S], True where a weight is kept. O(B·H·T·S) memory: for reference use."""
+    b, h, i, j = (
+        jnp.arange(size).reshape([-1 if axis == own else 1 for axis in range(4)]) for own, size in enumerate(shape)
+    )
+    return dropout_keep(dropout_rows(dropout_seed(key), b, h, i), j, prob)
+
+
+def _u32(x: Any) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.uint32)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """MurmurHash3's fmix32."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))

@@ -1,0 +1,52 @@
+"""The dtype in which a computation runs, from its arguments or from an explicit choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+__all__ = ["canonicalize_dtype"]
+
+
+def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> DTypeLike:
+    """The dtype that ``args`` should be cast to: ``dtype`` if given, else what they promote to together.
+
+    Only dtypes are read: nothing is computed, copied or moved to a device. Promotion is JAX's own
+    (``jnp.result_type``), so Python scalars are weak and 64-bit dtypes become 32-bit ones unless x64 is enabled.
+
+    Args:
+        *args: arrays, tracers, ``jax.ShapeDtypeStruct``, scalars or nested sequences of them; None is ignored.
+        dtype: returned unmodified, whatever the args are.
+        inexact: the result must be floating or complex. An inferred integer or boolean dtype is then promoted with
+            float32; an explicit one is refused.
+
+    Raises:
+        ValueError: ``inexact`` and ``dtype`` is integer or boolean; or dtype and every arg is None.
+    """
+    if dtype is None:
+        given = [_typed(x) for x in args if x is not None]
+        if not given:
+            raise ValueError(
+                f"dtype=None and none of the {len(args)} args is an array, so there is nothing to infer a dtype from; "
+                "pass dtype or at least one array"
+            )
+        inferred = jnp.result_type(*given)
+        return jnp.promote_types(jnp.float32, inferred) if inexact and not _is_inexact(inferred) else inferred
+    if inexact and not _is_inexact(dtype):
+        raise ValueError(
+            f"Dtype must be inexact: {jnp.dtype(dtype).name} is neither floating nor complex; "
+            "pass a dtype such as float32 or bfloat16, or inexact=False"
+        )
+    return dtype
+
+
+def _typed(x: Any) -> Any:
+    """``x``, or for a sequence, which has no dtype of its own, the description of the array that it would become."""
+    return jax.eval_shape(jnp.asarray, x) if isinstance(x, (list, tuple)) else x
+
+
+def _is_inexact(dtype: DTypeLike) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))

@@ -1,0 +1,182 @@
+"""OperationMetadata: everything about an operation that does not change from call to call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from attnops.platforms import canonicalize_platform
+from attnops.sharding.modes import RUNTIME_MODE_TYPES, canonicalize_mode
+
+Layout = Literal["BTHD", "BHTD"]
+OnUnsupported = Literal["native", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperationMetadata:
+    """How an operation is to run. Immutable and hashable, so it can be a static argument of `jax.jit`.
+
+    Attributes:
+        runtime_dtype: query, key and value are cast to it, and the output has it. None: as they come.
+        softmax_scale: the scale of the scores where a call gives none. None: ``head_dim ** -0.5``.
+        logits_soft_cap: the soft cap where a call gives none. None: no cap.
+        dropout_prob: probability in [0, 1) that an attention weight is dropped. It acts whenever a call gives a
+            ``dropout_key``; in train mode a call must give one. In the other modes a call without one drops nothing.
+        layout: ``"BTHD"`` for arrays of shape [batch, length, heads, head_dim], ``"BHTD"`` for heads first.
+        mode: runtime mode (a constant of `attnops.sharding`, or "train", "prefill", "decode", "insert").
+            None: decode where the query's length is 1, else train.
+        platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: found as `attnops.platforms.find_platform` says.
+        mesh: the mesh that calls run on.
+        precision: of matrix products. None: full float32 for float32 inputs on every platform
+            (`jax.lax.Precision.HIGHEST`); `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16 passes.
+        on_unsupported: what happens when the implementation can't serve a call: ``"native"`` runs its native forward
+            and warns once a distinct reason, ``"error"`` raises `attnops.UnsupportedError`.
+        interpret: run a kernel in its language's interpreter on the host instead of compiling it.
+        block_q: queries a tile. None: the implementation's table.
+        block_k: keys a tile. None: the implementation's table.
+
+    Raises:
+        ValueError: a field is outside its range.
+    """
+
+    runtime_dtype: Any = None
+    softmax_scale: float | None = None
+    logits_soft_cap: float | None = None
+    dropout_prob: float = 0.0
+    layout: Layout = "BTHD"
+    mode: RUNTIME_MODE_TYPES | None = None
+    platform: str | None = None
+    mesh: Mesh | None = None
+    precision: jax.lax.Precision | None = None
+    on_unsupported: OnUnsupported = "native"
+    interpret: bool = False
+    block_q: int | None = None
+    block_k: int | None = None
+
+    def __post_init__(self) -> None:
+        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        if self.runtime_dtype is not None:
+            dtype = jnp.dtype(self.runtime_dtype)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(f"runtime_dtype={dtype} must be a floating-point dtype")
+            set_field("runtime_dtype", dtype)
+        set_field("softmax_scale", check_scale(self.softmax_scale))
+        set_field("logits_soft_cap", check_soft_cap(self.logits_soft_cap))
+        set_field("dropout_prob", check_dropout_prob(self.dropout_prob))
+        if self.layout not in ("BTHD", "BHTD"):
+            raise ValueError(f"layout={self.layout!r} must be 'BTHD' or 'BHTD'")
+        if self.mode is not None:
+            set_field("mode", canonicalize_mode(self.mode))
+        if self.platform is not None:
+            set_field("platform", canonicalize_platform(self.platform))
+        if self.on_unsupported not in ("native", "error"):
+            raise ValueError(f"on_unsupported={self.on_unsupported!r} must be 'native' or 'error'")
+        for name in ("block_q", "block_k"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a positive int, or None for the implementation's table")
+
+    @classmethod
+    def from_config(cls, config: Any, **overrides: Any) -> OperationMetadata:
+        """The metadata that a model's config names; what it does not name stays at the default.
+
+        Args:
+            config: an object or a mapping, such as a Hugging Face ``PretrainedConfig``. Looked up, the first that is
+                there and not None: see `CONFIG_NAMES`.
+            **overrides: fields of the metadata that win over the config.
+
+        Raises:
+            ValueError: a value that the config names is outside its range.
+            TypeError: an override is not a field.
+        """
+        read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+        found: dict[str, Any] = {}
+        for field, names in CONFIG_NAMES.items():
+            for name, convert in names.items():
+                value = read(name)
+                if value is not None:
+                    found[field] = convert(value)
+                    break
+        return cls(**(found | overrides))
+
+    def replace(self, **changes: Any) -> OperationMetadata:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _cap(value: float) -> float | None:
+    return value or None  # some configs write "no cap" as 0
+
+
+# The names that model configs use for a field, in the order in which they are looked up, and what each holds.
+CONFIG_NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "runtime_dtype": {"runtime_dtype": _same, "attn_dtype": _same},
+    "softmax_scale": {
+        "softmax_scale": _same,
+        "attention_multiplier": _same,  # Granite
+        "query_pre_attn_scalar": lambda value: value**-0.5,  # Gemma 2 and 3
+    },
+    "logits_soft_cap": {
+        "logits_soft_cap": _cap,
+        "attn_logit_softcapping": _cap,  # Gemma 2
+    },
+    "dropout_prob": {
+        "dropout_prob": _same,
+        "attention_dropout": _same,  # Llama and most others
+        "attention_probs_dropout_prob": _same,  # BERT
+        "attn_pdrop": _same,  # GPT-2
+    },
+    **{
+        name: {name: _same}
+        for name in ("layout", "mode", "platform", "mesh", "precision", "on_unsupported", "interpret")
+    },
+    "block_q": {"block_q": _same, "blocksize_q": _same},
+    "block_k": {"block_k": _same, "blocksize_k": _same},
+}
+
+
+def _number(name: str, value: Any, hint: str) -> float:
+    try:
+        return float(value)
+    except jax.errors.ConcretizationTypeError:
+        raise ValueError(f"{name} is a traced array, but must be a number known when tracing; {hint}") from None
+    except TypeError:
+        raise ValueError(f"{name}={value!r} must be a number; {hint}") from None
+
+
+def check_scale(value: Any) -> float | None:
+    """``softmax_scale`` as a finite float; see `OperationMetadata`."""
+    if value is None:
+        return None
+    scale = _number("softmax_scale", value, "multiply the query by a learned temperature instead")
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale={scale} must be finite; leave it out for head_dim ** -0.5")
+    return scale
+
+
+def check_soft_cap(value: Any) -> float | None:
+    """``logits_soft_cap`` as a positive finite float; see `OperationMetadata`."""
+    if value is None:
+        return None
+    cap = _number("logits_soft_cap", value, "leave it out for no cap")
+    if not (math.isfinite(cap) and cap > 0):
+        raise ValueError(f"logits_soft_cap={cap} must be positive and finite; leave it out for no cap")
+    return cap
+
+
+def check_dropout_prob(value: Any) -> float:
+    """``dropout_prob`` as a float in [0, 1); see `OperationMetadata`."""
+    prob = _number("dropout_prob", value, "use 0.0 for no dropout")
+    if not 0 <= prob < 1:
+        raise ValueError(f"dropout_prob={prob} must lie in [0, 1); use 0.0 for no dropout")
+    return prob

@@ -1,0 +1,375 @@
+"""BaseOperation, the dispatcher; OperationImpl, what attention adds to it."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Final, final
+
+import jax
+from jax.sharding import PartitionSpec
+
+from attnops.binding import Call, bind_attention, resolve_mode
+from attnops.errors import NotDifferentiableError, UnsupportedError, UnsupportedWarning
+from attnops.heads import repeat_kv_heads
+from attnops.metadata import OperationMetadata
+from attnops.output import OperationOutput
+from attnops.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
+from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
+from attnops.request import Limits, Reason, Request
+from attnops.sharding.modes import RUNTIME_MODE_TYPES
+from attnops.sharding.specs import create_stable_sharding
+
+__all__ = ["API_VERSION", "BaseOperation", "OperationImpl", "OperationOutput"]
+
+# The version of the contract between the core and implementations; raised when an old implementation would break.
+API_VERSION: Final = 1
+
+_NO_LIMITS = Limits()
+
+
+class BaseOperation(abc.ABC):
+    """An operation with forwards for several platforms; calling it runs the one for the platform of the call.
+
+    A subclass implements `forward_native` and may override `forward_cpu`, `forward_gpu`, `forward_cuda`,
+    `forward_rocm`, `forward_tpu` and `forward_tt`. One that is not overridden falls back: cuda and rocm to gpu, the
+    rest to native. A forward is given only the options that the caller set; one that its signature does not name is a
+    reason not to run it, as ``**kwargs`` does not count as naming.
+
+    Class attributes:
+        priority: of several classes that serve one name on one platform, the highest is picked.
+        api_version: the version of this contract that the class was written for; state it as a number.
+        limits: by forward ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt"): what that forward can't serve.
+    """
+
+    priority: ClassVar[int] = 0
+    api_version: ClassVar[int] = API_VERSION
+    limits: ClassVar[Mapping[str, Limits]] = {}
+    metadata: OperationMetadata
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        self.metadata = OperationMetadata() if metadata is None else metadata
+
+    # Equal operations share decisions and compiled functions, so one can be a static argument of jax.jit.
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.metadata == other.metadata  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.metadata))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.metadata})"
+
+    @classmethod
+    @abc.abstractmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        """The name of the operation, or its names."""
+
+    def get_impl_metadata(self) -> OperationMetadata:
+        """The metadata that this operation was made with."""
+        return self.metadata
+
+    def current_backend(self) -> str:
+        """JAX's default backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``. Where a call runs, `explain` says."""
+        return jax.default_backend()
+
+    @abc.abstractmethod
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation in plain JAX, for any platform."""
+
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for CPUs; `forward_native` unless overridden."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for NVIDIA and AMD GPUs; `forward_native` unless overridden."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for NVIDIA GPUs; `forward_gpu` unless overridden."""
+        return self.forward_gpu(*args, **kwargs)
+
+    def forward_rocm(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for AMD GPUs; `forward_gpu` unless overridden."""
+        return self.forward_gpu(*args, **kwargs)
+
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for TPUs; `forward_native` unless overridden."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_tt(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for Tenstorrent devices; `forward_native` unless overridden."""
+        return self.forward_native(*args, **kwargs)
+
+    def unsupported(self, request: Request) -> Iterable[Reason]:
+        """Further reasons not to run this platform's own forward; for what `limits` can't say.
+
+        Not asked where the native forward runs. Must depend on ``request`` and the metadata alone.
+        """
+        return ()
+
+    @final
+    def reasons(self, request: Request) -> list[Reason]:
+        """Every reason why this operation's forward for the request's platform can't serve it. Traces nothing."""
+        return self._reasons(forward_for(type(self), request.platform), request)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward for the platform of the call.
+
+        Raises:
+            ValueError: the arguments fit no implementation.
+            TypeError: an option that no forward of this operation names.
+            UnsupportedError: the forward can't serve the call, and the metadata says ``on_unsupported="error"`` or
+                the native forward can't either.
+        """
+        return self.run(self.prepare(*args, **kwargs))
+
+    def request(self, *args: Any, **kwargs: Any) -> Request:
+        """The static description of a call with these arguments, which `attnops.explain` takes. Runs nothing."""
+        return self.prepare(*args, **kwargs).request
+
+    @final
+    def prepare(self, *args: Any, **kwargs: Any) -> Call:
+        """Bind the arguments of a call and find its platform."""
+        call = self.bind(*args, **kwargs)
+        platform = find_platform(self.metadata.platform, self.metadata.mesh, jax.tree.leaves(call.args))
+        return call._replace(request=call.request.replace(platform=platform))
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call:
+        """Check the arguments and describe the call. The platform is filled in by `prepare`."""
+        self._check_options(kwargs)
+        mode = resolve_mode(self.metadata, 0)
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        request = Request(options=frozenset(options), mode=mode, interpret=self.metadata.interpret)
+        return Call(request, args, options)
+
+    def run(self, call: Call) -> Any:
+        """Decide which forward serves a call that `prepare` described, and run it."""
+        forward = decide(self, call.request)
+        function: Callable[..., Any] = getattr(self, f"forward_{forward}")
+        if not self._limits(forward).differentiable:
+            function = _not_differentiable(function, f"{type(self).__name__}.forward_{forward}")
+        options = call.options
+        if "mode" in named_options(type(self), forward):
+            options = options | {"mode": call.request.mode}
+        return self.finish(call, function(*call.args, **options))
+
+    def finish(self, call: Call, result: Any) -> Any:
+        """What the caller gets of a forward's result."""
+        return result
+
+    def _limits(self, forward: str) -> Limits:
+        return self.limits.get(forward, _NO_LIMITS)
+
+    def _reasons(self, forward: str, request: Request) -> list[Reason]:
+        known = named_options(type(self), forward)
+        found = [
+            Reason(option, getattr(request, option, "given"), f"forward_{forward} has no such option")
+            for option in sorted(request.options - known)
+        ]
+        found += self._limits(forward).reasons(request)
+        if forward != "native":
+            found += self.unsupported(request)
+        return found
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse an option that no forward of this class names: a misspelling."""
+        known = all_options(type(self))
+        for option in options:
+            if option not in known:
+                raise TypeError(f"{type(self).__name__} has no option {option!r}; it has {sorted(known)}")
+
+
+class OperationImpl(BaseOperation):
+    """Base class of attention operations: it binds the attention contract and offers the usual helpers.
+
+    Forwards have the signature of `__call__`, or name a part of its options. They always see the layout "BTHD",
+    ``mask`` as an `attnops.masks.Mask` bound to the call's shapes, and return an `OperationOutput`. The scale and the
+    soft cap of the metadata arrive as if the caller had given them; ``mode`` only where the forward names it.
+    """
+
+    @classmethod
+    def preference(cls, request: Request) -> float | None:
+        """How good a choice the operation `auto` takes this to be; the highest is picked. None: never."""
+        return 1.0 if forward_for(cls, request.platform) != "native" else 0.0
+
+    def __call__(
+        self,
+        query: jax.typing.ArrayLike,
+        key: jax.typing.ArrayLike,
+        value: jax.typing.ArrayLike,
+        *,
+        mask: Any = None,
+        bias: Any = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.typing.ArrayLike | None = None,
+        dropout_key: jax.Array | None = None,
+        mode: str | None = None,
+        return_lse: bool = False,
+        return_weights: bool = False,
+        **options: Any,
+    ) -> OperationOutput:
+        """Attention of ``query`` over ``key`` and ``value``.
+
+        The scores are ``s = cap · tanh(scale · q·k / cap)`` (the cap only if set), plus the bias, then the mask;
+        softmax and accumulation are float32.
+
+        Args:
+            query: [B, T, H, D] float32, bfloat16 or float16; [B, H, T, D] with ``metadata.layout="BHTD"``.
+            key: [B, S, K, D], likewise; K divides H, and query head h uses kv head ``h // (H // K)``.
+            value: [B, S, K, Dv], likewise.
+            mask: a boolean array, 4-D, that broadcasts to [B, H, T, S], True where a query may attend; or a
+                `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
+            bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S].
+            softmax_scale: a finite number. None: the metadata's, else ``D ** -0.5``.
+            logits_soft_cap: a positive number. None: the metadata's, else no cap.
+            sinks: [H], one learnable logit a head, which joins the softmax's denominator only.
+            dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``.
+            mode: runtime mode; see `OperationMetadata`.
+            return_lse: whether the output has ``logsumexp``.
+            return_weights: whether the output has ``attention_weights``; O(B · H · T · S) memory.
+            **options: options that only some implementations have.
+
+        Raises:
+            ValueError: shapes, dtypes or values that fit no implementation.
+            TypeError: an option that no forward of this operation names.
+            UnsupportedError: see `BaseOperation.__call__`.
+        """
+        if options:
+            self._check_options(options)
+        call = self.prepare(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            softmax_scale=softmax_scale,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+            dropout_key=dropout_key,
+            mode=mode,
+            return_lse=return_lse,
+            return_weights=return_weights,
+            **options,
+        )
+        result: OperationOutput = self.run(call)
+        return result
+
+    def bind(self, query: Any, key: Any, value: Any, **options: Any) -> Call:
+        """See `attnops.binding.bind_attention`."""
+        return bind_attention(self.metadata, query, key, value, options)
+
+    def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
+        """Bring a forward's result to what the caller asked for, tagged for checkpoint policies."""
+        out = tag(result.attention_outputs, OUTPUT_NAME)
+        if self.metadata.layout == "BHTD":
+            out = out.swapaxes(1, 2)
+        wanted = call.options
+        lse = tag(result.logsumexp, LOGSUMEXP_NAME) if "return_lse" in wanted else None
+        return OperationOutput(out, result.attention_weights if "return_weights" in wanted else None, lse)
+
+    def get_mode(self, query: jax.Array, BTHD: bool = True) -> RUNTIME_MODE_TYPES:
+        """The runtime mode: the metadata's, else decode where the query's length is 1, else train.
+
+        Args:
+            query: [B, T, H, D], or [B, H, T, D].
+            BTHD: which of the two.
+        """
+        return resolve_mode(self.metadata, query.shape[1 if BTHD else 2])
+
+    repeat_kv_heads = staticmethod(repeat_kv_heads)
+
+    def create_stable_sharding(
+        self,
+        state_ps: PartitionSpec | None = None,
+        preserved_indices: list[int] | None = None,
+        clone_ps: PartitionSpec | None = None,
+        dep: PartitionSpec | bool | None = True,
+        tensor: jax.Array | None = None,
+    ) -> PartitionSpec | None:
+        """See `attnops.sharding.create_stable_sharding`; the mesh is the metadata's."""
+        return create_stable_sharding(state_ps, preserved_indices, clone_ps, dep, tensor, self.metadata.mesh)
+
+
+def forward_for(cls: type[BaseOperation], platform: str) -> str:
+    """The forward of ``cls`` that serves a platform, by name: the first of its chain that is overridden."""
+    for name in FORWARD_CHAIN[platform]:
+        if getattr(cls, f"forward_{name}") is not getattr(BaseOperation, f"forward_{name}"):
+            return name
+    return "native"
+
+
+@functools.cache
+def named_options(cls: type[BaseOperation], forward: str) -> frozenset[str]:
+    """The options that a forward's signature names."""
+    parameters = inspect.signature(getattr(cls, f"forward_{forward}")).parameters.values()
+    return frozenset(
+        p.name
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
+    )
+
+
+@functools.cache
+def all_options(cls: type[BaseOperation]) -> frozenset[str]:
+    """The options that at least one forward of ``cls`` names."""
+    return frozenset().union(*(named_options(cls, forward_for(cls, platform)) for platform in PLATFORMS))
+
+
+@functools.lru_cache(maxsize=4096)
+def decide(operation: BaseOperation, request: Request) -> str:
+    """The forward that serves ``request``: the platform's, or the native one if the metadata allows it.
+
+    Raises:
+        UnsupportedError: neither may or can, with all reasons.
+    """
+    forward = forward_for(type(operation), request.platform)
+    reasons = operation._reasons(forward, request)
+    if not reasons:
+        return forward
+    name = f"{type(operation).__name__}.forward_{forward}"
+    if forward != "native" and operation.metadata.on_unsupported == "native":
+        native = operation._reasons("native", request)
+        if not native:
+            for reason in reasons:
+                _warn_once(name, reason)
+            return "native"
+        reasons = reasons + [dataclasses.replace(r, limit=f"{r.limit} (native forward)") for r in native]
+    listed = "".join(f"\n  - {reason}" for reason in reasons)
+    raise UnsupportedError(f"{name} can't serve {request}:{listed}", reasons)
+
+
+@functools.cache
+def _warn_once(name: str, reason: Reason) -> None:
+    warnings.warn(f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=6)
+
+
+def _not_differentiable(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``function``, but asking for its derivative says plainly that there is none."""
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, options))
+        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+        @jax.custom_jvp
+        def run(arrays: list[jax.Array]) -> Any:
+            rest = iter(arrays)
+            merged = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+            args, options = jax.tree.unflatten(tree, merged)
+            return function(*args, **options)
+
+        @run.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            raise NotDifferentiableError(
+                f"{name} has no backward pass, but a gradient was asked for; "
+                f"call it with mode='train' to run an implementation that has one"
+            )
+
+        return run([leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+
+    return wrapped

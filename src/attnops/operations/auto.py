@@ -1,0 +1,46 @@
+"""auto: picks an implementation for each call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from attnops.binding import Call
+from attnops.explain import pick
+from attnops.metadata import OperationMetadata
+from attnops.operation import OperationImpl
+from attnops.operations.vanilla import VanillaAttention
+from attnops.registry import OperationRegistry
+from attnops.request import AttentionRequest, Request
+
+
+class AutoAttention(VanillaAttention):
+    """Runs, for each call, the installed implementation that serves it best; `attnops.explain` says which and why.
+
+    Only implementations that serve the request on the forward meant for the platform are considered. Each states by
+    ``preference`` how good a choice it is.
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        return "auto"
+
+    @classmethod
+    def preference(cls, request: Request) -> float | None:
+        return None
+
+    def run(self, call: Call) -> Any:
+        """Run the call on the implementation picked for it.
+
+        Raises:
+            UnsupportedError: nothing that is installed can serve it.
+        """
+        assert isinstance(call.request, AttentionRequest)
+        return _picked(self.metadata, call.request, OperationRegistry.generation()).run(call)
+
+
+@functools.lru_cache(maxsize=4096)
+def _picked(metadata: OperationMetadata, request: AttentionRequest, generation: int) -> OperationImpl:
+    operation = OperationRegistry.create(pick(request, metadata).name, metadata)
+    assert isinstance(operation, OperationImpl)
+    return operation

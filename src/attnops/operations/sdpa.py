@@ -1,0 +1,165 @@
+"""sdpa: jax.nn.dot_product_attention, on CUDA its cuDNN kernel; each of its limits declared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from attnops.masks.base import Mask
+from attnops.masks.primitives import Causal
+from attnops.operations.vanilla import VanillaAttention
+from attnops.output import OperationOutput
+from attnops.request import AttentionRequest, Limits, Reason, Request
+
+# jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its
+# residual is rounded to the input's dtype and has no gradient: the forwards below don't name them.
+_JAX_NN = Limits(same_dtype=True, equal_head_dims=True)
+
+
+class ScaledDotProductAttention(VanillaAttention):
+    """`jax.nn.dot_product_attention` under the attention contract.
+
+    Where it differs from the contract it is put right: causal masks with T ≠ S are aligned at the end, and a fully
+    masked row gives 0, not the mean of the values. What it has not is refused, and vanilla's native forward serves it.
+
+    Memory is O(B · H · T · S), but on CUDA without an array mask or bias, where cuDNN's flash kernel needs O(T).
+    cuDNN's backward is not deterministic unless XLA runs with ``--xla_gpu_deterministic_ops``.
+    """
+
+    limits = {  # noqa: RUF012
+        "cpu": _JAX_NN,
+        "gpu": _JAX_NN,
+        "tpu": _JAX_NN,
+        "tt": _JAX_NN,
+        "cuda": Limits(
+            dtypes=frozenset({"bfloat16", "float16"}),
+            same_dtype=True,
+            equal_head_dims=True,
+            head_dim_multiple=8,
+            interpretable=False,
+        ),
+    }
+
+    @classmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        return "sdpa"
+
+    @classmethod
+    def preference(cls, request: Request) -> float | None:
+        return 2.0 if request.platform == "cuda" else -1.0  # a fused kernel; T × S memory
+
+    def forward_cpu(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask | None = None,
+        bias: jax.Array | None = None,
+        softmax_scale: float | None = None,
+    ) -> OperationOutput:
+        """See `OperationImpl.__call__`; in XLA."""
+        return self._attend("xla", query, key, value, mask, bias, softmax_scale)
+
+    # The same for every platform where XLA compiles it.
+    forward_gpu = forward_tpu = forward_tt = forward_cpu  # type: ignore[assignment]
+
+    def forward_cuda(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask | None = None,
+        bias: jax.Array | None = None,
+        softmax_scale: float | None = None,
+    ) -> OperationOutput:
+        """See `OperationImpl.__call__`; in cuDNN."""
+        return self._attend("cudnn", query, key, value, mask, bias, softmax_scale)
+
+    def unsupported(self, request: Request) -> Iterator[Reason]:
+        """The limits of cuDNN's kernel, from ``jax._src.cudnn.fused_attention_stablehlo``."""
+        if request.platform != "cuda" or not isinstance(request, AttentionRequest):
+            return
+        largest = _largest_cudnn_head_dim()
+        if request.head_dim > largest:
+            yield Reason("head_dim", request.head_dim, f"must be at most {largest} for cuDNN on this GPU")
+        if request.bias_kind and request.needs_grad:
+            yield Reason("bias", "set", "cuDNN's gradient of a bias is not relied on",
+                         "call with mode='prefill' where no gradient is needed")  # fmt: skip
+        if request.bias_kind and request.bias_dtype != request.dtypes[0]:
+            yield Reason("bias.dtype", request.bias_dtype, f"must be the query's, {request.dtypes[0]}", "cast it")
+        dense = request.bias_kind or (request.mask_kinds and not _is_plain_causal(request))
+        odd = request.query_length % 2 or request.key_length % 2
+        if dense and odd and request.needs_grad:
+            lengths = f"{request.query_length}/{request.key_length}"
+            yield Reason("T/S", lengths, "must be even for cuDNN's backward with a mask or a bias", "pad to even")
+
+    def _attend(
+        self,
+        implementation: Literal["xla", "cudnn"],
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        mask: Mask | None,
+        bias: jax.Array | None,
+        softmax_scale: float | None,
+    ) -> OperationOutput:
+        (B, T, H, _), S = query.shape, key.shape[1]
+        is_causal = isinstance(mask, Causal) and isinstance(mask.offset, int) and mask.offset == 0 and T == S
+        allowed = None if mask is None or is_causal else mask.dense(B, H, T, S)
+        if bias is not None and implementation == "cudnn":
+            bias = jnp.broadcast_to(bias, (*bias.shape[:2], T, S))
+        if allowed is not None and implementation == "cudnn":
+            allowed = jnp.broadcast_to(allowed, (*allowed.shape[:2], T, S))
+        sees_any = None
+        if allowed is not None or bias is not None:
+            bias, sees_any = _without_empty_rows(allowed, bias, causal=mask if is_causal else None, shape=(B, H, T, S))
+        with _precision(query, self.metadata.precision):
+            out = jax.nn.dot_product_attention(
+                query, key, value, bias, allowed, scale=softmax_scale, is_causal=is_causal,
+                implementation=implementation,
+            )  # fmt: skip
+        if sees_any is not None:
+            out = jnp.where(sees_any.swapaxes(1, 2), out, 0)
+        return OperationOutput(out)
+
+
+def _without_empty_rows(
+    allowed: jax.Array | None, bias: jax.Array | None, causal: Mask | None, shape: tuple[int, int, int, int]
+) -> tuple[jax.Array | None, jax.Array]:
+    """``bias`` with no row that is −inf wherever the mask allows, and which rows see any key, [B, H, T, 1].
+
+    jax.nn gives the mean of the values for a fully masked row, and NaN for one whose bias is all −inf.
+    """
+    visible = allowed
+    if bias is not None:
+        visible = bias > -jnp.inf
+        for mask in (allowed, None if causal is None else causal.dense(*shape)):
+            visible = visible if mask is None else visible & mask
+    assert visible is not None
+    sees_any = visible.any(axis=-1, keepdims=True)
+    return (None if bias is None else jnp.where(sees_any, bias, 0)), sees_any
+
+
+def _precision(query: jax.Array, precision: Any) -> contextlib.AbstractContextManager[Any]:
+    """float32 inputs are multiplied in full float32, unless the metadata says otherwise."""
+    if query.dtype != jnp.float32:
+        return contextlib.nullcontext()
+    return jax.default_matmul_precision("highest" if precision is None else precision.name.lower())
+
+
+def _is_plain_causal(request: AttentionRequest) -> bool:
+    return request.mask_kinds == {"Causal"} and request.query_length == request.key_length
+
+
+def _largest_cudnn_head_dim() -> int:
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return 128  # no GPU here, as when exporting: what every generation can
+    return 256 if float(device.compute_capability) >= 9.0 else 128

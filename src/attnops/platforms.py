@@ -1,0 +1,79 @@
+"""Which platform a call runs on, and which forward serves it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import jax
+
+PLATFORMS: Final = ("cpu", "cuda", "rocm", "tpu", "tt")
+
+# The forwards to look at for a platform, the most specific first; "native" is always there.
+FORWARD_CHAIN: Final = {
+    "cpu": ("cpu", "native"),
+    "cuda": ("cuda", "gpu", "native"),
+    "rocm": ("rocm", "gpu", "native"),
+    "tpu": ("tpu", "native"),
+    "tt": ("tt", "native"),
+}
+
+
+def canonicalize_platform(platform: str) -> str:
+    """One of `PLATFORMS`. ``"gpu"`` becomes ``"rocm"`` where JAX runs on ROCm, and ``"cuda"`` anywhere else.
+
+    Raises:
+        ValueError: the platform is unknown.
+    """
+    name = platform.lower()
+    if name == "gpu":
+        return "rocm" if jax.default_backend() == "gpu" and platform_of(jax.devices()[0]) == "rocm" else "cuda"
+    if name not in PLATFORMS:
+        raise ValueError(f"platform={platform!r} is unknown; use one of {[*PLATFORMS, 'gpu']}, or None to find it")
+    return name
+
+
+def platform_of(device: Any) -> str:
+    """The platform of a `jax.Device`, telling CUDA from ROCm. A platform unknown to attnops counts as ``"cpu"``."""
+    name = str(device.platform).lower()
+    if name in ("gpu", "cuda", "rocm"):
+        version = str(getattr(device.client, "platform_version", "")).lower()
+        return "rocm" if name == "rocm" or "rocm" in version else "cuda"
+    return name if name in PLATFORMS else "cpu"
+
+
+def find_platform(platform: str | None, mesh: Any | None, arrays: Iterable[Any]) -> str:
+    """The platform that a call runs on; the first of these that says so.
+
+    1. ``platform``, what the metadata states;
+    2. the devices of ``mesh``, or of the mesh set by `jax.set_mesh`;
+    3. the devices that a concrete array of ``arrays`` is committed to (a tracer does not tell);
+    4. ``jax_default_device``;
+    5. `jax.default_backend`.
+    """
+    if platform is not None:
+        return canonicalize_platform(platform)
+    device = (
+        _mesh_device(mesh) or _mesh_device(jax.sharding.get_mesh()) or _committed_device(arrays) or _default_device()
+    )
+    return platform_of(device)
+
+
+def _mesh_device(mesh: Any | None) -> Any | None:
+    # An AbstractMesh has no devices; it says nothing here.
+    devices = getattr(mesh, "devices", None)
+    return devices.flat[0] if devices is not None and devices.size else None
+
+
+def _committed_device(arrays: Iterable[Any]) -> Any | None:
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
+            return next(iter(array.devices()))
+    return None
+
+
+def _default_device() -> Any:
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device

@@ -1,0 +1,194 @@
+"""The static description of a call, and why an implementation refuses one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from attnops.platforms import FORWARD_CHAIN
+from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why an implementation can't serve a request.
+
+    Attributes:
+        argument: the argument or option at fault, such as ``"head_dim"``.
+        value: the value that the call gives it.
+        limit: the rule that the value breaks.
+        hint: what to do instead.
+    """
+
+    argument: str
+    value: Any
+    limit: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"{self.argument}={self.value}: {self.limit}{hint}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the dispatcher knows of any call before it is traced.
+
+    Attributes:
+        platform: where the call runs, one of `attnops.platforms.PLATFORMS`.
+        options: the names of the options that the caller set.
+        mode: the runtime mode.
+        interpret: whether a kernel is to be interpreted on the host.
+    """
+
+    platform: str = "cpu"
+    options: frozenset[str] = frozenset()
+    mode: RUNTIME_MODE_TYPES = MODE_TRAIN
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        if self.platform not in FORWARD_CHAIN:
+            raise ValueError(f"platform={self.platform!r} is unknown; use one of {list(FORWARD_CHAIN)}")
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether the caller may differentiate the call: in train mode."""
+        return self.mode == MODE_TRAIN
+
+    def replace(self, **changes: Any) -> Any:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionRequest(Request):
+    """What the dispatcher knows of a call of attention. Lengths are in tokens; the layout plays no part here.
+
+    Attributes:
+        batch: B.
+        query_length: T.
+        key_length: S.
+        heads: H.
+        kv_heads: K, a divisor of H.
+        head_dim: D, of query and key.
+        value_head_dim: Dv, of value and output.
+        dtypes: the names of the dtypes of query, key and value.
+        mask: the mask as text; empty for none.
+        mask_kinds: the kinds of primitive and operator that the mask is made of, such as ``{"Causal"}``.
+        mask_shape: the shape of an array mask.
+        bias_kind: ``"array"``, or the class of a structured bias; empty for none.
+        bias_shape: the shape of an array bias.
+        bias_dtype: the name of the dtype of an array bias.
+        softmax_scale: the scale; None for ``head_dim ** -0.5``.
+        logits_soft_cap: the cap; None for none.
+        sinks: whether the call has sinks.
+        dropout_prob: the probability of dropout; 0 where the call has none.
+        return_lse: whether the logsumexp is asked for.
+        return_weights: whether the attention weights are asked for.
+    """
+
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    dtypes: tuple[str, str, str] = ("float32", "float32", "float32")
+    mask: str = ""
+    mask_kinds: frozenset[str] = frozenset()
+    mask_shape: tuple[int, ...] | None = None
+    bias_kind: str = ""
+    bias_shape: tuple[int, ...] | None = None
+    bias_dtype: str = ""
+    softmax_scale: float | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+    dropout_prob: float = 0.0
+    return_lse: bool = False
+    return_weights: bool = False
+
+    def __str__(self) -> str:
+        shape = (
+            f"B{self.batch} T{self.query_length} S{self.key_length} H{self.heads} K{self.kv_heads} "
+            f"D{self.head_dim} Dv{self.value_head_dim}"
+        )
+        dtype = self.dtypes[0] if len(set(self.dtypes)) == 1 else "/".join(self.dtypes)
+        options = " ".join(sorted(self.options))
+        return f"{shape} {dtype} {self.mode.strip('_')} on {self.platform}" + (f" with {options}" if options else "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one forward of an implementation can serve and its signature can't say, declared as data.
+
+    Attributes:
+        dtypes: dtypes that query, key and value may have.
+        same_dtype: query, key and value must share one dtype.
+        max_head_dim: the largest D, and the largest Dv.
+        head_dim_multiple: D and Dv must be a multiple of it.
+        equal_head_dims: D must equal Dv.
+        mask_kinds: mask primitives and operators that it evaluates. None: all.
+        bias_kinds: kinds of bias that it evaluates. None: all.
+        differentiable: it has a backward pass. Without one it serves prefill, decode and insert only.
+        interpretable: its kernel language has an interpreter, so that ``interpret=True`` works.
+            True for plain JAX, which runs anywhere as it is.
+    """
+
+    dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})
+    same_dtype: bool = False
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+    equal_head_dims: bool = False
+    mask_kinds: frozenset[str] | None = None
+    bias_kinds: frozenset[str] | None = None
+    differentiable: bool = True
+    interpretable: bool = True
+
+    def reasons(self, request: Request) -> list[Reason]:
+        """Every limit that ``request`` breaks."""
+        found = []
+        if request.needs_grad and not self.differentiable:
+            found.append(
+                Reason("mode", request.mode, "has no backward pass and serves prefill, decode and insert only",
+                       "say which with mode=...")
+            )  # fmt: skip
+        if request.interpret and not self.interpretable:
+            found.append(Reason("interpret", True, "this kernel has no interpreter", "run it on its own platform"))
+        if isinstance(request, AttentionRequest):
+            found += self._attention_reasons(request)
+        return found
+
+    def _attention_reasons(self, request: AttentionRequest) -> list[Reason]:
+        found = []
+        for name, dtype in zip(("query", "key", "value"), request.dtypes, strict=True):
+            if dtype not in self.dtypes:
+                found.append(
+                    Reason(f"{name}.dtype", dtype, f"must be one of {sorted(self.dtypes)}",
+                           "cast it, or set metadata.runtime_dtype")
+                )  # fmt: skip
+        if self.same_dtype and len(set(request.dtypes)) > 1:
+            found.append(
+                Reason("dtypes", "/".join(request.dtypes), "query, key and value must share one",
+                       "cast them, or set metadata.runtime_dtype")
+            )  # fmt: skip
+        for name, dim in (("head_dim", request.head_dim), ("value_head_dim", request.value_head_dim)):
+            if self.max_head_dim is not None and dim > self.max_head_dim:
+                found.append(Reason(name, dim, f"must be at most {self.max_head_dim}"))
+            if dim % self.head_dim_multiple:
+                found.append(Reason(name, dim, f"must be a multiple of {self.head_dim_multiple}", "pad it with zeros"))
+        if self.equal_head_dims and request.head_dim != request.value_head_dim:
+            found.append(Reason("value_head_dim", request.value_head_dim, f"must equal head_dim={request.head_dim}"))
+        if self.mask_kinds is not None and not request.mask_kinds <= self.mask_kinds:
+            extra = sorted(request.mask_kinds - self.mask_kinds)
+            found.append(Reason("mask", request.mask, f"can't evaluate {', '.join(extra)}"))
+        if self.bias_kinds is not None and request.bias_kind and request.bias_kind not in self.bias_kinds:
+            found.append(Reason("bias", request.bias_kind, f"must be one of {sorted(self.bias_kinds)}"))
+        return found
+
+
+def dtype_name(array: Any) -> str:
+    """The name of an array's dtype, such as ``"bfloat16"``."""
+    return str(jnp.dtype(array.dtype).name)

@@ -1,0 +1,34 @@
+"""Runtime modes: what a call is part of."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, cast, get_args
+
+RUNTIME_MODE_TYPES = Literal["__autoregressive__", "__prefill__", "__train__", "__insert__"]
+
+MODE_DECODE: Final = "__autoregressive__"
+MODE_PREFILL: Final = "__prefill__"
+MODE_TRAIN: Final = "__train__"
+MODE_INSERT: Final = "__insert__"
+
+GENERATION_MODES: Final = frozenset({MODE_DECODE, MODE_INSERT})
+
+_SHORT_NAMES = {
+    "decode": MODE_DECODE,
+    "autoregressive": MODE_DECODE,
+    "prefill": MODE_PREFILL,
+    "train": MODE_TRAIN,
+    "insert": MODE_INSERT,
+}
+
+
+def canonicalize_mode(mode: str) -> RUNTIME_MODE_TYPES:
+    """The runtime mode that ``mode`` names: a constant of this module, or its short name (``"decode"``).
+
+    Raises:
+        ValueError: ``mode`` is neither.
+    """
+    full = _SHORT_NAMES.get(mode, mode)
+    if full not in get_args(RUNTIME_MODE_TYPES):
+        raise ValueError(f"mode={mode!r} is not a runtime mode; use one of {sorted(_SHORT_NAMES)}")
+    return cast(RUNTIME_MODE_TYPES, full)

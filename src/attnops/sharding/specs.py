@@ -1,0 +1,88 @@
+"""Partition specs that always fit: what a mesh lacks or a shape cannot be divided by is dropped, and said so."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+from jax.sharding import PartitionSpec
+
+_log = logging.getLogger(__name__)
+
+MeshLike: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+def correct_spec(spec: PartitionSpec, shape: Sequence[int], mesh: MeshLike) -> PartitionSpec:
+    """``spec`` with every entry dropped that ``mesh`` does not have or that does not divide ``shape``.
+
+    Args:
+        spec: one entry a dimension (an axis name, a tuple of them, or None); may be shorter than ``shape``.
+        shape: the array's shape.
+        mesh: the mesh whose axes count.
+
+    Returns:
+        A spec of length ``len(shape)`` or less. Of a tuple of axes the longest prefix that divides is kept.
+        Each correction is logged at DEBUG.
+
+    Raises:
+        ValueError: ``spec`` has more entries than ``shape`` has dimensions.
+    """
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"spec={spec} has {len(spec)} entries, but the array of shape {tuple(shape)} has {len(shape)} dimensions"
+        )
+    return PartitionSpec(*(_correct_entry(entry, size, mesh) for entry, size in zip(spec, shape, strict=False)))
+
+
+def _correct_entry(entry: str | tuple[str, ...] | None, size: int, mesh: MeshLike) -> str | tuple[str, ...] | None:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    names = (entry,) if isinstance(entry, str) else tuple(entry)
+    kept = tuple(name for name in names if name in mesh.shape)
+    while kept and size % math.prod(mesh.shape[name] for name in kept):
+        kept = kept[:-1]
+    if kept != names:
+        _log.debug("spec entry %r for a dimension of %d on mesh %s becomes %r", entry, size, dict(mesh.shape), kept)
+    if not kept:
+        return None
+    return kept[0] if isinstance(entry, str) or len(kept) == 1 else kept
+
+
+def create_stable_sharding(
+    state_ps: PartitionSpec | None = None,
+    preserved_indices: Sequence[int] | None = None,
+    clone_ps: PartitionSpec | None = None,
+    dep: PartitionSpec | bool | None = True,
+    tensor: jax.Array | jax.ShapeDtypeStruct | None = None,
+    mesh: MeshLike | None = None,
+) -> PartitionSpec | None:
+    """A spec that keeps only some dimensions of ``state_ps`` sharded; the others are replicated.
+
+    Args:
+        state_ps: the spec to start from; None stands for nothing sharded.
+        preserved_indices: the dimensions to keep. None keeps all of ``state_ps``.
+        clone_ps: if given, the kept dimensions take their entries from here instead.
+        dep: what the result depends on: None (there is no such array) gives None.
+        tensor: if given, the result is corrected to this array's shape, see `correct_spec`; needs ``mesh``.
+        mesh: the mesh to correct for.
+
+    Raises:
+        ValueError: a preserved index lies outside the spec it is taken from.
+    """
+    if dep is None or state_ps is None:
+        return None
+    spec = state_ps
+    if preserved_indices is not None:
+        source = state_ps if clone_ps is None else clone_ps
+        for index in preserved_indices:
+            if not 0 <= index < len(source):
+                raise ValueError(f"preserved_indices={list(preserved_indices)}: {index} lies outside {source}")
+        kept = set(preserved_indices)
+        length = max(len(state_ps), max(kept, default=-1) + 1)
+        spec = PartitionSpec(*(source[i] if i in kept else None for i in range(length)))
+    if tensor is not None and mesh is not None:
+        spec = correct_spec(spec, tensor.shape, mesh)
+    return spec

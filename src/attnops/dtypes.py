@@ -20,8 +20,8 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
     Args:
         *args: arrays, tracers, ``jax.ShapeDtypeStruct``, scalars or nested sequences of them; None is ignored.
         dtype: returned unmodified, whatever the args are.
-        inexact: the result must be floating or complex. An inferred integer or boolean dtype is then promoted with
-            float32; an explicit one is refused.
+        inexact: the result must be floating or complex. An inferred integer or boolean dtype then gives float32; an
+            explicit one is refused.
 
     Raises:
         ValueError: ``inexact`` and ``dtype`` is integer or boolean; or dtype and every arg is None.
@@ -34,7 +34,7 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
                 "pass dtype or at least one array"
             )
         inferred = jnp.result_type(*given)
-        return jnp.promote_types(jnp.float32, inferred) if inexact and not _is_inexact(inferred) else inferred
+        return jnp.dtype("float32") if inexact and not _is_inexact(inferred) else inferred
     if inexact and not _is_inexact(dtype):
         raise ValueError(
             f"Dtype must be inexact: {jnp.dtype(dtype).name} is neither floating nor complex; "

@@ -23,6 +23,7 @@ class Candidate:
         reasons: why the forward for the request's platform can't serve it; empty where it can.
         problem: why the implementation can't be used at all; empty where it can.
         preference: what `auto` goes by, the highest first; None where `auto` never picks it.
+        priority: what decides between equal preferences.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Candidate:
     reasons: tuple[Reason, ...] = ()
     problem: str = ""
     preference: float | None = None
+    priority: int = 0
 
     @property
     def serves(self) -> bool:
@@ -82,10 +84,17 @@ def explain(
         name = pick(request, metadata).name
     else:
         cls = OperationRegistry.get(operation, request.platform)
-        name = next(p.name for p in OperationRegistry.plugins() if p.operation_class is cls and p.name in candidates)
+        plugins = [p for p in OperationRegistry.plugins() if p.operation_class is cls and p.name in candidates]
+        if not plugins:
+            raise ValueError(
+                f"operation={operation!r} is not attention of query, key and value, so it has no such request; "
+                f"ask {cls.__name__}(metadata).reasons(request)"
+            )
+        name = plugins[0].name
     chosen = candidates.pop(name)
     if not chosen.forward:
-        raise UnsupportedError(f"{name} can't serve {request}", chosen.reasons)
+        problem = f": {chosen.problem}" if chosen.problem else ""
+        raise UnsupportedError(f"{name} can't serve {request}{problem}", chosen.reasons)
     return Explanation(request, chosen, tuple(sorted(candidates.values(), key=_order)))
 
 
@@ -106,9 +115,9 @@ def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
     return min(able, key=_order)
 
 
-def _order(candidate: Candidate) -> tuple[bool, float, str]:
+def _order(candidate: Candidate) -> tuple[bool, float, int, str]:
     preference = float("-inf") if candidate.preference is None else candidate.preference
-    return not candidate.serves, -preference, candidate.name
+    return not candidate.serves, -preference, -candidate.priority, candidate.name
 
 
 def _candidates(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Candidate]:
@@ -122,7 +131,12 @@ def _candidates(request: AttentionRequest, metadata: OperationMetadata) -> Itera
         if cls in seen or not issubclass(cls, OperationImpl) or plugin.operation == "auto":
             continue
         seen.add(cls)
-        yield _candidate(plugin, cls, request, metadata)
+        try:
+            candidate = _candidate(plugin, cls, request, metadata)
+        except Exception as error:  # one that can't answer must not keep the others from serving
+            problem = f"failed: asking whether it serves raised {type(error).__name__}: {error}"
+            candidate = Candidate(plugin.name, "", problem=problem)
+        yield candidate
 
 
 def _candidate(
@@ -137,4 +151,4 @@ def _candidate(
         )
         forward = "native" if native else ""
     preference = cls.preference(request)
-    return Candidate(plugin.name, forward, tuple(reasons), preference=preference)
+    return Candidate(plugin.name, forward, tuple(reasons), preference=preference, priority=cls.priority)

@@ -150,7 +150,7 @@ def _number(name: str, value: Any, hint: str) -> float:
         return float(value)
     except jax.errors.ConcretizationTypeError:
         raise ValueError(f"{name} is a traced array, but must be a number known when tracing; {hint}") from None
-    except TypeError:
+    except (TypeError, ValueError):
         raise ValueError(f"{name}={value!r} must be a number; {hint}") from None
 
 

@@ -37,7 +37,8 @@ def platform_of(device: Any) -> str:
     """The platform of a `jax.Device`, telling CUDA from ROCm. A platform unknown to attnops counts as ``"cpu"``."""
     name = str(device.platform).lower()
     if name in ("gpu", "cuda", "rocm"):
-        version = str(getattr(device.client, "platform_version", "")).lower()
+        # The devices of an abstract mesh have no client.
+        version = str(getattr(getattr(device, "client", None), "platform_version", "")).lower()
         return "rocm" if name == "rocm" or "rocm" in version else "cuda"
     return name if name in PLATFORMS else "cpu"
 
@@ -54,15 +55,18 @@ def find_platform(platform: str | None, mesh: Any | None, arrays: Iterable[Any])
     if platform is not None:
         return canonicalize_platform(platform)
     device = (
-        _mesh_device(mesh) or _mesh_device(jax.sharding.get_mesh()) or _committed_device(arrays) or _default_device()
+        _mesh_device(mesh)
+        or _mesh_device(jax.sharding.get_abstract_mesh())
+        or _committed_device(arrays)
+        or _default_device()
     )
     return platform_of(device)
 
 
 def _mesh_device(mesh: Any | None) -> Any | None:
-    # An AbstractMesh has no devices; it says nothing here.
-    devices = getattr(mesh, "devices", None)
-    return devices.flat[0] if devices is not None and devices.size else None
+    if isinstance(mesh, jax.sharding.Mesh):
+        return mesh.devices.flat[0] if mesh.devices.size else None
+    return getattr(mesh, "abstract_device", None)
 
 
 def _committed_device(arrays: Iterable[Any]) -> Any | None:

@@ -8,9 +8,12 @@ import os
 import re
 import threading
 import traceback
+import warnings
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
+
+from attnops.errors import PluginWarning
 
 if TYPE_CHECKING:
     from importlib_metadata import EntryPoint
@@ -20,8 +23,11 @@ if TYPE_CHECKING:
 GROUP: Final = "attnops.operations"
 CORE: Final = "attnops"
 
-# The distribution whose entry point is being imported, so that a class that registers itself meanwhile is its.
-_loading: ContextVar[str | None] = ContextVar("attnops_loading", default=None)
+NO_AUTOLOAD: Final = "ATTNOPS_NO_AUTOLOAD is set"
+
+# The distribution whose entry point is being imported and that entry's top-level package, so that a class of the
+# package that registers itself meanwhile is the distribution's; one of another package that it imports is not.
+_loading: ContextVar[tuple[str, str]] = ContextVar("attnops_loading", default=("", ""))
 
 
 class State(enum.StrEnum):
@@ -47,6 +53,7 @@ class Plugin:
         cause: why it is disabled, incompatible or failed, in a sentence.
         error: what its import raised, traceback and all.
         operation_class: the class, once loaded.
+        overrides: it was registered by hand to stand for whatever else its distribution has under this name.
     """
 
     distribution: str
@@ -57,6 +64,7 @@ class Plugin:
     cause: str = ""
     error: BaseException | None = None
     operation_class: type[BaseOperation] | None = None
+    overrides: bool = False
     _entry_point: EntryPoint | None = dataclasses.field(default=None, repr=False)
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, repr=False)
 
@@ -78,7 +86,7 @@ class Plugin:
         if self.state is not State.DISCOVERED or self._entry_point is None:
             return self.operation_class
         # No lock is held while importing: another thread may be importing a module that registers itself. Should two
-        # threads import at once, Python runs the module once, and the first to be done here settles the state.
+        # threads import at once, Python makes one of them wait, and the first to be done here settles the state.
         outcome = self._import(self._entry_point)
         with self._lock:
             if self.state is State.DISCOVERED:
@@ -86,7 +94,7 @@ class Plugin:
         return self.operation_class
 
     def _import(self, entry_point: EntryPoint) -> tuple[type[BaseOperation] | None, str, BaseException | None, State]:
-        token = _loading.set(self.distribution)
+        token = _loading.set((self.distribution, _package(self.target)))
         try:
             loaded = entry_point.load()
         except (Exception, SystemExit) as error:  # a plugin that exits on import must not end the program
@@ -109,6 +117,8 @@ def check_class(loaded: Any) -> tuple[str, str]:
         return "is not a subclass of attnops.BaseOperation", ""
     if loaded.__abstractmethods__:
         return f"does not implement {', '.join(sorted(loaded.__abstractmethods__))}", ""
+    if not isinstance(loaded.api_version, int):
+        return f"has api_version={loaded.api_version!r}, which must be an int", ""
     if loaded.api_version != API_VERSION:
         newer = loaded.api_version > API_VERSION
         todo = "upgrade attnops" if newer else "upgrade the plugin"
@@ -120,25 +130,35 @@ def discover() -> list[Plugin]:
     """Every operation that an installed distribution offers, in order of name. Imports none of them."""
     import importlib_metadata
 
-    found = []
-    seen = set()
+    found: dict[str, list[Plugin]] = {}
     for distribution in importlib_metadata.distributions():
-        entry_points = distribution.entry_points.select(group=GROUP)
-        if not entry_points:
+        # Asked before anything is parsed: what is wrong with a distribution that offers none is not our business.
+        if GROUP not in (distribution.read_text("entry_points.txt") or ""):
             continue
-        name = normalize(distribution.metadata["Name"])
-        if name in seen:  # shadowed by an earlier folder of sys.path
+        try:
+            name = normalize(distribution.metadata["Name"])
+            offered = _offered(name, distribution)
+        except Exception as error:  # broken metadata must not hide the other distributions
+            message = f"the metadata of {distribution} can't be read, so its operations are missing: {error}"
+            warnings.warn(message, PluginWarning, stacklevel=2)
             continue
-        seen.add(name)
-        unmet = unmet_requirements(distribution.requires or ())
-        for entry_point in entry_points:
-            plugin = Plugin(name, distribution.version, entry_point.name, entry_point.value, _entry_point=entry_point)
-            if cause := _disabled_by(plugin):
-                plugin.state, plugin.cause = State.DISABLED, cause
-            elif unmet:
-                plugin.state, plugin.cause = State.INCOMPATIBLE, "; ".join(unmet)
-            found.append(plugin)
-    return sorted(found, key=lambda plugin: plugin.name)
+        # Of two folders of sys.path that have a distribution, Python imports the first one's, whatever it offers.
+        if importlib_metadata.distribution(name).locate_file("") == distribution.locate_file(""):
+            found.setdefault(name, offered)
+    return sorted((plugin for offered in found.values() for plugin in offered), key=lambda plugin: plugin.name)
+
+
+def _offered(name: str, distribution: Any) -> list[Plugin]:
+    unmet = unmet_requirements(distribution.requires or ())
+    offered = []
+    for entry_point in distribution.entry_points.select(group=GROUP):
+        plugin = Plugin(name, distribution.version, entry_point.name, entry_point.value, _entry_point=entry_point)
+        if cause := _disabled_by(plugin):
+            plugin.state, plugin.cause = State.DISABLED, cause
+        elif unmet:
+            plugin.state, plugin.cause = State.INCOMPATIBLE, "; ".join(unmet)
+        offered.append(plugin)
+    return offered
 
 
 def normalize(distribution: str) -> str:
@@ -148,7 +168,13 @@ def normalize(distribution: str) -> str:
 
 def distribution_of(cls: type) -> str:
     """The distribution that a class belongs to: the one being loaded, else named like its top-level package."""
-    return _loading.get() or normalize(cls.__module__.partition(".")[0])
+    distribution, package = _loading.get()
+    return distribution if _package(cls.__module__) == package else normalize(_package(cls.__module__))
+
+
+def _package(target: str) -> str:
+    """The top-level package of a module or a target ``module:class``."""
+    return re.split("[.:]", target.strip(), maxsplit=1)[0]
 
 
 def _disabled_by(plugin: Plugin) -> str:
@@ -157,7 +183,7 @@ def _disabled_by(plugin: Plugin) -> str:
         if distribution and normalize(distribution) == plugin.distribution and operation in ("", plugin.operation):
             return f"ATTNOPS_DISABLE names {item.strip()}"
     if plugin.distribution != CORE and os.environ.get("ATTNOPS_NO_AUTOLOAD", "") not in ("", "0"):
-        return "ATTNOPS_NO_AUTOLOAD is set"
+        return NO_AUTOLOAD
     return ""
 
 
@@ -168,7 +194,11 @@ def unmet_requirements(requires: Iterable[str]) -> list[str]:
     parse = requirement_parser()
     unmet = []
     for text in requires:
-        requirement = parse(text)
+        try:
+            requirement = parse(text)
+        except ValueError as error:  # packaging's InvalidRequirement
+            unmet.append(f"requires {text!r}, which is no requirement: {error}")
+            continue
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:

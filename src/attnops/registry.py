@@ -42,7 +42,7 @@ class OperationRegistry:
 
     @overload
     @classmethod
-    def register(cls, impl_cls: OperationClass) -> OperationClass: ...
+    def register(cls, impl_cls: OperationClass, *, override: bool = False) -> OperationClass: ...
 
     @overload
     @classmethod
@@ -80,7 +80,7 @@ class OperationRegistry:
     def _register(cls, impl_cls: type[BaseOperation], distribution: str, name: str, override: bool) -> None:
         target = f"{impl_cls.__module__}:{impl_cls.__qualname__}"
         for other in [p for p in cls._all() if (p.distribution, p.operation) == (distribution, name)]:
-            if other.target == target and other not in cls._registered:
+            if other.target == target and other not in cls._registered and other.cause != plugins.NO_AUTOLOAD:
                 return  # its entry point says the same
             if other.operation_class is None or other.operation_class is impl_cls:
                 continue
@@ -93,7 +93,8 @@ class OperationRegistry:
             cls._registered[:] = [p for p in cls._registered if (p.distribution, p.operation) != (distribution, name)]
         # A module that is run again, in a notebook say, replaces its own classes.
         cls._registered[:] = [p for p in cls._registered if (p.target, p.operation) != (target, name)]
-        cls._registered.append(Plugin(distribution, "", name, target, State.LOADED, operation_class=impl_cls))
+        by_hand = Plugin(distribution, "", name, target, State.LOADED, operation_class=impl_cls, overrides=override)
+        cls._registered.append(by_hand)
 
     @classmethod
     def get(cls, impl_name: str, platform: str | None = None) -> type[BaseOperation]:
@@ -117,6 +118,7 @@ class OperationRegistry:
         picked = cls._picked.get((impl_name, platform))
         if picked is not None:
             return picked
+        generation = cls._generation
         named = cls._named(impl_name)
         usable = [plugin for plugin in named if plugin.load() is not None]
         unusable = [plugin for plugin in named if plugin.operation_class is None]
@@ -127,7 +129,8 @@ class OperationRegistry:
                 warnings.warn(f"{plugin.name} can't be used: {plugin.cause}", PluginWarning, stacklevel=2)
         picked = _pick(impl_name, platform, usable)
         with cls._lock:
-            cls._picked[impl_name, platform] = picked
+            if generation == cls._generation:  # nothing was registered or refreshed meanwhile
+                cls._picked[impl_name, platform] = picked
         return picked
 
     @classmethod
@@ -186,7 +189,9 @@ class OperationRegistry:
         with cls._lock:
             if cls._plugins is None:
                 cls._plugins = plugins.discover()
-            return cls._plugins + cls._registered
+            # An entry point that names a re-export has another target than the class that registers itself.
+            loaded = {(plugin.name, plugin.operation_class) for plugin in cls._plugins}
+            return cls._plugins + [p for p in cls._registered if (p.name, p.operation_class) not in loaded]
 
     @classmethod
     def _named(cls, impl_name: str) -> list[Plugin]:
@@ -199,15 +204,15 @@ class OperationRegistry:
         if not found:
             raise _unknown(impl_name, operation, cls.plugins())
         # A class registered by hand with override=True hides the entry point of its own distribution.
-        by_hand = {(p.distribution, p.operation) for p in found if p in cls._registered}
-        return [p for p in found if p in cls._registered or (p.distribution, p.operation) not in by_hand]
+        overriding = {plugin.name for plugin in found if plugin.overrides}
+        return [plugin for plugin in found if plugin.overrides or plugin.name not in overriding]
 
 
 def _overlap(cls: type[BaseOperation], other: type[BaseOperation]) -> bool:
-    return bool(_served(cls) & _served(other))
+    return bool(served_platforms(cls) & served_platforms(other))
 
 
-def _served(cls: type[BaseOperation], base: type[BaseOperation] | None = None) -> frozenset[str]:
+def served_platforms(cls: type[BaseOperation], base: type[BaseOperation] | None = None) -> frozenset[str]:
     """The platforms for which ``cls`` has a forward of its own, one that ``base`` has not; else "native"."""
     own = set()
     for platform in PLATFORMS:
@@ -225,7 +230,7 @@ def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOpera
         plugin
         for plugin, cls in classes.items()
         if cls is not None
-        and platform in _served(cls, core if core is not None and cls is not core and issubclass(cls, core) else None)
+        and platform in served_platforms(cls, core if core is not None and cls is not core and issubclass(cls, core) else None)
     ]
     if not serving and core is not None:
         return core
@@ -234,6 +239,12 @@ def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOpera
     best = [plugin for plugin in candidates if _priority(plugin) == top]
     if len(best) > 1:
         names = " and ".join(plugin.name for plugin in best)
+        if len({plugin.name for plugin in best}) == 1:
+            targets = " and ".join(plugin.target for plugin in best)
+            raise DuplicateOperationError(
+                f"{best[0].distribution} has {targets} for {best[0].operation!r} on {platform}; register one of them "
+                f"with override=True, or under another name"
+            )
         raise AmbiguousOperationError(
             f"{impl_name!r} on {platform} is served by {names} with the same priority={top}; ask for one of them by "
             f"that name, or switch one off with ATTNOPS_DISABLE"

@@ -44,7 +44,7 @@ _POLICIES: dict[str, Policy] = {
     )
 } | {"save_attention": jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LOGSUMEXP_NAME)}
 
-# A factory's name, and a call that works: the error for a wrong call quotes it.
+# Each factory with arguments that work, for the error of a wrong call to quote.
 _FACTORIES: dict[str, str] = {
     "save_only_these_names": f'"{OUTPUT_NAME}", "{LOGSUMEXP_NAME}"',
     "save_any_names_but_these": f'"{OUTPUT_NAME}"',

@@ -1,0 +1,231 @@
+"""The oracle: attention and its gradients in numpy, written from the contract alone and from no implementation.
+
+Shapes are those of the layout "BTHD". Heads are repeated, masks and biases are arrays, all of T × S is there at once:
+what is plainest is easiest to believe. ``dtype`` is float64, but for the tolerance rule, which asks how wrong the
+same computation is in a narrower one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What attention gives.
+
+    Attributes:
+        out: [B, T, H, Dv].
+        weights: [B, H, T, S], after softmax and dropout.
+        logsumexp: [B, H, T].
+        out_magnitude: like ``out``, of sums of absolute values: what rounding errors are relative to.
+    """
+
+    out: Array
+    weights: Array
+    logsumexp: Array
+    out_magnitude: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Gradients with respect to each input that was given, in its shape, and their magnitudes (see `Result`)."""
+
+    values: dict[str, Array]
+    magnitudes: dict[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    q: Array
+    k: Array  # heads repeated
+    v: Array
+    tanh: Array | None  # of the capped scores
+    p: Array  # probabilities before dropout
+    p_sink: Array  # the sink's share, [B, H, T, 1]
+    w: Array  # after dropout
+    keep_scale: Array | float
+    empty: Array  # rows that see no key, [B, H, T, 1]
+    logsumexp: Array
+    scale: float
+
+
+def attention(query: Any, key: Any, value: Any, *, dtype: Any = np.float64, **options: Any) -> Result:
+    """Attention by the contract.
+
+    Args:
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        dtype: what everything is computed in.
+        **options: see `_forward`.
+    """
+    f = _forward(query, key, value, dtype, **options)
+    out = _einsum("bhts,bshd->bthd", f.w, f.v)
+    magnitude = _einsum("bhts,bshd->bthd", f.w, np.abs(f.v))
+    return Result(out, f.w, f.logsumexp, magnitude)
+
+
+def _forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    dtype: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    keep: Any = None,
+    dropout_prob: float = 0.0,
+) -> _Forward:
+    """The forward pass. ``mask`` and ``keep`` are booleans, ``bias`` numbers, that broadcast to [B, H, T, S]."""
+    q, k, v = (np.asarray(x).astype(dtype) for x in (query, key, value))
+    B, T, H, D = q.shape
+    S, groups = k.shape[1], H // k.shape[2]
+    k, v = np.repeat(k, groups, axis=2), np.repeat(v, groups, axis=2)
+    scale = D**-0.5 if softmax_scale is None else softmax_scale
+
+    scores = _einsum("bthd,bshd->bhts", q, k) * np.asarray(scale, dtype)
+    tanh = None
+    if logits_soft_cap is not None:
+        cap = np.asarray(logits_soft_cap, dtype)
+        tanh = np.tanh(scores / cap)
+        scores = cap * tanh
+    if bias is not None:
+        scores = scores + np.asarray(bias).astype(dtype)
+    visible = np.broadcast_to(True if mask is None else np.asarray(mask), (B, H, T, S)) & (scores > -np.inf)
+    empty = ~visible.any(axis=-1, keepdims=True)
+
+    sink = None if sinks is None else np.asarray(sinks).astype(dtype).reshape(1, H, 1, 1)
+    maximum = np.where(visible, scores, -np.inf).max(axis=-1, keepdims=True)
+    if sink is not None:
+        maximum = np.maximum(maximum, sink)
+    maximum = np.where(maximum == -np.inf, np.asarray(0, dtype), maximum).astype(dtype)
+    exponentials = np.where(visible, np.exp(np.where(visible, scores, 0) - maximum), 0).astype(dtype)
+    sink_share = np.zeros_like(maximum) if sink is None else np.exp(sink - maximum)
+    denominator = exponentials.sum(axis=-1, keepdims=True) + sink_share
+    denominator = np.where(denominator == 0, np.asarray(1, dtype), denominator)
+    p, p_sink = exponentials / denominator, sink_share / denominator
+    logsumexp = np.where(empty, -np.inf, maximum + np.log(denominator))[..., 0]
+
+    keep_scale: Array | float = 1.0
+    if keep is not None:
+        keep_scale = (np.broadcast_to(np.asarray(keep), p.shape) / (1 - dropout_prob)).astype(dtype)
+    w = (p * keep_scale).astype(dtype)
+    return _Forward(q, k, v, tanh, p, p_sink, w, keep_scale, empty, logsumexp, scale)
+
+
+def attention_gradients(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    d_out: Any,
+    d_logsumexp: Any = None,
+    d_weights: Any = None,
+    dtype: Any = np.float64,
+    **options: Any,
+) -> Gradients:
+    """Gradients of ``sum(d_out · out) + sum(d_logsumexp · logsumexp) + sum(d_weights · weights)``.
+
+    A fully masked row takes no part: its logsumexp is a constant.
+
+    Args:
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        d_out: [B, T, H, Dv].
+        d_logsumexp: [B, H, T], or None.
+        d_weights: [B, H, T, S], or None.
+        dtype: what everything is computed in.
+        **options: see `_forward`.
+    """
+    f = _forward(query, key, value, dtype, **options)
+    d_out = np.asarray(d_out).astype(dtype)
+    d_w = _einsum("bthd,bshd->bhts", d_out, f.v)
+    if d_weights is not None:
+        d_w = d_w + np.asarray(d_weights).astype(dtype)
+    d_p = d_w * f.keep_scale
+    d_lse = np.zeros((), dtype)
+    if d_logsumexp is not None:
+        d_lse = np.where(f.empty, 0, np.asarray(d_logsumexp).astype(dtype)[..., None])
+
+    # The softmax, the sink being one more logit whose value is 0.
+    mean = (d_p * f.p).sum(axis=-1, keepdims=True)
+    mean_magnitude = (np.abs(d_p) * f.p).sum(axis=-1, keepdims=True)
+    d_scores = f.p * (d_p - mean + d_lse)
+    magnitude = f.p * (np.abs(d_p) + mean_magnitude + np.abs(d_lse))
+    values, magnitudes = {}, {}
+    if options.get("bias") is not None:
+        shape = np.shape(options["bias"])
+        values["bias"], magnitudes["bias"] = (_sum_to(x, shape) for x in (d_scores, magnitude))
+    if options.get("sinks") is not None:
+        sink = np.where(f.empty, 0, f.p_sink)
+        values["sinks"] = (sink * (d_lse - mean)).sum(axis=(0, 2, 3))
+        magnitudes["sinks"] = (sink * (np.abs(d_lse) + mean_magnitude)).sum(axis=(0, 2, 3))
+    if f.tanh is not None:
+        d_scores, magnitude = (x * (1 - f.tanh**2) for x in (d_scores, magnitude))
+    d_scores, magnitude = (x * np.asarray(f.scale, dtype) for x in (d_scores, magnitude))
+    magnitude = np.abs(magnitude)
+
+    kv_heads = np.shape(key)[2]
+    for into, scores, w, q, k, out in (
+        (values, d_scores, f.w, f.q, f.k, d_out),
+        (magnitudes, magnitude, f.w, np.abs(f.q), np.abs(f.k), np.abs(d_out)),
+    ):
+        into["query"] = _einsum("bhts,bshd->bthd", scores, k)
+        into["key"] = _sum_groups(_einsum("bhts,bthd->bshd", scores, q), kv_heads)
+        into["value"] = _sum_groups(_einsum("bhts,bthd->bshd", w, out), kv_heads)
+    return Gradients(values, magnitudes)
+
+
+def _einsum(spec: str, x: Array, y: Array) -> Array:
+    """`numpy.einsum`; 16-bit inputs are accumulated in float32 and the result is rounded, as processors do it."""
+    if x.dtype.itemsize > 2:
+        return np.einsum(spec, x, y)
+    return np.einsum(spec, x.astype(np.float32), y.astype(np.float32)).astype(x.dtype)
+
+
+def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over the axes that ``shape`` broadcasts."""
+    return x.sum(axis=tuple(i for i, size in enumerate(shape) if size == 1 and x.shape[i] > 1), keepdims=True)
+
+
+def _sum_groups(x: Array, kv_heads: int) -> Array:
+    """[B, S, H, D] to [B, S, K, D]."""
+    B, S, H, D = x.shape
+    return x.reshape(B, S, kv_heads, H // kv_heads, D).sum(axis=3)
+
+
+def dropout_keep(words: Any, prob: float, shape: tuple[int, int, int, int]) -> Array:
+    """Which weights the portable dropout keeps, boolean [B, H, T, S], in the integers of Python's own arithmetic.
+
+    Args:
+        words: the two 32-bit words of `attnops.dropout.dropout_seed`.
+        prob: the probability that a weight is dropped.
+        shape: (B, H, T, S).
+    """
+
+    def mix(x: Array) -> Array:
+        x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
+        x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
+        return x ^ (x >> 16)
+
+    # Products of two 32-bit numbers fit 64 bits, so that nothing but the modulus wraps.
+    b, h, i, j = (
+        np.arange(size, dtype=np.uint64).reshape([-1 if a == own else 1 for a in range(4)])
+        for own, size in enumerate(shape)
+    )
+    first, second = (np.uint64(int(word)) for word in np.asarray(words))
+    x = mix((first + b * 0x9E3779B1) % 2**32)
+    x = mix(((x ^ second) + h * 0x85EBCA77) % 2**32)
+    x = mix((x + i * 0xC2B2AE3D) % 2**32)
+    x = mix((x + j * 0x27D4EB2F) % 2**32)
+    return (x >> 8) >= round(prob * 2**24)

@@ -1,0 +1,72 @@
+"""Hypothesis strategies that draw calls of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from attnops.masks import Causal
+from attnops.metadata import OperationMetadata
+from attnops.testing.problem import Problem
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def broadcastable(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of the same rank that broadcast to ``shape``."""
+    return st.tuples(*(st.sampled_from(sorted({1, size})) for size in shape))
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_length: int = 12, layouts: tuple[Any, ...] = ("BTHD", "BHTD")) -> Problem:
+    """Calls of small shapes with any combination of the contract's features.
+
+    Args:
+        draw: hypothesis's.
+        max_length: of queries and of keys.
+        layouts: the layouts to draw from.
+    """
+    B, K, G = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    T, S = draw(st.integers(1, max_length)), draw(st.integers(1, max_length))
+    D, Dv = draw(st.sampled_from([1, 3, 8])), draw(st.sampled_from([1, 4, 8]))
+    H = K * G
+    dtype = jnp.dtype(draw(st.sampled_from(DTYPES)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def normal(*shape: int) -> Any:
+        return rng.normal(size=shape).astype(dtype)
+
+    options: dict[str, Any] = {}
+    kind = draw(st.sampled_from(["none", "causal", "offset", "array"]))
+    if kind == "causal":
+        options["mask"] = Causal()
+    elif kind == "offset":
+        options["mask"] = Causal(offset=draw(st.integers(-T, S)))
+    elif kind == "array":
+        # Sparse enough that rows without any key are common.
+        options["mask"] = rng.random(draw(broadcastable((B, H, T, S)))) < draw(st.sampled_from([0.2, 0.7]))
+    if draw(st.booleans()):
+        options["bias"] = normal(*draw(broadcastable((B, H, T, S))))
+    if draw(st.booleans()):
+        options["sinks"] = normal(H)
+    if draw(st.booleans()):
+        options["softmax_scale"] = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    if draw(st.booleans()):
+        options["logits_soft_cap"] = draw(st.sampled_from([0.5, 20.0]))
+    dropout = draw(st.sampled_from([0.0, 0.0, 0.4]))
+    if dropout:
+        options["dropout_key"] = jax.random.key(draw(st.integers(0, 99)))
+    options["return_lse"] = draw(st.booleans())
+    options["return_weights"] = draw(st.booleans())
+    return Problem(
+        query=normal(B, T, H, D),
+        key=normal(B, S, K, D),
+        value=normal(B, S, K, Dv),
+        options=options,
+        metadata=OperationMetadata(dropout_prob=dropout, layout=draw(st.sampled_from(layouts))),
+        seed=draw(st.integers(0, 99)),
+    )

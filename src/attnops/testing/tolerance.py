@@ -1,0 +1,43 @@
+"""The tolerance rule: an implementation may be twice as wrong as the plain computation in the input's dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def tolerance(exact: Any, same_dtype: Any, magnitude: Any, dtype: Any, factor: float) -> float:
+    """``factor · max|same_dtype − exact| + 2 ulp``, an ulp being that of the largest magnitude.
+
+    Args:
+        exact: what the oracle gives in float64.
+        same_dtype: what the oracle gives in ``dtype``.
+        magnitude: the sums of absolute values that rounding errors are relative to.
+        dtype: the dtype of the inputs.
+        factor: 2 for outputs, 3 for gradients.
+    """
+    finite = np.isfinite(exact)
+    error = np.abs(np.where(finite, np.asarray(same_dtype, np.float64) - np.where(finite, exact, 0), 0))
+    return float(factor * error.max(initial=0) + 2 * float(jnp.finfo(dtype).eps) * np.abs(magnitude).max(initial=0))
+
+
+def assert_close(name: str, actual: Any, exact: Any, allowed: float) -> None:
+    """Assert that ``actual`` lies within ``allowed`` of ``exact``, and is −inf exactly where ``exact`` is.
+
+    Raises:
+        AssertionError: with the worst element, its place, both values and the limit.
+    """
+    actual = np.asarray(actual).astype(np.float64)
+    exact = np.asarray(exact, np.float64)
+    assert actual.shape == exact.shape, f"{name} has shape {actual.shape}, but must have {exact.shape}"
+    with np.errstate(invalid="ignore"):
+        difference = np.where(actual == exact, 0, np.abs(actual - exact))
+    difference = np.where(np.isnan(difference), np.inf, difference)
+    if difference.size and difference.max() > allowed:
+        place = tuple(int(i) for i in np.unravel_index(difference.argmax(), difference.shape))
+        raise AssertionError(
+            f"{name}{list(place)} is {actual[place]:.8g}, but must be {exact[place]:.8g} within {allowed:.3g}; "
+            f"{int((difference > allowed).sum())} of {difference.size} elements are off"
+        )

@@ -1,0 +1,128 @@
+"""Each impossible input is refused with the argument, its value, the rule and what to do."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
+
+
+def ones(*shape, dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
+Q, K, V = ones(2, 5, 4, 8), ones(2, 7, 2, 8), ones(2, 7, 2, 6)
+
+CASES = {
+    "query of rank 3": (
+        (ones(5, 4, 8), K, V), {}, "query has shape (5, 4, 8), but must have rank 4: [B, length, heads, head_dim]"),
+    "value of rank 5": ((Q, K, V[None]), {}, "value has shape (1, 2, 7, 2, 6), but must have rank 4"),
+    "an empty dimension": ((Q[:, :0], K, V), {}, "query has shape (2, 0, 4, 8), but every dimension must be at least 1"),
+    "heads that don't divide": (
+        (ones(2, 5, 3, 8), K, V), {}, "query has 3 heads and key has 2: the kv heads must divide the heads"),
+    "different kv heads": (
+        (Q, K, ones(2, 7, 4, 6)), {}, "value has length 7 and 4 heads, but key has length 7 and 2 heads"),
+    "different lengths": ((Q, K, V[:, :3]), {}, "value has length 3 and 2 heads, but key has length 7"),
+    "different batches": ((Q, K[:1], V), {}, "key has batch 1, but query has batch 2: they must be equal"),
+    "different head dims": ((Q, K[..., :3], V), {}, "key has head_dim 3, but query has head_dim 8"),
+    "integers": ((Q.astype(int), K, V), {}, "query has dtype int32, but must be floating-point; cast it"),
+    "float64": ((np.ones((2, 5, 4, 8)), K, V), {}, "query has dtype float64, but attention takes float32, bfloat16"),
+    "a list": (([[1.0]], K, V), {}, "query is a list, but must be an array"),
+    "a 2-D mask": (
+        (Q, K, V), {"mask": np.ones((2, 7), bool)},
+        "mask has shape (2, 7), but must be 4-D and broadcast to [B, H, T, S]=(2, 4, 5, 7); write a [B, S] padding mask "
+        "as mask[:, None, None, :], a [T, S] mask as mask[None, None]"),
+    "a 3-D mask": ((Q, K, V), {"mask": np.ones((2, 5, 7), bool)}, "write a [B, T, S] mask as mask[:, None]"),
+    "a mask of other lengths": (
+        (Q, K, V), {"mask": np.ones((2, 1, 5, 6), bool)},
+        "mask has shape (2, 1, 5, 6): its dimension S is 6, but must be 1 or 7"),
+    "an additive mask": (
+        (Q, K, V), {"mask": np.zeros((1, 1, 5, 7), np.float32)},
+        "mask has dtype float32, but must be boolean, True where a query may attend; give an additive mask as bias="),
+    "a mask that is a string": ((Q, K, V), {"mask": "causal"}, "mask is a str, but must be a boolean array or"),
+    "a causal offset of a wrong shape": (
+        (Q, K, V), {"mask": Causal(offset=jnp.zeros(3, int))},
+        "Causal's offset has shape (3,), but must be a number or have shape [B]=(2,)"),
+    "a 2-D bias": ((Q, K, V), {"bias": ones(5, 7)}, "bias has shape (5, 7), but must be 4-D"),
+    "a bias of other heads": ((Q, K, V), {"bias": ones(1, 3, 5, 7)}, "its dimension H is 3, but must be 1 or 4"),
+    "a boolean bias": (
+        (Q, K, V), {"bias": np.ones((1, 1, 5, 7), bool)},
+        "bias has dtype bool, but must be floating-point; give a boolean mask as mask="),
+    "sinks of a wrong shape": ((Q, K, V), {"sinks": ones(2)}, "sinks has shape (2,), but must have shape [H]=(4,)"),
+    "a scale that is NaN": (
+        (Q, K, V), {"softmax_scale": float("nan")}, "softmax_scale=nan must be finite; leave it out for head_dim ** -0.5"),
+    "a scale that is a string": ((Q, K, V), {"softmax_scale": "x"}, "softmax_scale='x' must be a number"),
+    "a negative soft cap": ((Q, K, V), {"logits_soft_cap": -1}, "logits_soft_cap=-1.0 must be positive and finite"),
+    "an unknown mode": ((Q, K, V), {"mode": "eval"}, "mode='eval' is not a runtime mode; use one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("operation", ["vanilla", "sdpa", "auto"])
+def test_refused(name, operation):
+    arrays, options, text = CASES[name]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        OperationRegistry.create(operation)(*arrays, **options)
+
+
+def test_layout_that_the_arrays_do_not_have():
+    with pytest.raises(ValueError, match="is the layout"):
+        OperationRegistry.create("vanilla")(ones(1, 4, 5, 8), ones(1, 2, 7, 8), ones(1, 2, 7, 8))
+    with pytest.raises(ValueError, match=re.escape("query has shape (4, 8), but must have rank 4: [B, heads, length")):
+        OperationRegistry.create("vanilla", OperationMetadata(layout="BHTD"))(ones(4, 8), K, V)
+
+
+def test_dropout_needs_a_key_to_train():
+    operation = OperationRegistry.create("vanilla", OperationMetadata(dropout_prob=0.3))
+    with pytest.raises(ValueError, match=r"dropout_prob=0.3 needs dropout_key=jax.random.key\(...\) in train mode"):
+        operation(Q, K, V)
+    with pytest.raises(ValueError, match="must be one PRNG key"):
+        operation(Q, K, V, dropout_key=jax.random.split(jax.random.key(0), 3))
+    with pytest.raises(ValueError, match="must be one PRNG key"):
+        operation(Q, K, V, dropout_key=7)
+    plain = OperationRegistry.create("vanilla")(Q, K, V).attention_outputs
+    np.testing.assert_array_equal(operation(Q, K, V, mode="prefill").attention_outputs, plain)
+
+
+def test_a_traced_scale():
+    operation = OperationRegistry.create("vanilla")
+    with pytest.raises(ValueError, match="softmax_scale is a traced array, but must be a number known when tracing"):
+        jax.jit(lambda s: operation(Q, K, V, softmax_scale=s))(0.5)
+
+
+def test_a_misspelt_option():
+    with pytest.raises(TypeError, match=r"has no option 'soft_cap'; it has \['bias', 'dropout_key', 'logits_soft_cap'"):
+        OperationRegistry.create("vanilla")(Q, K, V, soft_cap=3.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"dropout_prob": 1.0}, "dropout_prob=1.0 must lie in [0, 1)"),
+        ({"dropout_prob": -0.1}, "dropout_prob=-0.1 must lie in [0, 1)"),
+        ({"dropout_prob": float("nan")}, "dropout_prob=nan must lie in [0, 1)"),
+        ({"softmax_scale": float("inf")}, "softmax_scale=inf must be finite"),
+        ({"logits_soft_cap": 0}, "logits_soft_cap=0.0 must be positive"),
+        ({"platform": "gpux"}, "platform='gpux' is unknown; use one of ['cpu', 'cuda', 'rocm', 'tpu', 'tt', 'gpu']"),
+        ({"layout": "THBD"}, "layout='THBD' must be 'BTHD' or 'BHTD'"),
+        ({"on_unsupported": "warn"}, "on_unsupported='warn' must be 'native' or 'error'"),
+        ({"runtime_dtype": "int32"}, "runtime_dtype=int32 must be a floating-point dtype"),
+        ({"mode": "eval"}, "mode='eval' is not a runtime mode"),
+        ({"block_q": 0}, "block_q=0 must be a positive int"),
+    ],
+)
+def test_metadata(fields, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        OperationMetadata(**fields)
+
+
+def test_unknown_operation():
+    with pytest.raises(ValueError, match=r"impl_name='vanila' is not an installed operation.*did you mean 'vanilla'\?"):
+        OperationRegistry.create("vanila")
+    with pytest.raises(ValueError, match="pip install attnops-ring"):
+        OperationRegistry.create("ring")
+    with pytest.raises(ValueError, match="platform='abacus' is unknown"):
+        OperationRegistry.get("vanilla", "abacus")

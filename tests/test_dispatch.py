@@ -1,0 +1,289 @@
+"""Which forward runs where: forwards that record themselves tell."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attnops import (
+    BaseOperation,
+    Limits,
+    NotDifferentiableError,
+    OperationImpl,
+    OperationMetadata,
+    OperationOutput,
+    OperationRegistry,
+    Reason,
+    UnsupportedError,
+    UnsupportedWarning,
+    explain,
+)
+from attnops.operation import forward_for
+from attnops.platforms import PLATFORMS, find_platform, platform_of
+
+FORWARDS = ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt")
+CHAIN = {
+    "cpu": ["cpu", "native"],
+    "cuda": ["cuda", "gpu", "native"],
+    "rocm": ["rocm", "gpu", "native"],
+    "tpu": ["tpu", "native"],
+    "tt": ["tt", "native"],
+}
+
+
+def recorder(*forwards, base=BaseOperation, **members):
+    """A class with the given forwards, each of which returns its own name."""
+
+    def method(name):
+        return lambda self, *args: name
+
+    names = {f"forward_{name}": method(name) for name in forwards}
+    return type("Recorder", (base,), {"get_impl_name": classmethod(lambda cls: "recorder"), **names, **members})
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("bits", range(2 ** (len(FORWARDS) - 1)))
+def test_every_set_of_overrides_on_every_platform(platform, bits):
+    overridden = ["native"] + [name for i, name in enumerate(FORWARDS[1:]) if bits >> i & 1]
+    operation = recorder(*overridden)(OperationMetadata(platform=platform))
+    expected = next(name for name in CHAIN[platform] if name in overridden)
+    assert operation(1.0) == expected
+    assert forward_for(type(operation), platform) == expected
+    # A forward that is called by hand falls back in the same way.
+    assert getattr(operation, f"forward_{platform}")(1.0) == expected
+
+
+def test_a_subclass_inherits_and_overrides():
+    parent = recorder("native", "gpu", "tpu")
+    child = recorder("rocm", base=parent)
+    grandchild = recorder("native", base=child)
+    results = {p: grandchild(OperationMetadata(platform=p))(0) for p in PLATFORMS}
+    assert results == {"cpu": "native", "cuda": "gpu", "rocm": "rocm", "tpu": "tpu", "tt": "native"}
+
+
+def test_forward_native_is_required():
+    with pytest.raises(TypeError, match="forward_native"):
+        recorder("cpu")()
+
+
+class TestPlatform:
+    class Device:
+        def __init__(self, platform, version=""):
+            self.platform = platform
+            self.client = type("Client", (), {"platform_version": version})()
+
+    @pytest.mark.parametrize(
+        ("platform", "version", "expected"),
+        [
+            ("cpu", "", "cpu"),
+            ("gpu", "PJRT C API\ncuda 13.0", "cuda"),
+            ("gpu", "PJRT C API\nrocm 70000", "rocm"),
+            ("cuda", "", "cuda"),
+            ("rocm", "", "rocm"),
+            ("tpu", "", "tpu"),
+            ("tt", "", "tt"),
+            ("neuron", "", "cpu"),
+        ],
+    )
+    def test_of_a_device(self, platform, version, expected):
+        assert platform_of(self.Device(platform, version)) == expected
+
+    def test_order(self, monkeypatch):
+        """Metadata, mesh, committed arrays, jax_default_device, default backend: the first that says so."""
+        gpu = self.Device("gpu", "cuda 13")
+        monkeypatch.setattr(jax, "local_devices", lambda backend=None: [gpu])
+        cpu = jax.devices("cpu")[0]
+        array = jnp.ones(3)
+        committed = jax.device_put(array, cpu)
+        mesh = jax.sharding.Mesh([cpu], ("x",))
+        assert find_platform(None, None, [array]) == "cuda"  # a process whose default is a GPU
+        assert find_platform(None, None, [array, committed]) == "cpu"
+        assert find_platform(None, mesh, [array]) == "cpu"
+        with jax.set_mesh(mesh):
+            assert find_platform(None, None, [array]) == "cpu"
+            assert jax.jit(lambda x: find_platform(None, None, [x]) == "cpu")(array)
+        with jax.default_device(cpu):
+            assert find_platform(None, None, [array]) == "cpu"
+        assert find_platform("tpu", mesh, [committed]) == "tpu"
+
+    def test_gpu_stands_for_cuda_and_rocm(self, monkeypatch):
+        assert OperationMetadata(platform="gpu").platform == "cuda"
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda: [self.Device("gpu", "rocm 7")])
+        assert OperationMetadata(platform="gpu").platform == "rocm"
+
+
+def attention(**members):
+    """An attention operation whose TPU kernel has few options; forwards name themselves in the output."""
+
+    class Kernel(OperationImpl):
+        @classmethod
+        def get_impl_name(cls):
+            return "kernel"
+
+        def forward_native(self, query, key, value, *, mask=None, logits_soft_cap=None):
+            return OperationOutput(jnp.zeros_like(query))
+
+        def forward_tpu(self, query, key, value, *, mask=None):
+            return OperationOutput(jnp.ones_like(query))
+
+    for name, value in members.items():
+        setattr(Kernel, name, value)
+    return Kernel
+
+
+Q = jnp.ones((1, 4, 2, 8))
+
+
+def ran_tpu(operation, *args, **options):
+    return bool((operation(*args, **options).attention_outputs == 1).all())
+
+
+class TestUnsupported:
+    def test_an_option_that_the_forward_does_not_name(self):
+        kernel = attention()
+        operation = kernel(OperationMetadata(platform="tpu"))
+        assert ran_tpu(operation, Q, Q, Q)
+        with pytest.warns(UnsupportedWarning, match=r"logits_soft_cap=2.0: forward_tpu has no such option"):
+            assert not ran_tpu(operation, Q, Q, Q, logits_soft_cap=2.0)
+        # Once a distinct reason.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not ran_tpu(operation, Q, Q, Q, logits_soft_cap=2.0)
+
+    def test_error_lists_all_reasons(self):
+        kernel = attention(limits={"tpu": Limits(max_head_dim=4, dtypes=frozenset({"bfloat16"}))})
+        operation = kernel(OperationMetadata(platform="tpu", on_unsupported="error"))
+        with pytest.raises(UnsupportedError) as caught:
+            operation(Q, Q, Q, logits_soft_cap=2.0)
+        arguments = [reason.argument for reason in caught.value.reasons]
+        assert arguments == [
+            "logits_soft_cap", "query.dtype", "key.dtype", "value.dtype", "head_dim", "value_head_dim"
+        ]  # fmt: skip
+        assert "head_dim=8: must be at most 4" in str(caught.value)
+        assert "query.dtype=float32: must be one of ['bfloat16']" in str(caught.value)
+
+    def test_neither_can(self):
+        operation = attention()(OperationMetadata(platform="tpu"))
+        with pytest.raises(UnsupportedError, match=r"sinks=True: forward_native has no such option \(native forward\)"):
+            operation(Q, Q, Q, sinks=jnp.ones(2))
+
+    def test_refused_before_anything_is_traced(self):
+        def forward_tpu(self, query, key, value):
+            raise AssertionError("traced")
+
+        kernel = attention(forward_tpu=forward_tpu, limits={"tpu": Limits(head_dim_multiple=16)})
+        with pytest.warns(UnsupportedWarning, match="head_dim=8: must be a multiple of 16; pad it with zeros"):
+            assert not ran_tpu(kernel(OperationMetadata(platform="tpu")), Q, Q, Q)
+
+    def test_the_class_may_refine(self):
+        def unsupported(self, request):
+            if request.query_length % 128:
+                yield Reason("T", request.query_length, "must be a multiple of 128", "pad it")
+
+        kernel = attention(unsupported=unsupported)
+        with pytest.raises(UnsupportedError, match="T=4: must be a multiple of 128; pad it"):
+            kernel(OperationMetadata(platform="tpu", on_unsupported="error"))(Q, Q, Q)
+        assert not ran_tpu(kernel(OperationMetadata(platform="cpu", on_unsupported="error")), Q, Q, Q)
+
+    def test_catch_all_keywords_name_nothing(self):
+        def forward_tpu(self, query, key, value, **ignore):
+            return OperationOutput(jnp.ones_like(query))
+
+        kernel = attention(forward_tpu=forward_tpu)
+        with pytest.raises(UnsupportedError, match="mask=Dense"):
+            kernel(OperationMetadata(platform="tpu", on_unsupported="error"))(Q, Q, Q, mask=jnp.ones((1, 1, 4, 4), bool))
+
+    def test_the_metadatas_scale_and_cap_count_as_set(self):
+        metadata = OperationMetadata(platform="tpu", on_unsupported="error", logits_soft_cap=3.0, softmax_scale=0.5)
+        with pytest.raises(UnsupportedError) as caught:
+            attention()(metadata)(Q, Q, Q)
+        assert [r.argument for r in caught.value.reasons] == ["logits_soft_cap", "softmax_scale"]
+
+    def test_options_of_ones_own(self):
+        def forward_tpu(self, query, key, value, *, pages=None):
+            return OperationOutput(query * 0 + pages)
+
+        kernel = attention(forward_tpu=forward_tpu)
+        assert ran_tpu(kernel(OperationMetadata(platform="tpu")), Q, Q, Q, pages=1)
+        with pytest.raises(TypeError, match=r"has no option 'page'; it has .*'pages'"):
+            kernel(OperationMetadata(platform="tpu"))(Q, Q, Q, page=1)
+        with pytest.raises(UnsupportedError, match="pages=given: forward_native has no such option"):
+            kernel(OperationMetadata(platform="cpu"))(Q, Q, Q, pages=1)
+
+    def test_a_masks_kind(self):
+        kernel = attention(limits={"tpu": Limits(mask_kinds=frozenset({"Causal"}))})
+        operation = kernel(OperationMetadata(platform="tpu", on_unsupported="error"))
+        with pytest.raises(UnsupportedError, match="can't evaluate Dense"):
+            operation(Q, Q, Q, mask=jnp.ones((1, 1, 4, 4), bool))
+
+
+class TestInterpret:
+    def test_runs_the_platforms_forward_here(self):
+        seen = []
+
+        def forward_tpu(self, query, key, value):
+            seen.append(self.metadata.interpret)
+            return OperationOutput(jnp.ones_like(query))
+
+        operation = attention(forward_tpu=forward_tpu)(OperationMetadata(platform="tpu", interpret=True))
+        assert ran_tpu(operation, Q, Q, Q)
+        assert seen == [True]
+
+    def test_without_an_interpreter(self):
+        kernel = attention(limits={"tpu": Limits(interpretable=False)})
+        with pytest.raises(UnsupportedError, match="interpret=True: this kernel has no interpreter"):
+            kernel(OperationMetadata(platform="tpu", interpret=True, on_unsupported="error"))(Q, Q, Q)
+
+
+class TestWithoutBackward:
+    def make(self, **metadata):
+        kernel = attention(limits={"tpu": Limits(differentiable=False)})
+        return kernel(OperationMetadata(platform="tpu", **metadata))
+
+    @pytest.mark.parametrize("mode", ["prefill", "decode", "insert"])
+    def test_serves_these_modes(self, mode):
+        operation = self.make(mode=mode, on_unsupported="error")
+        assert ran_tpu(operation, Q, Q, Q)
+        assert (jax.jit(operation)(Q, Q, Q).attention_outputs == 1).all()
+        assert (jax.vmap(operation)(Q[None], Q[None], Q[None]).attention_outputs == 1).all()
+
+    def test_refuses_to_train(self):
+        with pytest.raises(UnsupportedError, match="has no backward pass and serves prefill, decode and insert only"):
+            self.make(on_unsupported="error")(Q, Q, Q)
+        with pytest.warns(UnsupportedWarning, match="has no backward pass"):
+            assert not ran_tpu(self.make(), Q, Q, Q)
+
+    def test_says_so_when_differentiated(self):
+        operation = self.make(mode="prefill")
+        with pytest.raises(NotDifferentiableError, match=r"Kernel.forward_tpu has no backward pass"):
+            jax.grad(lambda q: operation(q, Q, Q).attention_outputs.sum())(Q)
+
+
+class TestAutoAndExplain:
+    def test_auto_picks_what_serves(self):
+        operation = OperationRegistry.create("auto")
+        request = operation.request(Q, Q, Q)
+        assert explain(request).chosen.name == "attnops:sdpa"
+        capped = operation.request(Q, Q, Q, logits_soft_cap=2.0)
+        explanation = explain(capped)
+        assert explanation.chosen.name == "attnops:vanilla"
+        sdpa = next(other for other in explanation.others if other.name == "attnops:sdpa")
+        assert [str(reason) for reason in sdpa.reasons] == ["logits_soft_cap=2.0: forward_cpu has no such option"]
+        assert "attnops:sdpa: can't serve it" in str(explanation)
+        direct = OperationRegistry.create("vanilla")(Q, Q, Q, logits_soft_cap=2.0).attention_outputs
+        assert (operation(Q, Q, Q, logits_soft_cap=2.0).attention_outputs == direct).all()
+
+    def test_explain_a_named_operation(self):
+        request = OperationRegistry.create("auto").request(Q, Q, Q).replace(platform="cuda")
+        explanation = explain(request, "sdpa")
+        assert (explanation.chosen.name, explanation.chosen.forward) == ("attnops:sdpa", "native")
+        assert "although query.dtype=float32: must be one of ['bfloat16', 'float16']" in str(explanation)
+        with pytest.raises(UnsupportedError):
+            explain(request.replace(dtypes=("float8_e4m3fn",) * 3), "sdpa")
+
+    def test_nothing_serves(self):
+        operation = OperationRegistry.create("auto")
+        x = jnp.ones((1, 4, 2, 8), jnp.float8_e4m3fn)
+        with pytest.raises(UnsupportedError, match=r"attnops:vanilla: query.dtype=float8_e4m3fn: must be one of"):
+            operation(x, x, x)

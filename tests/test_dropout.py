@@ -1,0 +1,54 @@
+"""The portable dropout: the same mask everywhere, and a fair one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops.dropout import dropout_keep, dropout_mask, dropout_rows, dropout_seed
+from attnops.testing import oracle
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_equals_the_oracles_arithmetic(impl):
+    key = jax.random.key(5, impl=impl)
+    shape = (2, 3, 17, 33)
+    np.testing.assert_array_equal(dropout_mask(key, 0.3, shape), oracle.dropout_keep(dropout_seed(key), 0.3, shape))
+    raw = jax.random.key_data(key)
+    np.testing.assert_array_equal(dropout_mask(raw, 0.3, shape), dropout_mask(key, 0.3, shape))
+
+
+def test_a_tile_is_a_part_of_the_whole():
+    key = jax.random.key(1)
+    whole = dropout_mask(key, 0.5, (2, 4, 32, 64))
+    i, j = jnp.arange(8, 16)[:, None], jnp.arange(48, 64)
+    tile = dropout_keep(dropout_rows(dropout_seed(key), 1, 3, i), j, 0.5)
+    np.testing.assert_array_equal(tile, whole[1, 3, 8:16, 48:])
+
+
+def test_known_values():
+    """The mask must never change between versions: models that are trained on would diverge from their past."""
+    mask = np.asarray(dropout_mask(jax.random.key(0), 0.5, (1, 1, 4, 8)))[0, 0]
+    assert ["".join("x."[int(kept)] for kept in row) for row in mask] == KNOWN
+
+
+KNOWN = ["x.xxxxxx", "x...x..x", "....x.x.", "x..xxx.x"]
+
+
+@pytest.mark.parametrize("prob", [0.1, 0.5, 0.9])
+def test_fair_and_independent(prob):
+    shape = (2, 2, 256, 256)
+    dropped = 1 - np.asarray(dropout_mask(jax.random.key(7), prob, shape)).astype(float)
+    deviation = np.sqrt(prob * (1 - prob))
+    # Five standard errors of the mean over n draws.
+    assert abs(dropped.mean() - prob) < 5 * deviation / np.sqrt(dropped.size)
+    normal = (dropped - prob) / deviation
+    for axis in range(4):
+        assert abs(normal.mean(axis=tuple(a for a in range(4) if a != axis))).max() < 5 / np.sqrt(
+            dropped.size / shape[axis]
+        )
+        for shift in (1, 2):
+            if shift < shape[axis]:
+                correlation = (normal * np.roll(normal, shift, axis)).mean()
+                assert abs(correlation) < 5 / np.sqrt(dropped.size)
+    other = 1 - np.asarray(dropout_mask(jax.random.key(8), prob, shape)).astype(float)
+    assert abs((normal * (other - prob)).mean() / deviation) < 5 / np.sqrt(dropped.size)

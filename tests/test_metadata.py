@@ -1,0 +1,71 @@
+"""OperationMetadata: immutable, hashable, read from a model's config."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attnops import OperationMetadata, OperationRegistry
+from attnops.sharding import MODE_DECODE, MODE_PREFILL, MODE_TRAIN
+
+
+def test_frozen_and_hashable():
+    a, b = OperationMetadata(softmax_scale=1), OperationMetadata(softmax_scale=1.0)
+    assert a == b
+    assert hash(a) == hash(b)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a.softmax_scale = 2.0
+    assert a.replace(layout="BHTD") == OperationMetadata(softmax_scale=1.0, layout="BHTD")
+
+
+def test_an_operation_is_a_static_argument():
+    traces = []
+
+    def run(operation, q):
+        traces.append(1)
+        return operation(q, q, q).attention_outputs
+
+    jitted = jax.jit(run, static_argnums=0)
+    q = jnp.ones((1, 3, 1, 4))
+    for scale in (1.0, 1.0, 2.0):
+        jitted(OperationRegistry.create("vanilla", OperationMetadata(softmax_scale=scale)), q)
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {}),
+        ({"attention_dropout": 0.1, "hidden_size": 64}, {"dropout_prob": 0.1}),
+        ({"attention_probs_dropout_prob": 0.2}, {"dropout_prob": 0.2}),
+        ({"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0}, {"softmax_scale": 1 / 16, "logits_soft_cap": 50.0}),
+        ({"attention_multiplier": 0.015625, "attn_logit_softcapping": None}, {"softmax_scale": 0.015625}),
+        ({"attn_dtype": "bfloat16", "blocksize_q": 128, "platform": "gpu"},
+         {"runtime_dtype": jnp.bfloat16, "block_q": 128, "platform": "cuda"}),
+    ],
+)  # fmt: skip
+def test_from_config(config, expected):
+    assert OperationMetadata.from_config(config) == OperationMetadata(**expected)
+    assert OperationMetadata.from_config(types.SimpleNamespace(**config)) == OperationMetadata(**expected)
+
+
+def test_overrides_win_and_bad_values_are_refused():
+    assert OperationMetadata.from_config({"attention_dropout": 0.1}, dropout_prob=0.0).dropout_prob == 0.0
+    with pytest.raises(ValueError, match="dropout_prob=2"):
+        OperationMetadata.from_config({"attention_dropout": 2})
+    with pytest.raises(TypeError, match="softcap"):
+        OperationMetadata.from_config({}, softcap=1)
+
+
+def test_mode():
+    operation = OperationRegistry.create("vanilla")
+    long, one = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 1, 2, 8))
+    assert operation.get_mode(long) == MODE_TRAIN
+    assert operation.get_mode(one) == MODE_DECODE
+    assert operation.get_mode(jnp.ones((1, 4, 1, 8)), BTHD=False) == MODE_DECODE
+    prefill = OperationRegistry.create("vanilla", OperationMetadata(mode="prefill"))
+    assert prefill.get_mode(one) == MODE_PREFILL
+    assert prefill.request(one, one, one, mode="train").mode == MODE_TRAIN
+    assert operation.get_impl_metadata() == OperationMetadata()
+    assert operation.current_backend() == "cpu"

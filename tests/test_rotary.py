@@ -1,0 +1,438 @@
+"""Rotary embeddings against transformers' values, a float64 re-derivation, and the properties that make them rotary."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops.rotary import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RotaryConfig,
+    RotaryScaling,
+    YarnScaling,
+    apply_rotary,
+    apply_rotary_pos_emb,
+    inverse_frequencies,
+    rotary_tables,
+    rotate_half,
+    yarn_mscale,
+)
+
+# Made by transformers 5.23.0 and torch:
+#   config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=4096,
+#                        rope_parameters={"rope_theta": 10000.0, "rope_type": ..., ...})
+#   inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[rope_type](config, None, seq_len=seq_len)
+# fmt: off
+TRANSFORMERS = [
+    ({"rope_type": "linear", "factor": 4.0}, None,
+     [0.25, 0.079056941, 0.0250000004, 0.00790569466, 0.00249999994, 0.000790569466, 0.000250000012, 7.90569466e-05],
+     1.0),
+    ({"rope_type": "dynamic", "factor": 2.0}, 4096,
+     [1.0, 0.316227764, 0.100000001, 0.0316227786, 0.00999999978, 0.00316227786, 0.00100000005, 0.000316227786],
+     1.0),
+    ({"rope_type": "dynamic", "factor": 2.0}, 10000,
+     [1.0, 0.260517091, 0.0678691566, 0.0176810753, 0.00460622227, 0.00119999971, 0.000312620425, 8.14429659e-05],
+     1.0),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, None,
+     [1.0, 0.316227764, 0.0812500045, 0.0197642371, 0.00437500002, 0.000790569466, 0.000250000012, 7.90569466e-05],
+     1.138629436111989),
+    ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024}, None,
+     [1.0, 0.316227764, 0.0812500045, 0.0197642371, 0.00437500002, 0.000790569466, 0.000250000012, 7.90569466e-05],
+     1.138629436111989),
+    ({"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0,
+      "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1}, None,
+     [1.0, 0.316227764, 0.100000001, 0.0239147246, 0.00512499968, 0.000849862176, 2.49999994e-05, 7.90569447e-06],
+     1.0857263992561355),
+    ({"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}, None,
+     [1.0, 0.316227764, 0.100000001, 0.0277359355, 0.00555275427, 0.000738276867, 3.12500015e-05, 9.88211832e-06],
+     1.3465735902799727),
+    ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024, "attention_factor": 1.5}, None,
+     [1.0, 0.316227764, 0.078125, 0.0177878123, 0.00343749998, 0.000395284733, 0.000125000006, 3.95284733e-05],
+     1.5),
+    ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024, "beta_fast": 2, "beta_slow": 2,
+      "truncate": False}, None,
+     [1.0, 0.316227764, 0.100000001, 0.0316227786, 0.00124999997, 0.000395284733, 0.000125000006, 3.95284733e-05],
+     1.2079441541679836),
+    # The ramp ends beyond the last of the 8 pairs.
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 131072}, None,
+     [1.0, 0.316227764, 0.100000001, 0.0316227786, 0.00999999978, 0.00316227786, 0.000812500017, 0.000197642366],
+     1.138629436111989),
+    ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 1024, "low_freq_factor": 1.0,
+      "high_freq_factor": 4.0}, None,
+     [1.0, 0.316227764, 0.100000001, 0.0316227786, 0.00308676064, 0.000395284733, 0.000125000006, 3.95284733e-05],
+     1.0),
+]
+# fmt: on
+LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(("parameters", "seq_len", "expected", "scaling"), TRANSFORMERS)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_frequencies_equal_transformers(key, parameters, seq_len, expected, scaling):
+    config = RotaryConfig.from_config({**LLAMA, key: parameters})
+    frequencies, factor = inverse_frequencies(config, seq_len=seq_len)
+    assert frequencies.dtype == np.float32
+    np.testing.assert_allclose(frequencies, expected, rtol=5e-7)
+    assert factor == pytest.approx(scaling, rel=1e-12)
+
+
+def plain64(base, dim):
+    return np.array([1.0 / base ** (2 * i / dim) for i in range(dim // 2)])
+
+
+def dynamic64(base, dim, *, factor, trained, length):
+    grown = base * (factor * max(length, trained) / trained - (factor - 1)) ** (dim / (dim - 2))
+    return plain64(grown, dim)
+
+
+def yarn64(base, dim, *, factor, trained, fast=32, slow=1):
+    """The paper's equations 17 to 23, pair by pair."""
+    plain = plain64(base, dim)
+    index_of = [dim * math.log(trained / (2 * math.pi * turns)) / (2 * math.log(base)) for turns in (fast, slow)]
+    low, high = max(math.floor(index_of[0]), 0), min(math.ceil(index_of[1]), dim - 1)
+    out = []
+    for i, frequency in enumerate(plain):
+        interpolated = min(max((i - low) / (high - low), 0), 1)
+        out.append(frequency / factor * interpolated + frequency * (1 - interpolated))
+    return np.array(out)
+
+
+def llama64(base, dim, *, factor, trained, low=1, high=4):
+    """As Meta published it: by wavelengths, case by case."""
+    out = []
+    for frequency in plain64(base, dim):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < trained / high:
+            out.append(frequency)
+        elif wavelength > trained / low:
+            out.append(frequency / factor)
+        else:
+            smooth = (trained / wavelength - low) / (high - low)
+            out.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return np.array(out)
+
+
+DYNAMIC = DynamicNTKScaling(factor=3.0, max_position_embeddings=2048)
+YARN = YarnScaling(factor=8.0, original_max_position_embeddings=4096)
+LLAMA3 = Llama3Scaling(factor=8.0, original_max_position_embeddings=8192)
+SCALED = [
+    (RotaryScaling(), plain64),
+    (LinearScaling(factor=2.5), lambda base, dim: plain64(base, dim) / 2.5),
+    (DYNAMIC, partial(dynamic64, factor=3.0, trained=2048, length=5000)),
+    (YARN, partial(yarn64, factor=8.0, trained=4096)),
+    (LLAMA3, partial(llama64, factor=8.0, trained=8192)),
+]
+
+
+@pytest.mark.parametrize(("scaling", "reference"), SCALED, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(("base", "dim"), [(1e4, 64), (5e5, 128), (1e6, 6)])
+def test_frequencies_equal_a_float64_derivation(scaling, reference, base, dim):
+    config = RotaryConfig(head_dim=128, rotary_dim=dim, base=base, scaling=scaling)
+    np.testing.assert_array_max_ulp(
+        inverse_frequencies(config, seq_len=5000)[0], reference(base, dim).astype(np.float32)
+    )
+
+
+def rotate64(x, positions, frequencies, *, interleaved, scaling=1.0):
+    """Pairs as complex numbers, turned by e^(i·angle); x ``[B, T, H, D]``, positions ``[B, T]``."""
+    half = len(frequencies)
+    first, second = (
+        (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    )
+    x = np.asarray(x, np.float64)
+    turn = np.exp(1j * positions[:, :, None, None] * frequencies.astype(np.float64)) * scaling
+    turned, out = (x[..., first] + 1j * x[..., second]) * turn, x.copy()
+    out[..., first], out[..., second] = turned.real, turned.imag
+    return out
+
+
+B, T, H, D = 2, 7, 3, 16
+X = np.asarray(jax.random.normal(jax.random.key(0), (B, T, H, D)))
+POSITIONS = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 0, 1, 100]])  # left padding, a packed batch, a decode far on
+
+
+@pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [None, 4, 16])
+@pytest.mark.parametrize("scaling", [RotaryScaling(), YARN])
+def test_rotation_equals_complex_multiplication(layout, interleaved, rotary_dim, scaling):
+    config = RotaryConfig(head_dim=D, rotary_dim=rotary_dim, scaling=scaling, interleaved=interleaved)
+    sin, cos = rotary_tables(config, jnp.asarray(POSITIONS))
+    assert sin.shape == cos.shape == (B, T, config.rotated_dim // 2)
+    x = X if layout == "BTHD" else X.swapaxes(1, 2)
+    out = np.asarray(apply_rotary(jnp.asarray(x), sin, cos, layout=layout, interleaved=interleaved))
+    frequencies, factor = inverse_frequencies(config)
+    expected = rotate64(X, POSITIONS, frequencies, interleaved=interleaved, scaling=factor)
+    np.testing.assert_allclose(out if layout == "BTHD" else out.swapaxes(1, 2), expected, atol=3e-5)
+    np.testing.assert_array_equal(out[..., config.rotated_dim :], x[..., config.rotated_dim :])
+
+
+def test_the_two_styles_are_one_rotation_of_permuted_features():
+    sin, cos = rotary_tables(RotaryConfig(head_dim=D), POSITIONS)
+    apart = np.concatenate([X[..., ::2], X[..., 1::2]], axis=-1)
+    out = np.asarray(apply_rotary(jnp.asarray(X), sin, cos, interleaved=True))
+    np.testing.assert_allclose(
+        np.concatenate([out[..., ::2], out[..., 1::2]], axis=-1), apply_rotary(jnp.asarray(apart), sin, cos), atol=1e-6
+    )
+    assert not np.allclose(out, apply_rotary(jnp.asarray(X), sin, cos), atol=0.1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_norms_are_kept(interleaved):
+    out = apply_rotary(jnp.asarray(X), *rotary_tables(RotaryConfig(head_dim=D), POSITIONS), interleaved=interleaved)
+    np.testing.assert_allclose(np.linalg.norm(out, axis=-1), np.linalg.norm(X, axis=-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("scaling", [s for s, _ in SCALED], ids=lambda s: type(s).__name__)
+def test_scores_depend_on_the_relative_position_only(scaling, interleaved):
+    config = RotaryConfig(head_dim=D, rotary_dim=8, scaling=scaling)
+    query, key = (jax.random.normal(jax.random.key(i), (1, 1, H, D)) for i in (1, 2))
+
+    def score(q_position, k_position):
+        q, k = (
+            apply_rotary(x, *rotary_tables(config, jnp.array([p]), seq_len=3000), interleaved=interleaved)
+            for x, p in ((query, q_position), (key, k_position))
+        )
+        return np.asarray((q * k).sum(-1))
+
+    np.testing.assert_allclose(score(105, 100), score(1105, 1100), atol=2e-3)
+    np.testing.assert_allclose(score(5, 0), score(2005, 2000), atol=2e-3)
+    assert np.abs(score(105, 100) - score(106, 100)).max() > 0.05
+
+
+def test_yarn_scales_the_scores_by_its_temperature_squared():
+    sin, cos = rotary_tables(RotaryConfig(head_dim=D, scaling=YARN), POSITIONS)
+    np.testing.assert_allclose(sin**2 + cos**2, yarn_mscale(8.0) ** 2, rtol=1e-5)
+    assert yarn_mscale(8.0) == pytest.approx(0.1 * math.log(8) + 1)
+    assert yarn_mscale(0.5) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_computed_in_float32_and_returned_in_the_tensors_dtype(dtype):
+    x = jnp.asarray(X, dtype)
+    positions = POSITIONS + 1000
+    sin, cos = rotary_tables(RotaryConfig(head_dim=D), positions)
+    out = apply_rotary(x, sin, cos)
+    assert out.dtype == dtype
+    wide = apply_rotary(x.astype(jnp.float32), sin, cos)
+    np.testing.assert_array_equal(out.astype(jnp.float32), wide.astype(dtype).astype(jnp.float32))
+    full = [jnp.concatenate([t, t], axis=-1)[:, None] for t in (sin, cos)]
+    seed = apply_rotary_pos_emb(x.swapaxes(1, 2), *full)
+    assert seed.dtype == dtype
+    np.testing.assert_array_equal(seed.swapaxes(1, 2).astype(jnp.float32), wide.astype(dtype).astype(jnp.float32))
+
+
+def test_one_row_of_positions_serves_the_batch_and_jit_takes_the_config_as_static():
+    config = RotaryConfig(head_dim=D, scaling=YARN)
+
+    @partial(jax.jit, static_argnums=0)
+    def rotate(config, x, positions):
+        return apply_rotary(x, *rotary_tables(config, positions))
+
+    shared, each = rotate(config, X, POSITIONS[1]), rotate(config, X, np.stack([POSITIONS[1]] * B))
+    np.testing.assert_array_equal(shared, each)
+    np.testing.assert_array_equal(shared, rotate(replace(config, base=10000.0), X, POSITIONS[1:]))
+
+
+def test_gradients_turn_back():
+    sin, cos = rotary_tables(RotaryConfig(head_dim=D, rotary_dim=8), POSITIONS)
+    _, vjp = jax.vjp(lambda x: apply_rotary(x, sin, cos), jnp.asarray(X))
+    np.testing.assert_allclose(vjp(jnp.asarray(X))[0], apply_rotary(jnp.asarray(X), -sin, cos), atol=1e-6)
+
+
+# Tables from position 0 on.
+
+
+def test_rotate_half():
+    np.testing.assert_array_equal(rotate_half(jnp.arange(1, 7)), [-4, -5, -6, 1, 2, 3])
+    np.testing.assert_array_equal(rotate_half(rotate_half(jnp.asarray(X))), -X)
+    with pytest.raises(ValueError, match=r"x of shape \(2, 5\) must have an even last dimension, not 5"):
+        rotate_half(jnp.ones((2, 5)))
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_apply_rotary_pos_emb_takes_sin_first_and_the_first_positions(rank):
+    angles = np.concatenate([np.outer(np.arange(20), plain64(1e4, D))] * 2, axis=-1)
+    sin, cos = (jnp.asarray(f(angles), jnp.float32) for f in (np.sin, np.cos))
+    if rank == 4:
+        sin, cos = sin[None, None], cos[None, None]
+    out = apply_rotary_pos_emb(jnp.asarray(X.swapaxes(1, 2)), sin, cos)
+    expected = rotate64(X, np.stack([np.arange(T)] * B), plain64(1e4, D), interleaved=False)
+    np.testing.assert_allclose(out.swapaxes(1, 2), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "table"),
+    [
+        ((B, H, T, D), (1, 1, T - 1, D)),  # too short
+        ((B, H, T, D), (1, 1, T, D // 2)),  # half a table
+        ((B, H, T, D), (B, T, D)),  # would broadcast over heads what is meant for the batch
+        ((1, H, T, D), (B, 1, T, D)),  # would enlarge the batch
+        ((H, T, D), (T, D)),
+    ],
+)
+def test_apply_rotary_pos_emb_refuses_tables_that_do_not_fit(tensor, table):
+    with pytest.raises(
+        ValueError, match=r"x of shape .* must fit: x must be floating, sin and cos \[1 or B, 1 or H, >= S, D\]"
+    ):
+        apply_rotary_pos_emb(jnp.ones(tensor), jnp.ones(table), jnp.ones(table))
+
+
+@pytest.mark.parametrize(
+    ("x", "sin", "cos", "dtype"),
+    [
+        ((B, T, H, D), (B, H, D // 2), (B, H, D // 2), "float32"),  # the other layout
+        ((B, T, H, D), (B, 1, D // 2), (B, 1, D // 2), "float32"),  # one position for every token
+        ((B, T, H, D), (3, T, D // 2), (3, T, D // 2), "float32"),
+        ((B, T, H, D), (B, T, D), (B, T, D), "float32"),  # R = 2 D
+        ((B, T, H, D), (B, T, D // 2), (B, T, D // 4), "float32"),
+        ((T, H, D), (T, D // 2), (T, D // 2), "float32"),
+        ((B, T, H, D), (B, T, D // 2), (B, T, D // 2), "int32"),
+    ],
+)
+def test_apply_rotary_refuses_tables_that_do_not_fit(x, sin, cos, dtype):
+    with pytest.raises(
+        ValueError, match=r"must fit: x must be floating, sin and cos \[B, T, R // 2\] or \[T, R // 2\]"
+    ):
+        apply_rotary(jnp.ones(x, dtype), jnp.ones(sin), jnp.ones(cos))
+
+
+def test_other_layouts_and_positions_are_refused():
+    tables = rotary_tables(RotaryConfig(head_dim=D), POSITIONS)
+    with pytest.raises(ValueError, match='layout=\'TBHD\' must be "BTHD" or "BHTD"'):
+        apply_rotary(jnp.asarray(X), *tables, layout="TBHD")
+    with pytest.raises(ValueError, match=r"positions of shape \(2, 7\) and dtype float32 must be integers"):
+        rotary_tables(RotaryConfig(head_dim=D), jnp.asarray(POSITIONS, jnp.float32))
+    with pytest.raises(ValueError, match=r"positions of shape \(\) and dtype int32"):
+        rotary_tables(RotaryConfig(head_dim=D), jnp.int32(3))
+
+
+def test_dynamic_scaling_asks_for_the_length():
+    config = RotaryConfig(head_dim=D, scaling=DYNAMIC)
+    with pytest.raises(
+        ValueError, match=r"seq_len=None must be a static int .* \(any up to 2048 leaves the base as it is\)"
+    ):
+        rotary_tables(config, POSITIONS)
+    plain = inverse_frequencies(RotaryConfig(head_dim=D))[0]
+    for length in (1, 2047, 2048):
+        np.testing.assert_array_equal(inverse_frequencies(config, seq_len=length)[0], plain)
+    assert (inverse_frequencies(config, seq_len=2049)[0][1:] < plain[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RotaryConfig(head_dim=15), "rotary_dim=15 must be even and from 2 to head_dim=15"),
+        (lambda: RotaryConfig(head_dim=16, rotary_dim=18), "rotary_dim=18 must be even and from 2 to head_dim=16"),
+        (lambda: RotaryConfig(head_dim=16, rotary_dim=0), "rotary_dim=0 must be even"),
+        (lambda: RotaryConfig(head_dim=16, base=1.0), "base=1.0 must be > 1"),
+        (lambda: LinearScaling(factor=0.0), "LinearScaling: factor=0.0 must be > 0"),
+        (lambda: replace(YARN, original_max_position_embeddings=0), "original_max_position_embeddings=0 must be > 0"),
+        (lambda: replace(LLAMA3, high_freq_factor=1.0), "low_freq_factor=1.0 must be below high_freq_factor=1.0"),
+    ],
+)
+def test_impossible_configurations_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Reading a model's config.
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA, RotaryConfig(head_dim=16, rotary_dim=16)),
+        ({**LLAMA, "rope_scaling": None, "head_dim": 32}, RotaryConfig(head_dim=32, rotary_dim=32)),
+        # The spellings of GPT-J, GPT-NeoX, Phi, DeepSeek, transformers 5, Qwen's YaRN and InternLM.
+        (
+            {"n_embd": 4096, "n_head": 16, "n_positions": 2048, "rotary_dim": 64},
+            RotaryConfig(head_dim=256, rotary_dim=64),
+        ),
+        (
+            {"hidden_size": 512, "num_attention_heads": 8, "rotary_pct": 0.25, "rotary_emb_base": 20000},
+            RotaryConfig(head_dim=64, rotary_dim=16, base=20000),
+        ),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, RotaryConfig(head_dim=16, rotary_dim=8)),
+        (
+            {**LLAMA, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "rope_interleave": True},
+            RotaryConfig(head_dim=64, rotary_dim=64, interleaved=True),
+        ),
+        (
+            {**LLAMA, "head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            RotaryConfig(head_dim=16, rotary_dim=16, base=5e5),
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}},
+            RotaryConfig(
+                head_dim=16,
+                rotary_dim=16,
+                scaling=YarnScaling(factor=4.0, original_max_position_embeddings=1024),
+            ),
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            RotaryConfig(
+                head_dim=16, rotary_dim=16, scaling=DynamicNTKScaling(factor=2.0, max_position_embeddings=4096)
+            ),
+        ),
+    ],
+)
+def test_configs_are_read(config, expected):
+    assert RotaryConfig.from_config(config) == expected
+    assert RotaryConfig.from_config(SimpleNamespace(**config)) == expected
+
+
+def test_parameters_that_differ_by_layer():
+    config = {
+        **LLAMA,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }
+    full = RotaryConfig.from_config(config, layer_type="full_attention")
+    assert full == RotaryConfig(head_dim=16, rotary_dim=16, base=1e6, scaling=LinearScaling(factor=8.0))
+    assert RotaryConfig.from_config(config, layer_type="sliding_attention").base == 1e4
+    with pytest.raises(ValueError, match=r"layer_type=None must be one of \['full_attention', 'sliding_attention'\]"):
+        RotaryConfig.from_config(config)
+
+
+def test_overrides_win_and_replace_what_cannot_be_read():
+    config = {**LLAMA, "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}
+    read = RotaryConfig.from_config(config, scaling=LinearScaling(factor=2.0), head_dim=32, interleaved=True)
+    assert read == RotaryConfig(head_dim=32, rotary_dim=32, scaling=LinearScaling(factor=2.0), interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (
+            {"rope_type": "longrope"},
+            r"rope_type='longrope' must be one of \['default', 'dynamic', 'linear', 'llama3', 'yarn'\]",
+        ),
+        ({"type": "ntk"}, "rope_type='ntk' must be one of"),
+        (
+            {"rope_type": "default", "mrope_section": [2, 3, 3]},
+            r"reads only \[\] and the config also gives \['mrope_sec",
+        ),
+        ({"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}, r"the config also gives \['alpha'\]"),
+        ({"rope_type": "linear"}, r"rope_type='linear' needs \['factor'\], which the config does not give"),
+    ],
+)
+def test_parameters_that_would_be_misread_are_refused(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        RotaryConfig.from_config({**LLAMA, "rope_scaling": parameters})
+
+
+def test_a_config_without_sizes_is_refused():
+    with pytest.raises(ValueError, match=r"neither head_dim nor hidden_size and num_attention_heads; pass head_dim="):
+        RotaryConfig.from_config({"hidden_size": 64})

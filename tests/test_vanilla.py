@@ -1,0 +1,173 @@
+"""vanilla against the float64 oracle, and the oracle against finite differences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
+from attnops.testing import attention, attention_gradients
+from attnops.testing.problem import Problem
+from attnops.testing.strategies import problems
+from hypothesis import given, settings
+
+
+def vanilla(metadata=None):
+    return OperationRegistry.create("vanilla", metadata)
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+@settings(max_examples=25)
+@given(problems())
+def test_values_and_gradients(problem):
+    problem.check(vanilla(problem.metadata))
+
+
+@pytest.mark.slow
+@given(problems(max_length=70))
+def test_values_and_gradients_of_longer_sequences(problem):
+    problem.check(vanilla(problem.metadata))
+
+
+def test_the_check_can_fail():
+    """Negative controls: a wrong scale, a gradient that is zero, and a missing output are each caught."""
+    q, k, v = normal(1, 4, 2, 8), normal(1, 5, 1, 8, seed=1), normal(1, 5, 1, 8, seed=2)
+    problem = Problem(query=q, key=k, value=v, options={"return_lse": True})
+    operation = vanilla()
+    problem.check(operation)
+    outputs, gradients = problem.run(operation)
+    with pytest.raises(AssertionError, match="attention_outputs"):
+        problem.check_outputs(outputs | {"attention_outputs": outputs["attention_outputs"] * 1.001})
+    with pytest.raises(AssertionError, match="gradient of key"):
+        problem.check_gradients(gradients | {"key": jnp.zeros_like(gradients["key"])})
+    with pytest.raises(AssertionError, match="outputs are"):
+        problem.check_outputs({"attention_outputs": outputs["attention_outputs"]})
+    with pytest.raises(AssertionError, match="logsumexp"):
+        problem.check_outputs(outputs | {"logsumexp": outputs["logsumexp"] / np.log(2)})
+
+
+def test_oracle_gradients_are_those_of_finite_differences():
+    rng = np.random.default_rng(3)
+    arrays = {
+        "query": rng.normal(size=(1, 3, 4, 2)),
+        "key": rng.normal(size=(1, 4, 2, 2)),
+        "value": rng.normal(size=(1, 4, 2, 3)),
+        "bias": rng.normal(size=(1, 4, 1, 4)),
+        "sinks": rng.normal(size=4),
+    }
+    mask = rng.random((1, 1, 3, 4)) < 0.6
+    mask[..., 1, :] = False
+    keep = rng.random((1, 4, 3, 4)) < 0.7
+    static = {"mask": mask, "keep": keep, "dropout_prob": 0.3, "logits_soft_cap": 1.5, "softmax_scale": 0.9}
+    d_out, d_lse, d_w = rng.normal(size=(1, 3, 4, 3)), rng.normal(size=(1, 4, 3)), rng.normal(size=(1, 4, 3, 4))
+
+    def loss(arrays):
+        result = attention(**arrays, **static)
+        lse = np.where(np.isfinite(result.logsumexp), result.logsumexp, 0)
+        return (d_out * result.out).sum() + (d_lse * lse).sum() + (d_w * result.weights).sum()
+
+    gradients = attention_gradients(**arrays, **static, d_out=d_out, d_logsumexp=d_lse, d_weights=d_w)
+    assert set(gradients.values) == set(arrays)
+    step = 1e-6
+    for name, array in arrays.items():
+        for place in np.ndindex(array.shape):
+            up, down = array.copy(), array.copy()
+            up[place] += step
+            down[place] -= step
+            slope = (loss(arrays | {name: up}) - loss(arrays | {name: down})) / (2 * step)
+            assert gradients.values[name][place] == pytest.approx(slope, abs=2e-8)
+        assert (gradients.magnitudes[name] >= np.abs(gradients.values[name]) - 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("through", ["mask", "bias", "causal"])
+def test_fully_masked_rows(dtype, through):
+    q, k, v = (jnp.asarray(normal(1, n, 2, 4, seed=n), dtype) for n in (5, 3, 3))
+    mask = np.ones((1, 1, 5, 3), bool)
+    mask[0, 0, :2] = False
+    options = {
+        "mask": {"mask": mask},
+        "bias": {"bias": jnp.where(mask, 0.0, -jnp.inf)},
+        "causal": {"mask": Causal()},  # T = 5, S = 3: the first two queries come before every key
+    }[through]
+
+    def run(q, k, v, sinks):
+        result = vanilla()(q, k, v, sinks=sinks, return_lse=True, return_weights=True, **options)
+        return result.attention_outputs, result.logsumexp, result.attention_weights
+
+    for sinks in (None, jnp.ones(2)):
+        (out, lse, weights), pull_back = jax.vjp(lambda *x: run(*x, sinks), q, k, v)  # noqa: B023
+        assert (out[:, :2] == 0).all()
+        assert (lse[:, :, :2] == -jnp.inf).all()
+        assert (weights[:, :, :2] == 0).all()
+        assert jnp.isfinite(out).all()
+        assert jnp.isfinite(lse[:, :, 2:]).all()
+        dq, dk, dv = pull_back(jax.tree.map(jnp.ones_like, (out, lse, weights)))
+        assert (dq[:, :2] == 0).all()
+        assert all(jnp.isfinite(g).all() for g in (dq, dk, dv))
+
+
+def test_causal_is_aligned_at_the_end():
+    mask = np.asarray(Causal().dense(1, 1, 2, 4))[0, 0]
+    np.testing.assert_array_equal(mask, [[1, 1, 1, 0], [1, 1, 1, 1]])
+    mask = np.asarray(Causal(offset=0).dense(1, 1, 2, 4))[0, 0]
+    np.testing.assert_array_equal(mask, [[1, 0, 0, 0], [1, 1, 0, 0]])
+    mask = np.asarray(Causal(offset=jnp.array([0, 3])).dense(2, 1, 1, 4))[:, 0, 0]
+    np.testing.assert_array_equal(mask, [[1, 0, 0, 0], [1, 1, 1, 1]])
+
+
+def test_runtime_dtype_and_metadata_defaults():
+    q, k, v = normal(1, 4, 2, 8), normal(1, 5, 2, 8, seed=1), normal(1, 5, 2, 8, seed=2)
+    metadata = OperationMetadata(runtime_dtype=jnp.bfloat16, softmax_scale=0.2, logits_soft_cap=3.0)
+    out = vanilla(metadata)(q, k, v).attention_outputs
+    assert out.dtype == jnp.bfloat16
+    narrow = Problem(
+        query=q.astype(jnp.bfloat16),
+        key=k.astype(jnp.bfloat16),
+        value=v.astype(jnp.bfloat16),
+        options={"softmax_scale": 0.2, "logits_soft_cap": 3.0},
+    )
+    narrow.check_outputs({"attention_outputs": out})
+    # What the call says wins over the metadata.
+    out = vanilla(metadata)(q, k, v, softmax_scale=0.7, logits_soft_cap=9.0).attention_outputs
+    dataclass_options = {"softmax_scale": 0.7, "logits_soft_cap": 9.0}
+    Problem(query=narrow.query, key=narrow.key, value=narrow.value, options=dataclass_options).check_outputs(
+        {"attention_outputs": out}
+    )
+
+
+def test_mixed_dtypes_compute_in_float32():
+    q, k, v = normal(1, 4, 2, 8), normal(1, 5, 2, 8, seed=1).astype(jnp.bfloat16), normal(1, 5, 2, 8, seed=2)
+    problem = Problem(query=q, key=k, value=v.astype(np.float16))
+    problem.check(vanilla())
+
+
+@pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
+def test_vmap_and_checkpoint_equal_the_loop(layout):
+    problem = Problem(
+        query=normal(2, 4, 2, 8), key=normal(2, 6, 1, 8, seed=1), value=normal(2, 6, 1, 8, seed=2),
+        options={"mask": Causal()}, metadata=OperationMetadata(layout=layout),
+    )  # fmt: skip
+    operation = vanilla(problem.metadata)
+    call = lambda x: problem.call(operation, x)["attention_outputs"]  # noqa: E731
+    stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x, -x]), problem.inputs)
+    each = jnp.stack([call(jax.tree.map(lambda x: x[i], stacked)) for i in range(3)])  # noqa: B023
+    np.testing.assert_allclose(jax.vmap(call)(stacked), each, rtol=1e-6, atol=1e-6)
+    loss = lambda f: lambda x: (f(x) ** 2).sum()  # noqa: E731
+    plain, remat = (jax.grad(loss(f))(problem.inputs) for f in (call, jax.checkpoint(call)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), plain, remat)
+
+
+def test_export_for_every_platform_that_jax_lowers_to():
+    q = jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.bfloat16)
+    exported = jax.export.export(
+        jax.jit(lambda q, k, v: vanilla()(q, k, v, mask=Causal()).attention_outputs), platforms=["cpu", "cuda", "tpu"]
+    )(q, q, q)
+    again = jax.export.deserialize(exported.serialize())
+    x = jnp.asarray(normal(1, 4, 2, 8), jnp.bfloat16)
+    Problem(query=np.asarray(x), key=np.asarray(x), value=np.asarray(x), options={"mask": Causal()}).check_outputs(
+        {"attention_outputs": again.call(x, x, x)}
+    )

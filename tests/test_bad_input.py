@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
 
@@ -16,11 +17,13 @@ def ones(*shape, dtype=jnp.float32):
 
 Q, K, V = ones(2, 5, 4, 8), ones(2, 7, 2, 8), ones(2, 7, 2, 6)
 
+# fmt: off
 CASES = {
     "query of rank 3": (
         (ones(5, 4, 8), K, V), {}, "query has shape (5, 4, 8), but must have rank 4: [B, length, heads, head_dim]"),
     "value of rank 5": ((Q, K, V[None]), {}, "value has shape (1, 2, 7, 2, 6), but must have rank 4"),
-    "an empty dimension": ((Q[:, :0], K, V), {}, "query has shape (2, 0, 4, 8), but every dimension must be at least 1"),
+    "an empty dimension": (
+        (Q[:, :0], K, V), {}, "query has shape (2, 0, 4, 8), but every dimension must be at least 1"),
     "heads that don't divide": (
         (ones(2, 5, 3, 8), K, V), {}, "query has 3 heads and key has 2: the kv heads must divide the heads"),
     "different kv heads": (
@@ -33,8 +36,8 @@ CASES = {
     "a list": (([[1.0]], K, V), {}, "query is a list, but must be an array"),
     "a 2-D mask": (
         (Q, K, V), {"mask": np.ones((2, 7), bool)},
-        "mask has shape (2, 7), but must be 4-D and broadcast to [B, H, T, S]=(2, 4, 5, 7); write a [B, S] padding mask "
-        "as mask[:, None, None, :], a [T, S] mask as mask[None, None]"),
+        "mask has shape (2, 7), but must be 4-D and broadcast to [B, H, T, S]=(2, 4, 5, 7); write a [B, S] padding "
+        "mask as mask[:, None, None, :], a [T, S] mask as mask[None, None]"),
     "a 3-D mask": ((Q, K, V), {"mask": np.ones((2, 5, 7), bool)}, "write a [B, T, S] mask as mask[:, None]"),
     "a mask of other lengths": (
         (Q, K, V), {"mask": np.ones((2, 1, 5, 6), bool)},
@@ -53,11 +56,13 @@ CASES = {
         "bias has dtype bool, but must be floating-point; give a boolean mask as mask="),
     "sinks of a wrong shape": ((Q, K, V), {"sinks": ones(2)}, "sinks has shape (2,), but must have shape [H]=(4,)"),
     "a scale that is NaN": (
-        (Q, K, V), {"softmax_scale": float("nan")}, "softmax_scale=nan must be finite; leave it out for head_dim ** -0.5"),
+        (Q, K, V), {"softmax_scale": float("nan")},
+        "softmax_scale=nan must be finite; leave it out for head_dim ** -0.5"),
     "a scale that is a string": ((Q, K, V), {"softmax_scale": "x"}, "softmax_scale='x' must be a number"),
     "a negative soft cap": ((Q, K, V), {"logits_soft_cap": -1}, "logits_soft_cap=-1.0 must be positive and finite"),
     "an unknown mode": ((Q, K, V), {"mode": "eval"}, "mode='eval' is not a runtime mode; use one of"),
-}  # fmt: skip
+}
+# fmt: on
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+
 from attnops import (
     BaseOperation,
     Limits,
@@ -192,7 +193,9 @@ class TestUnsupported:
 
         kernel = attention(forward_tpu=forward_tpu)
         with pytest.raises(UnsupportedError, match="mask=Dense"):
-            kernel(OperationMetadata(platform="tpu", on_unsupported="error"))(Q, Q, Q, mask=jnp.ones((1, 1, 4, 4), bool))
+            kernel(OperationMetadata(platform="tpu", on_unsupported="error"))(
+                Q, Q, Q, mask=jnp.ones((1, 1, 4, 4), bool)
+            )
 
     def test_the_metadatas_scale_and_cap_count_as_set(self):
         metadata = OperationMetadata(platform="tpu", on_unsupported="error", logits_soft_cap=3.0, softmax_scale=0.5)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from attnops.dropout import dropout_keep, dropout_mask, dropout_rows, dropout_seed
 from attnops.testing import oracle
 

@@ -6,6 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+
 from attnops import OperationMetadata, OperationRegistry
 from attnops.sharding import MODE_DECODE, MODE_PREFILL, MODE_TRAIN
 
@@ -39,7 +40,8 @@ def test_an_operation_is_a_static_argument():
         ({}, {}),
         ({"attention_dropout": 0.1, "hidden_size": 64}, {"dropout_prob": 0.1}),
         ({"attention_probs_dropout_prob": 0.2}, {"dropout_prob": 0.2}),
-        ({"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0}, {"softmax_scale": 1 / 16, "logits_soft_cap": 50.0}),
+        ({"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0},
+         {"softmax_scale": 1 / 16, "logits_soft_cap": 50.0}),
         ({"attention_multiplier": 0.015625, "attn_logit_softcapping": None}, {"softmax_scale": 0.015625}),
         ({"attn_dtype": "bfloat16", "blocksize_q": 128, "platform": "gpu"},
          {"runtime_dtype": jnp.bfloat16, "block_q": 128, "platform": "cuda"}),

@@ -96,7 +96,7 @@ def test_every_policy_of_jax_has_its_name_here():
         (("save_from_both_policies", "save_attention", "everything_saveable"), (1, 1)),
         (("save_from_both_policies", jax.checkpoint_policies.nothing_saveable, "save_attention"), (1, 2)),
     ],
-    ids=str,
+    ids=lambda x: "-".join(getattr(part, "__name__", str(part)) for part in x),
 )
 def test_what_runs_again(policy, expected):
     assert runs(get_gradient_checkpoint_policy(*policy)) == expected

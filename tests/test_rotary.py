@@ -225,9 +225,9 @@ def test_computed_in_float32_and_returned_in_the_tensors_dtype(dtype):
     wide = apply_rotary(x.astype(jnp.float32), sin, cos)
     np.testing.assert_array_equal(out.astype(jnp.float32), wide.astype(dtype).astype(jnp.float32))
     full = [jnp.concatenate([t, t], axis=-1)[:, None] for t in (sin, cos)]
-    seed = apply_rotary_pos_emb(x.swapaxes(1, 2), *full)
-    assert seed.dtype == dtype
-    np.testing.assert_array_equal(seed.swapaxes(1, 2).astype(jnp.float32), wide.astype(dtype).astype(jnp.float32))
+    whole = apply_rotary_pos_emb(x.swapaxes(1, 2), *full)
+    assert whole.dtype == dtype
+    np.testing.assert_array_equal(whole.swapaxes(1, 2).astype(jnp.float32), wide.astype(dtype).astype(jnp.float32))
 
 
 def test_one_row_of_positions_serves_the_batch_and_jit_takes_the_config_as_static():

@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
 from attnops.testing import attention, attention_gradients
 from attnops.testing.problem import Problem
 from attnops.testing.strategies import problems
-from hypothesis import given, settings
 
 
 def vanilla(metadata=None):

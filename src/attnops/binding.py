@@ -95,9 +95,10 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
 
 def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | None = None) -> RUNTIME_MODE_TYPES:
     """The runtime mode: what the call says, else the metadata, else decode for one query, else train."""
-    if mode is not None:
-        return canonicalize_mode(mode)
-    return metadata.mode or (MODE_DECODE if query_length == 1 else MODE_TRAIN)
+    stated = metadata.mode if mode is None else mode
+    if stated is not None:
+        return canonicalize_mode(stated)
+    return MODE_DECODE if query_length == 1 else MODE_TRAIN
 
 
 def _array(name: str, x: Any) -> jax.Array:

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-__all__ = ["canonicalize_dtype"]
-
 
 def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> DTypeLike:
     """The dtype that ``args`` should be cast to: ``dtype`` if given, else what they promote to together.

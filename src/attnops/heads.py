@@ -12,8 +12,6 @@ import operator
 import jax
 import jax.numpy as jnp
 
-__all__ = ["repeat_kv_bnsh", "repeat_kv_bsnh", "repeat_kv_heads"]
-
 
 def repeat_kv_heads(k: jax.Array, v: jax.Array, num_reps: int) -> tuple[jax.Array, jax.Array]:
     """Repeat the heads of a key and of its value.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from attnops.platforms import canonicalize_platform
-from attnops.sharding.modes import RUNTIME_MODE_TYPES, canonicalize_mode
+from attnops.sharding.modes import canonicalize_mode
 
 Layout = Literal["BTHD", "BHTD"]
 OnUnsupported = Literal["native", "error"]
@@ -50,7 +50,7 @@ class OperationMetadata:
     logits_soft_cap: float | None = None
     dropout_prob: float = 0.0
     layout: Layout = "BTHD"
-    mode: RUNTIME_MODE_TYPES | None = None
+    mode: str | None = None  # always one of RUNTIME_MODE_TYPES once made
     platform: str | None = None
     mesh: Mesh | None = None
     precision: jax.lax.Precision | None = None
@@ -60,7 +60,9 @@ class OperationMetadata:
     block_k: int | None = None
 
     def __post_init__(self) -> None:
-        set_field = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        def set_field(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # frozen for everybody else
+
         if self.runtime_dtype is not None:
             dtype = jnp.dtype(self.runtime_dtype)
             if not jnp.issubdtype(dtype, jnp.floating):

@@ -77,7 +77,7 @@ def _committed_device(arrays: Iterable[Any]) -> Any | None:
 
 
 def _default_device() -> Any:
-    device = jax.config.jax_default_device
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None:
         return jax.local_devices()[0]
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device

@@ -230,7 +230,8 @@ def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOpera
         plugin
         for plugin, cls in classes.items()
         if cls is not None
-        and platform in served_platforms(cls, core if core is not None and cls is not core and issubclass(cls, core) else None)
+        and platform
+        in served_platforms(cls, core if core is not None and cls is not core and issubclass(cls, core) else None)
     ]
     if not serving and core is not None:
         return core

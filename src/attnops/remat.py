@@ -24,8 +24,6 @@ from typing import Any, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-__all__ = ["LOGSUMEXP_NAME", "OUTPUT_NAME", "get_gradient_checkpoint_policy", "tag"]
-
 OUTPUT_NAME = "attnops_output"
 LOGSUMEXP_NAME = "attnops_logsumexp"
 

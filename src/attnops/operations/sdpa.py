@@ -18,6 +18,8 @@ from attnops.request import AttentionRequest, Limits, Reason, Request
 # jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its
 # residual is rounded to the input's dtype and has no gradient: the forwards below don't name them.
 _JAX_NN = Limits(same_dtype=True, equal_head_dims=True)
+# It asks XLA for float16 products accumulated in float32, which only GPUs compile; on a CPU we widen the inputs.
+_NO_FLOAT16 = Limits(dtypes=frozenset({"float32", "bfloat16"}), same_dtype=True, equal_head_dims=True)
 
 
 class ScaledDotProductAttention(VanillaAttention):
@@ -33,8 +35,8 @@ class ScaledDotProductAttention(VanillaAttention):
     limits = {  # noqa: RUF012
         "cpu": _JAX_NN,
         "gpu": _JAX_NN,
-        "tpu": _JAX_NN,
-        "tt": _JAX_NN,
+        "tpu": _NO_FLOAT16,
+        "tt": _NO_FLOAT16,
         "cuda": Limits(
             dtypes=frozenset({"bfloat16", "float16"}),
             same_dtype=True,
@@ -52,7 +54,7 @@ class ScaledDotProductAttention(VanillaAttention):
     def preference(cls, request: Request) -> float | None:
         return 2.0 if request.platform == "cuda" else -1.0  # a fused kernel; T × S memory
 
-    def forward_cpu(
+    def forward_gpu(
         self,
         query: jax.Array,
         key: jax.Array,
@@ -65,8 +67,22 @@ class ScaledDotProductAttention(VanillaAttention):
         """See `OperationImpl.__call__`; in XLA."""
         return self._attend("xla", query, key, value, mask, bias, softmax_scale)
 
-    # The same for every platform where XLA compiles it.
-    forward_gpu = forward_tpu = forward_tt = forward_cpu  # type: ignore[assignment]
+    forward_tpu = forward_tt = forward_gpu  # type: ignore[assignment]
+
+    def forward_cpu(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask | None = None,
+        bias: jax.Array | None = None,
+        softmax_scale: float | None = None,
+    ) -> OperationOutput:
+        """See `OperationImpl.__call__`; in XLA and float32, as jax.nn's 16-bit products don't compile for every shape."""
+        wide = (x.astype(jnp.float32) for x in (query, key, value))
+        out = self._attend("xla", *wide, mask, bias, softmax_scale).attention_outputs
+        return OperationOutput(out.astype(query.dtype))
 
     def forward_cuda(
         self,

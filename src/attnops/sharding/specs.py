@@ -38,7 +38,7 @@ def correct_spec(spec: PartitionSpec, shape: Sequence[int], mesh: MeshLike) -> P
 
 
 def _correct_entry(entry: str | tuple[str, ...] | None, size: int, mesh: MeshLike) -> str | tuple[str, ...] | None:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:  # type: ignore[comparison-overlap]
         return entry
     names = (entry,) if isinstance(entry, str) else tuple(entry)
     kept = tuple(name for name in names if name in mesh.shape)

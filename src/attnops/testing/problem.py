@@ -38,7 +38,7 @@ class Problem:
     key: Any
     value: Any
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    metadata: OperationMetadata = OperationMetadata()
+    metadata: OperationMetadata = dataclasses.field(default_factory=OperationMetadata)
     seed: int = 0
 
     @property

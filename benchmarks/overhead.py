@@ -1,0 +1,111 @@
+"""What attnops costs beside bare JAX: importing, creating, tracing and lowering, and calling eagerly.
+
+Run ``python benchmarks/overhead.py`` (``--json FILE`` to keep the figures). Both sides of each comparison are
+measured in this one run, alternating, and the best of several repetitions counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
+
+REPETITIONS = 15
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def import_seconds(statement: str) -> float:
+    code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def alternate(name: str, sides: dict[str, Callable[[], float]], repetitions: int = REPETITIONS) -> dict[str, float]:
+    """The best time of each side, taken in turns so that a slow moment of the machine hits all."""
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in track(range(repetitions), description=name, transient=True):
+        for side, measure in sides.items():
+            times[side].append(measure())
+    return {side: min(values) for side, values in times.items()}
+
+
+def trace_and_lower(function: Callable[..., object], causal: bool) -> float:
+    x = jax.ShapeDtypeStruct((1, 128, 8, 64), jnp.float32)
+    jax.clear_caches()
+    # Not the first to be traced: what JAX itself sets up once is nobody's cost.
+    jax.jit(lambda q: jnp.exp(q) @ q.swapaxes(-1, -2)).trace(x).lower()
+    return seconds(lambda: jax.jit(lambda q, k, v: function(q, k, v, causal)).trace(x, x, x).lower())
+
+
+def attend(name: str) -> Callable[..., object]:
+    operation = OperationRegistry.create(name, OperationMetadata())
+    return lambda q, k, v, causal: operation(q, k, v, mask=Causal() if causal else None).attention_outputs
+
+
+def bare(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+
+
+def eager(function: Callable[..., object]) -> float:
+    x = jnp.ones((1, 16, 2, 8))
+    return statistics.median(seconds(lambda: jax.block_until_ready(function(x, x, x, True))) for _ in range(10))
+
+
+def create(name: str) -> float:
+    metadata = OperationMetadata()
+    return seconds(lambda: [OperationRegistry.create(name, metadata) for _ in range(1000)]) / 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    json_path = parser.parse_args().json
+
+    sides = {"jax.nn": bare, "vanilla": attend("vanilla"), "sdpa": attend("sdpa"), "auto": attend("auto")}
+    figures = {
+        "import": alternate(
+            "import",
+            {"jax": lambda: import_seconds("import jax"), "attnops": lambda: import_seconds("import attnops")},
+        ),
+        "create, after the first": {name: create(name) for name in ("vanilla", "sdpa", "auto")},
+    }
+    for name, causal in (("full", False), ("causal", True)):
+        figures[f"trace and lower, {name}"] = alternate(
+            f"trace and lower, {name}",
+            {side: lambda f=f, c=causal: trace_and_lower(f, c) for side, f in sides.items()},
+        )
+    figures["eager call, causal"] = alternate("eager", {side: lambda f=f: eager(f) for side, f in sides.items()})
+
+    table = Table(title=f"Overhead: {platform.processor() or platform.machine()}, {jax.__version__=!s}")
+    for column in ("what", "side", "time", "× the first"):
+        table.add_column(column, justify="left" if column in ("what", "side") else "right")
+    for what, times in figures.items():
+        first = next(iter(times.values()))
+        for side, value in times.items():
+            table.add_row(what, side, f"{value * 1e6:,.0f} µs", f"{value / first:.2f}")
+    Console().print(table)
+    if json_path:
+        json_path.write_text(json.dumps({"machine": platform.platform(), "jax": jax.__version__, "seconds": figures}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The sentences of `sentences.txt`, and what the original model makes of them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+SENTENCES = Path(__file__).with_name("sentences.txt")
+REFERENCE = Path(__file__).with_name("reference.npz")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The original's embeddings of `load_sentences()`, in that order; made by `make_reference.py`."""
+
+    embeddings: np.ndarray  # [N, M] float32: transformers and torch in float32, one sentence at a time, unpadded
+    num_tokens: np.ndarray  # [N] int32: what its own tokenizer makes of each, after the cut
+    rounding_error: float  # how far `embeddings` lie from the same model run in float64, max |difference|
+    note: str  # the versions that it was made with
+
+
+def load_sentences() -> list[str]:
+    """The N sentences, one a line."""
+    return SENTENCES.read_text(encoding="utf-8").splitlines()
+
+
+def load_reference() -> Reference:
+    """Read `reference.npz`; `ValueError` if it was made from other sentences."""
+    with np.load(REFERENCE, allow_pickle=False) as arrays:
+        if str(arrays["sentences_sha256"]) != sentences_digest():
+            raise ValueError(f"{SENTENCES.name} has changed since {REFERENCE.name} was made: run make_reference.py")
+        return Reference(
+            embeddings=arrays["embeddings"],
+            num_tokens=arrays["num_tokens"],
+            rounding_error=float(arrays["rounding_error"]),
+            note=str(arrays["note"]),
+        )
+
+
+def sentences_digest() -> str:
+    """What ties the reference to the sentences that it was made from, however the file's lines end."""
+    return hashlib.sha256("\n".join(load_sentences()).encode()).hexdigest()

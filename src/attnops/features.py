@@ -1,0 +1,94 @@
+"""The features of the attention contract as requests: what each operation says of each, on each platform."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from attnops.metadata import OperationMetadata
+from attnops.operation import OperationImpl, forward_for
+from attnops.platforms import PLATFORMS
+from attnops.registry import OperationRegistry
+from attnops.request import AttentionRequest
+
+# A plain call that every implementation should serve; each feature changes it.
+PLAIN: Final[dict[str, Any]] = {
+    "batch": 2, "query_length": 1024, "key_length": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64,
+    "value_head_dim": 64, "dtypes": ("bfloat16",) * 3,
+}  # fmt: skip
+
+FEATURES: Final[dict[str, dict[str, Any]]] = {
+    "bfloat16": {},
+    "float16": {"dtypes": ("float16",) * 3},
+    "float32": {"dtypes": ("float32",) * 3},
+    "GQA and MQA": {"kv_heads": 2},
+    "T ≠ S": {"query_length": 256},
+    "odd lengths": {"query_length": 1023, "key_length": 1023},
+    "D ≠ Dv": {"head_dim": 64, "value_head_dim": 32},
+    "head_dim 80": {"head_dim": 80, "value_head_dim": 80},
+    "head_dim 256": {"head_dim": 256, "value_head_dim": 256},
+    "head dims 576/512 (MLA)": {"kv_heads": 1, "head_dim": 576, "value_head_dim": 512},
+    "array mask": {"mask": "Dense", "mask_kinds": frozenset({"Dense"}), "mask_shape": (2, 1, 1024, 1024)},
+    "`Causal`": {"mask": "Causal()", "mask_kinds": frozenset({"Causal"})},
+    "bias": {"bias_kind": "array", "bias_shape": (1, 8, 1024, 1024), "bias_dtype": "bfloat16"},
+    "softmax_scale": {"softmax_scale": 0.1},
+    "soft cap": {"logits_soft_cap": 30.0},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout_prob": 0.1, "options": frozenset({"dropout_key"})},
+    "logsumexp": {"return_lse": True},
+    "weights": {"return_weights": True},
+}
+
+_OPTIONS = {
+    "mask": "mask",
+    "bias": "bias_kind",
+    "softmax_scale": "softmax_scale",
+    "logits_soft_cap": "logits_soft_cap",
+    "sinks": "sinks",
+    "return_lse": "return_lse",
+    "return_weights": "return_weights",
+}
+
+
+def feature_request(feature: str, platform: str) -> AttentionRequest:
+    """The request that asks for one feature, in train mode, so forward and backward."""
+    fields = PLAIN | FEATURES[feature]
+    options = {option for option, field in _OPTIONS.items() if fields.get(field)}
+    fields["options"] = frozenset(options) | fields.get("options", frozenset())
+    return AttentionRequest(platform=platform, **fields)
+
+
+def support(operation: type[OperationImpl], feature: str, platform: str) -> str:
+    """How an operation serves a feature on a platform.
+
+    Returns:
+        "kernel" (the platform's own forward), "native" (the native forward, by design or instead of the platform's),
+        or "refused".
+    """
+    forward = forward_for(operation, platform)
+    made = operation(OperationMetadata(platform=platform))
+    request = feature_request(feature, platform)
+    if forward != "native" and not made.reasons(request):
+        return "kernel"
+    return "refused" if made._reasons("native", request) else "native"
+
+
+def markdown_table() -> str:
+    """Feature × operation and platform, of what is installed, as GitHub prints it."""
+    columns: dict[str, list[str]] = {}
+    for name in OperationRegistry.list_implementations():
+        if name == "auto":
+            continue
+        by_platform = {}
+        for platform in PLATFORMS:
+            cls = OperationRegistry.get(name, platform)
+            if issubclass(cls, OperationImpl):
+                by_platform[platform] = tuple(support(cls, feature, platform) for feature in FEATURES)
+        # Platforms that an operation serves alike share a column.
+        for cells in dict.fromkeys(by_platform.values()):
+            where = ", ".join(platform for platform, own in by_platform.items() if own == cells)
+            columns[f"`{name}` {'everywhere' if len(where.split(', ')) == len(PLATFORMS) else where}"] = list(cells)
+    symbols = {"kernel": "●", "native": "○", "refused": "–"}
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + ":-:|" * len(columns)]
+    for row, feature in enumerate(FEATURES):
+        lines.append(f"| {feature} | " + " | ".join(symbols[cells[row]] for cells in columns.values()) + " |")
+    return "\n".join(lines)

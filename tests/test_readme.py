@@ -1,0 +1,50 @@
+"""What the README prints is true."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def code(after: str, language: str = "python") -> str:
+    """The first block of code of a language after a text."""
+    return re.search(rf"```{language}\n(.*?)```", README[README.index(after) :], re.DOTALL)[1]
+
+
+def test_the_example_runs_as_printed(capsys):
+    exec(compile(code("# attnops"), "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("(1, 128, 8, 64) float32\n")
+    assert re.search(r"^runs attnops:\w+ \(forward_\w+\)$", printed, re.MULTILINE)
+    assert "attnops:sdpa: can't serve it\n  - logits_soft_cap=30.0: forward_cpu has no such option" in printed
+
+
+def test_the_plugin_loads_as_printed(monkeypatch):
+    import attnops
+    from attnops.features import support
+
+    namespace = {"__name__": "attnops_mykernel"}
+    exec(compile(code("## Write a plugin"), "README.md", "exec"), namespace)
+    plugin = namespace["MyAttention"]
+    assert support(plugin, "bfloat16", "tpu") == "kernel"
+    assert support(plugin, "float32", "tpu") == "native"
+    assert support(plugin, "odd lengths", "tpu") == "native"
+    assert support(plugin, "sinks", "tpu") == "native"
+    assert issubclass(plugin, attnops.BaseOperation)
+
+
+def test_the_feature_table_is_that_of_the_code():
+    check = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "readme.py"), "--check"], capture_output=True, text=True
+    )
+    assert check.returncode == 0, check.stderr
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"])
+def test_the_house_is_complete(name):
+    assert (ROOT / name).stat().st_size > 500

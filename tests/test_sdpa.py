@@ -1,0 +1,102 @@
+"""sdpa: whatever it serves is right by the contract, whatever it has not is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from attnops import AttentionRequest, OperationMetadata, OperationRegistry, UnsupportedError
+from attnops.features import feature_request
+from attnops.operations.sdpa import ScaledDotProductAttention
+from attnops.testing.problem import Problem
+from attnops.testing.strategies import problems
+
+SERVED = {"mask", "bias", "softmax_scale"}
+
+
+@settings(max_examples=40)
+@given(problems())
+def test_right_or_refused(problem):
+    operation = OperationRegistry.create("sdpa", problem.metadata.replace(on_unsupported="error"))
+    asked = {name for name, value in problem.options.items() if value is not None and value is not False}
+    D, Dv = problem.query.shape[-1], problem.value.shape[-1]
+    if asked <= SERVED and Dv == D:
+        problem.check(operation)
+    else:
+        with pytest.raises(UnsupportedError) as caught:
+            problem.run(operation)
+        refused = {reason.argument for reason in caught.value.reasons}
+        assert refused == (asked - SERVED) | ({"value_head_dim"} if Dv != D else set())
+
+
+@settings(max_examples=25)
+@given(problems(layouts=("BTHD",)))
+def test_each_kind_of_mask_and_bias(problem):
+    """The draws of the test above without what sdpa refuses."""
+    options = {name: value for name, value in problem.options.items() if name in SERVED}
+    value = problem.key[..., ::-1]
+    served = Problem(query=problem.query, key=problem.key, value=value, options=options)
+    served.check(OperationRegistry.create("sdpa", OperationMetadata(on_unsupported="error")))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_whose_bias_is_minus_infinity(causal):
+    from attnops.masks import Causal
+
+    q, k, v = (np.random.default_rng(i).normal(size=(1, 4, 2, 8)).astype(np.float32) for i in range(3))
+    bias = np.zeros((1, 1, 4, 4), np.float32)
+    bias[..., 0, :] = -np.inf
+    bias[..., 2, :3] = -np.inf
+    options = {"bias": bias} | ({"mask": Causal()} if causal else {})
+    Problem(query=q, key=k, value=v, options=options).check(OperationRegistry.create("sdpa"))
+
+
+def request(**changes) -> AttentionRequest:
+    return feature_request("bfloat16", "cuda").replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dtypes": ("float32",) * 3}, "query.dtype=float32: must be one of ['bfloat16', 'float16']"),
+        ({"dtypes": ("bfloat16", "float16", "float16")}, "dtypes=bfloat16/float16/float16: query, key and value must"),
+        ({"head_dim": 60, "value_head_dim": 60}, "head_dim=60: must be a multiple of 8; pad it with zeros"),
+        ({"head_dim": 160, "value_head_dim": 160}, "head_dim=160: must be at most 128 for cuDNN on this GPU"),
+        ({"value_head_dim": 32}, "value_head_dim=32: must equal head_dim=64"),
+        ({"bias_kind": "array", "bias_dtype": "bfloat16"}, "bias=set: cuDNN's gradient of a bias is not relied on"),
+        ({"bias_kind": "array", "bias_dtype": "float32", "mode": "__prefill__"}, "bias.dtype=float32: must be the"),
+        (
+            {"mask_kinds": frozenset({"Dense"}), "query_length": 1023},
+            "T/S=1023/1024: must be even for cuDNN's backward",
+        ),
+        ({"interpret": True}, "interpret=True: this kernel has no interpreter"),
+        ({"options": frozenset({"sinks"}), "sinks": True}, "sinks=True: forward_cuda has no such option"),
+    ],
+)
+def test_each_limit_of_cudnn(changes, text):
+    operation = ScaledDotProductAttention(OperationMetadata(platform="cuda"))
+    assert not operation.reasons(request())
+    reasons = [str(reason) for reason in operation.reasons(request(**changes))]
+    rule = text.partition(": ")[2]
+    assert reasons[0].startswith(text)
+    assert all(rule in reason for reason in reasons)  # the same rule may be broken by several arguments
+
+
+def test_lowers_to_cudnn():
+    """The program for CUDA calls cuDNN, forward and backward; lowering needs no GPU."""
+    operation = OperationRegistry.create("sdpa", OperationMetadata(platform="cuda", on_unsupported="error"))
+    calls = []
+
+    def cudnn(query, key, value, bias, mask, **options):
+        calls.append((options["implementation"], options["is_causal"], bias is None, mask is None))
+        return query
+
+    from attnops.masks import Causal
+
+    x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.nn, "dot_product_attention", cudnn)
+        jax.eval_shape(lambda q: operation(q, q, q, mask=Causal()), x)
+        jax.eval_shape(lambda q: operation(q, q, q, mask=jnp.ones((1, 1, 1, 8), bool)), x)
+    assert calls == [("cudnn", True, True, True), ("cudnn", False, True, False)]

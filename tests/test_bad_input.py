@@ -48,7 +48,7 @@ CASES = {
     "a mask that is a string": ((Q, K, V), {"mask": "causal"}, "mask is a str, but must be a boolean array or"),
     "a causal offset of a wrong shape": (
         (Q, K, V), {"mask": Causal(offset=jnp.zeros(3, int))},
-        "Causal's offset has shape (3,), but must be a number or have shape [B]=(2,)"),
+        "Causal's offset has shape (3,), but must be a number or have shape [B or 1, H or 1]=[2, 4]; write"),
     "a 2-D bias": ((Q, K, V), {"bias": ones(5, 7)}, "bias has shape (5, 7), but must be 4-D"),
     "a bias of other heads": ((Q, K, V), {"bias": ones(1, 3, 5, 7)}, "its dimension H is 3, but must be 1 or 4"),
     "a boolean bias": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 import subprocess
 import sys
@@ -68,6 +69,10 @@ def test_every_command_is_there() -> None:
     for command in cli.COMMANDS:
         assert f" {command} " in result.output
         assert run(command, "--help").exit_code == 0
+
+
+def test_version() -> None:
+    assert (run("--version").exit_code, run("--version").output) == (0, f"{attnops.__version__}\n")
 
 
 def test_without_its_libraries_one_sentence_says_what_to_install(
@@ -213,6 +218,12 @@ def test_explain_gives_every_reason_of_a_refusal() -> None:
     assert "attnops:vanilla" in {other["name"] for other in found["others"] if other["serves"]}
 
 
+def test_explain_keeps_what_plugins_print_out_of_its_output() -> None:
+    register(preference=classmethod(lambda cls, request: print("hello")))
+    assert run_json("explain", "vanilla")["chosen"]["name"] == "attnops:vanilla"
+    assert run("explain", "vanilla").stderr == "hello\n"
+
+
 def test_explain_gives_the_reasons_of_the_others() -> None:
     register(forward_cpu=forward)
     result = run("explain", "vanilla", "--mask", "causal", "--return-lse")
@@ -263,13 +274,15 @@ def test_masks_are_read_as_expressions() -> None:
 def test_doctor_on_a_sound_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "DEVICE_FILES", {})
     found = run_json("doctor")
-    assert found["problems"] == []
+    assert found["problems"] == [dataclasses.asdict(problem) for problem in known_problems(found["versions"])]
     assert found["versions"]["jax"] == jax.__version__
     assert found["versions"]["attnops"] == attnops.__version__
     assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert (found["backend"], found["devices"]) == ("cpu", [str(device) for device in jax.devices()])
     assert found["requirement_checker"] == "packaging.requirements"
     assert {plugin["state"] for plugin in core_of(found["installed"]).values()} == {"loaded"}
+    monkeypatch.setattr(doctor, "known_problems", lambda versions: [])
+    assert run("doctor").exit_code == 0
     assert run("doctor").output.endswith("Nothing is wrong.\n")
 
 

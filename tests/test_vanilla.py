@@ -116,7 +116,7 @@ def test_causal_is_aligned_at_the_end():
     np.testing.assert_array_equal(mask, [[1, 1, 1, 0], [1, 1, 1, 1]])
     mask = np.asarray(Causal(offset=0).dense(1, 1, 2, 4))[0, 0]
     np.testing.assert_array_equal(mask, [[1, 0, 0, 0], [1, 1, 0, 0]])
-    mask = np.asarray(Causal(offset=jnp.array([0, 3])).dense(2, 1, 1, 4))[:, 0, 0]
+    mask = np.asarray(Causal(offset=jnp.array([[0], [3]])).dense(2, 1, 1, 4))[:, 0, 0]
     np.testing.assert_array_equal(mask, [[1, 0, 0, 0], [1, 1, 1, 1]])
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,8 @@ def full(fresh: Environment, clean: dict[str, Any], wheels: dict[str, Path]) -> 
         done = fresh.run("attnops", *arguments)
         found[name] = json.loads(done.stdout) if "--json" in arguments else done.stdout
         found[f"{name} imported"], found[f"{name} status"] = fresh.imported(), done.returncode
+    done = fresh.run("attnops", "demo")
+    found["demo"] = [done.returncode, done.stdout, done.stderr]
     fresh.pip("uninstall", "--quiet", "--yes", "acme-attention")
     return found | {"afterwards": fresh.examine()}
 
@@ -205,7 +208,7 @@ def test_a_broken_one_says_why(full: dict[str, Any], name: str) -> None:
     distribution = name.partition(":")[0]
     (problem,) = (problem for problem in full["doctor"]["problems"] if name in problem["what"])
     assert f"{name} is {state}: {cause}" in problem["what"]
-    assert problem["install"].startswith(f"pip install --upgrade {distribution}; ")
+    assert problem["install"].startswith(f"pip install --upgrade attnops {distribution}; ")
     assert f"{name} is {state}: {cause}" in full["doctor as text"]
 
 
@@ -235,6 +238,12 @@ def test_doctor_imports_each_and_finds_nothing_else_wrong(full: dict[str, Any]) 
     ]  # what is known not to work is not imported
     assert len(full["doctor"]["problems"]) == len(BROKEN) + 1
     assert "raise OSError" in full["doctor as text"]
+
+
+def test_the_demo_is_in_the_wheel_and_says_what_it_needs(full: dict[str, Any]) -> None:
+    status, stdout, stderr = full["demo"]
+    assert (status, stdout) == (2, "")
+    assert re.match(r"attnops: the demo needs (safetensors|tokenizers), which is not installed: pip install", stderr)
 
 
 @pytest.mark.parametrize("project", FIRST_PARTY, ids=lambda project: project.name)

@@ -1,6 +1,41 @@
-"""Which query sees which key, as small expressions instead of T × S arrays."""
+"""Which query sees which key, as small expressions instead of T × S arrays.
 
+``Causal() & SlidingWindow(4095, 0) & Segments(ids)``; the primitives combine with ``&``, ``|`` and ``~``.
+"""
+
+from attnops.masks.algebra import And, At, Not, Or
 from attnops.masks.base import Mask
-from attnops.masks.primitives import Causal, Dense
+from attnops.masks.primitives import (
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    KeyPadding,
+    Lengths,
+    MaskFn,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+)
+from attnops.masks.tiles import BlockMap, Coverage, block_map
 
-__all__ = ["Causal", "Dense", "Mask"]
+__all__ = [
+    "And",
+    "At",
+    "BlockMap",
+    "Causal",
+    "Chunked",
+    "Coverage",
+    "Dense",
+    "Full",
+    "KeyPadding",
+    "Lengths",
+    "Mask",
+    "MaskFn",
+    "Not",
+    "Or",
+    "PrefixLM",
+    "Segments",
+    "SlidingWindow",
+    "block_map",
+]

@@ -79,9 +79,9 @@ class ScaledDotProductAttention(VanillaAttention):
         bias: jax.Array | None = None,
         softmax_scale: float | None = None,
     ) -> OperationOutput:
-        """See `OperationImpl.__call__`; in XLA and float32, as jax.nn's 16-bit products don't compile for every shape."""
-        wide = (x.astype(jnp.float32) for x in (query, key, value))
-        out = self._attend("xla", *wide, mask, bias, softmax_scale).attention_outputs
+        """See `OperationImpl.__call__`; in XLA and float32: jax.nn's 16-bit products don't compile for every shape."""
+        q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
+        out = self._attend("xla", q, k, v, mask, bias, softmax_scale).attention_outputs
         return OperationOutput(out.astype(query.dtype))
 
     def forward_cuda(

@@ -1,0 +1,174 @@
+"""`attnops explain`: what would run a call, and why nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import warnings
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+
+from attnops.cli.masks import parse_mask, parse_shape
+from attnops.cli.output import fail, print_json, print_text
+from attnops.errors import PluginError, PluginWarning, UnsupportedError
+from attnops.explain import Candidate, Explanation, explain
+from attnops.metadata import OperationMetadata
+from attnops.operations.vanilla import VanillaAttention
+from attnops.request import AttentionRequest, Reason
+
+
+def command(
+    operation: Annotated[str, typer.Argument(help="Name of the operation, or distribution:operation.")] = "auto",
+    batch: Annotated[int, typer.Option(help="B", min=1)] = 1,
+    query_length: Annotated[int, typer.Option(help="T, in tokens.", min=1)] = 1024,
+    key_length: Annotated[int | None, typer.Option(help="S, in tokens.", show_default="T", min=1)] = None,
+    heads: Annotated[int, typer.Option(help="H", min=1)] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="K, a divisor of H.", show_default="H", min=1)] = None,
+    head_dim: Annotated[int, typer.Option(help="D", min=1)] = 64,
+    value_head_dim: Annotated[int | None, typer.Option(help="Dv", show_default="D", min=1)] = None,
+    dtype: Annotated[str, typer.Option(help="Of query, key, value and bias.")] = "float32",
+    platform: Annotated[
+        str | None, typer.Option(help="cpu, cuda, rocm, gpu, tpu or tt.", show_default="this machine's")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="train, prefill, decode or insert.", show_default="decode if T is 1, else train")
+    ] = None,
+    mask: Annotated[
+        str | None, typer.Option(help='"causal", an expression of attnops.masks, or an array\'s shape: 1x1x128x128.')
+    ] = None,
+    bias: Annotated[str | None, typer.Option(help="The shape of an array: 1x8x128x128.")] = None,
+    soft_cap: Annotated[float | None, typer.Option(help="Soft cap of the scores.")] = None,
+    scale: Annotated[float | None, typer.Option(help="Scale of the scores.", show_default="D ** -0.5")] = None,
+    sinks: Annotated[bool, typer.Option("--sinks", help="One learnable logit a head.")] = False,
+    dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.0,
+    return_lse: Annotated[bool, typer.Option("--return-lse", help="Ask for the logsumexp.")] = False,
+    return_weights: Annotated[bool, typer.Option("--return-weights", help="Ask for the attention weights.")] = False,
+    interpret: Annotated[bool, typer.Option("--interpret", help="Run kernels in their interpreter.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse rather than run the native forward.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with every field.")] = False,
+) -> None:
+    """Say what would run a call of attention and, for each other implementation, every reason why it can't.
+
+    Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if there is no
+    such call or operation.
+    """
+    S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or head_dim
+    shapes = ((batch, query_length, heads, head_dim), (batch, S, K, head_dim), (batch, S, K, Dv))
+    try:
+        metadata = OperationMetadata(
+            platform=platform,
+            mode=mode,  # type: ignore[arg-type]
+            dropout_prob=dropout,
+            interpret=interpret,
+            on_unsupported="error" if strict else "native",
+        )
+        request = _request(
+            metadata, shapes, _dtype(dtype), mask, bias, heads if sinks else 0,
+            softmax_scale=scale, logits_soft_cap=soft_cap, return_lse=return_lse, return_weights=return_weights,
+        )  # fmt: skip
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore", PluginWarning)  # they are among the others, with their cause
+            explanation = explain(request, operation, metadata)
+    except UnsupportedError as error:
+        _print_refusal(request, error, _alternatives(request, metadata), json)
+        raise typer.Exit(1) from None
+    except (ValueError, PluginError) as error:
+        fail(error, 2)
+    if json:
+        print_json(_describe(explanation))
+    else:
+        print_text(str(explanation))
+
+
+def _request(
+    metadata: OperationMetadata,
+    shapes: tuple[tuple[int, ...], ...],
+    dtype: Any,
+    mask: str | None,
+    bias: str | None,
+    sinks: int,
+    **options: Any,
+) -> AttentionRequest:
+    """The request of such a call. Traced, so that no array of these shapes is made."""
+    found: list[AttentionRequest] = []
+
+    def call() -> None:
+        query, key, value = (jnp.zeros(shape, dtype) for shape in shapes)
+        request = VanillaAttention(metadata).request(
+            query,
+            key,
+            value,
+            mask=None if mask is None else parse_mask(mask),
+            bias=None if bias is None else jnp.zeros(parse_shape("bias", bias), dtype),
+            sinks=jnp.zeros(sinks) if sinks else None,
+            dropout_key=jax.random.key(0) if metadata.dropout_prob else None,
+            **options,
+        )
+        assert isinstance(request, AttentionRequest)
+        found.append(request)
+
+    jax.eval_shape(call)
+    return found[0]
+
+
+def _dtype(name: str) -> Any:
+    try:
+        return jnp.dtype(name)
+    except TypeError:
+        raise ValueError(f"dtype={name!r} is unknown; use float32, bfloat16 or float16") from None
+
+
+def _alternatives(request: AttentionRequest, metadata: OperationMetadata) -> tuple[Candidate, ...]:
+    """What everybody makes of a request that the operation asked for refuses, the preferred first."""
+    try:
+        explanation = explain(request, "auto", metadata)
+    except UnsupportedError:
+        return ()  # the refusal has everybody's reasons already, or nobody's would help
+    return (explanation.chosen, *explanation.others)
+
+
+def _print_refusal(
+    request: AttentionRequest, error: UnsupportedError, others: tuple[Candidate, ...], json: bool
+) -> None:
+    sentence = str(error).partition("\n")[0].rstrip(":")
+    if json:
+        print_json(
+            {
+                "request": dataclasses.asdict(request),
+                "chosen": None,
+                "others": [_candidate(other) for other in others],
+                "error": sentence,
+                "reasons": [_reason(reason) for reason in error.reasons],
+            }
+        )
+    else:
+        able = [f"{other.name}: could serve it" for other in others if other.serves]
+        print_text("\n".join([sentence, *(f"  - {reason}" for reason in error.reasons), *able]))
+
+
+def _describe(explanation: Explanation) -> dict[str, Any]:
+    return {
+        "request": dataclasses.asdict(explanation.request),
+        "chosen": _candidate(explanation.chosen),
+        "others": [_candidate(other) for other in explanation.others],
+        "error": None,
+        "reasons": [],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    described = dataclasses.asdict(candidate) | {"serves": candidate.serves}
+    return described | {"reasons": [_reason(reason) for reason in candidate.reasons]}
+
+
+def _reason(reason: Reason) -> dict[str, str]:
+    return {
+        "argument": reason.argument,
+        "value": str(reason.value),
+        "limit": reason.limit,
+        "hint": reason.hint,
+    }

@@ -1,0 +1,43 @@
+"""`attnops list`: every operation that is installed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from attnops.cli.installed import describe, find, platforms
+from attnops.cli.output import print_json, print_table, print_text
+
+
+def command(
+    load: Annotated[
+        bool, typer.Option("--load", help="Import each distribution, to see whether it works and what it serves.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with every field.")] = False,
+) -> None:
+    """List operations by platform, distribution, version and state. Imports no distribution unless told to.
+
+    The platforms are those that an implementation has forwards of its own for: "any" is plain JAX alone, "?" is not
+    known before it is imported.
+    """
+    installed = find(load)
+    plugins = installed.plugins
+    if json:
+        print_json([describe(plugin, plugins) for plugin in plugins])
+        return
+    rows = [
+        (
+            plugin.operation,
+            "?" if (served := platforms(plugin, plugins)) is None else ", ".join(served),
+            plugin.distribution,
+            plugin.version,
+            str(plugin.state),
+        )
+        for plugin in plugins
+    ]
+    print_table(("operation", "platforms", "distribution", "version", "state"), rows)
+    causes = [f"{plugin.name} is {plugin.state}: {plugin.cause}" for plugin in plugins if plugin.cause]
+    notes = [*causes, *installed.unreadable, *installed.ambiguous]
+    if notes:
+        print_text("\n" + "\n".join(notes))

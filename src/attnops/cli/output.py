@@ -1,0 +1,60 @@
+"""What the commands share in printing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+# Wide enough that nothing is cut or wrapped where the output is read by a program.
+_PIPE_WIDTH = 200
+
+_STYLES = {
+    "loaded": "green",
+    "failed": "bold red",
+    "incompatible": "red",
+    "disabled": "yellow",
+    "discovered": "dim",
+}
+
+
+def print_text(text: str) -> None:
+    """Print ``text`` as it is: no markup, no wrapping."""
+    _console().print(Text(text), soft_wrap=True)
+
+
+def print_heading(text: str) -> None:
+    """Print the heading of a section."""
+    _console().print(Text(f"\n{text}", style="bold"), soft_wrap=True)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; a cell that is a plugin's state is coloured."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    _console().print(table)
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as JSON for a program to read; sets are sorted."""
+    typer.echo(json.dumps(value, indent=2, default=sorted))
+
+
+def fail(error: Exception | str, status: int) -> NoReturn:
+    """Print what is wrong, without a traceback, and exit."""
+    print(f"attnops: {error}", file=sys.stderr)
+    raise typer.Exit(status)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)

@@ -1,0 +1,170 @@
+"""Masks combined: and, or, not, and at other positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.masks.base import Mask
+from attnops.masks.tiles import Grid, TileCoverage
+
+
+def as_mask(value: Any) -> Mask:
+    """A mask as it is; a boolean array, 4-D, as `Dense`.
+
+    Raises:
+        TypeError: ``value`` is neither.
+    """
+    if isinstance(value, Mask):
+        return value
+    if getattr(value, "ndim", None) == 4 and value.dtype == np.bool_:
+        from attnops.masks.primitives import Dense
+
+        return Dense(value)
+    raise TypeError(f"a mask combines with masks and with boolean arrays of rank 4, not with {type(value).__name__}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Pair(Mask):
+    left: Mask
+    right: Mask
+
+    symbol = ""
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        return type(self)(self.left.bind(B, H, T, S), self.right.bind(B, H, T, S))
+
+    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+        return type(self)(self.left.at(q_positions, kv_positions), self.right.at(q_positions, kv_positions))
+
+    def kinds(self) -> frozenset[str]:
+        return self.left.kinds() | self.right.kinds() | {self.symbol}
+
+    def bands(self) -> Iterator[tuple[Any, Any]]:
+        yield from self.left.bands()
+        yield from self.right.bands()
+
+    def __repr__(self) -> str:
+        sides = (f"({x!r})" if isinstance(x, _Pair) and x.symbol != self.symbol else repr(x)
+                 for x in (self.left, self.right))  # fmt: skip
+        return f" {self.symbol} ".join(sides)
+
+
+class And(_Pair):
+    """Seen by both masks."""
+
+    symbol = "&"
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.left.allowed(b, h, q, kv) & self.right.allowed(b, h, q, kv)
+
+    def tiles(self, grid: Grid) -> TileCoverage:
+        return self.left.tiles(grid) & self.right.tiles(grid)
+
+
+class Or(_Pair):
+    """Seen by either mask."""
+
+    symbol = "|"
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.left.allowed(b, h, q, kv) | self.right.allowed(b, h, q, kv)
+
+    def tiles(self, grid: Grid) -> TileCoverage:
+        return self.left.tiles(grid) | self.right.tiles(grid)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Not(Mask):
+    """Not seen by a mask."""
+
+    mask: Mask
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        return type(self)(self.mask.bind(B, H, T, S))
+
+    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+        return Not(self.mask.at(q_positions, kv_positions))
+
+    def kinds(self) -> frozenset[str]:
+        return self.mask.kinds() | {"~"}
+
+    def bands(self) -> Iterator[tuple[Any, Any]]:
+        return self.mask.bands()
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return np.True_ ^ self.mask.allowed(b, h, q, kv)
+
+    def tiles(self, grid: Grid) -> TileCoverage:
+        return ~self.mask.tiles(grid)
+
+    def __repr__(self) -> str:
+        return f"~({self.mask!r})" if isinstance(self.mask, _Pair) else f"~{self.mask!r}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class At(Mask):
+    """A mask of positions, for tokens whose positions are given. Made by `Mask.at`.
+
+    Attributes:
+        mask: the mask; its offset plays no part.
+        q_positions: integers [T], [1, T] or [B, T]; None before binding for ``i + S - T``.
+        kv_positions: integers [S], [1, S] or [B, S]; None before binding for ``j``.
+    """
+
+    mask: Mask
+    q_positions: Any
+    kv_positions: Any
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        q = np.arange(T) + (S - T) if self.q_positions is None else self.q_positions
+        kv = np.arange(S) if self.kv_positions is None else self.kv_positions
+        q, kv = (token_array(name, x, B, n) for name, x, n in (("q_positions", q, T), ("kv_positions", kv, S)))
+        return type(self)(self.mask.without_offset().bind(B, H, T, S), q, kv)  # type: ignore[attr-defined]
+
+    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+        return At(self.mask, q_positions, kv_positions)
+
+    def kinds(self) -> frozenset[str]:
+        return self.mask.kinds() | {"at"}
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.mask.allowed(b, h, take(self.q_positions, b, q), take(self.kv_positions, b, kv))
+
+    def tiles(self, grid: Grid) -> TileCoverage:
+        # Of a tile only the extent of its positions is looked at: what holds for all numbers between holds for them.
+        q_first, q_last = grid.q_extent(self.q_positions)
+        kv_first, kv_last = grid.kv_extent(self.kv_positions)
+        return self.mask.tiles(Grid(q_first, q_last, kv_first, kv_last))
+
+    def __repr__(self) -> str:
+        return f"{self.mask!r}.at({text(self.q_positions)}, {text(self.kv_positions)})"
+
+
+def token_array(name: str, values: Any, B: int, length: int) -> Any:
+    """One value a token as [1, length] or [B, length]; lists become numpy's, arrays stay what they are.
+
+    Raises:
+        ValueError: the shape is another.
+    """
+    if not hasattr(values, "shape"):
+        values = np.asarray(values)
+    if values.shape not in ((length,), (1, length), (B, length)):
+        raise ValueError(f"{name} has shape {values.shape}, but must have shape [{length}] or [{B}, {length}]")
+    return values.reshape(-1, length)
+
+
+def take(values: Any, b: Any, index: Any) -> Any:
+    """``values[b, index]`` for values of shape [B or 1, length]."""
+    if isinstance(values, np.ndarray) and not isinstance(index, np.ndarray):
+        values = jnp.asarray(values)  # a traced index needs a JAX array
+    return values[0, index] if values.shape[0] == 1 else values[b, index]
+
+
+def text(value: Any) -> str:
+    """An array by dtype and shape, anything else as Python prints it."""
+    return f"<{value.dtype} {list(value.shape)}>" if hasattr(value, "shape") and value.shape != () else repr(value)

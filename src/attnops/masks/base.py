@@ -149,7 +149,8 @@ class Mask(abc.ABC):
         if type(self) is not type(other):
             return NotImplemented
         (leaves, tree), (others, other_tree) = jax.tree.flatten(self), jax.tree.flatten(other)
-        return tree == other_tree and all(map(_equal, leaves, others))
+        same: bool = tree == other_tree  # type: ignore[operator]
+        return same and all(map(_equal, leaves, others))
 
     def __hash__(self) -> int:
         return hash(jax.tree.structure(self))

@@ -136,7 +136,7 @@ def _minimum(a: Any, b: Any) -> Any:
 
 
 def _numpy_of(values: list[Any]) -> Any:
-    """JAX's numpy where one of the values is JAX's, else numpy itself, so that what is known when tracing stays known."""
+    """JAX's numpy where a value is JAX's, else numpy itself, so that what is known when tracing stays known."""
     return jnp if any(isinstance(value, jax.Array) for value in values) else np
 
 

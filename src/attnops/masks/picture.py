@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import jax
 import numpy as np
 
@@ -12,10 +15,19 @@ _SMALL = 8
 
 def picture(mask: Mask, T: int, S: int, b: int = 0, h: int = 0) -> str:
     """See `Mask.show`."""
-    # An array of the mask may fix the batch and the heads; others accept what is asked for.
-    allowed = np.asarray(mask.dense(*_batch_and_heads(mask, b, h), T, S))
+    allowed = np.asarray(_dense(mask, T, S, b, h))
     rows = np.broadcast_to(allowed[min(b, allowed.shape[0] - 1), min(h, allowed.shape[1] - 1)], (T, S))
     return "\n".join(" ".join("█" if seen else "·" for seen in row) for row in rows)
+
+
+def _dense(mask: Mask, T: int, S: int, b: int, h: int) -> jax.Array:
+    """The mask for as many batches and heads as its own arrays have, which their shapes alone don't tell apart."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(mask) if getattr(leaf, "ndim", 0) > 1]
+    batches, heads = (sorted({n + 1, *(shape[axis] for shape in shapes)}) for axis, n in ((0, b), (1, h)))
+    for B, H in itertools.product(batches, heads):
+        with contextlib.suppress(ValueError):
+            return mask.dense(B, H, T, S)
+    return mask.dense(b + 1, h + 1, T, S)  # says what does not fit
 
 
 def small_picture(mask: Mask) -> str:
@@ -29,10 +41,3 @@ def small_picture(mask: Mask) -> str:
         except ValueError:
             continue
     return "(mask.show(T, S) draws it)"
-
-
-def _batch_and_heads(mask: Mask, b: int, h: int) -> tuple[int, int]:
-    sizes = [leaf.shape for leaf in jax.tree.leaves(mask) if getattr(leaf, "ndim", 0) > 1]
-    batch = max([b + 1, *(shape[0] for shape in sizes)])
-    heads = max([h + 1, *(shape[1] for shape in sizes if len(shape) == 4)])
-    return batch, heads

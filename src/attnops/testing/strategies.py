@@ -9,7 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from attnops.masks import Causal
+from attnops.masks import (
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    KeyPadding,
+    Lengths,
+    Mask,
+    MaskFn,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+)
 from attnops.metadata import OperationMetadata
 from attnops.testing.problem import Problem
 
@@ -70,3 +82,66 @@ def problems(draw: st.DrawFn, max_length: int = 12, layouts: tuple[Any, ...] = (
         metadata=OperationMetadata(dropout_prob=dropout, layout=draw(st.sampled_from(layouts))),
         seed=draw(st.integers(0, 99)),
     )
+
+
+@st.composite
+def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Mask:
+    """Mask expressions over every primitive, up to ``depth`` operators deep, whose arrays fit [B, H, T, S].
+
+    Args:
+        draw: hypothesis's.
+        B: batch.
+        H: heads.
+        T: queries.
+        S: keys.
+        depth: how deep operators nest.
+    """
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def tokens(length: int, high: int) -> Any:
+        ids = rng.integers(0, high, (draw(st.sampled_from([1, B])), length))
+        return np.sort(ids, axis=1) if draw(st.booleans()) else ids
+
+    def number(low: int, high: int) -> Any:
+        shape = draw(st.sampled_from([(), (1, 1), (B, 1), (1, H), (B, H)]))
+        return int(rng.integers(low, high + 1)) if shape == () else rng.integers(low, high + 1, shape)
+
+    offset = None if draw(st.booleans()) else number(-T, S)
+    leaf = draw(st.sampled_from(_LEAVES))
+    match leaf:
+        case "Full":
+            mask: Mask = Full()
+        case "Causal":
+            mask = Causal(offset)
+        case "SlidingWindow":
+            left, right = (None if draw(st.booleans()) else number(0, S) for _ in range(2))
+            mask = SlidingWindow(left, right, offset)
+        case "Chunked":
+            mask = Chunked(number(1, 5), offset)
+        case "PrefixLM":
+            mask = PrefixLM(number(0, S), offset)
+        case "Segments":
+            mask = Segments(tokens(T, 3), tokens(S, 3))
+        case "Lengths":
+            mask = Lengths(rng.integers(0, S + 1, B), rng.integers(0, T + 1, B) if draw(st.booleans()) else None)
+        case "KeyPadding":
+            mask = KeyPadding(tokens(S, 2))
+        case "Dense":
+            mask = Dense(rng.random(draw(broadcastable((B, H, T, S)))) < 0.6)
+        case _:
+            mask = MaskFn(_is_even)
+    if draw(st.integers(0, 4)) == 0:
+        mask = mask.at(rng.permutation(T), rng.permutation(S))
+    if depth and draw(st.booleans()):
+        other = draw(masks(B, H, T, S, depth=depth - 1))
+        mask = draw(st.sampled_from([mask & other, mask | other, ~mask & other, ~(mask | other)]))
+    return mask
+
+
+_LEAVES = (
+    "Full", "Causal", "SlidingWindow", "Chunked", "PrefixLM", "Segments", "Lengths", "KeyPadding", "Dense", "MaskFn",
+)  # fmt: skip
+
+
+def _is_even(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (b + h + q + kv) % 2 == 0

@@ -45,6 +45,8 @@ CASES = {
     "an additive mask": (
         (Q, K, V), {"mask": np.zeros((1, 1, 5, 7), np.float32)},
         "mask has dtype float32, but must be boolean, True where a query may attend; give an additive mask as bias="),
+    "a mask that is False": ((Q, K, V), {"mask": False}, "mask is a bool, but must be a boolean array or"),
+    "sinks that are False": ((Q, K, V), {"sinks": False}, "sinks has shape (), but must have shape [H]=(4,)"),
     "a mask that is a string": ((Q, K, V), {"mask": "causal"}, "mask is a str, but must be a boolean array or"),
     "a causal offset of a wrong shape": (
         (Q, K, V), {"mask": Causal(offset=jnp.zeros(3, int))},
@@ -98,6 +100,12 @@ def test_a_traced_scale():
         jax.jit(lambda s: operation(Q, K, V, softmax_scale=s))(0.5)
 
 
+@pytest.mark.parametrize("off", [None, False, np.False_])
+def test_a_flag_that_is_off_is_not_set(off):
+    operation = OperationRegistry.create("vanilla")
+    assert operation.request(Q, K, V, return_lse=off, return_weights=off).options == frozenset()
+
+
 def test_a_misspelt_option():
     with pytest.raises(TypeError, match=r"has no option 'soft_cap'; it has \['bias', 'dropout_key', 'logits_soft_cap'"):
         OperationRegistry.create("vanilla")(Q, K, V, soft_cap=3.0)
@@ -114,9 +122,14 @@ def test_a_misspelt_option():
         ({"platform": "gpux"}, "platform='gpux' is unknown; use one of ['cpu', 'cuda', 'rocm', 'tpu', 'tt', 'gpu']"),
         ({"layout": "THBD"}, "layout='THBD' must be 'BTHD' or 'BHTD'"),
         ({"on_unsupported": "warn"}, "on_unsupported='warn' must be 'native' or 'error'"),
+        ({"platform": 3}, "platform=3 is unknown; use one of"),
         ({"runtime_dtype": "int32"}, "runtime_dtype=int32 must be a floating-point dtype"),
+        ({"runtime_dtype": "float64"}, "runtime_dtype=float64, but attention takes float32, bfloat16 and float16"),
+        ({"runtime_dtype": "floaty"}, "runtime_dtype='floaty' is no dtype; use float32, bfloat16 or float16"),
+        ({"precision": "exact"}, "precision='exact' must be a jax.lax.Precision, or the name of one: ['default'"),
         ({"mode": "eval"}, "mode='eval' is not a runtime mode"),
         ({"block_q": 0}, "block_q=0 must be a positive int"),
+        ({"block_k": True}, "block_k=True must be a positive int"),
     ],
 )
 def test_metadata(fields, text):

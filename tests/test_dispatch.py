@@ -1,5 +1,6 @@
 """Which forward runs where: forwards that record themselves tell."""
 
+import re
 import warnings
 
 import jax
@@ -14,6 +15,7 @@ from attnops import (
     OperationMetadata,
     OperationOutput,
     OperationRegistry,
+    PluginError,
     Reason,
     UnsupportedError,
     UnsupportedWarning,
@@ -147,10 +149,21 @@ class TestUnsupported:
         assert ran_tpu(operation, Q, Q, Q)
         with pytest.warns(UnsupportedWarning, match=r"logits_soft_cap=2.0: forward_tpu has no such option"):
             assert not ran_tpu(operation, Q, Q, Q, logits_soft_cap=2.0)
-        # Once a distinct reason.
+        # Once a distinct reason, and where the caller can see it.
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert not ran_tpu(operation, Q, Q, Q, logits_soft_cap=2.0)
+
+    def test_the_warning_points_at_the_call(self):
+        operation = attention()(OperationMetadata(platform="tpu"))
+        with pytest.warns(UnsupportedWarning) as caught:
+            operation(Q, Q, Q, logits_soft_cap=2.5)
+        assert [warning.filename for warning in caught] == [__file__]
+
+    def test_a_value_that_is_not_hashable(self):
+        kernel = attention(unsupported=lambda self, request: [Reason("pages", [1, 2], "must be even")])
+        with pytest.warns(UnsupportedWarning, match=r"pages=\[1, 2\]: must be even"):
+            assert not ran_tpu(kernel(OperationMetadata(platform="tpu")), Q, Q, Q)
 
     def test_error_lists_all_reasons(self):
         kernel = attention(limits={"tpu": Limits(max_head_dim=4, dtypes=frozenset({"bfloat16"}))})
@@ -219,6 +232,56 @@ class TestUnsupported:
         operation = kernel(OperationMetadata(platform="tpu", on_unsupported="error"))
         with pytest.raises(UnsupportedError, match="can't evaluate Dense"):
             operation(Q, Q, Q, mask=jnp.ones((1, 1, 4, 4), bool))
+
+
+class TestMalformed:
+    """A class that would be wrong in silence, or harm others, is refused when it is registered."""
+
+    @pytest.mark.parametrize(
+        ("members", "text"),
+        [
+            ({"limits": {"TPU": Limits()}}, "has limits for 'TPU', which is no forward; use one of ['cpu', 'cuda'"),
+            ({"limits": {"cuda": Limits()}}, "has limits for 'cuda', but does not override forward_cuda"),
+            ({"limits": {"tpu": {"max_head_dim": 4}}}, "has limits['tpu']={'max_head_dim': 4}, which must be an"),
+            ({"limits": None}, "has limits=None, which must map forwards to attnops.Limits"),
+            ({"priority": "high"}, "has priority='high', which must be an int"),
+        ],
+    )
+    def test_refused(self, members, text):
+        with pytest.raises(TypeError, match=re.escape(text)):
+            OperationRegistry.register(attention(**members))
+
+    def test_an_inherited_forward_keeps_its_limits(self):
+        parent = attention(limits={"tpu": Limits(head_dim_multiple=16), "native": Limits(max_head_dim=4)})
+        child = type("Child", (parent,), {"limits": {"native": Limits()}})
+        forward = {"forward_tpu": lambda self, query, key, value: OperationOutput(jnp.ones_like(query))}
+        grandchild = type("Grandchild", (child,), forward)
+        metadata = OperationMetadata(platform="tpu", on_unsupported="error")
+        with pytest.raises(UnsupportedError, match="head_dim=8: must be a multiple of 16"):
+            child(metadata)(Q, Q, Q)
+        assert ran_tpu(grandchild(metadata), Q, Q, Q)  # a forward of its own, which has no such limit
+        assert not ran_tpu(grandchild(metadata.replace(platform="cpu")), Q, Q, Q)
+
+    def test_limits_take_dtypes_and_any_collection(self):
+        limits = Limits(dtypes=[jnp.bfloat16, "float16"], mask_kinds=["Causal"])
+        assert limits == Limits(dtypes=frozenset({"bfloat16", "float16"}), mask_kinds=frozenset({"Causal"}))
+        assert hash(limits)
+        with pytest.raises(ValueError, match="head_dim_multiple=0 must be at least 1"):
+            Limits(head_dim_multiple=0)
+
+    def test_a_forward_that_gives_less_than_was_asked_for(self):
+        def forward_native(self, query, key, value, *, return_lse=False, return_weights=False):
+            return OperationOutput(query)
+
+        operation = attention(forward_native=forward_native)()
+        assert operation(Q, Q, Q).logsumexp is None
+        with pytest.raises(TypeError, match="was asked for logsumexp with return_lse=True, but returned None"):
+            operation(Q, Q, Q, return_lse=True)
+        with pytest.raises(TypeError, match="was asked for attention_weights with return_weights=True"):
+            operation(Q, Q, Q, return_weights=True)
+        operation = attention(forward_native=lambda self, query, key, value: query)()
+        with pytest.raises(TypeError, match="Kernel returned a ArrayImpl, but must return OperationOutput"):
+            operation(Q, Q, Q)
 
 
 class TestInterpret:
@@ -290,3 +353,17 @@ class TestAutoAndExplain:
         x = jnp.ones((1, 4, 2, 8), jnp.float8_e4m3fn)
         with pytest.raises(UnsupportedError, match=r"attnops:vanilla: query.dtype=float8_e4m3fn: must be one of"):
             operation(x, x, x)
+
+    def test_nothing_is_there(self, monkeypatch):
+        request = OperationRegistry.create("auto").request(Q, Q, Q)
+        others = {plugin.name for plugin in OperationRegistry.plugins()} - {"attnops:auto"}
+        with monkeypatch.context() as patch:
+            for names, text in (
+                (",".join(sorted(others)), "attnops:sdpa is disabled: ATTNOPS_DISABLE names attnops:sdpa"),
+                ("attnops", "'auto' can't be used:\n  - attnops:auto is disabled"),
+            ):
+                patch.setenv("ATTNOPS_DISABLE", names)
+                OperationRegistry.refresh()
+                with pytest.raises((UnsupportedError, PluginError), match=text):
+                    explain(request)
+        OperationRegistry.refresh()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnops import OperationMetadata, OperationRegistry
 from attnops.dropout import dropout_keep, dropout_mask, dropout_rows, dropout_seed
 from attnops.testing import oracle
 
@@ -53,3 +54,30 @@ def test_fair_and_independent(prob):
                 assert abs(correlation) < 5 / np.sqrt(dropped.size)
     other = 1 - np.asarray(dropout_mask(jax.random.key(8), prob, shape)).astype(float)
     assert abs((normal * (other - prob)).mean() / deviation) < 5 / np.sqrt(dropped.size)
+
+
+def test_under_vmap_each_slice_draws_by_its_own_key():
+    """Indices count within a slice: one key draws one mask for all, split keys draw others. So the docstring says."""
+    operation = OperationRegistry.create("vanilla", OperationMetadata(dropout_prob=0.5))
+    q = jnp.ones((3, 1, 8, 2, 4))
+
+    def dropped(q, key):
+        return operation(q, q, q, dropout_key=key, return_weights=True).attention_weights == 0
+
+    key = jax.random.key(0)
+    same = jax.vmap(dropped, in_axes=(0, None))(q, key)
+    assert (same == dropped(q[0], key)).all()
+    keys = jax.random.split(key, 3)
+    each = jnp.stack([dropped(q[i], keys[i]) for i in range(3)])
+    np.testing.assert_array_equal(jax.vmap(dropped)(q, keys), each)
+    assert len({mask.tobytes() for mask in np.asarray(each)}) == 3
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill", "insert"])
+def test_outside_training_a_key_is_optional_and_counts(mode):
+    operation = OperationRegistry.create("vanilla", OperationMetadata(dropout_prob=0.5, mode=mode))
+    q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 64, 2, 4))
+    assert (operation(q, k, k, return_weights=True).attention_weights > 0).all()
+    weights = operation(q, k, k, dropout_key=jax.random.key(0), return_weights=True).attention_weights
+    kept = dropout_mask(jax.random.key(0), 0.5, (1, 2, 1, 64))
+    np.testing.assert_array_equal(weights > 0, kept)

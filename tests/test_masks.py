@@ -61,6 +61,7 @@ def test_empty_and_full_are_never_claimed_wrongly(drawn, block_q, block_k):
     claimed = block_map(mask, shape, block_q, block_k)
     actual = truth(dense(mask, shape), block_q, block_k)
     assert claimed.is_static
+    assert claimed.coverage.shape[2:] == actual.shape[2:]
     codes = np.broadcast_to(claimed.coverage, actual.shape)
     assert (codes[codes != Coverage.PARTIAL] == actual[codes != Coverage.PARTIAL]).all()
 

@@ -1,6 +1,8 @@
 """OperationMetadata: immutable, hashable, read from a model's config."""
 
+import copy
 import dataclasses
+import pickle
 import types
 
 import jax
@@ -18,6 +20,17 @@ def test_frozen_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         a.softmax_scale = 2.0
     assert a.replace(layout="BHTD") == OperationMetadata(softmax_scale=1.0, layout="BHTD")
+
+
+def test_copies_are_equal():
+    metadata = OperationMetadata(runtime_dtype=jnp.bfloat16, precision="high", mode="prefill", platform="tpu")
+    assert metadata.precision is jax.lax.Precision.HIGH
+    for again in (copy.deepcopy(metadata), pickle.loads(pickle.dumps(metadata)), metadata.replace()):
+        assert again == metadata
+        assert hash(again) == hash(metadata)
+    operation = OperationRegistry.create("vanilla", metadata)
+    assert pickle.loads(pickle.dumps(operation)) == operation
+    assert operation != OperationRegistry.create("sdpa", metadata)
 
 
 def test_an_operation_is_a_static_argument():

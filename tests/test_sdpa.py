@@ -70,6 +70,10 @@ def request(**changes) -> AttentionRequest:
             {"mask_kinds": frozenset({"Dense"}), "query_length": 1023},
             "T/S=1023/1024: must be even for cuDNN's backward",
         ),
+        (
+            {"mask": "Causal(offset=3)", "mask_kinds": frozenset({"Causal"}), "query_length": 1023, "key_length": 1023},
+            "T/S=1023/1023: must be even for cuDNN's backward",
+        ),
         ({"interpret": True}, "interpret=True: this kernel has no interpreter"),
         ({"options": frozenset({"sinks"}), "sinks": True}, "sinks=True: forward_cuda has no such option"),
     ],

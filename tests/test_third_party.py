@@ -137,6 +137,10 @@ def test_listed_without_import_and_imported_when_asked_for(install: Install) -> 
          "has api_version=0, but this attnops has api_version=1; upgrade the plugin", None),
         (OPERATION.replace("api_version = 1", "api_version = '2'"), None, "failed",
          "broken:Operation has api_version='2', which must be an int", None),
+        (OPERATION.replace("api_version = 1", "priority = 'high'"), None, "failed",
+         "broken:Operation has priority='high', which must be an int", None),
+        (OPERATION.replace("api_version = 1", "limits = {'tpux': None}"), None, "failed",
+         "broken:Operation has limits for 'tpux', which is no forward; use one of", None),
     ],
 )  # fmt: skip
 def test_a_broken_one_raises_its_cause_when_asked_for(
@@ -274,6 +278,23 @@ def test_near_matches(install: Install) -> None:
         OperationRegistry.get("acme-atention:zeta")
 
 
+def test_another_projects_unreadable_entry_points_harm_nobody(install: Install, tmp_path: Path) -> None:
+    install("acme-attention")
+    install("acme-garbled")
+    (tmp_path / "site" / "acme_garbled-1.0.dist-info" / "entry_points.txt").write_bytes(b"[console_scripts]\n\xff = x")
+    OperationRegistry.refresh()
+    with pytest.warns(PluginWarning, match=r"metadata of .* can't be read, so its operations are missing"):
+        OperationRegistry.plugins()
+    assert OperationRegistry.get("zeta", "cpu").__module__ == "acme_attention"
+
+
+def test_a_class_of_a_script_has_a_name(install: Install) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(OPERATION.replace("sys.imported_by_test", "[]"), namespace)
+    OperationRegistry.register(namespace["Operation"])
+    assert plugin("main:zeta").operation_class is namespace["Operation"]
+
+
 def test_shadowed_distributions(install: Install, tmp_path: Path) -> None:
     """Of one distribution in two folders of sys.path the first counts, whatever it offers."""
     behind = tmp_path / "behind"
@@ -404,6 +425,17 @@ def test_auto_breaks_ties_by_priority(install: Install) -> None:
     q = jnp.ones((1, 3, 2, 4))
     request = OperationRegistry.create("auto", OperationMetadata(platform="cuda")).request(q, q, q)
     assert attnops.explain(request).chosen.name == "acme-two:acme-two"
+
+
+def test_auto_prefers_a_subclass_of_vanilla_where_it_has_a_kernel_and_the_core_elsewhere(install: Install) -> None:
+    source = OPERATION.replace("api_version = 1", "api_version, priority = 1, 10") + TPU
+    install("acme-attention", source, entry_points={"vanilla": "acme_attention:Operation"})
+    q = jnp.ones((1, 3, 2, 4))
+    request = OperationRegistry.create("auto", OperationMetadata(platform="tpu")).request(q, q, q)
+    assert attnops.explain(request).chosen.name == "acme-attention:vanilla"
+    elsewhere = attnops.explain(request.replace(platform="cpu"))
+    order = [candidate.name for candidate in (elsewhere.chosen, *elsewhere.others)]
+    assert order.index("attnops:vanilla") < order.index("acme-attention:vanilla")
 
 
 def test_explaining_what_is_not_attention_teaches(install: Install) -> None:

@@ -1,5 +1,10 @@
 """vanilla against the float64 oracle, and the oracle against finite differences."""
 
+import itertools
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +16,7 @@ from attnops.masks import Causal
 from attnops.testing import attention, attention_gradients
 from attnops.testing.problem import Problem
 from attnops.testing.strategies import problems
+from attnops.testing.tolerance import tolerance
 
 
 def vanilla(metadata=None):
@@ -48,6 +54,21 @@ def test_the_check_can_fail():
         problem.check_outputs({"attention_outputs": outputs["attention_outputs"]})
     with pytest.raises(AssertionError, match="logsumexp"):
         problem.check_outputs(outputs | {"logsumexp": outputs["logsumexp"] / np.log(2)})
+
+
+def test_a_limit_that_is_no_limit_is_refused():
+    """Where the same computation in the narrow dtype overflows, every comparison with the limit would pass."""
+    for narrow in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="the computation in float16 overflows; draw smaller inputs"):
+            tolerance(np.ones(2), np.array([1.0, narrow]), np.ones(2), np.float16, 2)
+
+
+@pytest.mark.parametrize("dims", list(itertools.product((False, True), repeat=4)), ids=str)
+def test_bias_of_every_broadcastable_shape(dims):
+    full = (2, 4, 3, 5)
+    shape = [size if whole else 1 for size, whole in zip(full, dims, strict=True)]
+    q, k, v = normal(2, 3, 4, 8), normal(2, 5, 2, 8, seed=1), normal(2, 5, 2, 6, seed=2)
+    Problem(query=q, key=k, value=v, options={"bias": normal(*shape, seed=3), "mask": Causal()}).check(vanilla())
 
 
 def test_oracle_gradients_are_those_of_finite_differences():
@@ -172,3 +193,47 @@ def test_export_for_every_platform_that_jax_lowers_to():
     Problem(query=np.asarray(x), key=np.asarray(x), value=np.asarray(x), options={"mask": Causal()}).check_outputs(
         {"attention_outputs": again.call(x, x, x)}
     )
+
+
+@pytest.mark.parametrize("name", ["vanilla", "sdpa", "auto"])
+def test_float32_stays_float32_where_x64_is_on(name):
+    with jax.enable_x64(True):
+        q, bias = jnp.asarray(normal(1, 4, 2, 8)), jnp.zeros((1, 1, 4, 4), jnp.float64)
+        out, gradient = jax.value_and_grad(
+            lambda q: OperationRegistry.create(name)(q, q, q, bias=bias).attention_outputs.sum()
+        )(q)
+        assert (out.dtype, gradient.dtype) == (jnp.float32, jnp.float32)
+        with pytest.raises(ValueError, match="query has dtype float64"):
+            OperationRegistry.create(name)(q.astype(jnp.float64), q, q)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_num_cpu_devices", 4)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
+
+q, k = (jax.random.normal(jax.random.key(i), (4, 6, heads, 8)) for i, heads in enumerate((4, 2)))
+mesh, spec = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Auto,) * 2), P("b", None, "h", None)
+on_mesh = [jax.device_put(x, NamedSharding(mesh, spec)) for x in (q, k, k)]
+same = lambda a, b: jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), a, b)
+for name in ("vanilla", "sdpa"):
+    operation = OperationRegistry.create(name, OperationMetadata(on_unsupported="error"))
+    attend = lambda q, k, v: operation(q, k, v, mask=Causal()).attention_outputs
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    both = lambda f: jax.jit(lambda *x: jax.vjp(f, *x)[1](jnp.cos(q)))
+    for f in (attend, sharded):
+        same(jax.jit(f)(*on_mesh), attend(q, k, k))
+        same(both(f)(*on_mesh), both(attend)(q, k, k))
+# Sharded by XLA, dropout draws the same mask as on one device.
+operation = OperationRegistry.create("vanilla", OperationMetadata(dropout_prob=0.5))
+drop = lambda q, k, v: operation(q, k, v, dropout_key=jax.random.key(0)).attention_outputs
+same(jax.jit(drop)(*on_mesh), drop(q, k, k))
+"""
+
+
+def test_on_a_mesh_and_in_shard_map():
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.biases import Bias
 from attnops.masks.base import Mask
 from attnops.masks.primitives import Dense
 from attnops.metadata import OperationMetadata, check_scale, check_soft_cap
 from attnops.request import AttentionRequest, Request, dtype_name
 from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
+
+_NOT_FLAGS: Final = frozenset({"mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key"})
 
 
 class Call(NamedTuple):
@@ -37,7 +40,7 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD".
         key: [B, S, K, D], likewise.
         value: [B, S, K, Dv], likewise.
-        options: the contract's options by name; None and False stand for "not set".
+        options: the options by name; None stands for "not set", and so does False for an option that is a flag.
 
     Raises:
         ValueError: shapes that don't fit, a dtype that isn't floating-point, an option outside its range.
@@ -51,7 +54,7 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
 
     scores = (B, H, T, S)
     mode = resolve_mode(metadata, T, options.pop("mode", None))
-    given = {name: option for name, option in options.items() if option is not None and option is not False}
+    given = {name: option for name, option in options.items() if option is not None and not _is_off(name, option)}
     for name, check, default in (
         ("softmax_scale", check_scale, metadata.softmax_scale),
         ("logits_soft_cap", check_soft_cap, metadata.logits_soft_cap),
@@ -65,7 +68,10 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         described |= mask.describe()
     if "bias" in given:
         bias = given["bias"] = _bias(given["bias"], scores)
-        described |= {"bias_kind": "array", "bias_shape": bias.shape, "bias_dtype": dtype_name(bias)}
+        if isinstance(bias, Bias):
+            described |= {"bias_kind": type(bias).__name__}
+        else:
+            described |= {"bias_kind": "array", "bias_shape": bias.shape, "bias_dtype": dtype_name(bias)}
     if "sinks" in given:
         given["sinks"] = _sinks(given["sinks"], H)
     dropout_prob = _dropout(metadata, mode, given)
@@ -99,6 +105,11 @@ def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | Non
     if stated is not None:
         return canonicalize_mode(stated)
     return MODE_DECODE if query_length == 1 else MODE_TRAIN
+
+
+def _is_off(name: str, option: Any) -> bool:
+    """Whether an option is a flag that is not set. An array that is False is no array: it is refused, not ignored."""
+    return name not in _NOT_FLAGS and isinstance(option, (bool, np.bool_)) and not option
 
 
 def _array(name: str, x: Any) -> jax.Array:
@@ -177,7 +188,9 @@ def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
     return Dense(jnp.asarray(mask))
 
 
-def _bias(bias: Any, scores: tuple[int, int, int, int]) -> jax.Array:
+def _bias(bias: Any, scores: tuple[int, int, int, int]) -> jax.Array | Bias:
+    if isinstance(bias, Bias):
+        return bias.bind(*scores)
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
         raise ValueError(f"bias is a {type(bias).__name__}, but must be an array that broadcasts to [B, H, T, S]")
     check_broadcastable("bias", tuple(bias.shape), scores, "add axes of size 1, such as bias[None]")

@@ -1,6 +1,8 @@
 """Portable dropout: which weight is dropped depends on the key and on (b, h, i, j) alone.
 
 Every implementation, tiling and sharding therefore draws the same mask, forward and backward, and none stores it.
+Indices count within the call: under `jax.vmap`, or in a `jax.shard_map` of the caller's own, each slice starts at 0 and
+draws the same mask as the others, unless its key is its own (`jax.random.split`, or `fold_in` of the axis index).
 The hash is a chain of MurmurHash3's 32-bit finaliser (A. Appleby, public domain), whose every step is a bijection
 with full avalanche; it needs only 32-bit multiplications, shifts and exclusive ors, which Pallas and Triton have.
 """

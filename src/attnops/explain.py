@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from attnops.errors import UnsupportedError
 from attnops.metadata import OperationMetadata
 from attnops.operation import OperationImpl, forward_for
-from attnops.plugins import Plugin, State
+from attnops.plugins import CORE, Plugin, State
 from attnops.registry import OperationRegistry
 from attnops.request import AttentionRequest, Reason
 
@@ -80,10 +81,10 @@ def explain(
     """
     metadata = (OperationMetadata() if metadata is None else metadata).replace(platform=request.platform)
     candidates = {candidate.name: candidate for candidate in _candidates(request, metadata)}
+    cls = OperationRegistry.get(operation, request.platform)
     if operation.rpartition(":")[2] == "auto":
         name = pick(request, metadata).name
     else:
-        cls = OperationRegistry.get(operation, request.platform)
         plugins = [p for p in OperationRegistry.plugins() if p.operation_class is cls and p.name in candidates]
         if not plugins:
             raise ValueError(
@@ -101,7 +102,8 @@ def explain(
 def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
     """The implementation that `auto` runs: of those that serve the request, the one they prefer.
 
-    Ties go to the higher ``priority``, then to the first name.
+    Ties go to a forward of the platform's own or the core's native one, then to the higher ``priority``, then to the
+    first name.
 
     Raises:
         UnsupportedError: nothing can serve the request, with everybody's reasons.
@@ -110,14 +112,17 @@ def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
     able = [c for c in candidates if c.serves and c.preference is not None]
     if not able:
         reasons = [dataclasses.replace(r, argument=f"{c.name}: {r.argument}") for c in candidates for r in c.reasons]
-        listed = "".join(f"\n  - {reason}" for reason in reasons)
+        problems = [f"{c.name} is {c.problem}" for c in candidates if c.problem]
+        listed = "".join(f"\n  - {reason}" for reason in [*reasons, *problems])
         raise UnsupportedError(f"no installed implementation serves {request}:{listed}", reasons)
     return min(able, key=_order)
 
 
-def _order(candidate: Candidate) -> tuple[bool, float, int, str]:
+def _order(candidate: Candidate) -> tuple[bool, float, bool, int, str]:
     preference = float("-inf") if candidate.preference is None else candidate.preference
-    return not candidate.serves, -preference, -candidate.priority, candidate.name
+    # The native forward that a plugin's class inherits is the core's, and so is the honour.
+    inherits = candidate.forward == "native" and candidate.name.partition(":")[0] != CORE
+    return not candidate.serves, -preference, inherits, -candidate.priority, candidate.name
 
 
 def _candidates(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Candidate]:
@@ -151,4 +156,6 @@ def _candidate(
         )
         forward = "native" if native else ""
     preference = cls.preference(request)
+    if preference is not None and not math.isfinite(preference):  # raises where it is no number
+        raise ValueError(f"preference={preference} must be finite, or None for never")
     return Candidate(plugin.name, forward, tuple(reasons), preference=preference, priority=cls.priority)

@@ -23,7 +23,7 @@ class OperationMetadata:
     """How an operation is to run. Immutable and hashable, so it can be a static argument of `jax.jit`.
 
     Attributes:
-        runtime_dtype: query, key and value are cast to it, and the output has it. None: as they come.
+        runtime_dtype: query, key and value are cast to it, and the output has it. None: as they come. Not float64.
         softmax_scale: the scale of the scores where a call gives none. None: ``head_dim ** -0.5``.
         logits_soft_cap: the soft cap where a call gives none. None: no cap.
         dropout_prob: probability in [0, 1) that an attention weight is dropped. It acts whenever a call gives a
@@ -53,7 +53,7 @@ class OperationMetadata:
     mode: str | None = None  # always one of RUNTIME_MODE_TYPES once made
     platform: str | None = None
     mesh: Mesh | None = None
-    precision: jax.lax.Precision | None = None
+    precision: jax.lax.Precision | None = None  # or its name, "highest"; a jax.lax.Precision once made
     on_unsupported: OnUnsupported = "native"
     interpret: bool = False
     block_q: int | None = None
@@ -64,10 +64,7 @@ class OperationMetadata:
             object.__setattr__(self, name, value)  # frozen for everybody else
 
         if self.runtime_dtype is not None:
-            dtype = jnp.dtype(self.runtime_dtype)
-            if not jnp.issubdtype(dtype, jnp.floating):
-                raise ValueError(f"runtime_dtype={dtype} must be a floating-point dtype")
-            set_field("runtime_dtype", dtype)
+            set_field("runtime_dtype", _check_runtime_dtype(self.runtime_dtype))
         set_field("softmax_scale", check_scale(self.softmax_scale))
         set_field("logits_soft_cap", check_soft_cap(self.logits_soft_cap))
         set_field("dropout_prob", check_dropout_prob(self.dropout_prob))
@@ -77,11 +74,13 @@ class OperationMetadata:
             set_field("mode", canonicalize_mode(self.mode))
         if self.platform is not None:
             set_field("platform", canonicalize_platform(self.platform))
+        if self.precision is not None:
+            set_field("precision", _check_precision(self.precision))
         if self.on_unsupported not in ("native", "error"):
             raise ValueError(f"on_unsupported={self.on_unsupported!r} must be 'native' or 'error'")
         for name in ("block_q", "block_k"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a positive int, or None for the implementation's table")
 
     @classmethod
@@ -145,6 +144,27 @@ CONFIG_NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "block_q": {"block_q": _same, "blocksize_q": _same},
     "block_k": {"block_k": _same, "blocksize_k": _same},
 }
+
+
+def _check_runtime_dtype(value: Any) -> Any:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise ValueError(f"runtime_dtype={value!r} is no dtype; use float32, bfloat16 or float16") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"runtime_dtype={dtype} must be a floating-point dtype; use float32, bfloat16 or float16")
+    # It would become float32 without a word where x64 is off.
+    if dtype == jnp.float64:
+        raise ValueError("runtime_dtype=float64, but attention takes float32, bfloat16 and float16; use one of them")
+    return dtype
+
+
+def _check_precision(value: Any) -> jax.lax.Precision:
+    try:
+        return value if isinstance(value, jax.lax.Precision) else jax.lax.Precision[str(value).upper()]
+    except KeyError:
+        names = [precision.name.lower() for precision in jax.lax.Precision]
+        raise ValueError(f"precision={value!r} must be a jax.lax.Precision, or the name of one: {names}") from None
 
 
 def _number(name: str, value: Any, hint: str) -> float:

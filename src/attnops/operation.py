@@ -14,9 +14,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from attnops.binding import Call, bind_attention, resolve_mode
-from attnops.errors import NotDifferentiableError, UnsupportedError, UnsupportedWarning
+from attnops.errors import UnsupportedError, UnsupportedWarning
 from attnops.heads import repeat_kv_heads
 from attnops.metadata import OperationMetadata
+from attnops.nograd import not_differentiable
 from attnops.output import OperationOutput
 from attnops.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
@@ -43,7 +44,8 @@ class BaseOperation(abc.ABC):
     Class attributes:
         priority: of several classes that serve one name on one platform, the highest is picked.
         api_version: the version of this contract that the class was written for; state it as a number.
-        limits: by forward ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt"): what that forward can't serve.
+        limits: by forward ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt"): what that forward can't serve. A
+            forward that a class inherits keeps the limits that it has there, unless the class names them anew.
     """
 
     priority: ClassVar[int] = 0
@@ -152,7 +154,12 @@ class BaseOperation(abc.ABC):
         forward = decide(self, call.request)
         function: Callable[..., Any] = getattr(self, f"forward_{forward}")
         if not self._limits(forward).differentiable:
-            function = _not_differentiable(function, f"{type(self).__name__}.forward_{forward}")
+            name = f"{type(self).__name__}.forward_{forward}"
+            function = not_differentiable(
+                function,
+                f"{name} has no backward pass, but a gradient was asked for; call it with mode='train' to run an "
+                f"implementation that has one",
+            )
         options = call.options
         if "mode" in named_options(type(self), forward):
             options = options | {"mode": call.request.mode}
@@ -163,7 +170,12 @@ class BaseOperation(abc.ABC):
         return result
 
     def _limits(self, forward: str) -> Limits:
-        return self.limits.get(forward, _NO_LIMITS)
+        for cls in type(self).__mro__:
+            if forward in vars(cls).get("limits", ()):
+                return cls.limits[forward]  # type: ignore[attr-defined]
+            if f"forward_{forward}" in vars(cls):
+                break  # its own forward, with no limits
+        return _NO_LIMITS
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:
         known = named_options(type(self), forward)
@@ -225,11 +237,14 @@ class OperationImpl(BaseOperation):
             value: [B, S, K, Dv], likewise.
             mask: a boolean array, 4-D, that broadcasts to [B, H, T, S], True where a query may attend; or a
                 `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
-            bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S].
+            bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S]; or an
+                `attnops.biases.Bias`.
             softmax_scale: a finite number. None: the metadata's, else ``D ** -0.5``.
             logits_soft_cap: a positive number. None: the metadata's, else no cap.
             sinks: [H], one learnable logit a head, which joins the softmax's denominator only.
-            dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``.
+            dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``, each by a hash of
+                the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of one's own these count within
+                the slice, so slices that must differ need keys of their own.
             mode: runtime mode; see `OperationMetadata`.
             return_lse: whether the output has ``logsumexp``.
             return_weights: whether the output has ``attention_weights``; O(B · H · T · S) memory.
@@ -265,7 +280,18 @@ class OperationImpl(BaseOperation):
         return bind_attention(self.metadata, query, key, value, options)
 
     def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
-        """Bring a forward's result to what the caller asked for, tagged for checkpoint policies."""
+        """Bring a forward's result to what the caller asked for, tagged for checkpoint policies.
+
+        Raises:
+            TypeError: the forward returned no `OperationOutput`, or left out what it was asked for.
+        """
+        if not isinstance(result, OperationOutput):
+            raise TypeError(
+                f"{type(self).__name__} returned a {type(result).__name__}, but must return OperationOutput"
+            )
+        for option, field in (("return_lse", "logsumexp"), ("return_weights", "attention_weights")):
+            if option in call.options and getattr(result, field) is None:
+                raise TypeError(f"{type(self).__name__} was asked for {field} with {option}=True, but returned None")
         out = tag(result.attention_outputs, OUTPUT_NAME)
         if self.metadata.layout == "BHTD":
             out = out.swapaxes(1, 2)
@@ -298,10 +324,12 @@ class OperationImpl(BaseOperation):
 
 def forward_for(cls: type[BaseOperation], platform: str) -> str:
     """The forward of ``cls`` that serves a platform, by name: the first of its chain that is overridden."""
-    for name in FORWARD_CHAIN[platform]:
-        if getattr(cls, f"forward_{name}") is not getattr(BaseOperation, f"forward_{name}"):
-            return name
-    return "native"
+    return next((name for name in FORWARD_CHAIN[platform] if has_forward(cls, name)), "native")
+
+
+def has_forward(cls: type[BaseOperation], forward: str) -> bool:
+    """Whether ``cls``, or a class that it inherits from, overrides a forward."""
+    return getattr(cls, f"forward_{forward}") is not getattr(BaseOperation, f"forward_{forward}")
 
 
 @functools.cache
@@ -337,7 +365,7 @@ def decide(operation: BaseOperation, request: Request) -> str:
         native = operation._reasons("native", request)
         if not native:
             for reason in reasons:
-                _warn_once(name, reason)
+                _warn_once(name, str(reason))  # as text: a plugin's value need not be hashable
             return "native"
         reasons = reasons + [dataclasses.replace(r, limit=f"{r.limit} (native forward)") for r in native]
     listed = "".join(f"\n  - {reason}" for reason in reasons)
@@ -345,31 +373,6 @@ def decide(operation: BaseOperation, request: Request) -> str:
 
 
 @functools.cache
-def _warn_once(name: str, reason: Reason) -> None:
-    warnings.warn(f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=6)
-
-
-def _not_differentiable(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """``function``, but asking for its derivative says plainly that there is none."""
-
-    def wrapped(*args: Any, **options: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, options))
-        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-
-        @jax.custom_jvp
-        def run(arrays: list[jax.Array]) -> Any:
-            rest = iter(arrays)
-            merged = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-            args, options = jax.tree.unflatten(tree, merged)
-            return function(*args, **options)
-
-        @run.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
-            raise NotDifferentiableError(
-                f"{name} has no backward pass, but a gradient was asked for; "
-                f"call it with mode='train' to run an implementation that has one"
-            )
-
-        return run([leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
-
-    return wrapped
+def _warn_once(name: str, reason: str) -> None:
+    # Points at the caller of the operation, past this, decide, run and __call__.
+    warnings.warn(f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=5)

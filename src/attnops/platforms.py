@@ -25,7 +25,7 @@ def canonicalize_platform(platform: str) -> str:
     Raises:
         ValueError: the platform is unknown.
     """
-    name = platform.lower()
+    name = str(platform).lower()
     if name == "gpu":
         return "rocm" if jax.default_backend() == "gpu" and platform_of(jax.devices()[0]) == "rocm" else "cuda"
     if name not in PLATFORMS:

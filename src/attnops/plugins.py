@@ -9,7 +9,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
@@ -111,7 +111,9 @@ class Plugin:
 
 def check_class(loaded: Any) -> tuple[str, str]:
     """What is wrong with a class as an operation: (its kind, its api_version); empty where nothing is."""
-    from attnops.operation import API_VERSION, BaseOperation
+    from attnops.operation import API_VERSION, BaseOperation, has_forward
+    from attnops.platforms import FORWARD_CHAIN
+    from attnops.request import Limits
 
     if not (isinstance(loaded, type) and issubclass(loaded, BaseOperation)):
         return "is not a subclass of attnops.BaseOperation", ""
@@ -123,6 +125,19 @@ def check_class(loaded: Any) -> tuple[str, str]:
         newer = loaded.api_version > API_VERSION
         todo = "upgrade attnops" if newer else "upgrade the plugin"
         return "", f"has api_version={loaded.api_version}, but this attnops has api_version={API_VERSION}; {todo}"
+    # What would be ignored, or break others than itself when it is compared with them.
+    if isinstance(loaded.priority, bool) or not isinstance(loaded.priority, int):
+        return f"has priority={loaded.priority!r}, which must be an int", ""
+    if not isinstance(loaded.limits, Mapping):
+        return f"has limits={loaded.limits!r}, which must map forwards to attnops.Limits", ""
+    forwards = set().union(*FORWARD_CHAIN.values())
+    for forward, limits in loaded.limits.items():
+        if forward not in forwards:
+            return f"has limits for {forward!r}, which is no forward; use one of {sorted(forwards)}", ""
+        if not isinstance(limits, Limits):
+            return f"has limits[{forward!r}]={limits!r}, which must be an attnops.Limits", ""
+        if not has_forward(loaded, forward):
+            return f"has limits for {forward!r}, but does not override forward_{forward}, so they would never count", ""
     return "", ""
 
 
@@ -132,10 +147,10 @@ def discover() -> list[Plugin]:
 
     found: dict[str, list[Plugin]] = {}
     for distribution in importlib_metadata.distributions():
-        # Asked before anything is parsed: what is wrong with a distribution that offers none is not our business.
-        if GROUP not in (distribution.read_text("entry_points.txt") or ""):
-            continue
         try:
+            # Asked before anything is parsed: what is wrong with a distribution that offers none is not our business.
+            if GROUP not in (distribution.read_text("entry_points.txt") or ""):
+                continue
             name = normalize(distribution.metadata["Name"])
             offered = _offered(name, distribution)
         except Exception as error:  # broken metadata must not hide the other distributions
@@ -169,7 +184,7 @@ def normalize(distribution: str) -> str:
 def distribution_of(cls: type) -> str:
     """The distribution that a class belongs to: the one being loaded, else named like its top-level package."""
     distribution, package = _loading.get()
-    return distribution if _package(cls.__module__) == package else normalize(_package(cls.__module__))
+    return distribution if _package(cls.__module__) == package else normalize(_package(cls.__module__)).strip("-")
 
 
 def _package(target: str) -> str:

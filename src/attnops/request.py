@@ -125,13 +125,13 @@ class Limits:
     """What one forward of an implementation can serve and its signature can't say, declared as data.
 
     Attributes:
-        dtypes: dtypes that query, key and value may have.
+        dtypes: dtypes that query, key and value may have; given as dtypes or their names, kept as names.
         same_dtype: query, key and value must share one dtype.
         max_head_dim: the largest D, and the largest Dv.
         head_dim_multiple: D and Dv must be a multiple of it.
         equal_head_dims: D must equal Dv.
         mask_kinds: mask primitives and operators that it evaluates. None: all.
-        bias_kinds: kinds of bias that it evaluates. None: all.
+        bias_kinds: kinds of bias that it evaluates: "array", and classes of `attnops.biases`. None: all.
         differentiable: it has a backward pass. Without one it serves prefill, decode and insert only.
         interpretable: its kernel language has an interpreter, so that ``interpret=True`` works.
             True for plain JAX, which runs anywhere as it is.
@@ -143,9 +143,18 @@ class Limits:
     head_dim_multiple: int = 1
     equal_head_dims: bool = False
     mask_kinds: frozenset[str] | None = None
-    bias_kinds: frozenset[str] | None = None
+    bias_kinds: frozenset[str] | None = frozenset({"array"})
     differentiable: bool = True
     interpretable: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtypes", frozenset(jnp.dtype(dtype).name for dtype in self.dtypes))
+        for name in ("mask_kinds", "bias_kinds"):
+            kinds = getattr(self, name)
+            if kinds is not None:
+                object.__setattr__(self, name, frozenset(kinds))
+        if self.head_dim_multiple < 1:
+            raise ValueError(f"head_dim_multiple={self.head_dim_multiple} must be at least 1; leave it out for any")
 
     def reasons(self, request: Request) -> list[Reason]:
         """Every limit that ``request`` breaks."""

@@ -117,9 +117,12 @@ def _request(
 
 def _dtype(name: str) -> Any:
     try:
-        return jnp.dtype(name)
+        dtype = jnp.dtype(name)
     except TypeError:
         raise ValueError(f"dtype={name!r} is unknown; use float32, bfloat16 or float16") from None
+    if dtype == jnp.float64:  # would become float32, where x64 is off
+        raise ValueError("dtype='float64', but attention takes float32, bfloat16 and float16; use one of them")
+    return dtype
 
 
 def _alternatives(request: AttentionRequest, metadata: OperationMetadata) -> tuple[Candidate, ...]:

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from attnops.masks.base import Mask
 from attnops.masks.tiles import Grid, TileCoverage
@@ -43,6 +45,9 @@ class _Pair(Mask):
 
     def kinds(self) -> frozenset[str]:
         return self.left.kinds() | self.right.kinds() | {self.symbol}
+
+    def hides_tokens(self) -> bool:
+        return self.left.hides_tokens() or self.right.hides_tokens()
 
     def bands(self) -> Iterator[tuple[Any, Any]]:
         yield from self.left.bands()
@@ -93,6 +98,9 @@ class Not(Mask):
     def kinds(self) -> frozenset[str]:
         return self.mask.kinds() | {"~"}
 
+    def hides_tokens(self) -> bool:
+        return self.mask.hides_tokens()
+
     def bands(self) -> Iterator[tuple[Any, Any]]:
         return self.mask.bands()
 
@@ -132,6 +140,9 @@ class At(Mask):
     def kinds(self) -> frozenset[str]:
         return self.mask.kinds() | {"at"}
 
+    def hides_tokens(self) -> bool:
+        return self.mask.hides_tokens()
+
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return self.mask.allowed(b, h, take(self.q_positions, b, q), take(self.kv_positions, b, kv))
 
@@ -162,7 +173,9 @@ def take(values: Any, b: Any, index: Any) -> Any:
     """``values[b, index]`` for values of shape [B or 1, length]."""
     if isinstance(values, np.ndarray) and not isinstance(index, np.ndarray):
         values = jnp.asarray(values)  # a traced index needs a JAX array
-    return values[0, index] if values.shape[0] == 1 else values[b, index]
+    found = values[0, index] if values.shape[0] == 1 else values[b, index]
+    # The barrier keeps XLA from looking every token up again for each score of a tile.
+    return lax.optimization_barrier(found) if isinstance(found, jax.core.Tracer) else found
 
 
 def text(value: Any) -> str:

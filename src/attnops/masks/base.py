@@ -73,6 +73,10 @@ class Mask(abc.ABC):
         """The primitives and operators that this mask is made of, such as ``{"Causal", "&", "Segments"}``."""
         return frozenset({type(self).__name__})
 
+    def hides_tokens(self) -> bool:
+        """Whether there may be tokens that nobody sees, such as padding, which may hold anything, NaN too."""
+        return True
+
     def bands(self) -> Iterator[tuple[Any, Any]]:
         """The parts of this mask that depend on ``q - kv`` alone, as the (lowest, highest) that they allow."""
         return iter(())

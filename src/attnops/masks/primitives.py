@@ -28,6 +28,9 @@ class Full(Mask):
         every = np.ones(np.broadcast_shapes(np.shape(grid.q_first), np.shape(grid.kv_first)), bool)
         return TileCoverage(every, every)
 
+    def hides_tokens(self) -> bool:
+        return False
+
     def __repr__(self) -> str:
         return "Full()"
 
@@ -59,6 +62,9 @@ class _Positional(Mask):
 
     def without_offset(self) -> Self:
         return dataclasses.replace(self, offset=0)  # type: ignore[type-var]
+
+    def hides_tokens(self) -> bool:
+        return False
 
     def __repr__(self) -> str:
         fields = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]

@@ -195,7 +195,9 @@ def block_map(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int,
     parts = []
     for row in range(0, rows, step):
         q_starts = np.arange(row, min(row + step, rows)) * block_q
-        parts.append(_codes(mask_tiles(bound, Grid.make(q_starts, block_q, T, kv_starts, block_k, S))))
+        codes = _codes(mask_tiles(bound, Grid.make(q_starts, block_q, T, kv_starts, block_k, S)))
+        # A mask of keys alone says the same of every row.
+        parts.append(_numpy_of([codes]).broadcast_to(codes, (*codes.shape[:2], len(q_starts), columns)))
     codes = parts[0] if len(parts) == 1 else _numpy_of(parts).concatenate(parts, axis=2)
     return BlockMap(codes, block_q, block_k)
 

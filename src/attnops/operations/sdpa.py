@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
 from attnops.masks.base import Mask
 from attnops.masks.primitives import Causal
+from attnops.operations.unseen import hide_unseen
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
 from attnops.request import AttentionRequest, Limits, Reason, Request
@@ -32,7 +33,8 @@ class ScaledDotProductAttention(VanillaAttention):
     cuDNN's backward is not deterministic unless XLA runs with ``--xla_gpu_deterministic_ops``.
     """
 
-    limits = {  # noqa: RUF012
+    limits: ClassVar[Mapping[str, Limits]] = {
+        **VanillaAttention.limits,
         "cpu": _JAX_NN,
         "gpu": _JAX_NN,
         "tpu": _NO_FLOAT16,
@@ -128,6 +130,8 @@ class ScaledDotProductAttention(VanillaAttention):
         (B, T, H, _), S = query.shape, key.shape[1]
         is_causal = isinstance(mask, Causal) and isinstance(mask.offset, int) and mask.offset == 0 and T == S
         allowed = None if mask is None or is_causal else mask.dense(B, H, T, S)
+        if mask is not None and allowed is not None and mask.hides_tokens():
+            query, key, value = hide_unseen(query, key, value, allowed)
         if bias is not None and implementation == "cudnn":
             bias = jnp.broadcast_to(bias, (*bias.shape[:2], T, S))
         if allowed is not None and implementation == "cudnn":
@@ -170,7 +174,7 @@ def _precision(query: jax.Array, precision: Any) -> contextlib.AbstractContextMa
 
 
 def _is_plain_causal(request: AttentionRequest) -> bool:
-    return request.mask_kinds == {"Causal"} and request.query_length == request.key_length
+    return request.mask == repr(Causal(offset=0)) and request.query_length == request.key_length
 
 
 def _largest_cudnn_head_dim() -> int:

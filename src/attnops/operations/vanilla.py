@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attnops.biases import Bias
 from attnops.dropout import dropout_mask
 from attnops.masks.base import Mask
-from attnops.operation import OperationImpl
+from attnops.operation import OperationImpl, forward_for
+from attnops.operations.unseen import hide_unseen
 from attnops.output import OperationOutput
-from attnops.request import Request
+from attnops.request import Limits, Request
 
 
 class VanillaAttention(OperationImpl):
@@ -21,12 +24,16 @@ class VanillaAttention(OperationImpl):
     All of it is computed in float32. Serves every request of the contract on every platform.
     """
 
+    limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None)}
+
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
         return "vanilla"
 
     @classmethod
     def preference(cls, request: Request) -> float | None:
+        if forward_for(cls, request.platform) != "native":
+            return super().preference(request)  # a plugin's kernel, in a subclass
         return -2.0  # the last resort: right, but with T × S memory
 
     def forward_native(
@@ -36,7 +43,7 @@ class VanillaAttention(OperationImpl):
         value: jax.Array,
         *,
         mask: Mask | None = None,
-        bias: jax.Array | None = None,
+        bias: jax.Array | Bias | None = None,
         softmax_scale: float | None = None,
         logits_soft_cap: float | None = None,
         sinks: jax.Array | None = None,
@@ -47,6 +54,10 @@ class VanillaAttention(OperationImpl):
         """See `OperationImpl.__call__`. Heads are grouped as [K, G], so that no kv head is repeated."""
         B, T, H, D = query.shape
         _, S, K, Dv = value.shape
+        out_dtype = query.dtype
+        allowed = None if mask is None else mask.dense(B, H, T, S)
+        if mask is not None and allowed is not None and mask.hides_tokens():
+            query, key, value = hide_unseen(query, key, value, allowed)
         q = query.astype(jnp.float32).reshape(B, T, K, H // K, D)
         k, v = key.astype(jnp.float32), value.astype(jnp.float32)
         precision = lax.Precision.HIGHEST if self.metadata.precision is None else self.metadata.precision
@@ -55,10 +66,14 @@ class VanillaAttention(OperationImpl):
         scores = scores * (D**-0.5 if softmax_scale is None else softmax_scale)
         if logits_soft_cap is not None:
             scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
-        if bias is not None:
+        if isinstance(bias, Bias):
+            indices = (jnp.arange(n).reshape([-1 if a == own else 1 for a in range(4)]) for own, n in
+                       enumerate((B, H, T, S)))  # fmt: skip
+            scores = bias.apply(scores.reshape(B, H, T, S), *indices).reshape(scores.shape)
+        elif bias is not None:
             scores = scores + _group(bias.astype(jnp.float32), K)
-        if mask is not None:
-            scores = jnp.where(_group(mask.dense(B, H, T, S), K), scores, -jnp.inf)
+        if allowed is not None:
+            scores = jnp.where(_group(allowed, K), scores, -jnp.inf)
         # Only a mask, or a bias of −inf, can leave a row with nothing to attend to.
         may_be_empty = mask is not None or bias is not None
         sink = None if sinks is None else sinks.astype(jnp.float32).reshape(K, H // K, 1, 1)
@@ -71,8 +86,8 @@ class VanillaAttention(OperationImpl):
             weights = jnp.where(keep, weights / (1 - prob), 0.0)
         out = jnp.einsum("bkgts,bskd->btkgd", weights, v, precision=precision).reshape(B, T, H, Dv)
         return OperationOutput(
-            out.astype(query.dtype),
-            weights.reshape(B, H, T, S).astype(query.dtype) if return_weights else None,
+            out.astype(out_dtype),
+            weights.reshape(B, H, T, S).astype(out_dtype) if return_weights else None,
             _logsumexp(scores, denominator, maximum, may_be_empty).reshape(B, H, T) if return_lse else None,
         )
 

@@ -204,6 +204,59 @@ def _sum_groups(x: Array, kv_heads: int) -> Array:
     return x.reshape(B, S, kv_heads, H // kv_heads, D).sum(axis=3)
 
 
+def alibi(slopes: Any, T: int, S: int) -> Array:
+    """ALiBi's bias, [1, H, T, S]: minus the slope times the distance, queries aligned at the end."""
+    return -np.asarray(slopes, np.float64)[None, :, None, None] * np.abs(_distance(T, S))
+
+
+def alibi_gradient(d_bias: Any, slopes: Any, T: int, S: int) -> Array:
+    """The gradient of ALiBi's slopes, [H], from that of its bias."""
+    return -(d_bias * np.abs(_distance(T, S))).sum(axis=(0, 2, 3))
+
+
+def relative_position(table: Any, T: int, S: int, bidirectional: bool, max_distance: int) -> Array:
+    """T5's bias, [1, H, T, S], from its table [buckets, H]."""
+    buckets = relative_position_buckets(len(table), T, S, bidirectional, max_distance)
+    return np.asarray(table, np.float64)[buckets].transpose(2, 0, 1)[None]
+
+
+def relative_position_gradient(
+    d_bias: Any, table: Any, T: int, S: int, bidirectional: bool, max_distance: int
+) -> Array:
+    """The gradient of T5's table, [buckets, H], from that of its bias."""
+    found = np.zeros(np.shape(table))
+    buckets = relative_position_buckets(len(table), T, S, bidirectional, max_distance)
+    np.add.at(found, buckets, d_bias.sum(axis=0).transpose(1, 2, 0))
+    return found
+
+
+def relative_position_buckets(buckets: int, T: int, S: int, bidirectional: bool, max_distance: int) -> Array:
+    """The bucket of each pair, [T, S], as the T5 paper tells it, one pair at a time."""
+
+    def bucket(distance: int) -> int:
+        count, first = buckets, 0
+        if bidirectional:
+            count //= 2
+            first = count if distance > 0 else 0
+            far = abs(distance)
+        else:
+            far = max(-distance, 0)
+        exact = count // 2
+        if far < exact:
+            return first + far
+        # In float32, as the models are trained: at a bucket's border the rounding decides.
+        ratio = np.log(np.float32(far) / np.float32(exact)) / np.float32(np.log(max_distance / exact))
+        return first + min(exact + int(ratio * np.float32(count - exact)), count - 1)
+
+    by_distance = {int(d): bucket(int(d)) for d in np.unique(_distance(T, S))}
+    return np.vectorize(by_distance.__getitem__)(_distance(T, S))
+
+
+def _distance(T: int, S: int) -> Array:
+    """Each key's position minus each query's, [T, S]; the last query stands at the last key."""
+    return np.arange(S)[None, :] - (np.arange(T)[:, None] + S - T)
+
+
 def dropout_keep(words: Any, prob: float, shape: tuple[int, int, int, int]) -> Array:
     """Which weights the portable dropout keeps, boolean [B, H, T, S], in the integers of Python's own arithmetic.
 

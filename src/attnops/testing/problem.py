@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.biases import ALiBi, Bias, RelativePosition
 from attnops.dropout import dropout_seed
 from attnops.masks.base import Mask
 from attnops.metadata import OperationMetadata
@@ -53,7 +54,7 @@ class Problem:
         given = {"query": self.query, "key": self.key, "value": self.value} | {
             name: self.options[name] for name in ("bias", "sinks") if self.options.get(name) is not None
         }
-        return {name: jnp.asarray(x) for name, x in given.items()}
+        return {name: jax.tree.map(jnp.asarray, x) for name, x in given.items()}
 
     @functools.cached_property
     def oracle_options(self) -> dict[str, Any]:
@@ -63,6 +64,8 @@ class Problem:
             for name, value in self.options.items()
             if name in ("bias", "softmax_scale", "logits_soft_cap", "sinks") and value is not None
         }
+        if isinstance(options.get("bias"), Bias):
+            options["bias"] = self._structured("")
         mask = self.options.get("mask")
         if mask is not None:
             options["mask"] = np.asarray(mask.dense(*self.shape) if isinstance(mask, Mask) else mask)
@@ -156,8 +159,28 @@ class Problem:
         )  # fmt: skip
         assert set(gradients) == set(exact.values)
         for name, value in exact.values.items():
+            if isinstance(self.options.get(name), Bias):
+                self._check_structured(gradients[name], exact, narrow)
+                continue
             assert gradients[name].dtype == self.inputs[name].dtype
             # A gradient is rounded to its own input's dtype at the end.
             widest = max(dtype, gradients[name].dtype, key=lambda d: jnp.finfo(d).eps)
             allowed = tolerance(value, narrow.values[name], exact.magnitudes[name], widest, 3)
             assert_close(f"gradient of {name}", gradients[name], value, allowed)
+
+    def _structured(self, what: str, *gradient: Any) -> Any:
+        """What the oracle says of a structured bias: its array, or its parameter's gradient from the array's."""
+        bias, (_, _, T, S) = self.options["bias"], self.shape
+        if isinstance(bias, ALiBi):
+            return getattr(oracle, f"alibi{what}")(*gradient, np.asarray(bias.slopes), T, S)
+        assert isinstance(bias, RelativePosition), f"the oracle does not know {bias!r}"
+        shape = T, S, bias.bidirectional, bias.max_distance
+        return getattr(oracle, f"relative_position{what}")(*gradient, np.asarray(bias.table), *shape)
+
+    def _check_structured(self, gradient: Any, exact: oracle.Gradients, narrow: oracle.Gradients) -> None:
+        value, other = (self._structured("_gradient", np.float64(g.values["bias"])) for g in (exact, narrow))
+        # Distances and counts are not negative, so magnitudes go the way of the gradients but for their sign.
+        magnitude = np.abs(self._structured("_gradient", exact.magnitudes["bias"]))
+        (leaf,) = jax.tree.leaves(gradient)
+        allowed = tolerance(value, other, magnitude, self.query.dtype, 3)
+        assert_close("gradient of bias", leaf, value, allowed)

@@ -17,10 +17,16 @@ def tolerance(exact: Any, same_dtype: Any, magnitude: Any, dtype: Any, factor: f
         magnitude: the sums of absolute values that rounding errors are relative to.
         dtype: the dtype of the inputs.
         factor: 2 for outputs, 3 for gradients.
+
+    Raises:
+        ValueError: ``same_dtype`` overflowed, so that there is no limit to hold anything to.
     """
     finite = np.isfinite(exact)
     error = np.abs(np.where(finite, np.asarray(same_dtype, np.float64) - np.where(finite, exact, 0), 0))
-    return float(factor * error.max(initial=0) + 2 * float(jnp.finfo(dtype).eps) * np.abs(magnitude).max(initial=0))
+    allowed = float(factor * error.max(initial=0) + 2 * float(jnp.finfo(dtype).eps) * np.abs(magnitude).max(initial=0))
+    if not np.isfinite(allowed):  # every comparison with NaN or infinity would pass
+        raise ValueError(f"the computation in {jnp.dtype(dtype).name} overflows; draw smaller inputs")
+    return allowed
 
 
 def assert_close(name: str, actual: Any, exact: Any, allowed: float) -> None:

@@ -1,0 +1,187 @@
+"""Biases of the scores that are never T × S arrays: by distance, by bucket, by a function.
+
+A bias acts on the scores after scale and soft cap, before the mask. An array that broadcasts to [B, H, T, S] is a bias
+too and needs none of this.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Bias(abc.ABC):
+    """What is done to the scores before the mask. A pytree: arrays are leaves, and have gradients.
+
+    Query i stands at position ``i + offset`` among the keys; ``offset`` is ``S - T`` unless the bias states one.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        fields = [name for name in cls.__annotations__ if name != "static"]
+        static = tuple(name for name in fields if name in cls.static)
+        jax.tree_util.register_dataclass(cls, [name for name in fields if name not in static], list(static))
+
+    # The fields that are no arrays.
+    static: ClassVar[tuple[str, ...]] = ("offset",)
+
+    @abc.abstractmethod
+    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        """The scores with the bias, float32, elementwise over indices that broadcast with ``scores``.
+
+        Usable inside a kernel. The bias must be bound, see `bind`.
+        """
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        """This bias for scores of shape [B, H, T, S].
+
+        Raises:
+            ValueError: an array of the bias does not fit.
+        """
+        return self
+
+
+class RelativeBias(Bias):
+    """A bias that depends on the head and on how far the key lies behind or ahead of the query alone."""
+
+    offset: int | None
+
+    @abc.abstractmethod
+    def at_distance(self, h: Any, distance: Any) -> Any:
+        """The bias of head ``h`` for keys at ``distance`` = key's position − query's; float32, elementwise."""
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        return self if self.offset is not None else dataclasses.replace(self, offset=S - T)  # type: ignore[type-var]
+
+    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return scores + self.at_distance(h, kv - q - self.offset)
+
+    def by_distance(self, H: int, T: int, S: int) -> jax.Array:
+        """The bias of each head at each index difference, [H, T + S − 1]: of ``kv − q`` at ``kv − q + T − 1``."""
+        distance = jnp.arange(-(T - 1), S) - (self.offset or 0)
+        return jnp.asarray(self.at_distance(jnp.arange(H)[:, None], distance[None, :]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ALiBi(RelativeBias):
+    """Attention with linear biases: ``−slope · |distance|`` (Press et al. 2022, arXiv:2108.12409).
+
+    Attributes:
+        slopes: [H], floating; `alibi_slopes` gives the paper's.
+        offset: see `Bias`.
+    """
+
+    slopes: Any
+    offset: int | None = None
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        _check_shape("ALiBi's slopes", self.slopes, (H,), "[H]")
+        return super().bind(B, H, T, S)
+
+    def at_distance(self, h: Any, distance: Any) -> Any:
+        slopes = jnp.asarray(self.slopes, jnp.float32)
+        return -slopes[h] * jnp.abs(distance).astype(jnp.float32)
+
+    def __repr__(self) -> str:
+        return "ALiBi"
+
+
+def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
+    """The slopes of the ALiBi paper, float32 [heads]: powers of ``2 ** (-8 / n)``, n the power of two not above heads.
+
+    Where heads is no power of two, the rest are every other slope of twice as many heads, as in the authors' code.
+    """
+    n = 1 << (heads.bit_length() - 1)
+    first = 2.0 ** (-8 / n * np.arange(1, n + 1))
+    rest = 2.0 ** (-4 / n * np.arange(1, 2 * n + 1, 2))[: heads - n]
+    return np.concatenate([first, rest]).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RelativePosition(RelativeBias):
+    """T5's learnt bias by bucket of distance (Raffel et al. 2020, arXiv:1910.10683).
+
+    Half the buckets hold exact distances, half grow logarithmically up to ``max_distance``; bidirectional splits them
+    between keys behind and keys ahead. Equals ``T5Attention._relative_position_bucket`` of Hugging Face transformers.
+
+    Attributes:
+        table: [buckets, H], floating, learnt.
+        bidirectional: whether keys ahead have buckets of their own; else they count as distance 0.
+        max_distance: from here on all distances share a bucket.
+        offset: see `Bias`.
+    """
+
+    table: Any
+    bidirectional: bool = True
+    max_distance: int = 128
+    offset: int | None = None
+
+    static: ClassVar[tuple[str, ...]] = ("bidirectional", "max_distance", "offset")
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        if self.table.ndim != 2 or self.table.shape[1] != H:
+            raise ValueError(f"RelativePosition's table has shape {self.table.shape}, but must be [buckets, H={H}]")
+        return super().bind(B, H, T, S)
+
+    def at_distance(self, h: Any, distance: Any) -> Any:
+        return jnp.asarray(self.table, jnp.float32)[self.bucket(distance), h]
+
+    def bucket(self, distance: Any) -> Any:
+        """The bucket of each distance, int32."""
+        buckets, first = self.table.shape[0], 0
+        if self.bidirectional:
+            buckets //= 2
+            first = (distance > 0) * buckets
+            behind = jnp.abs(distance)
+        else:
+            behind = jnp.maximum(-distance, 0)
+        exact = buckets // 2
+        # float32 throughout, as in the models that are trained with it; log(0) is not used.
+        ratio = jnp.log(jnp.maximum(behind, 1).astype(jnp.float32) / exact) / np.float32(
+            np.log(self.max_distance / exact)
+        )
+        grown = exact + (ratio * (buckets - exact)).astype(jnp.int32)
+        return first + jnp.where(behind < exact, behind, jnp.minimum(grown, buckets - 1))
+
+    def __repr__(self) -> str:
+        return "RelativePosition"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScoreFn(Bias):
+    """Scores changed by a function, such as a bias that depends on the position, or a scale by the token.
+
+    Attributes:
+        fn: ``fn(scores, b, h, q, kv, *args)`` gives the new scores, elementwise in jnp: float32 scores and integer
+            indices that broadcast with them. It must be differentiable with respect to the scores and ``args``.
+        args: arrays that the function needs. What it takes by argument has a gradient; what it closes over has none
+            and must not be traced.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+    static: ClassVar[tuple[str, ...]] = ("fn",)
+
+    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        changed = jnp.asarray(self.fn(scores, b, h, q, kv, *self.args))
+        if changed.dtype != scores.dtype or changed.shape != scores.shape:
+            raise ValueError(
+                f"{self!r} gave {changed.dtype} of shape {changed.shape}, but must give {scores.dtype} of the scores' "
+                f"shape {scores.shape}"
+            )
+        return changed
+
+    def __repr__(self) -> str:
+        return f"ScoreFn({getattr(self.fn, '__name__', self.fn)})"
+
+
+def _check_shape(name: str, array: Any, shape: tuple[int, ...], letters: str) -> None:
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, but must have shape {letters}={shape}")

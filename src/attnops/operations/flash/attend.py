@@ -1,0 +1,96 @@
+"""The differentiable call: forward, and backward from what it saved."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
+
+from attnops.nograd import not_differentiable
+from attnops.operations.flash.backward import Gradients, backward
+from attnops.operations.flash.forward import forward
+from attnops.operations.flash.plan import Plan
+from attnops.operations.flash.scores import Arrays, Options
+from attnops.operations.flash.visits import Visits
+from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
+
+# By tiles of queries, and by tiles of keys for the backward pass.
+BothVisits = tuple[Visits, Visits]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: BothVisits
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, H, Dv] and logsumexp [B, H, T]."""
+    return forward(plan, options, query, key, value, arrays, visits[0])
+
+
+def _forward_rule(
+    plan: Plan, options: Options, query: Any, key: Any, value: Any, arrays: Any, visits: Any
+) -> tuple[Any, Any]:
+    # A bias that nobody differentiates, one given as data, costs the backward pass nothing.
+    leaves = jax.tree.leaves(arrays.bias, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    wants_bias = any(leaf.perturbed for leaf in leaves)
+    primals = query, key, value, arrays, visits
+    query, key, value, arrays, visits = custom_vjp_primal_tree_values(primals)
+    out, logsumexp = forward(plan, options, query, key, value, arrays, visits[0])
+    # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
+    out, logsumexp = tag(out, OUTPUT_NAME), tag(logsumexp, LOGSUMEXP_NAME)
+    # What is saved must be arrays; a flag is said by the structure.
+    return (out, logsumexp), (query, key, value, arrays, visits[1], out, logsumexp, (None,) * wants_bias)
+
+
+def _backward_rule(plan: Plan, options: Options, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    *arguments, flag = saved
+    d_out, d_logsumexp = (
+        jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
+    )  # fmt: skip
+    gradients = not_differentiable(
+        functools.partial(_gradients, plan, options, bool(flag)),
+        "flash computes its gradients in a loop that has none of its own, but a second derivative was asked for; "
+        "vanilla has one",
+    )
+    (d_query, d_key, d_value, d_bias), d_sinks = gradients(*arguments, d_out, d_logsumexp)
+    # None stands for no gradient: the mask's arrays and the seed have none.
+    d_arrays = Arrays(mask=None, bias=d_bias if flag else None, sinks=d_sinks, seed=None)  # type: ignore[arg-type]
+    return d_query, d_key, d_value, d_arrays, None
+
+
+def _gradients(
+    plan: Plan,
+    options: Options,
+    wants_bias: bool,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    arrays: Arrays,
+    visits: Visits,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    d_out: jax.Array,
+    d_logsumexp: jax.Array,
+) -> tuple[Gradients, jax.Array | None]:
+    """Each gradient in its array's dtype; the sinks' last."""
+    mean = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)  # [B, H, T]
+    delta = mean - d_logsumexp
+    found = backward(
+        plan, options, wants_bias, query, key, value, arrays, logsumexp, delta, d_out, visits
+    )  # fmt: skip
+    d_sinks = None
+    if arrays.sinks is not None:
+        # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
+        share = jnp.where(logsumexp == -jnp.inf, 0.0, jnp.exp(arrays.sinks[None, :, None] - logsumexp))
+        d_sinks = -(share * delta).sum((0, 2))
+    d_bias = tuple(d.astype(x.dtype) for d, x in zip(found.bias, arrays.bias, strict=True)) if wants_bias else ()
+    return Gradients(
+        found.query.astype(query.dtype), found.key.astype(key.dtype), found.value.astype(value.dtype), d_bias
+    ), d_sinks  # fmt: skip
+
+
+_attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+# Compiled once for equal shapes and options, also where the caller does not compile.
+attend = jax.jit(_attend, static_argnums=(0, 1))

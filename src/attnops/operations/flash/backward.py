@@ -1,0 +1,132 @@
+"""The backward pass: one sweep that computes the weights again from the logsumexp (Dao 2023, arXiv:2307.08691).
+
+The outer loop is over tiles of keys, whose gradients it carries; those of queries are added in place, always in the
+same order, so that the result is the same at every run. Scores are transposed, [bk, R]: with logsumexp and
+``delta`` at hand nothing is reduced over a tile, and all five products have the form that a CPU does best.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.operations.flash.plan import Plan
+from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, without_unseen
+from attnops.operations.flash.tile_bias import Leaves
+from attnops.operations.flash.visits import Visits, for_row
+
+
+class Gradients(NamedTuple):
+    """Gradients, float32; of the bias, by leaf, none where none is wanted."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: Leaves
+
+
+def backward(
+    plan: Plan,
+    options: Options,
+    wants_bias: bool,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    arrays: Arrays,
+    logsumexp: jax.Array,
+    delta: jax.Array,
+    d_out: jax.Array,
+    visits: Visits,
+) -> Gradients:
+    """The gradients of query, key, value and bias; O(T) temporaries.
+
+    Args:
+        plan: of the call.
+        options: of the call.
+        wants_bias: whether the bias has a gradient to be computed.
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        arrays: of the call.
+        logsumexp: [B, H, T].
+        delta: [B, H, T], what each weight's gradient is measured against: ``d_out · out − d_logsumexp``.
+        d_out: [B, T, H, Dv].
+        visits: by tiles of keys.
+    """
+    q = plan.tile_queries((query.astype(jnp.float32) * plan.folded).astype(plan.dtype))
+    k, v = (plan.tile_keys(x.astype(plan.dtype)) for x in (key, value))
+    d_o = plan.tile_queries(d_out.astype(plan.dtype))
+    # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
+    lse = plan.tile_rows(jnp.where(logsumexp == -jnp.inf, jnp.inf, logsumexp), fill=jnp.inf)
+    delta = plan.tile_rows(delta, fill=0.0)
+
+    def row(i: Any, state: Gradients) -> Gradients:
+        group, kv_tile = i // plan.nk, i % plan.nk
+        k_, v_ = k[group, kv_tile], v[group, kv_tile]
+
+        def step(q_tile: Any, carry: Gradients, masked: bool) -> Gradients:
+            where = plan.where(group, q_tile, kv_tile, transposed=True)
+            q_, k_seen, v_seen = q[group, q_tile], k_, v_
+            d_o_ = d_o[group, q_tile]  # [L, R, Dv]
+            counts = allowed(plan, arrays.mask, where, ragged_queries=True) if masked else None
+            if counts is not None and options.hides_tokens:
+                q_ = without_unseen(q_, counts, axis=1)
+                k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_, v_))
+            scores = plan.product(k_seen, q_, 2, 2) * plan.rest  # [L, bk, R]
+            parts: Leaves = ()
+            pull_back = None
+            if options.changes_scores:
+                parts = () if options.bias is None else options.bias.take(plan, arrays.bias, where)
+                scores, pull_back = _change(plan, options, wants_bias, scores, parts, where)
+            if counts is not None:
+                scores = jnp.where(counts, scores, -jnp.inf)
+            weights = jnp.exp(scores - lse[group, q_tile][:, None, :])
+            drop = dropout_factor(plan, options, arrays.seed, where)
+            d_v = carry.value + plan.product(drop(weights).astype(plan.dtype), d_o_, 2, 1)
+            d_weights = drop(plan.product(v_seen, d_o_, 2, 2))
+            d_scores = weights * (d_weights - delta[group, q_tile][:, None, :])
+            d_bias = carry.bias
+            if pull_back is not None:
+                d_scores, d_parts = pull_back(d_scores)
+                if wants_bias and options.bias is not None:
+                    d_bias = options.bias.put(plan, d_bias, d_parts, where)
+            d_scores = d_scores.astype(plan.dtype)
+            d_k = carry.key + plan.product(d_scores, q_, 2, 1)
+            d_q = carry.query.at[group, q_tile].add(plan.product(k_seen, d_scores, 1, 1))  # [L, D, R]
+            return Gradients(d_q, d_k, d_v, d_bias)
+
+        start = state._replace(
+            key=jnp.zeros((plan.lanes, plan.bk, plan.D), jnp.float32),
+            value=jnp.zeros((plan.lanes, plan.bk, plan.Dv), jnp.float32),
+        )
+        done = for_row(visits, plan.map_of(group), kv_tile, step, start)
+        return done._replace(
+            key=state.key.at[group, kv_tile].set(done.key * plan.rest),
+            value=state.value.at[group, kv_tile].set(done.value),
+        )
+
+    def zeros(tiles: int, *last: int) -> jax.Array:
+        return jnp.zeros((plan.groups, tiles, plan.lanes, *last), jnp.float32)
+
+    start = Gradients(
+        zeros(plan.nq, plan.D, plan.R),
+        zeros(plan.nk, plan.bk, plan.D),
+        zeros(plan.nk, plan.bk, plan.Dv),
+        tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in arrays.bias) if wants_bias else (),
+    )
+    done = lax.fori_loop(0, plan.groups * plan.nk, row, start)
+    d_query = plan.untile_queries(done.query.swapaxes(-1, -2)) * plan.scale
+    return Gradients(d_query, plan.untile_keys(done.key), plan.untile_keys(done.value), done.bias)
+
+
+def _change(
+    plan: Plan, options: Options, wants_bias: bool, scores: jax.Array, parts: Leaves, where: Any
+) -> tuple[jax.Array, Any]:
+    """Soft cap and bias, and how gradients come back through them: to the scores and to the bias's parts."""
+    if wants_bias:
+        return jax.vjp(lambda s, p: change(plan, options, s, p, where), scores, parts)
+    changed, pull_back = jax.vjp(lambda s: change(plan, options, s, parts, where), scores)
+    return changed, lambda d: (*pull_back(d), ())

@@ -1,0 +1,101 @@
+"""The forward pass: online softmax over the tiles of keys that a tile of queries visits (Milakov and Gimelshein 2018,
+arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.operations.flash.plan import Plan
+from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, without_unseen
+from attnops.operations.flash.visits import Visits, for_row
+
+# A running maximum never falls below it, so that exp(−inf − maximum) is 0 and not NaN.
+_LOWEST: Final = -1e30
+
+
+class _Softmax(NamedTuple):
+    """What the online softmax carries from tile to tile: [L, R, Dv], [L, R] and [L, R].
+
+    Attributes:
+        accumulated: the sum of weights times values, relative to exp(top).
+        top: the largest score so far.
+        total: the sum of weights, likewise.
+    """
+
+    accumulated: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+def forward(
+    plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: Visits
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, H, Dv] in the query's dtype and logsumexp [B, H, T] float32; O(T) temporaries."""
+    q = plan.tile_queries((query.astype(jnp.float32) * plan.folded).astype(plan.dtype))
+    k, v = (plan.tile_keys(x.astype(plan.dtype)) for x in (key, value))
+    sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)
+    # Scores stay in units of the rest of the scale where nothing but softmax reads them: one product less a score.
+    unit = 1.0 if options.changes_scores else plan.rest
+
+    def row(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        group, q_tile = i // plan.nq, i % plan.nq
+        q_ = q[group, q_tile]  # [L, R, D]
+
+        def step(kv_tile: Any, carry: _Softmax, masked: bool) -> _Softmax:
+            accumulated, top, total = carry
+            where = plan.where(group, q_tile, kv_tile, transposed=False)
+            k_, v_ = k[group, kv_tile], v[group, kv_tile]
+            counts = allowed(plan, arrays.mask, where, ragged_queries=False) if masked else None
+            if counts is not None and options.hides_tokens:
+                k_, v_ = (without_unseen(x, counts, axis=1) for x in (k_, v_))
+            scores = plan.product(q_, k_, 2, 2)  # [L, R, bk]
+            if options.changes_scores:
+                parts = () if options.bias is None else options.bias.take(plan, arrays.bias, where)
+                scores = change(plan, options, scores * plan.rest, parts, where)
+            if counts is not None:
+                scores = jnp.where(counts, scores, -jnp.inf)
+            new_top = jnp.maximum(top, scores.max(-1))
+            fade = jnp.exp(unit * (top - new_top))
+            weights = jnp.exp(unit * (scores - new_top[..., None]))
+            total = total * fade + weights.sum(-1)
+            weights = dropout_factor(plan, options, arrays.seed, where)(weights)
+            accumulated = accumulated * fade[..., None] + plan.product(weights.astype(plan.dtype), v_, 2, 1)
+            return _Softmax(accumulated, new_top, total)
+
+        zero = jnp.zeros((plan.lanes, plan.R), jnp.float32)
+        start = _Softmax(jnp.zeros((plan.lanes, plan.R, plan.Dv), jnp.float32), zero + _LOWEST, zero)
+        accumulated, top, total = for_row(visits, plan.map_of(group), q_tile, step, start)
+        out, logsumexp = _finish(accumulated, unit * top, total, None if sinks is None else sinks[group])
+        outs, logsumexps = state
+        return outs.at[group, q_tile].set(out.astype(outs.dtype)), logsumexps.at[group, q_tile].set(logsumexp)
+
+    shape = (plan.groups, plan.nq, plan.lanes, plan.R)
+    state = (jnp.zeros((*shape, plan.Dv), query.dtype), jnp.zeros(shape, jnp.float32))
+    out, logsumexp = lax.fori_loop(0, plan.groups * plan.nq, row, state)
+    return plan.untile_queries(out), plan.untile_rows(logsumexp)
+
+
+def _finish(
+    accumulated: jax.Array, top: jax.Array, total: jax.Array, sink: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Divide by the denominator, to which the sink belongs; rows that saw nothing give 0 and −inf."""
+    saw_any = total > 0
+    if sink is not None:
+        new_top = jnp.maximum(top, sink)
+        fade = jnp.exp(top - new_top)
+        total = total * fade + jnp.exp(sink - new_top)
+        accumulated, top = accumulated * fade[..., None], new_top
+    denominator = jnp.where(saw_any, total, 1.0)
+    out = jnp.where(saw_any, 1 / denominator, 0.0)[..., None] * accumulated
+    return out, jnp.where(saw_any, top + jnp.log(denominator), -jnp.inf)
+
+
+def _sinks_of_rows(plan: Plan, sinks: jax.Array) -> jax.Array:
+    """[H] to [groups, L, R]."""
+    rows = jnp.repeat(sinks.reshape(plan.K, plan.G), plan.bq, axis=1)
+    return jnp.tile(rows, (plan.B, 1)).reshape(plan.groups, plan.lanes, plan.R)

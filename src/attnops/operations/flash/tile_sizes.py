@@ -1,0 +1,51 @@
+"""Tile sizes: one table, with its reasons."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+# Rows of a tile of queries (all heads of a kv head together), keys a tile, and scores that run at a time.
+ROWS: Final = 512
+KEYS: Final = 512
+SCORES: Final = 1 << 20
+
+# Tiles are a multiple of it: 16 float32 fill the widest vector register.
+_MULTIPLE: Final = 16
+
+
+def choose_tiles(T: int, S: int, groups: int, block_q: int | None, block_k: int | None) -> tuple[int, int]:
+    """Queries and keys a tile.
+
+    Args:
+        T: queries.
+        S: keys.
+        groups: query heads a kv head, which share a tile.
+        block_q: the metadata's wish; None for the table's.
+        block_k: likewise.
+    """
+    q = min(block_q, T) if block_q else _equal_tiles(T, max(ROWS // groups, _MULTIPLE))
+    k = min(block_k, S) if block_k else _equal_tiles(S, KEYS)
+    return q, k
+
+
+def choose_lanes(B: int, K: int, scores: int, by_batch: bool, by_head: bool, alone: bool) -> int:
+    """How many of the B · K problems run at a time: as many small ones as fill the cores.
+
+    Args:
+        B: batch.
+        K: kv heads.
+        scores: scores of a tile.
+        by_batch: whether the batch is told apart by the mask's tiles or a bias, so that lanes must share one.
+        by_head: whether heads are told apart by a bias: likewise.
+        alone: whether every kv head has tiles of its own to visit.
+    """
+    alike = 1 if alone else K if by_batch or by_head else B * K
+    most = max(1, SCORES // scores)
+    return max(d for d in range(1, min(alike, most) + 1) if alike % d == 0)
+
+
+def _equal_tiles(length: int, most: int) -> int:
+    """Tiles of equal size, at most about ``most``, so that little is padded."""
+    tiles = math.ceil(length / most)
+    return math.ceil(length / tiles / _MULTIPLE) * _MULTIPLE

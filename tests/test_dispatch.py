@@ -330,14 +330,19 @@ class TestAutoAndExplain:
     def test_auto_picks_what_serves(self):
         operation = OperationRegistry.create("auto")
         request = operation.request(Q, Q, Q)
-        assert explain(request).chosen.name == "attnops:sdpa"
+        assert explain(request).chosen.name == "attnops:flash"
+        assert explain(request.replace(platform="tpu")).chosen.name == "attnops:sdpa"
+        # Where scores of T × S would not fit, what needs no such memory.
+        assert explain(request.replace(platform="tpu", query_length=1 << 16, key_length=1 << 16)).chosen.name == (
+            "attnops:flash"
+        )
         capped = operation.request(Q, Q, Q, logits_soft_cap=2.0)
         explanation = explain(capped)
-        assert explanation.chosen.name == "attnops:vanilla"
+        assert explanation.chosen.name == "attnops:flash"
         sdpa = next(other for other in explanation.others if other.name == "attnops:sdpa")
         assert [str(reason) for reason in sdpa.reasons] == ["logits_soft_cap=2.0: forward_cpu has no such option"]
         assert "attnops:sdpa: can't serve it" in str(explanation)
-        direct = OperationRegistry.create("vanilla")(Q, Q, Q, logits_soft_cap=2.0).attention_outputs
+        direct = OperationRegistry.create("flash")(Q, Q, Q, logits_soft_cap=2.0).attention_outputs
         assert (operation(Q, Q, Q, logits_soft_cap=2.0).attention_outputs == direct).all()
 
     def test_explain_a_named_operation(self):

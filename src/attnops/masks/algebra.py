@@ -180,4 +180,5 @@ def take(values: Any, b: Any, index: Any) -> Any:
 
 def text(value: Any) -> str:
     """An array by dtype and shape, anything else as Python prints it."""
-    return f"<{value.dtype} {list(value.shape)}>" if hasattr(value, "shape") and value.shape != () else repr(value)
+    is_array = isinstance(value, jax.Array) or getattr(value, "shape", ()) != ()
+    return f"<{value.dtype} {list(value.shape)}>" if is_array else repr(value)

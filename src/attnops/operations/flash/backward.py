@@ -58,6 +58,8 @@ def backward(
     """
     q = plan.tile_queries((query.astype(jnp.float32) * plan.folded).astype(plan.dtype))
     k, v = (plan.tile_keys(x.astype(plan.dtype)) for x in (key, value))
+    # The one product that wants keys the other way round; turned once, not once a tile.
+    k_turned = k.swapaxes(-1, -2)  # [groups, nk, L, D, bk]
     d_o = plan.tile_queries(d_out.astype(plan.dtype))
     # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
     lse = plan.tile_rows(jnp.where(logsumexp == -jnp.inf, jnp.inf, logsumexp), fill=jnp.inf)
@@ -69,12 +71,13 @@ def backward(
 
         def step(q_tile: Any, carry: Gradients, masked: bool) -> Gradients:
             where = plan.where(group, q_tile, kv_tile, transposed=True)
-            q_, k_seen, v_seen = q[group, q_tile], k_, v_
+            q_, k_seen, k_turned_seen, v_seen = q[group, q_tile], k_, k_turned[group, kv_tile], v_
             d_o_ = d_o[group, q_tile]  # [L, R, Dv]
             counts = allowed(plan, arrays.mask, where, ragged_queries=True) if masked else None
             if counts is not None and options.hides_tokens:
                 q_ = without_unseen(q_, counts, axis=1)
                 k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_, v_))
+                k_turned_seen = k_seen.swapaxes(1, 2)
             scores = plan.product(k_seen, q_, 2, 2) * plan.rest  # [L, bk, R]
             parts: Leaves = ()
             pull_back = None
@@ -95,7 +98,7 @@ def backward(
                     d_bias = options.bias.put(plan, d_bias, d_parts, where)
             d_scores = d_scores.astype(plan.dtype)
             d_k = carry.key + plan.product(d_scores, q_, 2, 1)
-            d_q = carry.query.at[group, q_tile].add(plan.product(k_seen, d_scores, 1, 1))  # [L, D, R]
+            d_q = carry.query.at[group, q_tile].add(plan.product(k_turned_seen, d_scores, 2, 1))  # [L, D, R]
             return Gradients(d_q, d_k, d_v, d_bias)
 
         start = state._replace(

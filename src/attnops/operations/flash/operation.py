@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,10 @@ from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles
 from attnops.operations.flash.visits import visits
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
-from attnops.request import Limits, Request
+from attnops.request import AttentionRequest, Limits, Request
+
+# Scores of a call, from which on holding them all (4 GB in float32) is not to be thought of.
+_LARGE: Final = 1 << 30
 
 
 class FlashAttention(OperationImpl):
@@ -47,8 +50,10 @@ class FlashAttention(OperationImpl):
     @classmethod
     def preference(cls, request: Request) -> float | None:
         own = super().preference(request)
-        # The native forward is tuned for CPUs, and right but slow elsewhere.
-        return 1.0 if own == 0.0 and request.platform == "cpu" else own
+        if own != 0.0 or request.platform == "cpu":
+            return 1.0  # a plugin's kernel in a subclass, or the platform that the native forward is laid out for
+        # Elsewhere its loop is slower than one product of T × S, until that no longer fits.
+        return 0.0 if isinstance(request, AttentionRequest) and _scores(request) > _LARGE else -1.5
 
     def forward_native(
         self,
@@ -120,3 +125,7 @@ def _coverage(mask: Mask | None, shape: tuple[int, int, int, int], K: int, block
         is_last = np.arange(coverage.shape[3]) == coverage.shape[3] - 1
         coverage = xp.where(is_last, xp.minimum(coverage, Coverage.PARTIAL), coverage)
     return coverage.astype(np.int8)
+
+
+def _scores(request: AttentionRequest) -> int:
+    return request.batch * request.heads * request.query_length * request.key_length

@@ -63,14 +63,14 @@ class ArrayTiles(TileBias):
         part = part.reshape(part.shape[0], plan.R, part.shape[3])
         return scores + (part.swapaxes(1, 2) if where.transposed else part)
 
-    def _window(self, plan: Plan, leaf: jax.Array, where: Where) -> tuple[list[Any], list[int]]:
+    def _window(self, plan: Plan, leaf: jax.Array, where: Where) -> tuple[list[jax.Array], list[int]]:
         first = where.group * plan.lanes
         b, k = first // plan.K, first % plan.K
         lane = (b if self.batch > 1 else 0) * self.heads + (k if self.heads > 1 else 0)
         lanes = plan.lanes if self.heads > 1 else 1
         q = where.q_tile * plan.bq if self.rows > 1 else 0
         kv = where.kv_tile * plan.bk if self.columns > 1 else 0
-        return [lane, 0, q, kv], [lanes, leaf.shape[1], self.rows, self.columns]
+        return _indices(lane, 0, q, kv), [lanes, leaf.shape[1], self.rows, self.columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +96,10 @@ class DistanceTiles(TileBias):
         tile = _toeplitz(stretch, plan.bq, plan.bk).reshape(plan.lanes, plan.R, plan.bk)
         return scores + (tile.swapaxes(1, 2) if where.transposed else tile)
 
-    def _start(self, plan: Plan, where: Where) -> list[Any]:
+    def _start(self, plan: Plan, where: Where) -> list[jax.Array]:
         # The tile's least kv − q, counted from −(nq · bq − 1).
         least = where.kv_tile * plan.bk - (where.q_tile * plan.bq + plan.bq - 1)
-        return [0, least + plan.nq * plan.bq - 1]
+        return _indices(0, least + plan.nq * plan.bq - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +142,11 @@ def tile_bias(plan: Plan, bias: jax.Array | Bias) -> tuple[TileBias, Leaves]:
     )
     x = x.reshape(Bb * heads, inner, *x.shape[2:])
     return ArrayTiles(Bb, heads, plan.bq if Tb > 1 else 1, plan.bk if Sb > 1 else 1), (x,)
+
+
+def _indices(*indices: Any) -> list[jax.Array]:
+    """Indices of one type, as slicing wants them; where x64 is on, Python's are wider than a loop's."""
+    return [jnp.asarray(index, jnp.int32) for index in indices]
 
 
 def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:

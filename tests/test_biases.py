@@ -1,0 +1,97 @@
+"""Structured biases: their values against other derivations, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import OperationMetadata, OperationRegistry, UnsupportedError
+from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
+from attnops.testing import oracle
+from attnops.testing.problem import Problem
+
+
+def dense(bias, B, H, T, S):
+    bound = bias.bind(B, H, T, S)
+    b, h, q, kv = (jnp.arange(n).reshape([-1 if a == i else 1 for a in range(4)]) for i, n in enumerate((B, H, T, S)))
+    return np.asarray(bound.apply(jnp.zeros((B, H, T, S), jnp.float32), b, h, q, kv))
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        (8, [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]),
+        (1, [1 / 256]),
+        # From the ALiBi authors' get_slopes(12): those of 8 heads, then every other of 16.
+        (12, [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625,
+              0.7071067811865476, 0.35355339059327384, 0.17677669529663692, 0.08838834764831849]),
+    ],
+)  # fmt: skip
+def test_alibi_slopes(heads, expected):
+    np.testing.assert_allclose(alibi_slopes(heads), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("T", "S"), [(5, 5), (3, 7), (7, 3), (1, 9)])
+def test_alibi(T, S):
+    slopes = alibi_slopes(4)
+    expected = oracle.alibi(slopes, T, S)
+    np.testing.assert_allclose(dense(ALiBi(slopes), 1, 4, T, S), expected, rtol=1e-6)
+    assert expected[0, 0, -1, -1] == 0  # the last query stands at the last key
+
+
+def test_buckets_are_those_of_t5():
+    """Made by transformers 5.23: T5Attention._relative_position_bucket(distance, bidirectional, 8, 16)."""
+    distance = np.array([-40, -16, -9, -6, -5, -3, -2, -1, 0, 1, 2, 3, 5, 6, 9, 16, 40])
+    both = RelativePosition(jnp.zeros((8, 1)), bidirectional=True, max_distance=16).bucket(distance)
+    behind = RelativePosition(jnp.zeros((8, 1)), bidirectional=False, max_distance=16).bucket(distance)
+    np.testing.assert_array_equal(both, BOTH)
+    np.testing.assert_array_equal(behind, BEHIND)
+
+
+BOTH = [3, 3, 3, 3, 2, 2, 2, 1, 0, 5, 6, 6, 6, 7, 7, 7, 7]
+BEHIND = [7, 7, 6, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("T", "S"), [(40, 40), (20, 150), (150, 20)])
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("buckets", [8, 32])
+def test_relative_position(T, S, bidirectional, buckets):
+    table = np.random.default_rng(0).normal(size=(buckets, 3)).astype(np.float32)
+    bias = RelativePosition(jnp.asarray(table), bidirectional=bidirectional, max_distance=64)
+    np.testing.assert_array_equal(
+        dense(bias, 1, 3, T, S), oracle.relative_position(table, T, S, bidirectional, 64).astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("operation", ["vanilla", "flash"])
+@pytest.mark.parametrize("kind", ["alibi", "relative position"])
+@pytest.mark.parametrize(("T", "S"), [(40, 40), (17, 53), (53, 17)])
+def test_gradients(operation, kind, T, S):
+    rng = np.random.default_rng(T)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    bias = ALiBi(jnp.asarray(alibi_slopes(4))) if kind == "alibi" else RelativePosition(jnp.asarray(normal(8, 4)))
+    problem = Problem(
+        query=normal(2, T, 4, 8), key=normal(2, S, 2, 8), value=normal(2, S, 2, 8),
+        options={"bias": bias}, metadata=OperationMetadata(block_q=16, block_k=16),
+    )  # fmt: skip
+    problem.check(OperationRegistry.create(operation, problem.metadata))
+
+
+def test_pytree():
+    for bias in (ALiBi(jnp.ones(2)), RelativePosition(jnp.ones((8, 2)), max_distance=9), ScoreFn(jnp.add, (1.0,))):
+        leaves, tree = jax.tree.flatten(bias)
+        assert len(leaves) == 1
+        assert type(jax.tree.unflatten(tree, leaves)) is type(bias)
+    assert jax.tree.unflatten(*reversed(jax.tree.flatten(RelativePosition(0.0, max_distance=9)))).max_distance == 9
+
+
+def test_errors():
+    q = jnp.ones((1, 4, 2, 8))
+    vanilla = OperationRegistry.create("vanilla")
+    with pytest.raises(ValueError, match=r"ALiBi's slopes has shape \(3,\), but must have shape \[H\]=\(2,\)"):
+        vanilla(q, q, q, bias=ALiBi(jnp.ones(3)))
+    with pytest.raises(ValueError, match=r"table has shape \(8, 3\), but must be \[buckets, H=2\]"):
+        vanilla(q, q, q, bias=RelativePosition(jnp.ones((8, 3))))
+    strict = OperationRegistry.create("sdpa", OperationMetadata(on_unsupported="error"))
+    with pytest.raises(UnsupportedError, match=r"bias=ALiBi: must be one of \['array'\]"):
+        strict(q, q, q, bias=ALiBi(jnp.ones(2)))

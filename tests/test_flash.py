@@ -1,0 +1,254 @@
+"""flash: what the conformance suite does not ask of every operation."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from attnops import (
+    NotDifferentiableError,
+    OperationMetadata,
+    OperationRegistry,
+    get_gradient_checkpoint_policy,
+)
+from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
+from attnops.masks import Causal, Coverage, KeyPadding, Lengths, Segments, SlidingWindow, block_map
+from attnops.operations.flash.attend import attend
+from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles
+from attnops.operations.flash.visits import visits
+from attnops.testing.problem import Problem
+from attnops.testing.strategies import problems
+
+
+def flash(**metadata):
+    return OperationRegistry.create("flash", OperationMetadata(on_unsupported="error", **metadata))
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype(dtype)
+
+
+def qkv(B=1, T=40, S=40, H=4, K=2, D=8, Dv=8, dtype=np.float32):
+    return (
+        normal(B, T, H, D, dtype=dtype),
+        normal(B, S, K, D, seed=1, dtype=dtype),
+        normal(B, S, K, Dv, seed=2, dtype=dtype),
+    )
+
+
+@settings(max_examples=25)
+@given(problems(max_length=70))
+def test_tiny_tiles(problem):
+    problem.check(OperationRegistry.create("flash", problem.metadata.replace(block_q=16, block_k=16)))
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(problems(max_length=300))
+def test_the_tables_tiles(problem):
+    problem.check(OperationRegistry.create("flash", problem.metadata))
+
+
+def temporaries(operation, T, options, gradient=True):
+    """Bytes of temporaries, from the compiler, of forward and backward."""
+    shape = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
+    extra = {name: make(T) for name, make in options.items()}
+
+    def run(q, k, v, extra):
+        return operation(q, k, v, **extra).attention_outputs.sum()
+
+    function = jax.grad(run, (0, 1, 2)) if gradient else run
+    compiled = jax.jit(function).lower(shape, shape, shape, extra).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": lambda T: Causal() & SlidingWindow(64, 0)},
+        {"mask": lambda T: Causal() & Segments(jnp.zeros(T, int))},
+        {"bias": lambda T: ALiBi(jnp.ones(2))},
+        {"bias": lambda T: RelativePosition(jnp.ones((8, 2)))},
+    ],
+    ids=["none", "window", "segments", "alibi", "relative position"],
+)
+def test_memory_grows_with_the_length(options):
+    operation = flash(block_q=64, block_k=64)
+    small, large = (temporaries(operation, T, options) for T in (1024, 4096))
+    assert large <= 4.5 * small
+    assert large < 4096 * 4096  # one byte a score would be more
+
+
+def test_memory_of_vanilla_grows_with_the_square():
+    """The measure above can fail."""
+    small, large = (temporaries(OperationRegistry.create("vanilla"), T, {}) for T in (512, 2048))
+    assert large > 2 * 4.5 * small
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_visits_are_the_tiles_that_are_not_empty(traced):
+    ids = np.repeat([0, 1, 2, 3], [30, 50, 10, 38])
+    mask = Causal() & Segments(jnp.asarray(ids) if traced else ids)
+    coverage = block_map(mask, (1, 1, 128, 128), 16, 16).coverage[0]
+    assert isinstance(coverage, np.ndarray) != traced
+    for tiles in (coverage, coverage.swapaxes(1, 2)):
+        v = visits(tiles)
+        tiles = np.asarray(tiles)
+        for row in range(8):
+            full, partial = (
+                np.asarray(v.columns[0, a:b])
+                for a, b in ((v.start[0, row], v.middle[0, row]), (v.middle[0, row], v.stop[0, row]))
+            )
+            np.testing.assert_array_equal(full, np.nonzero(tiles[0, row] == Coverage.FULL)[0])
+            np.testing.assert_array_equal(partial, np.nonzero(tiles[0, row] == Coverage.PARTIAL)[0])
+    assert (v.stop - v.start).sum() == (tiles != Coverage.EMPTY).sum() < 64 // 2
+
+
+def test_empty_tiles_are_not_read():
+    """NaN in keys that no tile visits harms nobody, though the mask hides no token as padding."""
+    q, k, v = qkv(T=64, S=64)
+    k[:, :16], v[:, :16] = np.nan, np.nan
+    out = flash(block_q=16, block_k=16)(q, k, v, mask=Causal() & SlidingWindow(15, 0)).attention_outputs
+    assert np.isfinite(out[:, 32:]).all()
+    assert np.isnan(out[:, :16]).any()
+
+
+@pytest.mark.parametrize("operation", ["vanilla", "flash", "sdpa"])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_padding_may_hold_anything(operation, dtype):
+    q, k, v = qkv(B=2, T=40, S=40, dtype=dtype)
+    lengths = np.array([23, 40])
+    padding = np.arange(40) >= lengths[:, None]
+    clean = [np.where(padding[..., None, None], 0, x).astype(dtype) for x in (q, k, v)]
+    dirty = [np.where(padding[..., None, None], np.nan, x).astype(dtype) for x in (q, k, v)]
+    made = OperationRegistry.create(operation, OperationMetadata(block_q=16, block_k=16))
+    for mask in (Lengths(lengths, lengths), Lengths(jnp.asarray(lengths), jnp.asarray(lengths)) & Causal(offset=0)):
+        results = [Problem(query=x[0], key=x[1], value=x[2], options={"mask": mask}).run(made) for x in (clean, dirty)]
+        jax.tree.map(np.testing.assert_array_equal, *results)
+        Problem(query=clean[0], key=clean[1], value=clean[2], options={"mask": mask}).check(made)
+
+
+def test_traced_masks_equal_known_ones():
+    problem = dict(zip(("query", "key", "value"), qkv(B=2, T=50, S=50), strict=True))
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, 50)))
+    tokens = np.random.default_rng(1).random((2, 50)) < 0.8
+    operation = flash(block_q=16, block_k=16)
+
+    def run(mask):
+        return Problem(**problem, options={"mask": mask}).run(operation)
+
+    known = run(Causal() & Segments(ids) & KeyPadding(tokens))
+    traced = jax.jit(run)(Causal() & Segments(jnp.asarray(ids)) & KeyPadding(jnp.asarray(tokens)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), known, traced)
+
+
+@pytest.mark.parametrize("learnt", [True, False])
+def test_score_fn(learnt):
+    q, k, v = qkv(T=40, S=50)
+
+    def warp(scores, b, h, q, kv, gain, shift):
+        return scores * gain[h] + jnp.sin(shift * (q - kv)) * (kv % 3 == 0)
+
+    args = jnp.array([1.0, 0.5, -1.0, 2.0]), jnp.float32(0.1)
+
+    def loss(operation, x, args):
+        bias = ScoreFn(warp, args)
+        out = operation(*x, bias=bias, mask=Causal(), return_lse=True)
+        return (out.attention_outputs**2).sum() + jnp.where(jnp.isfinite(out.logsumexp), out.logsumexp, 0).sum()
+
+    operations = OperationRegistry.create("vanilla"), flash(block_q=16, block_k=16)
+    argnums = (1, 2) if learnt else (1,)
+    expected, actual = (
+        jax.value_and_grad(loss, argnums)(op, tuple(map(jnp.asarray, (q, k, v))), args) for op in operations
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), expected, actual)
+
+
+def test_score_fn_must_keep_shape_and_dtype():
+    q, k, v = qkv()
+    with pytest.raises(ValueError, match="must give float32 of the scores' shape"):
+        flash()(q, k, v, bias=ScoreFn(lambda s, b, h, q, kv: s.sum()))
+
+
+def test_a_bias_given_as_data_costs_the_backward_pass_nothing():
+    q = jax.ShapeDtypeStruct((1, 256, 2, 16), jnp.float32)
+    bias = jax.ShapeDtypeStruct((1, 2, 256, 256), jnp.float32)
+    loss = lambda q, bias: flash(block_q=64, block_k=64)(q, q, q, bias=bias).attention_outputs.sum()  # noqa: E731
+    updates = [
+        str(jax.make_jaxpr(jax.grad(loss, argnums))(q, bias)).count("dynamic_update_slice") for argnums in (0, (0, 1))
+    ]
+    assert updates[0] < updates[1]
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v = map(jnp.asarray, qkv())
+    loss = lambda q: flash()(q, k, v).attention_outputs.sum()  # noqa: E731
+    with pytest.raises(NotDifferentiableError, match="a second derivative was asked for; vanilla has one"):
+        jax.grad(lambda q: jax.grad(loss)(q).sum())(q)
+
+
+def test_save_attention_does_not_run_the_forward_again():
+    q, k, v = map(jnp.asarray, qkv())
+
+    def loops(policy):
+        layer = jax.checkpoint(
+            lambda q: flash()(jnp.sin(q), k, v).attention_outputs, policy=get_gradient_checkpoint_policy(policy)
+        )
+        text = str(jax.make_jaxpr(jax.grad(lambda q: layer(q).sum()))(q))
+        return text.count("while[")
+
+    # Forward and backward are two loops of loops; without the policy the forward is there twice.
+    assert loops("save_attention") < loops("nothing_saveable")
+
+
+def test_compiled_once():
+    operation = flash()
+    before = attend._cache_size()
+    for seed in range(3):
+        q = normal(1, 33, 2, 8, seed=seed)
+        operation(q, q, q, mask=Causal())
+    assert attend._cache_size() == before + 1
+
+
+def test_weights_are_those_of_vanilla():
+    q, k, v = qkv()
+    out = flash()(q, k, v, mask=Causal(), return_weights=True, return_lse=True)
+    expected = OperationRegistry.create("vanilla")(q, k, v, mask=Causal(), return_weights=True, return_lse=True)
+    jax.tree.map(np.testing.assert_array_equal, out, expected)
+
+
+@pytest.mark.parametrize("bias", ["array", "alibi", "score"])
+def test_x64(bias):
+    with jax.enable_x64(True):
+        q, k, v = map(jnp.asarray, qkv())
+        value = {
+            "array": normal(1, 4, 40, 40),
+            "alibi": ALiBi(alibi_slopes(4)),
+            "score": ScoreFn(lambda s, b, h, q, kv: s + (q - kv).astype(s.dtype) / 8),
+        }[bias]
+        out = flash(block_q=16, block_k=16)(q, k, v, bias=value, mask=Causal()).attention_outputs
+        assert out.dtype == jnp.float32
+        expected = OperationRegistry.create("vanilla")(q, k, v, bias=value, mask=Causal()).attention_outputs
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tile_sizes():
+    for T in (1, 15, 16, 100, 513, 4096, 100_000):
+        q, k = choose_tiles(T, T, 4, None, None)
+        assert q % 16 == k % 16 == 0
+        assert -(-T // k) * k - T < max(16 * -(-T // k), 16)  # little is padded
+    assert choose_tiles(100, 100, 1, 32, 48) == (32, 48)
+    assert choose_lanes(4, 6, 1, by_batch=False, by_head=False, alone=False) == 24
+    assert choose_lanes(4, 6, 1, by_batch=True, by_head=False, alone=False) == 6
+    assert choose_lanes(4, 6, 1, by_batch=True, by_head=True, alone=True) == 1
+
+
+def test_no_warning_is_given():
+    q, k, v = map(jnp.asarray, qkv())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.grad(lambda q: flash()(q, k, v, mask=Causal()).attention_outputs.sum())(q)

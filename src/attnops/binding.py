@@ -10,7 +10,7 @@ import numpy as np
 
 from attnops.biases import Bias
 from attnops.masks.base import Mask
-from attnops.masks.primitives import Dense
+from attnops.masks.tokens import Dense
 from attnops.metadata import OperationMetadata, check_scale, check_soft_cap
 from attnops.request import AttentionRequest, Request, dtype_name
 from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from attnops import masks
 from attnops.masks import Mask
 
+_PRIMITIVES = ("attnops.masks.positions", "attnops.masks.tokens")
 _BINARY = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
 
 
@@ -71,7 +72,7 @@ def _argument(cls: type[Mask], node: ast.expr) -> Any:
 
 def _mask_classes() -> dict[str, type[Mask]]:
     exported = (getattr(masks, name) for name in masks.__all__)
-    found = [cls for cls in exported if isinstance(cls, type) and cls.__module__ == "attnops.masks.primitives"]
+    found = [cls for cls in exported if isinstance(cls, type) and cls.__module__ in _PRIMITIVES]
     return {cls.__name__.lower(): cls for cls in found}
 
 

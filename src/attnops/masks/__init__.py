@@ -5,19 +5,9 @@
 
 from attnops.masks.algebra import And, At, Not, Or
 from attnops.masks.base import Mask
-from attnops.masks.primitives import (
-    Causal,
-    Chunked,
-    Dense,
-    Full,
-    KeyPadding,
-    Lengths,
-    MaskFn,
-    PrefixLM,
-    Segments,
-    SlidingWindow,
-)
+from attnops.masks.positions import Causal, Chunked, Full, MaskFn, PrefixLM, SlidingWindow
 from attnops.masks.tiles import BlockMap, Coverage, block_map
+from attnops.masks.tokens import Dense, KeyPadding, Lengths, Segments
 
 __all__ = [
     "And",

@@ -24,7 +24,7 @@ def as_mask(value: Any) -> Mask:
     if isinstance(value, Mask):
         return value
     if getattr(value, "ndim", None) == 4 and value.dtype == np.bool_:
-        from attnops.masks.primitives import Dense
+        from attnops.masks.tokens import Dense
 
         return Dense(value)
     raise TypeError(f"a mask combines with masks and with boolean arrays of rank 4, not with {type(value).__name__}")

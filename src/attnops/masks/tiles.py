@@ -120,6 +120,17 @@ def mask_tiles(mask: Mask, grid: Grid) -> TileCoverage:
     return TileCoverage(some, every)
 
 
+def same_number(q_first: Any, q_last: Any, kv_first: Any, kv_last: Any) -> TileCoverage:
+    """Pairs of equal numbers, where queries have all those between two, and so have keys."""
+    some = (q_first <= kv_last) & (kv_first <= q_last)
+    return TileCoverage(some, (q_first == q_last) & (kv_first == kv_last) & (q_first == kv_first))
+
+
+def below(first: Any, last: Any, limit: Any) -> TileCoverage:
+    """Numbers from ``first`` to ``last`` that are below a limit."""
+    return TileCoverage(first < limit, last < limit)
+
+
 def _sorted(cuts: list[Any]) -> list[Any]:
     if all(isinstance(cut, int) for cut in cuts):
         return sorted(set(cuts))

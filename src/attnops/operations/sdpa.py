@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.masks.base import Mask
-from attnops.masks.primitives import Causal
+from attnops.masks.positions import Causal
 from attnops.operations.unseen import hide_unseen
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
@@ -18,9 +19,9 @@ from attnops.request import AttentionRequest, Limits, Reason, Request
 
 # jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its
 # residual is rounded to the input's dtype and has no gradient: the forwards below don't name them.
-_JAX_NN = Limits(same_dtype=True, equal_head_dims=True)
+_JAX_NN = Limits(same_dtype=True, equal_head_dims=True, linear_memory=False)
 # It asks XLA for float16 products accumulated in float32, which only GPUs compile; on a CPU we widen the inputs.
-_NO_FLOAT16 = Limits(dtypes=frozenset({"float32", "bfloat16"}), same_dtype=True, equal_head_dims=True)
+_NO_FLOAT16 = dataclasses.replace(_JAX_NN, dtypes=frozenset({"float32", "bfloat16"}))
 
 
 class ScaledDotProductAttention(VanillaAttention):
@@ -45,6 +46,7 @@ class ScaledDotProductAttention(VanillaAttention):
             equal_head_dims=True,
             head_dim_multiple=8,
             interpretable=False,
+            linear_memory=False,  # with an array mask or a bias
         ),
     }
 

@@ -74,7 +74,7 @@ def _gradients(
     d_out: jax.Array,
     d_logsumexp: jax.Array,
 ) -> tuple[Gradients, jax.Array | None]:
-    """Each gradient in its array's dtype; the sinks' last."""
+    """The gradients, the sinks' last."""
     mean = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)  # [B, H, T]
     delta = mean - d_logsumexp
     found = backward(
@@ -85,10 +85,7 @@ def _gradients(
         # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
         share = jnp.where(logsumexp == -jnp.inf, 0.0, jnp.exp(arrays.sinks[None, :, None] - logsumexp))
         d_sinks = -(share * delta).sum((0, 2))
-    d_bias = tuple(d.astype(x.dtype) for d, x in zip(found.bias, arrays.bias, strict=True)) if wants_bias else ()
-    return Gradients(
-        found.query.astype(query.dtype), found.key.astype(key.dtype), found.value.astype(value.dtype), d_bias
-    ), d_sinks  # fmt: skip
+    return found, d_sinks
 
 
 _attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attnops.operations.flash.layout import empty, pack, pack_rows, put, take, take_rows, unpack
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, without_unseen
 from attnops.operations.flash.tile_bias import Leaves
@@ -20,7 +21,7 @@ from attnops.operations.flash.visits import Visits, for_row
 
 
 class Gradients(NamedTuple):
-    """Gradients, float32; of the bias, by leaf, none where none is wanted."""
+    """Gradients, each in its array's dtype; of the bias, by leaf, none where none is wanted."""
 
     query: jax.Array
     key: jax.Array
@@ -56,28 +57,31 @@ def backward(
         d_out: [B, T, H, Dv].
         visits: by tiles of keys.
     """
-    q = plan.tile_queries((query.astype(jnp.float32) * plan.folded).astype(plan.dtype))
-    k, v = (plan.tile_keys(x.astype(plan.dtype)) for x in (key, value))
-    # The one product that wants keys the other way round; turned once, not once a tile.
-    k_turned = k.swapaxes(-1, -2)  # [groups, nk, L, D, bk]
-    d_o = plan.tile_queries(d_out.astype(plan.dtype))
+    q, d_o = pack(query, plan.nq * plan.bq), pack(d_out, plan.nq * plan.bq)
+    k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
-    lse = plan.tile_rows(jnp.where(logsumexp == -jnp.inf, jnp.inf, logsumexp), fill=jnp.inf)
-    delta = plan.tile_rows(delta, fill=0.0)
+    lse = pack_rows(plan, jnp.where(logsumexp == -jnp.inf, jnp.inf, logsumexp), fill=jnp.inf)
+    delta = pack_rows(plan, delta, fill=0.0)
 
     def row(i: Any, state: Gradients) -> Gradients:
         group, kv_tile = i // plan.nk, i % plan.nk
-        k_, v_ = k[group, kv_tile], v[group, kv_tile]
+        k_ = take(plan, k, group, kv_tile, plan.bk, key.dtype)
+        v_ = take(plan, v, group, kv_tile, plan.bk, value.dtype)
+        # For the products that want keys scaled, and the other way round: once, not for each tile of queries.
+        # The barriers keep XLA from folding the turn into the product, whose bfloat16 form its CPU backend has not.
+        k_scaled = plan.fold_scale(k_)  # [L, bk, D]
+        k_turned = lax.optimization_barrier(k_.swapaxes(1, 2))  # [L, D, bk]
 
         def step(q_tile: Any, carry: Gradients, masked: bool) -> Gradients:
             where = plan.where(group, q_tile, kv_tile, transposed=True)
-            q_, k_seen, k_turned_seen, v_seen = q[group, q_tile], k_, k_turned[group, kv_tile], v_
-            d_o_ = d_o[group, q_tile]  # [L, R, Dv]
+            q_ = take(plan, q, group, q_tile, plan.bq, query.dtype)  # [L, R, D]
+            d_o_ = take(plan, d_o, group, q_tile, plan.bq, d_out.dtype)  # [L, R, Dv]
+            k_seen, k_turned_seen, v_seen = k_scaled, k_turned, v_
             counts = allowed(plan, arrays.mask, where, ragged_queries=True) if masked else None
             if counts is not None and options.hides_tokens:
                 q_ = without_unseen(q_, counts, axis=1)
-                k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_, v_))
-                k_turned_seen = k_seen.swapaxes(1, 2)
+                k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_scaled, v_))
+                k_turned_seen = lax.optimization_barrier(without_unseen(k_, counts, axis=2).swapaxes(1, 2))
             scores = plan.product(k_seen, q_, 2, 2) * plan.rest  # [L, bk, R]
             parts: Leaves = ()
             pull_back = None
@@ -86,11 +90,11 @@ def backward(
                 scores, pull_back = _change(plan, options, wants_bias, scores, parts, where)
             if counts is not None:
                 scores = jnp.where(counts, scores, -jnp.inf)
-            weights = jnp.exp(scores - lse[group, q_tile][:, None, :])
+            weights = jnp.exp(scores - take_rows(plan, lse, group, q_tile)[:, None, :])
             drop = dropout_factor(plan, options, arrays.seed, where)
             d_v = carry.value + plan.product(drop(weights).astype(plan.dtype), d_o_, 2, 1)
             d_weights = drop(plan.product(v_seen, d_o_, 2, 2))
-            d_scores = weights * (d_weights - delta[group, q_tile][:, None, :])
+            d_scores = weights * (d_weights - take_rows(plan, delta, group, q_tile)[:, None, :])
             d_bias = carry.bias
             if pull_back is not None:
                 d_scores, d_parts = pull_back(d_scores)
@@ -98,7 +102,8 @@ def backward(
                     d_bias = options.bias.put(plan, d_bias, d_parts, where)
             d_scores = d_scores.astype(plan.dtype)
             d_k = carry.key + plan.product(d_scores, q_, 2, 1)
-            d_q = carry.query.at[group, q_tile].add(plan.product(k_turned_seen, d_scores, 2, 1))  # [L, D, R]
+            more = plan.product(k_turned_seen, d_scores, 2, 1) * plan.scale  # [L, D, R]
+            d_q = put(plan, carry.query, group, q_tile, plan.bq, more.swapaxes(1, 2), jnp.float32, add=True)
             return Gradients(d_q, d_k, d_v, d_bias)
 
         start = state._replace(
@@ -107,22 +112,24 @@ def backward(
         )
         done = for_row(visits, plan.map_of(group), kv_tile, step, start)
         return done._replace(
-            key=state.key.at[group, kv_tile].set(done.key * plan.rest),
-            value=state.value.at[group, kv_tile].set(done.value),
+            key=put(plan, state.key, group, kv_tile, plan.bk, done.key * plan.scale, key.dtype),
+            value=put(plan, state.value, group, kv_tile, plan.bk, done.value, value.dtype),
         )
 
-    def zeros(tiles: int, *last: int) -> jax.Array:
-        return jnp.zeros((plan.groups, tiles, plan.lanes, *last), jnp.float32)
-
     start = Gradients(
-        zeros(plan.nq, plan.D, plan.R),
-        zeros(plan.nk, plan.bk, plan.D),
-        zeros(plan.nk, plan.bk, plan.Dv),
+        # Added to many times, so in float32; keys' and values' are complete when they are put.
+        empty(plan, plan.nq * plan.bq, plan.H, plan.D, jnp.float32),
+        empty(plan, plan.nk * plan.bk, plan.K, plan.D, key.dtype),
+        empty(plan, plan.nk * plan.bk, plan.K, plan.Dv, value.dtype),
         tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in arrays.bias) if wants_bias else (),
     )
     done = lax.fori_loop(0, plan.groups * plan.nk, row, start)
-    d_query = plan.untile_queries(done.query.swapaxes(-1, -2)) * plan.scale
-    return Gradients(d_query, plan.untile_keys(done.key), plan.untile_keys(done.value), done.bias)
+    return Gradients(
+        unpack(done.query, plan.T, jnp.float32).astype(query.dtype),
+        unpack(done.key, plan.S, key.dtype),
+        unpack(done.value, plan.S, value.dtype),
+        tuple(d.astype(leaf.dtype) for d, leaf in zip(done.bias, arrays.bias, strict=True)) if wants_bias else (),
+    )
 
 
 def _change(

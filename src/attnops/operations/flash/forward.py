@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attnops.operations.flash.layout import empty, pack, put, put_rows, take, unpack, unpack_rows
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, without_unseen
 from attnops.operations.flash.visits import Visits, for_row
@@ -36,20 +37,22 @@ def forward(
     plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: Visits
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, H, Dv] in the query's dtype and logsumexp [B, H, T] float32; O(T) temporaries."""
-    q = plan.tile_queries((query.astype(jnp.float32) * plan.folded).astype(plan.dtype))
-    k, v = (plan.tile_keys(x.astype(plan.dtype)) for x in (key, value))
+    dtype = query.dtype
+    q = pack(query, plan.nq * plan.bq)
+    k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)
     # Scores stay in units of the rest of the scale where nothing but softmax reads them: one product less a score.
     unit = 1.0 if options.changes_scores else plan.rest
 
     def row(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         group, q_tile = i // plan.nq, i % plan.nq
-        q_ = q[group, q_tile]  # [L, R, D]
+        q_ = plan.fold_scale(take(plan, q, group, q_tile, plan.bq, dtype))  # [L, R, D]
 
         def step(kv_tile: Any, carry: _Softmax, masked: bool) -> _Softmax:
             accumulated, top, total = carry
             where = plan.where(group, q_tile, kv_tile, transposed=False)
-            k_, v_ = k[group, kv_tile], v[group, kv_tile]
+            k_ = take(plan, k, group, kv_tile, plan.bk, key.dtype)
+            v_ = take(plan, v, group, kv_tile, plan.bk, value.dtype)
             counts = allowed(plan, arrays.mask, where, ragged_queries=False) if masked else None
             if counts is not None and options.hides_tokens:
                 k_, v_ = (without_unseen(x, counts, axis=1) for x in (k_, v_))
@@ -72,12 +75,17 @@ def forward(
         accumulated, top, total = for_row(visits, plan.map_of(group), q_tile, step, start)
         out, logsumexp = _finish(accumulated, unit * top, total, None if sinks is None else sinks[group])
         outs, logsumexps = state
-        return outs.at[group, q_tile].set(out.astype(outs.dtype)), logsumexps.at[group, q_tile].set(logsumexp)
+        return (
+            put(plan, outs, group, q_tile, plan.bq, out, dtype),
+            put_rows(plan, logsumexps, group, q_tile, logsumexp),
+        )
 
-    shape = (plan.groups, plan.nq, plan.lanes, plan.R)
-    state = (jnp.zeros((*shape, plan.Dv), query.dtype), jnp.zeros(shape, jnp.float32))
+    state = (
+        empty(plan, plan.nq * plan.bq, plan.H, plan.Dv, dtype),
+        jnp.zeros((plan.B * plan.K, plan.nq, plan.R), jnp.float32),
+    )
     out, logsumexp = lax.fori_loop(0, plan.groups * plan.nq, row, state)
-    return plan.untile_queries(out), plan.untile_rows(logsumexp)
+    return unpack(out, plan.T, dtype), unpack_rows(plan, logsumexp)
 
 
 def _finish(

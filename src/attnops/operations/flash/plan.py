@@ -41,13 +41,13 @@ class Plan:
 
     The B · K pairs of a batch and a kv head are independent problems; ``lanes`` (L) of them, a group, are computed at a
     time, as one batched product. A tile of queries holds all G heads of a kv head, R = G · bq rows, so that no kv head
-    is repeated. Tiled arrays are [groups, tiles, L, rows, features].
+    is repeated. Tiles are [L, rows, features].
 
     Attributes:
         B, T, S, H, K, D, Dv: the dimensions of the call.
         bq: queries a tile.
         bk: keys a tile.
-        lanes: problems a group, a divisor of B · K.
+        lanes: problems a group; a divisor of K, or K times a divisor of B.
         maps: batch and kv heads that the block map tells apart, each 1 or all.
         dtype: of the operands of products: bfloat16 for bfloat16 inputs, else float32.
         scale: the softmax scale.
@@ -96,8 +96,8 @@ class Plan:
 
     @property
     def folded(self) -> float:
-        """The part of the scale that the query is multiplied by: all of it in float32, a power of two in 16 bits,
-        where any other would round.
+        """The part of the scale that is multiplied in before the product: all of it in float32, a power of two in 16
+        bits, where any other would round.
         """
         if self.dtype == jnp.float32 or self.scale == 0:
             return self.scale
@@ -107,6 +107,10 @@ class Plan:
     def rest(self) -> float:
         """What is left of the scale, in [1, 2)."""
         return 1.0 if self.folded == self.scale else self.scale / self.folded
+
+    def fold_scale(self, x: jax.Array) -> jax.Array:
+        """A tile of queries or of keys with the folded part of the scale."""
+        return x if self.folded == 1.0 else (x.astype(jnp.float32) * self.folded).astype(self.dtype)
 
     def map_of(self, group: Any) -> Any:
         """Which of the block maps, laid out as [batch, kv heads], a group goes by."""
@@ -126,49 +130,9 @@ class Plan:
             return Where(group, q_tile, kv_tile, True, b, h[:, None, :], q[:, None, :], kv[:, :, None])
         return Where(group, q_tile, kv_tile, False, b, h[:, :, None], q[:, :, None], kv[:, None, :])
 
-    def tile_queries(self, x: jax.Array) -> jax.Array:
-        """[B, T, H, d] to [groups, nq, L, R, d], zeros at the ragged end."""
-        d = x.shape[-1]
-        x = jnp.pad(x, ((0, 0), (0, self.nq * self.bq - self.T), (0, 0), (0, 0)))
-        x = x.reshape(self.B, self.nq, self.bq, self.K, self.G, d).transpose(0, 3, 1, 4, 2, 5)
-        return self._to_groups(x.reshape(self.B * self.K, self.nq, self.R, d))
-
-    def untile_queries(self, x: jax.Array) -> jax.Array:
-        """The inverse of `tile_queries`."""
-        d = x.shape[-1]
-        x = self._from_groups(x).reshape(self.B, self.K, self.nq, self.G, self.bq, d).transpose(0, 2, 4, 1, 3, 5)
-        return x.reshape(self.B, self.nq * self.bq, self.H, d)[:, : self.T]
-
-    def tile_keys(self, x: jax.Array) -> jax.Array:
-        """[B, S, K, d] to [groups, nk, L, bk, d], zeros at the ragged end."""
-        d = x.shape[-1]
-        x = jnp.pad(x, ((0, 0), (0, self.nk * self.bk - self.S), (0, 0), (0, 0)))
-        x = x.reshape(self.B, self.nk, self.bk, self.K, d).transpose(0, 3, 1, 2, 4)
-        return self._to_groups(x.reshape(self.B * self.K, self.nk, self.bk, d))
-
-    def untile_keys(self, x: jax.Array) -> jax.Array:
-        """The inverse of `tile_keys`."""
-        d = x.shape[-1]
-        x = self._from_groups(x).reshape(self.B, self.K, self.nk, self.bk, d).transpose(0, 2, 3, 1, 4)
-        return x.reshape(self.B, self.nk * self.bk, self.K, d)[:, : self.S]
-
-    def tile_rows(self, x: jax.Array, fill: float) -> jax.Array:
-        """[B, H, T] to [groups, nq, L, R], ``fill`` at the ragged end."""
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.nq * self.bq - self.T)), constant_values=fill)
-        x = x.reshape(self.B, self.K, self.G, self.nq, self.bq).swapaxes(2, 3)
-        return self._to_groups(x.reshape(self.B * self.K, self.nq, self.R))
-
-    def untile_rows(self, x: jax.Array) -> jax.Array:
-        """The inverse of `tile_rows`."""
-        x = self._from_groups(x).reshape(self.B, self.K, self.nq, self.G, self.bq).swapaxes(2, 3)
-        return x.reshape(self.B, self.H, self.nq * self.bq)[:, :, : self.T]
-
-    def _to_groups(self, x: jax.Array) -> jax.Array:
-        return x.reshape(self.groups, self.lanes, *x.shape[1:]).swapaxes(1, 2)
-
-    def _from_groups(self, x: jax.Array) -> jax.Array:
-        x = x.swapaxes(1, 2)
-        return x.reshape(-1, *x.shape[2:])
+    def indices(self, *indices: Any) -> list[jax.Array]:
+        """Indices of one type, as slicing wants them; where x64 is on, Python's are wider than a loop's."""
+        return [jnp.asarray(index, jnp.int32) for index in indices]
 
     def product(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
         """[L, ·, ·] by [L, ·, ·], contracted over one axis of each, accumulated in float32."""

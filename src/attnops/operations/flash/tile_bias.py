@@ -70,7 +70,7 @@ class ArrayTiles(TileBias):
         lanes = plan.lanes if self.heads > 1 else 1
         q = where.q_tile * plan.bq if self.rows > 1 else 0
         kv = where.kv_tile * plan.bk if self.columns > 1 else 0
-        return _indices(lane, 0, q, kv), [lanes, leaf.shape[1], self.rows, self.columns]
+        return plan.indices(lane, 0, q, kv), [lanes, leaf.shape[1], self.rows, self.columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class DistanceTiles(TileBias):
     def _start(self, plan: Plan, where: Where) -> list[jax.Array]:
         # The tile's least kv − q, counted from −(nq · bq − 1).
         least = where.kv_tile * plan.bk - (where.q_tile * plan.bq + plan.bq - 1)
-        return _indices(0, least + plan.nq * plan.bq - 1)
+        return plan.indices(0, least + plan.nq * plan.bq - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,11 +142,6 @@ def tile_bias(plan: Plan, bias: jax.Array | Bias) -> tuple[TileBias, Leaves]:
     )
     x = x.reshape(Bb * heads, inner, *x.shape[2:])
     return ArrayTiles(Bb, heads, plan.bq if Tb > 1 else 1, plan.bk if Sb > 1 else 1), (x,)
-
-
-def _indices(*indices: Any) -> list[jax.Array]:
-    """Indices of one type, as slicing wants them; where x64 is on, Python's are wider than a loop's."""
-    return [jnp.asarray(index, jnp.int32) for index in indices]
 
 
 def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:

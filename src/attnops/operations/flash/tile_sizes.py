@@ -42,7 +42,8 @@ def choose_lanes(B: int, K: int, scores: int, by_batch: bool, by_head: bool, alo
     """
     alike = 1 if alone else K if by_batch or by_head else B * K
     most = max(1, SCORES // scores)
-    return max(d for d in range(1, min(alike, most) + 1) if alike % d == 0)
+    whole = [d for d in range(1, K + 1) if K % d == 0] + [K * d for d in range(1, B + 1) if B % d == 0]
+    return max(lanes for lanes in whole if lanes == 1 or lanes <= min(alike, most))
 
 
 def _equal_tiles(length: int, most: int) -> int:

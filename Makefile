@@ -31,8 +31,9 @@ test: $(VENV)/.test  ## everything
 quick: $(VENV)/.test  ## what takes a moment
 	$(BIN)/python -m pytest -n auto -m "not slow"
 
-bench: $(VENV)/.test  ## the figures of the README
+bench: $(VENV)/.test  ## the figures of the README; torch takes part if it is installed in $(VENV)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/cpu.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

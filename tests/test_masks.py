@@ -204,6 +204,16 @@ def test_ways_in():
         Causal() & np.ones((3, 3), bool)
 
 
+def test_which_masks_hide_tokens():
+    ids = jnp.array([0, 1])
+    for mask in (Causal(), SlidingWindow(1, 0) | Chunked(2), PrefixLM(1).at([0, 1]), Causal() & Segments(ids)):
+        assert not mask.hides_tokens()
+        assert not mask.bind(1, 1, 2, 2).hides_tokens()
+    for mask in (Segments(ids, ids + 1), Lengths([1]), KeyPadding([1, 0]), Causal() & ~KeyPadding([1, 0])):
+        assert mask.hides_tokens()
+        assert mask.bind(1, 1, 2, 2).hides_tokens()
+
+
 def test_pytree():
     mask = Causal() & Segments(np.array([0, 0, 1])) & MaskFn(jnp.greater_equal, (1,)) | ~Lengths([2])
     leaves, tree = jax.tree.flatten(mask)

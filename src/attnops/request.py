@@ -135,6 +135,8 @@ class Limits:
         differentiable: it has a backward pass. Without one it serves prefill, decode and insert only.
         interpretable: its kernel language has an interpreter, so that ``interpret=True`` works.
             True for plain JAX, which runs anywhere as it is.
+        linear_memory: forward and backward need O(T + S) memory. One that needs O(T · S) declares it; the conformance
+            suite holds every other to it.
     """
 
     dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})
@@ -146,6 +148,7 @@ class Limits:
     bias_kinds: frozenset[str] | None = frozenset({"array"})
     differentiable: bool = True
     interpretable: bool = True
+    linear_memory: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", frozenset(jnp.dtype(dtype).name for dtype in self.dtypes))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import typer
 
 # The commands, each a module beside this one, in the order in which --help shows them.
-COMMANDS: Final = ("list", "explain", "doctor", "demo")
+COMMANDS: Final = ("list", "explain", "show", "bench", "check", "doctor", "demo")
 
 
 def main() -> None:

@@ -61,6 +61,10 @@ class Segments(_Tokens):
         kv_ids = q_ids if self.kv_ids is None else token_array("Segments' kv_ids", self.kv_ids, B, S)
         return type(self)(q_ids, kv_ids)
 
+    def hides_tokens(self) -> bool:
+        # Of one array of ids each token is in a segment with itself.
+        return self.kv_ids is not None and self.kv_ids is not self.q_ids
+
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return take(self.q_ids, b, q) == take(self.kv_ids, b, kv)
 

@@ -1,6 +1,32 @@
-"""Proof that an operation is right: the float64 oracle and the tolerance rule."""
+"""Proof that an operation is right: the float64 oracle, the tolerance rule, and the suite that every plugin runs.
+
+`OperationConformance` needs pytest, and `attnops.testing.strategies` hypothesis; the rest needs neither.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from attnops.testing.oracle import Gradients, Result, attention, attention_gradients, dropout_keep
+from attnops.testing.problem import Problem
 from attnops.testing.tolerance import assert_close
 
-__all__ = ["Gradients", "Result", "assert_close", "attention", "attention_gradients", "dropout_keep"]
+if TYPE_CHECKING:
+    from attnops.testing.conformance import OperationConformance
+
+__all__ = [
+    "Gradients",
+    "OperationConformance",
+    "Problem",
+    "Result",
+    "assert_close",
+    "attention",
+    "attention_gradients",
+    "dropout_keep",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OperationConformance":
+        from attnops.testing.conformance import OperationConformance
+
+        return OperationConformance
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

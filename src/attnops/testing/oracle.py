@@ -214,6 +214,16 @@ def alibi_gradient(d_bias: Any, slopes: Any, T: int, S: int) -> Array:
     return -(d_bias * np.abs(_distance(T, S))).sum(axis=(0, 2, 3))
 
 
+def score_pattern(factors: Any, pattern: Any) -> Array:
+    """A bias of one factor a head times a pattern [T, S]: [1, H, T, S]."""
+    return np.asarray(factors, np.float64)[None, :, None, None] * pattern
+
+
+def score_pattern_gradient(d_bias: Any, factors: Any, pattern: Any) -> Array:
+    """The gradient of the factors, [H], from that of the bias."""
+    return (d_bias * pattern).sum(axis=(0, 2, 3))
+
+
 def relative_position(table: Any, T: int, S: int, bidirectional: bool, max_distance: int) -> Array:
     """T5's bias, [1, H, T, S], from its table [buckets, H]."""
     buckets = relative_position_buckets(len(table), T, S, bidirectional, max_distance)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.biases import ALiBi, Bias, RelativePosition
+from attnops.biases import ALiBi, Bias, RelativePosition, ScoreFn
 from attnops.dropout import dropout_seed
 from attnops.masks.base import Mask
 from attnops.metadata import OperationMetadata
 from attnops.operation import OperationImpl
 from attnops.output import OperationOutput
+from attnops.request import Reason, Request
 from attnops.testing import oracle
 from attnops.testing.tolerance import assert_close, tolerance
 
@@ -33,6 +35,13 @@ class Problem:
         options: the contract's options, as the caller gives them.
         metadata: the metadata that the operation is made with.
         seed: of the random cotangents.
+        visible: what the mask allows, booleans that broadcast to [B, H, T, S], where that is known by other means than
+            the mask. None: the mask is asked.
+        poison: by name ("query", "key", "value"): booleans [B, length], the tokens that hold NaN in every head. The
+            mask must hide them; the arrays above hold numbers there, which the oracle sees.
+        score_pattern: [T, S], not negative: what a `ScoreFn` of one argument [H] multiplies it by and adds to the
+            scores.
+        traced_mask: the mask's arrays are arguments of the compiled program, not constants.
     """
 
     query: Any
@@ -41,6 +50,21 @@ class Problem:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     metadata: OperationMetadata = dataclasses.field(default_factory=OperationMetadata)
     seed: int = 0
+    visible: Any = None
+    poison: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    score_pattern: Any = None
+    traced_mask: bool = False
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the computation: the query's, or the metadata's ``runtime_dtype``."""
+        return self.query.dtype if self.metadata.runtime_dtype is None else self.metadata.runtime_dtype
+
+    @property
+    def qkv(self) -> tuple[Any, Any, Any]:
+        """Query, key and value in the dtype of the computation, as the oracle takes them."""
+        cast = self.metadata.runtime_dtype
+        return tuple(x if cast is None else x.astype(cast) for x in (self.query, self.key, self.value))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -54,6 +78,10 @@ class Problem:
         given = {"query": self.query, "key": self.key, "value": self.value} | {
             name: self.options[name] for name in ("bias", "sinks") if self.options.get(name) is not None
         }
+        for name, hidden in self.poison.items():
+            given[name] = np.where(
+                np.asarray(hidden)[:, :, None, None], np.asarray(np.nan, given[name].dtype), given[name]
+            )
         return {name: jax.tree.map(jnp.asarray, x) for name, x in given.items()}
 
     @functools.cached_property
@@ -68,7 +96,8 @@ class Problem:
             options["bias"] = self._structured("")
         mask = self.options.get("mask")
         if mask is not None:
-            options["mask"] = np.asarray(mask.dense(*self.shape) if isinstance(mask, Mask) else mask)
+            known = mask if self.visible is None else self.visible
+            options["mask"] = np.asarray(known.dense(*self.shape) if isinstance(known, Mask) else known)
         if self.options.get("dropout_key") is not None and self.metadata.dropout_prob:
             words = dropout_seed(self.options["dropout_key"])
             prob = options["dropout_prob"] = self.metadata.dropout_prob
@@ -80,54 +109,92 @@ class Problem:
         """Random cotangents of every output that is asked for, in the outputs' dtypes."""
         rng = np.random.default_rng(self.seed)
         B, H, T, S = self.shape
-        out = {"attention_outputs": rng.normal(size=(B, T, H, self.value.shape[-1])).astype(self.query.dtype)}
+        out = {"attention_outputs": rng.normal(size=(B, T, H, self.value.shape[-1])).astype(self.dtype)}
         if self.options.get("return_lse"):
             out["logsumexp"] = rng.normal(size=(B, H, T)).astype(np.float32)
         if self.options.get("return_weights"):
-            out["attention_weights"] = rng.normal(size=(B, H, T, S)).astype(self.query.dtype)
+            out["attention_weights"] = rng.normal(size=(B, H, T, S)).astype(self.dtype)
         return out
 
-    def call(self, operation: OperationImpl, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Run the call with other values for its inputs; outputs that are not None, by name, heads after length."""
-        BHTD = self.metadata.layout == "BHTD"
-        qkv = [inputs[name].swapaxes(1, 2) if BHTD else inputs[name] for name in ("query", "key", "value")]
-        rest = {name: value for name, value in inputs.items() if name in ("bias", "sinks")}
-        result: OperationOutput = operation(*qkv, **(self.options | rest))
+    def call(self, operation: OperationImpl, inputs: dict[str, jax.Array], mask: Any = None) -> dict[str, jax.Array]:
+        """Run the call with other values for its inputs; outputs that are not None, by name, heads after length.
+
+        Args:
+            operation: what runs it.
+            inputs: values in place of those of `inputs`.
+            mask: a mask in place of the options'.
+        """
+        qkv, options = self._arguments(inputs)
+        result: OperationOutput = operation(*qkv, **(options if mask is None else options | {"mask": mask}))
         named = {name: value for name, value in result.to_dict().items() if value is not None}
-        if BHTD:
+        if self.metadata.layout == "BHTD":
             named["attention_outputs"] = named["attention_outputs"].swapaxes(1, 2)
         return named
 
-    def run(self, operation: OperationImpl, gradients: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Outputs and gradients by name, under `jax.jit`."""
+    def _arguments(self, inputs: dict[str, jax.Array]) -> tuple[list[jax.Array], dict[str, Any]]:
+        BHTD = self.metadata.layout == "BHTD"
+        qkv = [inputs[name].swapaxes(1, 2) if BHTD else inputs[name] for name in ("query", "key", "value")]
+        return qkv, self.options | {name: value for name, value in inputs.items() if name in ("bias", "sinks")}
 
-        @jax.jit
-        def both(inputs: Any, cotangents: Any) -> Any:
+    def request(self, operation: OperationImpl) -> Request:
+        """What the call says of itself to an operation; compiles nothing."""
+        qkv, options = self._arguments(self.inputs)
+        return operation.request(*qkv, **options)
+
+    def reasons(self, operation: OperationImpl) -> list[Reason]:
+        """Why the operation's forward for the platform can't serve the call."""
+        return operation.reasons(self.request(operation))
+
+    def program(self, operation: OperationImpl, gradients: bool = True) -> Callable[..., Any]:
+        """A function of `arguments` that gives outputs and gradients by name, for `jax.jit` and its like."""
+
+        def both(inputs: Any, cotangents: Any, mask: Any = None) -> Any:
             if not gradients:
-                return self.call(operation, inputs), {}
-            outputs, pull_back = jax.vjp(lambda x: self.call(operation, x), inputs)
+                return self.call(operation, inputs, mask), {}
+            outputs, pull_back = jax.vjp(lambda x: self.call(operation, x, mask), inputs)
             return outputs, pull_back(cotangents)[0]
 
+        return both
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of `program`: inputs, cotangents and, if it is traced, the mask."""
         cotangents = {name: jnp.asarray(x) for name, x in self.cotangents.items()}
-        outputs, grads = both(self.inputs, cotangents)
+        mask = self.options.get("mask")
+        return (self.inputs, cotangents, jax.tree.map(jnp.asarray, mask) if self.traced_mask else None)
+
+    def run(
+        self,
+        operation: OperationImpl,
+        gradients: bool = True,
+        compiler_options: dict[str, Any] | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Outputs and gradients by name, under `jax.jit`."""
+        program = jax.jit(self.program(operation, gradients), compiler_options=compiler_options)
+        outputs, grads = program(*self.arguments)
         return outputs, grads
 
-    def check(self, operation: OperationImpl, gradients: bool = True) -> None:
+    def check(
+        self,
+        operation: OperationImpl,
+        gradients: bool = True,
+        compiler_options: dict[str, Any] | None = None,
+    ) -> None:
         """Assert that the operation's outputs and gradients agree with the oracle, by the tolerance rule.
 
         Raises:
             AssertionError: one does not, or has the wrong shape or dtype, or is missing.
             UnsupportedError: the operation refuses the call.
         """
-        outputs, grads = self.run(operation, gradients)
+        outputs, grads = self.run(operation, gradients, compiler_options)
         self.check_outputs(outputs)
         if gradients:
             self.check_gradients(grads)
 
     def check_outputs(self, outputs: dict[str, Any]) -> None:
         """See `check`."""
-        dtype = self.query.dtype
-        qkv = (self.query, self.key, self.value)
+        dtype = self.dtype
+        qkv = self.qkv
         exact, narrow = (oracle.attention(*qkv, dtype=d, **self.oracle_options) for d in (np.float64, dtype))
         assert set(outputs) == set(self.cotangents), f"outputs are {set(outputs)}, must be {set(self.cotangents)}"
         assert outputs["attention_outputs"].dtype == dtype
@@ -145,18 +212,17 @@ class Problem:
 
     def check_gradients(self, gradients: dict[str, Any]) -> None:
         """See `check`."""
-        dtype = self.query.dtype
+        dtype = self.dtype
+        query, key, value = self.qkv
         cotangents = {
             "d_out": self.cotangents["attention_outputs"],
             "d_logsumexp": self.cotangents.get("logsumexp"),
             "d_weights": self.cotangents.get("attention_weights"),
         }
         exact, narrow = (
-            oracle.attention_gradients(
-                self.query, self.key, self.value, dtype=d, **cotangents, **self.oracle_options
-            )
+            oracle.attention_gradients(query, key, value, dtype=d, **cotangents, **self.oracle_options)
             for d in (np.float64, dtype)
-        )  # fmt: skip
+        )
         assert set(gradients) == set(exact.values)
         for name, value in exact.values.items():
             if isinstance(self.options.get(name), Bias):
@@ -173,6 +239,8 @@ class Problem:
         bias, (_, _, T, S) = self.options["bias"], self.shape
         if isinstance(bias, ALiBi):
             return getattr(oracle, f"alibi{what}")(*gradient, np.asarray(bias.slopes), T, S)
+        if isinstance(bias, ScoreFn) and self.score_pattern is not None:
+            return getattr(oracle, f"score_pattern{what}")(*gradient, np.asarray(bias.args[0]), self.score_pattern)
         assert isinstance(bias, RelativePosition), f"the oracle does not know {bias!r}"
         shape = T, S, bias.bidirectional, bias.max_distance
         return getattr(oracle, f"relative_position{what}")(*gradient, np.asarray(bias.table), *shape)
@@ -182,5 +250,5 @@ class Problem:
         # Distances and counts are not negative, so magnitudes go the way of the gradients but for their sign.
         magnitude = np.abs(self._structured("_gradient", exact.magnitudes["bias"]))
         (leaf,) = jax.tree.leaves(gradient)
-        allowed = tolerance(value, other, magnitude, self.query.dtype, 3)
+        allowed = tolerance(value, other, magnitude, self.dtype, 3)
         assert_close("gradient of bias", leaf, value, allowed)

@@ -23,6 +23,9 @@ from attnops.masks import (
     SlidingWindow,
 )
 from attnops.metadata import OperationMetadata
+from attnops.operations.vanilla import VanillaAttention
+from attnops.platforms import PLATFORMS
+from attnops.request import AttentionRequest
 from attnops.testing.problem import Problem
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -82,6 +85,21 @@ def problems(draw: st.DrawFn, max_length: int = 12, layouts: tuple[Any, ...] = (
         metadata=OperationMetadata(dropout_prob=dropout, layout=draw(st.sampled_from(layouts))),
         seed=draw(st.integers(0, 99)),
     )
+
+
+@st.composite
+def requests(draw: st.DrawFn, platforms: tuple[str, ...] = PLATFORMS) -> AttentionRequest:
+    """What the calls of `problems` say of themselves, as an operation's ``reasons`` and `attnops.explain` take it.
+
+    Args:
+        draw: hypothesis's.
+        platforms: the platforms to draw from.
+    """
+    problem = draw(problems())
+    request = problem.request(VanillaAttention(problem.metadata))
+    assert isinstance(request, AttentionRequest)
+    drawn: AttentionRequest = request.replace(platform=draw(st.sampled_from(platforms)))
+    return drawn
 
 
 @st.composite

@@ -1,0 +1,236 @@
+"""The README's figures on a CPU: `flash` beside jax.nn and torch, what skipped tiles save, and memory.
+
+Run ``python benchmarks/cpu.py`` (``--quick`` for two minutes' worth, ``--json FILE`` to keep the figures) on a machine
+that does nothing else; torch takes part if it is installed. All are measured in this one run, in turns, each checked
+against the float64 oracle before it is timed, and the best time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from attnops.bench import Case, Contender, Measurement, describe_machine, find, measure, packed_documents, peak_rss
+from attnops.bench.truth import Truth
+from attnops.masks import Causal, Coverage, Mask, SlidingWindow, block_map
+from attnops.operations.flash.tile_sizes import choose_tiles
+
+PEERS = ("jax.nn", "torch")
+# The goals: flash is at least as fast as either at any length, and at T = 4,096 so many times as fast as jax.nn,
+# forward and forward + backward, ...
+AT_4096 = {False: 5.0, True: 7.0}
+# ... takes at most so many times the share of the full time that is the share of tiles visited, ...
+SHARE = 1.3
+# ... and stays below so many bytes, its temporaries growing at most so much from T to 4 T.
+PEAK_BYTES, GROWTH = 2e9, 4.5
+
+# What needs more is left out, to keep the run to minutes: at T = 16,384 jax.nn's scores alone are 8.6 GB in float32.
+MEMORY_LIMIT = int(6e9)
+# A contender whose timings took longer together is not timed a third time.
+MOST_SECONDS = 3
+DTYPES = ("float32", "bfloat16")
+PASSES = {False: "forward", True: "forward + backward"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    lengths: Sequence[int] = (1024, 2048, 4096, 8192, 16384)
+    head_dims: Sequence[int] = (64, 128)
+    sparse_length: int = 16384
+    sparse_passes: Sequence[bool] = (False, True)
+    long: int = 65536
+    rounds: int = 4
+
+
+QUICK = Sizes(lengths=(1024, 2048), head_dims=(64,), sparse_length=8192, sparse_passes=(False,), long=16384, rounds=3)
+
+
+def run(entries: list[tuple[Case, Contender]], sizes: Sizes, title: str) -> list[Measurement]:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=len(entries) * (sizes.rounds + 1))
+
+        def step(what: str, steps: int) -> None:
+            progress.update(task, advance=steps, description=f"{title}, {what}")
+
+        return measure(entries, rounds=sizes.rounds, most_seconds=MOST_SECONDS, progress=step)
+
+
+def causal(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """flash, jax.nn and torch at each length."""
+    for dtype in DTYPES:
+        for head_dim in sizes.head_dims:
+            for length in sizes.lengths:
+                for backward, name in PASSES.items():
+                    case = Case(length=length, head_dim=head_dim, dtype=dtype, mask=Causal(), backward=backward,
+                                memory_limit=MEMORY_LIMIT)  # fmt: skip
+                    entries = [(case, contender) for contender in find(["flash", *PEERS])]
+                    found = run(entries, sizes, f"{dtype} D{head_dim} T{length} {name}")
+                    times = {m.name: m.best for m in found}
+                    yield {
+                        "dtype": dtype, "D": head_dim, "T": length, "pass": name, "seconds": times,
+                        "goal": {p: AT_4096[backward] if (p, length) == ("jax.nn", 4096) else 1.0 for p in PEERS},
+                        "median": {m.name: m.median for m in found},
+                        "ratio": {p: _ratio(times[p], times["flash"]) for p in PEERS},
+                        "temp_bytes": {m.name: m.temp_bytes for m in found},
+                        "not timed": {m.name: f"{m.status}: {m.reason}" for m in found if m.status != "ok"},
+                    }  # fmt: skip
+
+
+def sparse(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Masks that leave tiles empty, beside none. The documents are not known when tracing."""
+    T = sizes.sparse_length
+    documents = packed_documents(16, T)
+    masks: dict[str, Mask | None] = {
+        "full": None,
+        "causal": Causal(),
+        "causal window of 1,024": Causal() & SlidingWindow(1023, 0),
+        "16 documents": documents,
+        "16 documents, causal": Causal() & documents,
+    }
+    flash = find(["flash"])[0]
+    for dtype in DTYPES:
+        for backward in sizes.sparse_passes:
+            cases = [Case(length=T, dtype=dtype, mask=mask, backward=backward) for mask in masks.values()]
+            entries = [(case, dataclasses.replace(flash, name=name)) for case, name in zip(cases, masks, strict=True)]
+            found = run(entries, sizes, f"{dtype} T{T} {PASSES[backward]}")
+            full = found[0].best
+            for m in found:
+                visited, of_full = _visited(m.case), _ratio(m.best, full)
+                yield {
+                    "dtype": dtype, "T": T, "pass": PASSES[backward], "mask": m.name, "seconds": m.best,
+                    "visited": visited, "of full": of_full, "share": _ratio(of_full, visited), "not timed": m.reason,
+                }  # fmt: skip
+
+
+def _visited(case: Case) -> float:
+    """The share of flash's tiles that are not empty."""
+    blocks = choose_tiles(case.length, case.length, case.heads // case.K, None, None)
+    coverage = block_map(case.mask, case.shape, *blocks).coverage
+    return float((coverage != Coverage.EMPTY).mean())
+
+
+def memory(sizes: Sizes) -> dict[str, Any]:
+    """Forward and backward of a long sequence in a process of its own, and the temporaries of a quarter of it."""
+    command = [sys.executable, __file__, "--long", str(sizes.long)]
+    with Console(stderr=True).status(f"T{sizes.long} forward + backward in a process of its own"):
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found: dict[str, Any] = json.loads(child.stdout)
+        short = find(["flash"])[0].prepare(_long_case(sizes.long // 4))
+    return found | {"temp_bytes_quarter": short.temp_bytes, "growth": _ratio(found["temp_bytes"], short.temp_bytes)}
+
+
+def _long_case(length: int) -> Case:
+    return Case(length=length, heads=2, mask=Causal(), backward=True)
+
+
+def long(length: int) -> None:
+    """What `memory` runs in a process of its own: print what it took."""
+    case = _long_case(length)
+    before = peak_rss()
+    program = find(["flash"])[0].prepare(case)
+    truth = Truth(case)
+    results = program.results(truth.d_out)
+    peak = peak_rss()  # before the oracle takes its own
+    truth.check(results)
+    print(json.dumps({"T": length, "peak_rss": peak, "start_rss": before, "temp_bytes": program.temp_bytes}))
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or not b else a / b
+
+
+def _met(met: bool | None) -> str:
+    return "–" if met is None else "[green]met[/]" if met else "[red]not met[/]"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("dtype", "pass", "mask", "what") else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console.print(f"\n[bold]{title}[/]")
+    console.print(table)
+
+
+def report_causal(found: list[dict[str, Any]]) -> None:
+    rows = []
+    for x in found:
+        peers = [cell for p in PEERS for cell in (
+            _number(x["ratio"][p], ".2f"), f"{x['goal'][p]:g}",
+            _met(None if x["ratio"][p] is None else x["ratio"][p] >= x["goal"][p]))]  # fmt: skip
+        times = [_number(s and s * 1e3, ",.1f") for s in x["seconds"].values()]
+        rows.append([x["dtype"], str(x["D"]), f"{x['T']:,}", x["pass"], *times, *peers])
+    peers = [cell for p in PEERS for cell in (f"× {p}", "≥", "")]
+    _print("Causal, B1 H8, best time in ms", ["dtype", "D", "T", "pass", "flash", *PEERS, *peers], rows)
+    notes = {f"{name} {reason}" for x in found for name, reason in x["not timed"].items()}
+    for note in sorted(notes):
+        Console().print(f"Not timed: {note}", highlight=False, soft_wrap=True)
+
+
+def report_sparse(found: list[dict[str, Any]]) -> None:
+    rows = [
+        [x["dtype"], x["pass"], x["mask"], _number(x["seconds"] and x["seconds"] * 1e3, ",.1f"), f"{x['visited']:.3f}",
+         _number(x["of full"], ".3f"), _number(x["share"], ".2f"), _met(x["share"] and x["share"] <= SHARE)]
+        for x in found
+    ]  # fmt: skip
+    columns = ["dtype", "pass", "mask", "flash", "tiles visited", "of full time", "time / tiles", f"≤ {SHARE}"]
+    _print(f"Skipped tiles, B1 H8 D64, T = {found[0]['T']:,}, best time in ms", columns, rows)
+
+
+def report_memory(m: dict[str, Any]) -> None:
+    rows = [
+        ["peak memory of the process", f"{m['peak_rss'] / 1e6:,.0f} MB", _met(m["peak_rss"] < PEAK_BYTES)],
+        ["of it Python and JAX", f"{m['start_rss'] / 1e6:,.0f} MB", ""],
+        [f"temporaries at T = {m['T']:,}", f"{m['temp_bytes'] / 1e6:,.0f} MB", ""],
+        [f"temporaries at T = {m['T'] // 4:,}", f"{m['temp_bytes_quarter'] / 1e6:,.0f} MB", _met(m["growth"] < GROWTH)],
+    ]
+    title = f"Memory, B1 H2 D64 float32, T = {m['T']:,}, causal forward + backward"
+    _print(title, ["what", "measured", f"< {PEAK_BYTES / 1e9:g} GB, < {GROWTH} ×"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--quick", action="store_true", help="small sizes only")
+    parser.add_argument("--long", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.long:
+        long(arguments.long)
+        return
+    sizes = QUICK if arguments.quick else Sizes()
+    machine = describe_machine()
+    versions = ", ".join(f"{name} {machine['versions'].get(name, '–')}" for name in ("python", "jax", "torch"))
+    Console().print(f"{machine['processor']}, {machine['cores']} cores; {versions}", highlight=False)
+    figures: dict[str, Any] = {"machine": machine}
+    sections = (
+        ("memory", memory, report_memory),
+        ("sparse", lambda sizes: list(sparse(sizes)), report_sparse),
+        ("causal", lambda sizes: list(causal(sizes)), report_causal),
+    )
+    for name, section, show in sections:
+        figures[name] = section(sizes)
+        show(figures[name])
+        if arguments.json:  # after each, so that what is there is kept if the run ends early
+            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

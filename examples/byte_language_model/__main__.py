@@ -1,0 +1,7 @@
+"""`python -m examples.byte_language_model`, in the repository."""
+
+import sys
+
+from .train import main
+
+sys.exit(main())

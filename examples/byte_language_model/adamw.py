@@ -1,0 +1,62 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) with a clipped gradient, a warm-up and a cosine decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .model import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """How to update. Hashable: it is static under `jit`."""
+
+    steps: int  # of the whole training: the rate falls to a tenth of its peak by the last
+    rate: float = 3e-3  # at its peak
+    warmup: int = 30  # steps to the peak
+    decay: float = 0.1  # of the weights, towards 0; a norm's scale is stored as what is added to 1
+    clip: float = 1.0  # the gradient's largest norm
+    momentum: float = 0.9
+    memory: float = 0.95  # of the squares
+    epsilon: float = 1e-8
+
+
+class State(NamedTuple):
+    """What AdamW remembers."""
+
+    step: jax.Array  # int32, updates made
+    means: Params  # of the gradients
+    squares: Params  # of their squares
+
+
+def start(params: Params) -> State:
+    """Before the first update."""
+    # Two trees of zeros, not one twice: a step may write over both.
+    return State(jnp.int32(0), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+
+
+def update(optimizer: AdamW, params: Params, gradients: Params, state: State) -> tuple[Params, State]:
+    """One update of the weights, and the state after it."""
+    o, step = optimizer, state.step + 1
+    norm = jnp.sqrt(sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(gradients)))
+    gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, o.clip / norm), gradients)
+    means = jax.tree.map(lambda m, g: o.momentum * m + (1 - o.momentum) * g, state.means, gradients)
+    squares = jax.tree.map(lambda s, g: o.memory * s + (1 - o.memory) * g * g, state.squares, gradients)
+    rate = learning_rate(o, step)
+
+    def move(weights: jax.Array, mean: jax.Array, square: jax.Array) -> jax.Array:
+        mean, square = mean / (1 - o.momentum**step), square / (1 - o.memory**step)
+        return weights - rate * (mean / (jnp.sqrt(square) + o.epsilon) + o.decay * weights)
+
+    return jax.tree.map(move, params, means, squares), State(step, means, squares)
+
+
+def learning_rate(optimizer: AdamW, step: jax.Array) -> jax.Array:
+    """At a step counted from 1: linear to the peak, then a cosine to a tenth of it."""
+    o = optimizer
+    done = jnp.clip((step - o.warmup) / max(1, o.steps - o.warmup), 0, 1)
+    return o.rate * jnp.minimum(step / o.warmup, 0.55 + 0.45 * jnp.cos(jnp.pi * done))

@@ -1,0 +1,56 @@
+"""Attention over packed rows by an operation, and the same with its rounding changed, for comparison."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import attnops
+from attnops.masks import Causal, Segments
+
+# Hashable, as it is static under `jit`: q [B, T, H, D], k and v [B, T, K, D], segments [B, T] integers -> [B, T, H, D].
+Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def create_operation(name: str, block: int | None = None) -> attnops.OperationImpl:
+    """The installed operation of this name, with tiles of ``block`` queries and keys where it has tiles.
+
+    Raises:
+        UnknownOperationError: no installed distribution has it.
+        UnsupportedError: it is not attention over query, key and value.
+    """
+    # One that can't serve this model is to say so, and not to hand over to its native forward, whose curve would then
+    # stand under its name.
+    metadata = attnops.OperationMetadata(on_unsupported="error", block_q=block, block_k=block)
+    operation = attnops.OperationRegistry.create(name, metadata)
+    if not isinstance(operation, attnops.OperationImpl):
+        raise attnops.UnsupportedError(f"{type(operation).__name__} does not take query, key and value alone")
+    return operation
+
+
+@functools.cache  # equal operations give the same function, which is then compiled once
+def packed(operation: attnops.OperationImpl) -> Attention:
+    """Each token sees those before it in its own document. What the model is trained with."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
+        return operation(query, key, value, mask=Causal() & Segments(segments)).attention_outputs
+
+    return attend
+
+
+@functools.cache
+def packed_in_reverse(operation: attnops.OperationImpl) -> Attention:
+    """The same, but with keys and values laid out from the last to the first, and so summed in another order.
+
+    Equal to `packed` in exact arithmetic; what differs is rounding, of the kind in which implementations differ.
+    """
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
+        positions = jnp.arange(key.shape[1])[::-1]
+        mask = Causal().at(kv_positions=positions) & Segments(segments, segments[:, ::-1])
+        return operation(query, key[:, ::-1], value[:, ::-1], mask=mask).attention_outputs
+
+    return attend

@@ -1,0 +1,74 @@
+"""Training with one attention: the loss at every step, and how long a step takes."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from . import adamw
+from .attention import Attention
+from .model import Config, Params, init, loss
+from .packing import Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that a training takes but the rows and the attention. Hashable: it is static under `jit`."""
+
+    steps: int = 300
+    batch: int = 8  # rows a step
+    length: int = 256  # tokens a row
+    seed: int = 0  # of the first weights and of the rows' order
+    model: Config = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training gave."""
+
+    losses: npt.NDArray[np.float32]  # [steps] nats a byte, each before its update
+    params: Params  # after the last update
+    first_seconds: float  # of the first step: tracing and compiling, if the same was not trained before
+    step_seconds: float  # of those after it, median; NaN if there are none
+
+
+def train(plan: Plan, rows: Rows, attention: Attention, *, on_step: Callable[[float], Any] = lambda loss: None) -> Run:
+    """Train from the plan's first weights, and call ``on_step`` with each loss.
+
+    ``attention`` is hashable; what it raises is raised.
+    """
+    params = init(plan.model, plan.seed)
+    state = adamw.start(params)
+    rows = rows.shuffled(plan.seed)
+    losses = np.full(plan.steps, np.nan, np.float32)
+    seconds = []
+    for i in range(plan.steps):
+        begun = time.perf_counter()
+        params, state, value = _step(plan, attention, params, state, rows.batch(i, plan.batch))
+        losses[i] = value  # waits for it
+        seconds.append(time.perf_counter() - begun)
+        on_step(float(losses[i]))
+    return Run(
+        losses=losses,
+        params=params,
+        first_seconds=seconds[0],
+        step_seconds=statistics.median(seconds[1:]) if plan.steps > 1 else math.nan,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "attention"), donate_argnames=("params", "state"))
+def _step(
+    plan: Plan, attention: Attention, params: Params, state: adamw.State, batch: Rows
+) -> tuple[Params, adamw.State, jax.Array]:
+    """The weights and the state after an update, and the loss before it."""
+    value, gradients = jax.value_and_grad(loss)(params, plan.model, batch, attention)
+    return *adamw.update(adamw.AdamW(steps=plan.steps), params, gradients, state), value

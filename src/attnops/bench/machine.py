@@ -1,0 +1,71 @@
+"""The machine that figures are of, and its memory."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+# Those whose versions figures depend on, where they are installed.
+_VERSIONS: Final = ("attnops", "jax", "jaxlib", "numpy", "torch", "tokamax", "ejkernel")
+# Half of it: the system and the inputs want some too.
+_SHARE: Final = 0.5
+_GUESS: Final = 8 << 30
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, devices and versions."""
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": _processor(),
+        "cores": cores(),
+        "memory_bytes": physical_memory(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "versions": versions,
+    }
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def physical_memory() -> int:
+    """Bytes of the host's memory; a guess where the system can't say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError):  # Windows
+        return _GUESS
+
+
+def default_memory_limit() -> int:
+    """Half the memory of JAX's default device, in bytes."""
+    stats = jax.devices()[0].memory_stats()
+    return int(_SHARE * (stats or {}).get("bytes_limit", physical_memory()))
+
+
+def peak_rss() -> int:
+    """The most memory that this process ever held, in bytes."""
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,142 @@
+"""Measuring: everything is checked first, then timed in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import jax
+
+from attnops.bench.case import Case, Refused
+from attnops.bench.contenders import Contender, Ready
+from attnops.bench.truth import Truth
+
+# A timing lasts at least this many seconds, so that the clock's own cost and resolution don't count.
+_SHORTEST: Final = 0.01
+
+Status = Literal["ok", "wrong", "refused", "failed"]
+
+
+@dataclasses.dataclass
+class Measurement:
+    """What came of one contender in one case.
+
+    Attributes:
+        name: the contender's.
+        is_peer: whether it is another library's.
+        case: the case.
+        status: "ok", or "wrong" by the oracle, "refused" before it ran, "failed" with an error; only ok is timed.
+        reason: why it is not ok.
+        what: what ran, in words.
+        seconds: the time of a call, one a round.
+        temp_bytes: see `Ready`.
+        compile_seconds: see `Ready`.
+        checked_rows: the queries of each batch and head that were held against the oracle.
+    """
+
+    name: str
+    is_peer: bool
+    case: Case
+    status: Status = "ok"
+    reason: str = ""
+    what: str = ""
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    temp_bytes: int | None = None
+    compile_seconds: float | None = None
+    checked_rows: int = 0
+
+    @property
+    def best(self) -> float | None:
+        """The shortest time, which other work on the machine disturbs least."""
+        return min(self.seconds, default=None)
+
+    @property
+    def median(self) -> float | None:
+        """The time in the middle."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field, for a program to read."""
+        shown = ("batch", "length", "heads", "head_dim", "dtype", "backward")
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "case"}
+        of_case = {name: getattr(self.case, name) for name in shown} | {"kv_heads": self.case.K}
+        mask = "" if self.case.mask is None else repr(self.case.mask)
+        return of_case | {"mask": mask} | own | {"best_seconds": self.best, "median_seconds": self.median}
+
+
+def measure(
+    entries: Sequence[tuple[Case, Contender]],
+    *,
+    rounds: int = 5,
+    most_seconds: float = 30.0,
+    progress: Callable[[str, int], None] = lambda what, steps: None,
+) -> list[Measurement]:
+    """Prepare and check all, then time them in turns, so that a slow moment of the machine hits everybody.
+
+    Args:
+        entries: who takes part in what; those that are to be compared belong into one call.
+        rounds: timings of each.
+        most_seconds: an entry whose timings took longer together is not timed again, once it has two.
+        progress: told what comes next, and how many steps are done; all are ``len(entries) * (rounds + 1)``.
+    """
+    truths = {id(case): Truth(case) for case, _ in entries}
+    found, ready = [], []
+    for case, contender in entries:
+        progress(f"{contender.name}: checking", 0)
+        measurement = Measurement(contender.name, contender.is_peer, case)
+        program = _prepare(measurement, contender, truths[id(case)])
+        found.append(measurement)
+        if program is not None:
+            ready.append((measurement, program, _calls(program)))
+        progress(f"{contender.name}: {measurement.status}", 1 if program else 1 + rounds)
+    for _ in range(rounds):
+        for measurement, program, calls in ready:
+            progress(f"{measurement.name}: timing", 0)
+            if len(measurement.seconds) < 2 or calls * sum(measurement.seconds) < most_seconds:
+                measurement.seconds.append(_time(program, calls))
+            progress(f"{measurement.name}: timing", 1)
+    return found
+
+
+def _prepare(measurement: Measurement, contender: Contender, truth: Truth) -> Ready | None:
+    """The program if it is there and right; else the measurement says why not."""
+    try:
+        program = contender.prepare(truth.case)
+        measurement.what = program.what
+        measurement.compile_seconds, measurement.temp_bytes = program.compile_seconds, program.temp_bytes
+        results = program.results(truth.d_out)
+    except Refused as error:
+        measurement.status, measurement.reason = "refused", str(error)
+        return None
+    except Exception as error:  # whatever another library raises
+        first_line = next(iter(str(error).splitlines()), "")
+        measurement.status, measurement.reason = "failed", f"{type(error).__name__}: {first_line}"
+        return None
+    try:
+        truth.check(results)
+    except AssertionError as error:
+        measurement.status, measurement.reason = "wrong", str(error)
+        return None
+    measurement.checked_rows = len(truth.rows)
+    return program
+
+
+def _calls(program: Ready) -> int:
+    """The calls that a timing takes. The call that finds out also warms up."""
+    once = max(_time(program, 1), 1e-6)
+    return max(1, round(_SHORTEST / once))
+
+
+def _time(program: Ready, calls: int) -> float:
+    # An accelerator runs calls one after another and is kept busy; a CPU would run them side by side.
+    wait_each = jax.default_backend() == "cpu"
+    start = time.perf_counter()
+    for _ in range(calls):
+        outputs = program.run()
+        if wait_each:
+            program.wait(outputs)
+    program.wait(outputs)
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,283 @@
+"""What the suite checks of an operation beside the features: determinism, memory, transforms and refusals.
+
+Each function takes the `Subject` and raises what `attnops.testing.runner.attempt` understands.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.biases import ALiBi, RelativePosition
+from attnops.errors import NotDifferentiableError, UnsupportedError
+from attnops.masks import Causal, Segments, SlidingWindow
+from attnops.operation import OperationImpl
+from attnops.remat import get_gradient_checkpoint_policy
+from attnops.testing import oracle
+from attnops.testing.problem import Problem
+from attnops.testing.runner import NotRunError, Subject
+from attnops.testing.tolerance import assert_close, tolerance
+
+Error = TypeVar("Error", bound=Exception)
+
+# The memory at four times the length, at most, over the memory at the length.
+GROWTH: Final = 4.5
+
+# What a behaviour is checked with: the first of these combinations that the operation serves.
+_RICH: Final = (
+    ("GQA", "Causal", "bias [1, H, T, S]", "soft cap", "sinks"),
+    ("bfloat16", "GQA", "Causal", "bias [1, H, T, S]", "soft cap", "sinks"),
+    ("GQA", "Causal", "bias [1, H, T, S]"),
+    ("GQA", "Causal"),
+    ("bfloat16", "GQA", "Causal"),
+    (),
+    ("bfloat16",),
+)
+
+
+def _served(subject: Subject, seed: int = 0) -> tuple[Problem, OperationImpl]:
+    for names in _RICH:
+        problem = subject.problem(names, seed)
+        operation = subject.make(problem.metadata)
+        if not problem.reasons(operation):
+            return problem, operation
+    raise AssertionError("it refuses even the plain problem, in float32 and in bfloat16")
+
+
+def _jit(subject: Subject, function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(function, compiler_options=subject.compiler_options)
+
+
+def _check(subject: Subject, problem: Problem, found: Any) -> None:
+    outputs, gradients = found
+    problem.check_outputs(outputs)
+    if subject.gradients:
+        problem.check_gradients(gradients)
+
+
+def serves_something(subject: Subject) -> None:
+    """One that refuses everything would never be wrong."""
+    problem, operation = _served(subject)
+    problem.check(operation, subject.gradients, subject.compiler_options)
+
+
+def deterministic(subject: Subject) -> None:
+    """Outputs and gradients are the same to the bit when the program runs again."""
+    problem, operation = _served(subject)
+    program = _jit(subject, problem.program(operation, subject.gradients))
+    first = program(*problem.arguments)
+    for _ in range(3):
+        again = program(*problem.arguments)
+        for (path, a), b in zip(jax.tree.leaves_with_path(first), jax.tree.leaves(again), strict=True):
+            differ = int((np.asarray(a).view(np.uint8) != np.asarray(b).view(np.uint8)).sum())
+            assert not differ, f"{jax.tree_util.keystr(path)}: {differ} bytes differ when run again"
+
+
+def eager(subject: Subject) -> None:
+    """Outside `jax.jit` it is right too."""
+    problem, operation = _served(subject)
+    _check(subject, problem, problem.program(operation, subject.gradients)(*problem.arguments))
+
+
+def vmap(subject: Subject) -> None:
+    """`jax.vmap` over a further axis gives what a loop over it gives: each slice is right."""
+    pair = [_served(subject, seed) for seed in (0, 1)]
+    problem, operation = pair[0]
+    program = _jit(subject, jax.vmap(lambda *x: problem.program(operation, subject.gradients)(*x)))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(p.arguments for p, _ in pair))
+    found = program(*stacked)
+    for i, (slice_, _) in enumerate(pair):
+        _check(subject, slice_, jax.tree.map(lambda x, i=i: x[i], found))
+
+
+def checkpoint(subject: Subject) -> None:
+    """Gradients under `jax.checkpoint` with the policy "save_attention" are right."""
+    if not subject.gradients:
+        raise NotRunError(f"mode {subject.mode} has no gradients")
+    problem, operation = _served(subject)
+    policy = get_gradient_checkpoint_policy("save_attention")
+
+    def both(inputs: Any, cotangents: Any, mask: Any) -> Any:
+        def layer(x: Any) -> Any:
+            return problem.call(operation, x, mask)
+
+        outputs, pull_back = jax.vjp(jax.checkpoint(layer, policy=policy), inputs)
+        return outputs, pull_back(cotangents)[0]
+
+    _check(subject, problem, _jit(subject, both)(*problem.arguments))
+
+
+def export(subject: Subject) -> None:
+    """A program exported by `jax.export`, as bytes and back, is right."""
+    if subject.base.interpret:
+        raise NotRunError("what is exported is the compiled kernel, not its interpreter")
+    problem, operation = _served(subject)
+    exported = jax.export.export(jax.jit(problem.program(operation, subject.gradients)))(*problem.arguments)
+    if importlib.util.find_spec("flatbuffers"):  # what JAX needs to serialise
+        exported = jax.export.deserialize(exported.serialize())
+    _check(subject, problem, _jit(subject, exported.call)(*problem.arguments))
+
+
+def second_derivative(subject: Subject) -> None:
+    """The gradient of a gradient is right, or refused in words."""
+    if not subject.gradients:
+        raise NotRunError(f"mode {subject.mode} has no gradients")
+    problem = subject.problem(())
+    operation = subject.make(problem.metadata)
+    direction = np.random.default_rng(3).normal(size=problem.query.shape)
+
+    def twice(attend: Callable[[Any], Any]) -> Any:
+        def gradient(query: Any) -> Any:
+            return jax.grad(lambda q: jnp.vdot(attend(q), problem.cotangents["attention_outputs"]))(query)
+
+        along = jnp.asarray(direction, jnp.float32)
+        return _jit(subject, jax.grad(lambda q: jnp.vdot(gradient(q), along)))(problem.inputs["query"])
+
+    try:
+        found = twice(lambda q: problem.call(operation, problem.inputs | {"query": q})["attention_outputs"])
+    except NotDifferentiableError as error:
+        raise NotRunError(f"refused: {error}") from None
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
+
+    def oracle_gradient(query: Any) -> Any:
+        d_out = problem.cotangents["attention_outputs"]
+        return oracle.attention_gradients(query, problem.key, problem.value, d_out=d_out).values["query"]
+
+    step = 1e-5 * direction
+    query = problem.query.astype(np.float64)
+    exact = (oracle_gradient(query + step) - oracle_gradient(query - step)) / 2e-5
+    plain = twice(lambda q: _plain_attention(q, problem.key, problem.value))
+    allowed = tolerance(exact, plain, exact, np.float32, 3)
+    assert_close("second derivative of query", found, exact, allowed)
+
+
+def _plain_attention(q: Any, k: Any, v: Any) -> Any:
+    """The computation in float32 that the tolerance rule compares with; as many kv heads as heads."""
+    with jax.default_matmul_precision("highest"):
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
+
+
+def unknown_option(subject: Subject) -> None:
+    """A misspelt option is a `TypeError` that names it."""
+    problem, operation = _served(subject)
+    misspelt: dict[str, Any] = {"sofmax_scale": 0.5}
+    error = _raised(TypeError, lambda: operation(problem.query, problem.key, problem.value, **misspelt))
+    assert error is not None, "the option sofmax_scale, which there is not, was ignored"
+    assert "sofmax_scale" in str(error), f"the TypeError does not name the option sofmax_scale: {error}"
+
+
+def float8(subject: Subject) -> None:
+    """An 8-bit dtype, which the contract has not, is refused with a reason that names it, unless declared."""
+    dtype = jnp.dtype(jnp.float8_e4m3fn)
+    if dtype.name in subject.limits.dtypes:
+        raise NotRunError(f"the operation declares {dtype.name}")
+    problem = subject.problem(())
+    query, key, value = (jnp.asarray(x).astype(dtype) for x in (problem.query, problem.key, problem.value))
+    error = _raised(UnsupportedError, lambda: subject.make(problem.metadata)(query, key, value))
+    assert error is not None, f"{dtype.name} was not refused"
+    assert any(dtype.name in str(reason) for reason in error.reasons), f"no reason names {dtype.name}: {error}"
+
+
+def refusals_are_listed(subject: Subject) -> None:
+    """With ``on_unsupported="error"`` a refusal states every reason."""
+    problem = subject.problem(("weights", "sinks", "dropout", "head dims 576/512", "ScoreFn", "~mask"))
+    operation = subject.make(problem.metadata)
+    reasons = problem.reasons(operation)
+    if not reasons:
+        raise NotRunError("it refuses nothing of what was asked")
+    error = _raised(
+        UnsupportedError,
+        lambda: jax.eval_shape(problem.program(operation, gradients=False), *problem.arguments),
+    )
+    assert error is not None, f"{reasons[0]}, it says, but it ran"
+    unsaid = [str(reason) for reason in reasons if str(reason) not in str(error)]
+    assert not unsaid, f"the refusal does not state {unsaid}"
+
+
+def _raised(kind: type[Error], function: Callable[[], Any]) -> Error | None:
+    try:
+        function()
+    except kind as error:
+        return error
+    return None
+
+
+BEHAVIOURS: Final[dict[str, Callable[[Subject], None]]] = {
+    "serves something": serves_something,
+    "deterministic": deterministic,
+    "eager": eager,
+    "vmap": vmap,
+    "checkpoint": checkpoint,
+    "export": export,
+    "second derivative": second_derivative,
+    "unknown option": unknown_option,
+    "float8": float8,
+    "refusals are listed": refusals_are_listed,
+}
+
+
+def _segments(T: int) -> dict[str, Any]:
+    return {"mask": Segments(jax.ShapeDtypeStruct((1, T), jnp.int32))}
+
+
+# By name: the options of a call at a length, whose arrays are arguments of the program.
+MEMORY: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
+    "no mask": lambda T: {},
+    "Causal": lambda T: {"mask": Causal()},
+    "SlidingWindow": lambda T: {"mask": SlidingWindow(127, 0)},
+    "traced Segments": _segments,
+    "ALiBi": lambda T: {"bias": ALiBi(jax.ShapeDtypeStruct((2,), jnp.float32))},
+    "RelativePosition": lambda T: {"bias": RelativePosition(jax.ShapeDtypeStruct((32, 2), jnp.float32))},
+}
+
+
+def memory_growth(subject: Subject, case: str, length: int = 1024) -> None:
+    """Four times the length needs at most `GROWTH` times the memory for temporaries, by the compiler's own figures.
+
+    In tiles that are small beside the length: those of one large tile would hide what grows with T × S.
+    """
+    if not subject.limits.linear_memory:
+        raise NotRunError("quadratic, by declaration")
+    if subject.base.interpret:
+        raise NotRunError("the interpreter's memory is not the kernel's")
+    small, large = (_temporaries(subject, case, T) for T in (length, 4 * length))
+    if small is None or large is None:
+        raise NotRunError("this compiler states no memory")
+    growth = large / max(small, 1)
+    assert growth <= GROWTH, (
+        f"{small:,} bytes at length {length:,}, {large:,} at {4 * length:,}: {growth:.1f} times, "
+        f"but at most {GROWTH} times, or Limits(linear_memory=False)"
+    )
+
+
+def _temporaries(subject: Subject, case: str, T: int) -> int | None:
+    """Bytes of temporaries, forward and backward, at T queries and keys."""
+    operation = subject.make(subject.base.replace(block_q=4 * subject.block, block_k=4 * subject.block))
+    dtype = next(name for name in ("float32", "bfloat16", "float16") if name in subject.limits.dtypes)
+    array = jax.ShapeDtypeStruct((1, T, 2, 64), dtype)
+    options = MEMORY[case](T)
+
+    def both(query: Any, key: Any, value: Any, d_out: Any, options: Any) -> Any:
+        def attend(inputs: Any) -> Any:
+            query, key, value, bias = inputs
+            return operation(query, key, value, **options, bias=bias).attention_outputs
+
+        bias = options.pop("bias", None)
+        if not subject.gradients:
+            return attend((query, key, value, bias))
+        out, pull_back = jax.vjp(attend, (query, key, value, bias))
+        return out, pull_back(d_out)
+
+    program = _jit(subject, both)
+    compiled = program.lower(array, array, array, array, options).compile()  # type: ignore[attr-defined]
+    figures = compiled.memory_analysis()
+    return None if figures is None else int(figures.temp_size_in_bytes)

@@ -1,0 +1,104 @@
+"""OperationConformance: the whole suite for one operation, as a pytest class to subclass. Needs pytest."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import pytest
+
+from attnops.metadata import OperationMetadata
+from attnops.operation import OperationImpl
+from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
+from attnops.testing.features import FEATURES
+from attnops.testing.runner import Outcome, Status, Subject, attempt, covering_rows, joined, sampled_pairs
+
+
+class OperationConformance:
+    """Every feature of the contract, alone and combined in pairs, is right or refused with a reason; nothing is wrong.
+
+    ::
+
+        class TestFlashOnTPU(OperationConformance):
+            operation, platform = "flash", "tpu"
+            interpret = True
+
+    Values and gradients are held to the float64 oracle by the tolerance rule. Marked ``slow`` are each feature
+    alone, all pairs and most memory figures: register the marker, and leave them out with ``-m "not slow"``. What
+    remains has every feature in one pair or another.
+
+    Class attributes:
+        operation: the operation's name, ``distribution:name``, or its class.
+        platform: what `OperationMetadata` takes; None for this machine's.
+        interpret: run kernels in their language's interpreter.
+        mode: the runtime mode; gradients are checked in "train" alone.
+        block: queries and keys a tile, small so that small problems have several. Lengths are 2.5 times it.
+        metadata: further fields of the metadata.
+        refuses: the names of the features that it refuses, and no others; pairs as ``"GQA + Causal"`` where both
+            features are served alone. None: any may be refused.
+    """
+
+    operation: ClassVar[str | type[OperationImpl]]
+    platform: ClassVar[str | None] = None
+    interpret: ClassVar[bool] = False
+    mode: ClassVar[str] = "train"
+    block: ClassVar[int] = 16
+    metadata: ClassVar[OperationMetadata] = OperationMetadata()
+    refuses: ClassVar[frozenset[str] | None] = None
+
+    @classmethod
+    def subject(cls) -> Subject:
+        """What is checked."""
+        return _subject(cls.operation, cls.platform, cls.interpret, cls.mode, cls.block, cls.metadata)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("feature", FEATURES)
+    def test_feature(self, feature: str, record_property: Any) -> None:
+        """See `Subject.check`."""
+        self._judge([self.subject().check([feature])], record_property)
+
+    @pytest.mark.parametrize("pair", sampled_pairs(), ids=joined)
+    def test_sampled_pair(self, pair: tuple[str, str], record_property: Any) -> None:
+        """Every feature in the company of another; alone, where that one is refused."""
+        self._judge(self.subject().check_pair_or_alone(pair), record_property)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("row", covering_rows(), ids=joined)
+    def test_all_pairs(self, row: tuple[str, ...], record_property: Any) -> None:
+        """Every pair, several in a problem."""
+        self._judge(self.subject().check_pairs(row), record_property)
+
+    @pytest.mark.parametrize("behaviour", BEHAVIOURS)
+    def test_behaviour(self, behaviour: str) -> None:
+        """See `attnops.testing.behaviours`."""
+        outcome = attempt(behaviour, functools.partial(BEHAVIOURS[behaviour], self.subject()))
+        assert outcome.status is not Status.WRONG, outcome.detail
+
+    @pytest.mark.parametrize(
+        "case", [case if case == "Causal" else pytest.param(case, marks=pytest.mark.slow) for case in MEMORY]
+    )
+    def test_memory_growth(self, case: str) -> None:
+        """See `attnops.testing.behaviours.memory_growth`."""
+        outcome = attempt(case, functools.partial(memory_growth, self.subject(), case))
+        assert outcome.status is not Status.WRONG, outcome.detail
+
+    def _judge(self, outcomes: list[Outcome], record_property: Any) -> None:
+        wrong = [f"{outcome.name}: {outcome.detail}" for outcome in outcomes if outcome.status is Status.WRONG]
+        assert not wrong, "\n".join(wrong)
+        for outcome in outcomes:
+            if outcome.status is Status.REFUSED:
+                record_property(f"refused {outcome.name}", outcome.detail)
+            if self.refuses is None:
+                continue
+            stated = outcome.name in self.refuses or any(name in self.refuses for name in outcome.name.split(" + "))
+            if outcome.status is Status.REFUSED:
+                assert stated, f"{outcome.name} is refused, but is not in `refuses`: {outcome.detail}"
+            else:
+                assert not stated, f"{outcome.name} is in `refuses`, but is served: take it out"
+
+
+@functools.cache
+def _subject(operation: Any, platform: Any, interpret: bool, mode: str, block: int, metadata: Any) -> Subject:
+    return Subject(
+        operation=operation, platform=platform, interpret=interpret, mode=mode, block=block, metadata=metadata
+    )

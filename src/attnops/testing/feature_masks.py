@@ -1,0 +1,227 @@
+"""The masks of the conformance suite, each with what it allows told a second time, in numpy alone.
+
+A case is a function of (B, H, T, S) that gives the mask and booleans that broadcast to [B, H, T, S].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from attnops.masks import (
+    Causal,
+    Chunked,
+    Dense,
+    KeyPadding,
+    Lengths,
+    Mask,
+    MaskFn,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+class Case(NamedTuple):
+    """A mask, and what it allows, [B or 1, H or 1, T or 1, S or 1]."""
+
+    mask: Mask
+    visible: Array
+
+
+MaskCase = Callable[[int, int, int, int], Case]
+
+
+class Padding(NamedTuple):
+    """A mask that hides tokens, what it allows, and which tokens may therefore hold anything: booleans [B, length]."""
+
+    mask: Mask
+    visible: Array
+    hidden: dict[str, Array]
+
+
+def _positions(T: int, S: int) -> tuple[Array, Array]:
+    """Of queries, [T, 1], and of keys, [1, S]; the last query stands at the last key."""
+    return np.arange(T)[:, None] + S - T, np.arange(S)[None, :]
+
+
+def _causal(B: int, H: int, T: int, S: int) -> Case:
+    q, kv = _positions(T, S)
+    return Case(Causal(), (kv <= q)[None, None])
+
+
+def _offset(B: int, H: int, T: int, S: int) -> Case:
+    q, kv = np.arange(T)[:, None], np.arange(S)[None, :]
+    return Case(Causal(offset=3), (kv <= q + 3)[None, None])
+
+
+def _window(B: int, H: int, T: int, S: int) -> Case:
+    q, kv = _positions(T, S)
+    return Case(SlidingWindow(5, 2), ((q - 5 <= kv) & (kv <= q + 2))[None, None])
+
+
+def _chunked(B: int, H: int, T: int, S: int) -> Case:
+    q, kv = _positions(T, S)
+    return Case(Chunked(7), (q // 7 == kv // 7)[None, None])
+
+
+def _prefix(B: int, H: int, T: int, S: int) -> Case:
+    q, kv = _positions(T, S)
+    return Case(PrefixLM(S // 2), ((kv <= q) | (kv < S // 2))[None, None])
+
+
+def _ids(B: int, length: int) -> Array:
+    """Three documents a row, cut at other places in each, [B, length]."""
+    return (np.arange(length)[None, :] * 3 + 2 * np.arange(B)[:, None]) // length
+
+
+def _segments(B: int, H: int, T: int, S: int) -> Case:
+    q, kv = _ids(B, T), _ids(B, S)
+    return Case(Segments(q, kv), (q[:, :, None] == kv[:, None, :])[:, None])
+
+
+def _kv_lengths(B: int, S: int) -> Array:
+    return np.maximum(S - 5 * np.arange(1, B + 1), 1)
+
+
+def _lengths(B: int, H: int, T: int, S: int) -> Case:
+    lengths = _kv_lengths(B, S)
+    return Case(Lengths(lengths), (np.arange(S) < lengths[:, None])[:, None, None, :])
+
+
+def _is_token(B: int, S: int) -> Array:
+    """Holes here and there, and another beginning in each row, [B, S]."""
+    kv = np.arange(S)[None, :]
+    return (kv >= 2 * np.arange(B)[:, None]) & (kv % 5 != 3)
+
+
+def _key_padding(B: int, H: int, T: int, S: int) -> Case:
+    tokens = _is_token(B, S)
+    return Case(KeyPadding(tokens), tokens[:, None, None, :])
+
+
+def _dense(B: int, H: int, T: int, S: int) -> Case:
+    array = np.random.default_rng(7).random((B, H, T, S)) < 0.5
+    return Case(Dense(array), array)
+
+
+def _dense_broadcast(B: int, H: int, T: int, S: int) -> Case:
+    array = np.random.default_rng(8).random((1, H, 1, S)) < 0.5
+    return Case(Dense(array), array)
+
+
+def _third(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (b + h + q + 2 * kv) % 3 != 0
+
+
+def _function(B: int, H: int, T: int, S: int) -> Case:
+    return Case(MaskFn(_third), _third(*np.ogrid[:B, :H, :T, :S]))
+
+
+def _and(B: int, H: int, T: int, S: int) -> Case:
+    (a, x), (b, y) = _causal(B, H, T, S), _segments(B, H, T, S)
+    return Case(a & b, x & y)
+
+
+def _or(B: int, H: int, T: int, S: int) -> Case:
+    (a, x), (b, y) = _window(B, H, T, S), _key_padding(B, H, T, S)
+    return Case(a | b, x | y)
+
+
+def _not(B: int, H: int, T: int, S: int) -> Case:
+    mask, visible = _chunked(B, H, T, S)
+    return Case(~mask, ~visible)
+
+
+def _at(B: int, H: int, T: int, S: int) -> Case:
+    rng = np.random.default_rng(9)
+    q, kv = rng.integers(0, S, (B, T)), rng.permutation(S)
+    return Case(Causal().at(q, kv), (kv[None, None, :] <= q[:, :, None])[:, None])
+
+
+def _per_head(B: int, H: int, T: int, S: int) -> Case:
+    q, kv = _positions(T, S)
+    left = 4 * np.arange(1, H + 1)
+    return Case(SlidingWindow(left[None], 0), ((q - left[:, None, None] <= kv) & (kv <= q))[None])
+
+
+def _per_batch(B: int, H: int, T: int, S: int) -> Case:
+    q, kv = np.arange(T)[:, None], np.arange(S)[None, :]
+    offset = 5 * np.arange(B) + 1
+    return Case(Causal(offset=offset[:, None]), (kv <= q + offset[:, None, None])[:, None])
+
+
+MASKS: Final[dict[str, MaskCase]] = {
+    "Causal": _causal,
+    "Causal(offset)": _offset,
+    "SlidingWindow": _window,
+    "Chunked": _chunked,
+    "PrefixLM": _prefix,
+    "Segments": _segments,
+    "Lengths": _lengths,
+    "KeyPadding": _key_padding,
+    "Dense": _dense,
+    "Dense, broadcast": _dense_broadcast,
+    "MaskFn": _function,
+    "mask & mask": _and,
+    "mask | mask": _or,
+    "~mask": _not,
+    "mask.at(positions)": _at,
+    "mask per head": _per_head,
+    "mask per batch": _per_batch,
+}
+
+# Their arrays are arguments of the compiled program.
+TRACED_MASKS: Final[dict[str, MaskCase]] = {
+    "traced Causal(offset)": _per_batch,
+    "traced Segments": _and,
+    "traced Lengths": _lengths,
+}
+
+
+def _nan_key_padding(B: int, H: int, T: int, S: int) -> Padding:
+    mask, visible = _key_padding(B, H, T, S)
+    unseen = ~_is_token(B, S)
+    return Padding(mask, visible, {"key": unseen, "value": unseen})
+
+
+def _nan_lengths(B: int, H: int, T: int, S: int) -> Padding:
+    kv, q = _kv_lengths(B, S), np.maximum(T - 7 * np.arange(B), 0)
+    seen, sees = np.arange(S) < kv[:, None], np.arange(T) < q[:, None]
+    visible = np.asarray(sees[:, :, None] & seen[:, None, :])[:, None]
+    seen = seen & sees.any(axis=1, keepdims=True)
+    return Padding(Lengths(kv, q), visible, {"query": ~sees, "key": ~seen, "value": ~seen})
+
+
+def _nan_dense(B: int, H: int, T: int, S: int) -> Padding:
+    array = np.random.default_rng(10).random((B, 1, T, S)) < 0.7
+    array[..., 1::4, :] = False
+    array[..., ::6] = False
+    sees, seen = (np.asarray(array.any(axis=axis))[:, 0] for axis in (3, 2))
+    return Padding(Dense(array), array, {"query": ~sees, "key": ~seen, "value": ~seen})
+
+
+def _masked_rows(B: int, H: int, T: int, S: int) -> Padding:
+    array = np.asarray((np.arange(T)[:, None] + np.arange(B)[:, None, None, None]) % 3 != 1)
+    return Padding(Dense(array), array, {})
+
+
+def _masked_tiles(B: int, H: int, T: int, S: int) -> Padding:
+    """A document whose queries have no keys and whose keys no queries, and a last row without any key."""
+    q, kv = _ids(B, T), _ids(B, S)
+    q = np.where(q == 1, 7, q)
+    kv[-1] = 9
+    return Padding(Segments(q, kv), (q[:, :, None] == kv[:, None, :])[:, None], {})
+
+
+PADDINGS: Final[dict[str, Callable[[int, int, int, int], Padding]]] = {
+    "NaN behind KeyPadding": _nan_key_padding,
+    "NaN behind Lengths": _nan_lengths,
+    "NaN behind Dense": _nan_dense,
+    "fully masked rows": _masked_rows,
+    "fully masked tiles": _masked_tiles,
+}

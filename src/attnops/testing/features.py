@@ -1,0 +1,210 @@
+"""The features of the attention contract, as changes of a small problem; those of different groups combine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
+from attnops.masks import Mask
+from attnops.metadata import OperationMetadata
+from attnops.testing.feature_masks import MASKS, PADDINGS, TRACED_MASKS, MaskCase, Padding
+from attnops.testing.problem import Problem
+
+# What a bias is: an array's shape as a string of the dimensions that it has, "BHTS", or the kind of a structured one.
+ARRAY_BIASES: Final = ("BHTS", "HTS", "TS", "S", "T", "BS")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A problem to be made; the defaults are the plain one, which every operation should serve.
+
+    Attributes:
+        block: queries, and keys, a tile; lengths are counted in it.
+        T: tiles of queries, and how many queries more.
+        S: tiles of keys, and how many keys more; None for T.
+        B, H, K, D: dimensions.
+        Dv: None for D.
+        dtype: of query, key, value and sinks.
+        bias: one of `ARRAY_BIASES`, or "ALiBi", "RelativePosition", "ScoreFn".
+        bias_dtype: None for ``dtype``.
+        mask: see `attnops.testing.feature_masks`.
+        traced_mask: see `Problem`.
+        padding: hides tokens on top of the mask.
+        sinks, dropout_prob, softmax_scale, logits_soft_cap, return_lse, return_weights: the contract's.
+        layout, runtime_dtype: the metadata's.
+    """
+
+    block: int = 16
+    T: tuple[int, int] = (2, 8)
+    S: tuple[int, int] | None = None
+    B: int = 2
+    H: int = 4
+    K: int = 4
+    D: int = 16
+    Dv: int | None = None
+    dtype: str = "float32"
+    bias: str | None = None
+    bias_dtype: str | None = None
+    mask: MaskCase | None = None
+    traced_mask: bool = False
+    padding: Callable[[int, int, int, int], Padding] | None = None
+    sinks: bool = False
+    dropout_prob: float = 0.0
+    softmax_scale: float | None = None
+    logits_soft_cap: float | None = None
+    return_lse: bool = False
+    return_weights: bool = False
+    layout: str = "BTHD"
+    runtime_dtype: str | None = None
+
+    def problem(self, metadata: OperationMetadata | None = None, seed: int = 0) -> Problem:
+        """The problem, with random arrays.
+
+        Args:
+            metadata: what to add the layout, the dropout and the tiles' size to.
+            seed: of the arrays and cotangents.
+        """
+        rng = np.random.default_rng(seed)
+        T, S = (tiles * self.block + rest for tiles, rest in (self.T, self.S or self.T))
+        shape = self.B, self.H, T, S
+
+        def draw(*shape: int, dtype: str | None = None) -> Any:
+            # Bounded, of variance 1: with a tail, one lucky or unlucky score decides the error that the rule allows.
+            return rng.uniform(-(3**0.5), 3**0.5, shape).astype(jnp.dtype(dtype or self.dtype))
+
+        query, key = draw(self.B, T, self.H, self.D), draw(self.B, S, self.K, self.D)
+        value = draw(self.B, S, self.K, self.Dv or self.D)
+        options: dict[str, Any] = {
+            "softmax_scale": self.softmax_scale,
+            "logits_soft_cap": self.logits_soft_cap,
+            "return_lse": self.return_lse,
+            "return_weights": self.return_weights,
+        }
+        mask, visible, poison = self._mask(shape)
+        if mask is not None:
+            options["mask"] = mask
+        if self.bias is not None:
+            options["bias"] = _bias(self.bias, shape, draw, self.bias_dtype or self.dtype)
+        if self.sinks:
+            options["sinks"] = draw(self.H)
+        if self.dropout_prob:
+            options["dropout_key"] = jax.random.key(11)
+        metadata = metadata or OperationMetadata()
+        metadata = metadata.replace(
+            layout=self.layout,
+            runtime_dtype=self.runtime_dtype,
+            dropout_prob=self.dropout_prob,
+            block_q=metadata.block_q or self.block,
+            block_k=metadata.block_k or self.block,
+        )
+        return Problem(
+            query=query, key=key, value=value, options=options, metadata=metadata, seed=seed, visible=visible,
+            poison=poison, traced_mask=self.traced_mask,
+            score_pattern=_pattern(*np.ogrid[:T, :S]).astype(np.float64) if self.bias == "ScoreFn" else None,
+        )  # fmt: skip
+
+    def _mask(self, shape: tuple[int, int, int, int]) -> tuple[Mask | None, Any, dict[str, Any]]:
+        mask = visible = None
+        if self.mask is not None:
+            mask, visible = self.mask(*shape)
+        if self.padding is None:
+            return mask, visible, {}
+        padding = self.padding(*shape)
+        if mask is None:
+            return padding
+        return mask & padding.mask, visible & padding.visible, padding.hidden
+
+
+def _bias(kind: str, shape: tuple[int, int, int, int], draw: Callable[..., Any], dtype: str) -> Any:
+    H = shape[1]
+    if kind in ARRAY_BIASES:
+        sizes = (size if letter in kind else 1 for letter, size in zip("BHTS", shape, strict=True))
+        return draw(*sizes, dtype=dtype)
+    if kind == "ALiBi":
+        return ALiBi(alibi_slopes(H))
+    if kind == "RelativePosition":
+        return RelativePosition(draw(16, H, dtype="float32"), max_distance=30)
+    return ScoreFn(_add_pattern, (draw(H, dtype="float32"),))
+
+
+def _pattern(q: Any, kv: Any) -> Any:
+    return (q + 2 * kv) % 3
+
+
+def _add_pattern(scores: Any, b: Any, h: Any, q: Any, kv: Any, factors: Any) -> Any:
+    return scores + factors[h] * _pattern(q, kv).astype(scores.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A feature of the contract.
+
+    Attributes:
+        name: what a table calls it.
+        group: features of one group exclude each other.
+        changes: fields of `Spec`.
+        trivial: it makes others hold trivially, so that a pair of others is not proven in its company.
+    """
+
+    name: str
+    group: str
+    changes: Mapping[str, Any]
+    trivial: bool = False
+
+
+def _features() -> Iterable[Feature]:
+    yield from (Feature(name, "dtype", {"dtype": name}) for name in ("float32", "bfloat16", "float16"))
+    yield Feature("runtime_dtype", "runtime_dtype", {"runtime_dtype": "bfloat16"})
+    yield Feature("GQA", "heads", {"K": 2})
+    yield Feature("MQA", "heads", {"K": 1})
+    yield Feature("T < S", "lengths", {"T": (1, 5), "S": (2, 13)})
+    yield Feature("T > S", "lengths", {"T": (2, 13), "S": (1, 5)})
+    yield Feature("T = 1", "lengths", {"T": (0, 1), "S": (2, 8)}, trivial=True)
+    yield Feature("odd lengths", "lengths", {"T": (2, 5)})
+    yield Feature("D ≠ Dv", "head_dim", {"Dv": 24})
+    yield Feature("head_dim 80", "head_dim", {"D": 80})
+    yield Feature("head_dim 256", "head_dim", {"D": 256})
+    yield Feature("head dims 576/512", "head_dim", {"D": 576, "Dv": 512})
+    yield from (Feature(name, "mask", {"mask": mask}) for name, mask in MASKS.items())
+    yield from (Feature(name, "mask", {"mask": m, "traced_mask": True}) for name, m in TRACED_MASKS.items())
+    yield from (Feature(name, "padding", {"padding": padding}) for name, padding in PADDINGS.items())
+    yield from (Feature(f"bias [{', '.join(x if x in b else '1' for x in 'BHTS')}]", "bias", {"bias": b})
+                for b in ARRAY_BIASES)  # fmt: skip
+    yield Feature("float32 bias", "bias", {"bias": "HTS", "bias_dtype": "float32"})
+    yield from (Feature(kind, "bias", {"bias": kind}) for kind in ("ALiBi", "RelativePosition", "ScoreFn"))
+    yield Feature("softmax_scale", "scale", {"softmax_scale": 0.4})
+    yield Feature("soft cap", "cap", {"logits_soft_cap": 1.5})
+    yield Feature("sinks", "sinks", {"sinks": True})
+    yield Feature("dropout", "dropout", {"dropout_prob": 0.3})
+    yield Feature("logsumexp", "logsumexp", {"return_lse": True})
+    yield Feature("weights", "weights", {"return_weights": True})
+    yield Feature("layout BHTD", "layout", {"layout": "BHTD"})
+
+
+FEATURES: Final[dict[str, Feature]] = {feature.name: feature for feature in _features()}
+
+
+def combine(names: Iterable[str], block: int = 16) -> Spec:
+    """The problem that has all these features.
+
+    Raises:
+        ValueError: a name is unknown, or two features are of one group.
+    """
+    changes: dict[str, Any] = {}
+    groups: dict[str, str] = {}
+    for name in names:
+        if name not in FEATURES:
+            raise ValueError(f"feature {name!r} is unknown; the features are {list(FEATURES)}")
+        feature = FEATURES[name]
+        if feature.group in groups:
+            other = groups[feature.group]
+            raise ValueError(f"features {other!r} and {name!r} exclude each other: both set the {feature.group}")
+        groups[feature.group] = name
+        changes |= feature.changes
+    return Spec(block=block, **changes)

@@ -1,0 +1,118 @@
+"""`attnops check`: what it prints, and its exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from attnops import OperationRegistry, cli
+from attnops.cli import check
+from attnops.operations.vanilla import VanillaAttention
+from attnops.testing import behaviours
+from attnops.testing.features import FEATURES, combine
+from attnops.testing.runner import all_pairs, covering_rows, proven_pairs, sampled_pairs
+
+FEW = ("GQA", "T < S", "Causal", "sinks")
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch):
+    """A few of everything, and operations registered here alone."""
+    monkeypatch.setattr(check, "FEATURES", {name: FEATURES[name] for name in FEW})
+    monkeypatch.setattr(check, "BEHAVIOURS", {"unknown option": behaviours.unknown_option})
+    monkeypatch.setattr(check, "MEMORY", {"Causal": behaviours.MEMORY["Causal"]})
+    monkeypatch.setattr(check, "sampled_pairs", lambda: [("GQA", "Causal"), ("GQA", "sinks")])
+    registered = OperationRegistry._registered[:]
+    yield
+    OperationRegistry._registered[:] = registered
+    OperationRegistry.refresh()
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.make_app(), ["check", *arguments])
+
+
+def register(cls):
+    cls.__module__ = "acme.zeta"
+    OperationRegistry.register(cls)
+
+
+def test_right_and_refused():
+    result = run("sdpa")
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0] == ["attnops.operations.sdpa.ScaledDotProductAttention.forward_cpu", "on", "cpu"]
+    assert ["GQA", "right"] in lines
+    assert ["sinks", "refused", "sinks=True:", "forward_cpu", "has", "no", "such", "option"] in lines
+    assert ["memory,", "Causal", "not", "run", "quadratic,", "by", "declaration"] in lines
+    assert "1 of 2 are right" in result.stdout
+    assert result.stdout.endswith("5 right, 2 refused, 0 wrong, 1 not run\n")
+
+
+def test_wrong():
+    class Zeta(VanillaAttention):
+        @classmethod
+        def get_impl_name(cls):
+            return "zeta"
+
+        def forward_cpu(self, query, key, value, *, mask=None, sinks=None, bias=None):
+            out = self.forward_native(query, key, value, mask=mask, bias=bias)
+            return out if sinks is None else out.replace(attention_outputs=out.attention_outputs + sinks.mean())
+
+    register(Zeta)
+    result = run("zeta", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["forward"] == "cpu"
+    by_name = {x["name"]: x for x in found["features"]}
+    assert [by_name[name]["status"] for name in FEW] == ["right", "right", "right", "wrong"]
+    assert by_name["sinks"]["detail"].startswith("attention_outputs[")
+    assert [(x["name"], x["status"]) for x in found["pairs"]] == [("GQA + Causal", "right"), ("GQA + sinks", "wrong")]
+
+
+def test_what_raises_is_wrong_and_the_rest_goes_on():
+    class Zeta(VanillaAttention):
+        @classmethod
+        def get_impl_name(cls):
+            return "zeta"
+
+        def forward_cpu(self, query, key, value, *, mask=None, sinks=None, bias=None):
+            raise RuntimeError("no such kernel\nand more")
+
+    register(Zeta)
+    result = run("zeta", "--pairs", "none")
+    assert result.exit_code == 1
+    assert result.stdout.count("wrong   RuntimeError: no such kernel\n") == len(FEW) + 1  # and its memory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("vanila",), "vanilla"),
+        (("vanilla", "--platform", "abacus"), "abacus"),
+        (("vanilla", "--mode", "dream"), "dream"),
+    ],
+)
+def test_what_there_is_not(arguments, text):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+def test_features_of_one_group_do_not_combine():
+    with pytest.raises(ValueError, match="'GQA' and 'MQA' exclude each other: both set the heads"):
+        combine(["GQA", "MQA"])
+    with pytest.raises(ValueError, match="feature 'GQQA' is unknown"):
+        combine(["GQQA"])
+
+
+def test_every_pair_is_proven_by_a_row():
+    assert set(all_pairs()) <= {pair for row in covering_rows() for pair in proven_pairs(row)}
+    assert {name for pair in sampled_pairs() for name in pair} | {"float32"} == set(FEATURES)
+
+
+def test_needs_neither_pytest_nor_hypothesis():
+    block = "import sys; sys.modules['pytest'] = sys.modules['hypothesis'] = None"
+    subprocess.run([sys.executable, "-c", f"{block}; import attnops.testing, attnops.cli.check"], check=True)

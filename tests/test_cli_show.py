@@ -1,0 +1,103 @@
+"""`attnops show`: the picture of a mask and of its tiles."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from attnops import cli
+from attnops.masks import Causal, SlidingWindow
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.make_app(), ["show", *arguments])
+
+
+def lines(*arguments: str) -> list[str]:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout.splitlines()
+
+
+def test_a_mask_is_printed_as_it_shows_itself() -> None:
+    shown = lines("causal & SlidingWindow(3, 0)")
+    assert shown[0] == "Causal() & SlidingWindow(3, 0), T = 16, S = 16"
+    assert shown[1:] == (Causal() & SlidingWindow(3, 0)).show(16).splitlines()
+
+
+def test_queries_are_aligned_at_the_end() -> None:
+    assert lines("Causal()", "--T", "2", "--S", "4")[1:] == ["█ █ █ ·", "█ █ █ █"]
+
+
+def test_one_of_a_batch() -> None:
+    shown = lines("Lengths([1, 3])", "--T", "2", "--S", "4", "--b", "1")
+    assert shown == ["Lengths(<int64 [2]>), T = 2, S = 4, b = 1, h = 0", "█ █ █ ·", "█ █ █ ·"]
+
+
+def test_with_block_sizes_the_tiles_are_printed() -> None:
+    shown = lines("Causal() & Segments([0, 0, 0, 0, 0, 0, 1, 1])", "--T", "8", "--block-q", "2", "--block-k", "4")
+    assert shown[-6:] == [
+        "Tiles of 2 × 4: 3 EMPTY, 4 PARTIAL, 1 FULL; 5 of 8 visited",
+        "▒ ·",
+        "▒ ·",
+        "█ ▒",
+        "· ▒",
+        "· EMPTY: not visited   ▒ PARTIAL: masked   █ FULL: not masked",
+    ]
+
+
+def test_of_a_long_mask_the_tiles_alone_are_printed() -> None:
+    shown = lines("Causal()", "--T", "1000000", "--block-q", "250000")
+    assert "too large for text" in shown[1]
+    assert shown[-5:-1] == ["▒ · · ·", "█ ▒ · ·", "█ █ ▒ ·", "█ █ █ ▒"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("Causal() & SlidingWindow(5, 0) | PrefixLM(2)", "--T", "24", "--block-q", "4"),
+        ("Causal()", "--T", "4", "--S", "20"),
+        ("Causal()", "--T", "65536", "--block-q", "4096"),  # tiles alone
+        ("Segments([0, 0, 1, 1])", "--T", "4", "--block-k", "2"),
+    ],
+)
+def test_a_mask_is_drawn_as_an_image(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    from matplotlib.image import imread
+
+    path = tmp_path / "mask.png"
+    assert str(path) in lines(*arguments, "--output", str(path))[0]
+    pixels = imread(path)
+    assert min(pixels.shape[:2]) > 200
+    assert len({tuple(colour) for colour in pixels[::4, ::4].reshape(-1, 4).tolist()}) > 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("Causal(",), "mask='Causal(' can't be read"),
+        (("Kausal()",), "mask='Kausal' is unknown"),
+        (("Lengths((4,))",), "its values count here; list them"),
+        (("1x1x16x16",), "its values count here; list them"),
+        (("Segments([0, 1])",), "Segments' q_ids has shape (2,), but must have shape [16]"),
+        (("SlidingWindow(-1, 0)",), "SlidingWindow's left=-1 must be at least 0"),
+        (("Causal()", "--T", "100000", "--output", "mask.png"), "T=100000 and S=100000 are too many to draw"),
+        (("Causal()", "--output", "/nowhere/mask.png"), "No such file or directory"),
+        (("Causal()", "--output", "mask.docx"), "docx"),
+    ],
+)
+def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("attnops: ")
+    assert sentence in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_image_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("Causal()", "--output", "mask.png")
+    assert result.exit_code == 2
+    assert "the image needs matplotlib" in result.stderr

@@ -1,0 +1,36 @@
+"""Every operation of the core passes the whole conformance suite: right or refused, nothing wrong."""
+
+from hypothesis import given, settings
+
+from attnops import OperationMetadata, OperationRegistry, explain
+from attnops.testing import OperationConformance
+from attnops.testing.strategies import requests
+
+
+class TestVanilla(OperationConformance):
+    operation = "vanilla"
+    refuses = frozenset()
+
+
+class TestFlash(OperationConformance):
+    operation = "flash"
+    refuses = frozenset()
+
+
+class TestScaledDotProduct(OperationConformance):
+    operation = "sdpa"
+    refuses = frozenset(
+        {"D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks", "dropout",
+         "logsumexp", "weights"}
+    )  # fmt: skip
+
+
+@settings(max_examples=30)
+@given(requests())
+def test_every_request_is_served_by_someone_or_has_reasons(request):
+    metadata = OperationMetadata(platform=request.platform)
+    for name in ("vanilla", "flash"):
+        assert not OperationRegistry.create(name, metadata).reasons(request)
+    explanation = explain(request, "auto", metadata)
+    assert explanation.chosen.serves
+    assert all(other.reasons or other.serves or other.problem for other in explanation.others)

@@ -1,5 +1,6 @@
 """Every operation of the core passes the whole conformance suite: right or refused, nothing wrong."""
 
+import pytest
 from hypothesis import given, settings
 
 from attnops import OperationMetadata, OperationRegistry, explain
@@ -7,6 +8,8 @@ from attnops.testing import OperationConformance
 from attnops.testing.strategies import requests
 
 
+# vanilla and sdpa are drawn by hypothesis in the quick tests already.
+@pytest.mark.slow
 class TestVanilla(OperationConformance):
     operation = "vanilla"
     refuses = frozenset()
@@ -17,6 +20,7 @@ class TestFlash(OperationConformance):
     refuses = frozenset()
 
 
+@pytest.mark.slow
 class TestScaledDotProduct(OperationConformance):
     operation = "sdpa"
     refuses = frozenset(

@@ -54,7 +54,7 @@ def masks_and_shapes(draw):
     return draw(masks(*shape, depth=3)), shape
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(masks_and_shapes(), st.integers(1, 6), st.integers(1, 6))
 def test_empty_and_full_are_never_claimed_wrongly(drawn, block_q, block_k):
     mask, shape = drawn
@@ -76,7 +76,7 @@ def test_what_is_traced_is_claimed_alike(drawn, block_q, block_k):
     np.testing.assert_array_equal(traced, codes)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.data())
 def test_nothing_that_could_be_decided_is_called_partial(data):
     """Causal, SlidingWindow, Chunked and Segments at aligned tiles: the claim is the truth."""
@@ -117,6 +117,7 @@ def test_allowed_is_dense_elementwise(drawn):
         assert bool(bound.allowed(b, h, q, kv)) == whole[b, h, q, kv]
 
 
+@settings(max_examples=25)
 @given(masks_and_shapes())
 def test_one_tile_agrees_with_the_map(drawn):
     mask, shape = drawn

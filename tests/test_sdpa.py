@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from attnops import AttentionRequest, OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.features import feature_request
 from attnops.operations.sdpa import ScaledDotProductAttention
-from attnops.testing.problem import Problem
+from attnops.testing.problem import FAST_COMPILE, Problem
 from attnops.testing.strategies import problems
 
 SERVED = {"mask", "bias", "softmax_scale"}
@@ -22,7 +22,7 @@ def test_right_or_refused(problem):
     asked = {name for name, value in problem.options.items() if value is not None and value is not False}
     D, Dv = problem.query.shape[-1], problem.value.shape[-1]
     if asked <= SERVED and Dv == D:
-        problem.check(operation)
+        problem.check(operation, compiler_options=FAST_COMPILE)
     else:
         with pytest.raises(UnsupportedError) as caught:
             problem.run(operation)
@@ -37,7 +37,8 @@ def test_each_kind_of_mask_and_bias(problem):
     options = {name: value for name, value in problem.options.items() if name in SERVED}
     value = problem.key[..., ::-1]
     served = Problem(query=problem.query, key=problem.key, value=value, options=options)
-    served.check(OperationRegistry.create("sdpa", OperationMetadata(on_unsupported="error")))
+    operation = OperationRegistry.create("sdpa", OperationMetadata(on_unsupported="error"))
+    served.check(operation, compiler_options=FAST_COMPILE)
 
 
 @pytest.mark.parametrize("causal", [False, True])

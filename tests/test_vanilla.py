@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
 from attnops.testing import attention, attention_gradients
-from attnops.testing.problem import Problem
+from attnops.testing.problem import FAST_COMPILE, Problem
 from attnops.testing.strategies import problems
 from attnops.testing.tolerance import tolerance
 
@@ -30,13 +30,13 @@ def normal(*shape, seed=0, dtype=np.float32):
 @settings(max_examples=25)
 @given(problems())
 def test_values_and_gradients(problem):
-    problem.check(vanilla(problem.metadata))
+    problem.check(vanilla(problem.metadata), compiler_options=FAST_COMPILE)
 
 
 @pytest.mark.slow
 @given(problems(max_length=70))
 def test_values_and_gradients_of_longer_sequences(problem):
-    problem.check(vanilla(problem.metadata))
+    problem.check(vanilla(problem.metadata), compiler_options=FAST_COMPILE)
 
 
 def test_the_check_can_fail():

@@ -122,7 +122,7 @@ def test_a_document_is_scored_as_if_it_were_alone() -> None:
 # Training
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flash"])
+@pytest.mark.parametrize("name", [pytest.param("sdpa", marks=pytest.mark.slow), "flash"])
 def test_operation_gives_the_curve_of_vanilla(name: str) -> None:
     try:
         losses = small_losses(name)

@@ -19,7 +19,7 @@ from attnops.registry import OperationRegistry
 from attnops.request import Limits, Reason
 from attnops.sharding.modes import MODE_TRAIN
 from attnops.testing.features import FEATURES, Feature, Spec, combine
-from attnops.testing.problem import Problem
+from attnops.testing.problem import FAST_COMPILE, Problem
 
 # How many features at most are combined in one problem, so that each keeps enough to act on.
 ROW: Final = 5
@@ -133,10 +133,8 @@ class Subject:
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
-        """On a CPU most of the time goes to LLVM's optimiser, which does not make a wrong formula right."""
-        if jax.default_backend() != "cpu":
-            return None
-        return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        """See `attnops.testing.problem.FAST_COMPILE`; for CPUs alone."""
+        return FAST_COMPILE if jax.default_backend() == "cpu" else None
 
     def make(self, metadata: OperationMetadata) -> OperationImpl:
         """The operation, with this metadata."""

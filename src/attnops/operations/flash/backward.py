@@ -68,9 +68,7 @@ def backward(
         k_ = take(plan, k, group, kv_tile, plan.bk, key.dtype)
         v_ = take(plan, v, group, kv_tile, plan.bk, value.dtype)
         # For the products that want keys scaled, and the other way round: once, not for each tile of queries.
-        # The barriers keep XLA from folding the turn into the product, whose bfloat16 form its CPU backend has not.
-        k_scaled = plan.fold_scale(k_)  # [L, bk, D]
-        k_turned = lax.optimization_barrier(k_.swapaxes(1, 2))  # [L, D, bk]
+        k_scaled, k_turned = plan.fold_scale(k_), k_.swapaxes(1, 2)  # [L, bk, D], [L, D, bk]
 
         def step(q_tile: Any, carry: Gradients, masked: bool) -> Gradients:
             where = plan.where(group, q_tile, kv_tile, transposed=True)
@@ -81,7 +79,7 @@ def backward(
             if counts is not None and options.hides_tokens:
                 q_ = without_unseen(q_, counts, axis=1)
                 k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_scaled, v_))
-                k_turned_seen = lax.optimization_barrier(without_unseen(k_, counts, axis=2).swapaxes(1, 2))
+                k_turned_seen = without_unseen(k_, counts, axis=2).swapaxes(1, 2)
             scores = plan.product(k_seen, q_, 2, 2) * plan.rest  # [L, bk, R]
             parts: Leaves = ()
             pull_back = None

@@ -137,4 +137,7 @@ class Plan:
     def product(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
         """[L, ·, ·] by [L, ·, ·], contracted over one axis of each, accumulated in float32."""
         dimensions = (((a_axis,), (b_axis,)), ((0,), (0,)))
+        if self.dtype == jnp.bfloat16:
+            # Else XLA folds an operand's transposition into the product, and its CPU backend has no such bfloat16 form.
+            a, b = lax.optimization_barrier((a, b))
         return lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)

@@ -19,7 +19,7 @@ from attnops.operations.flash.attend import attend
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options
 from attnops.operations.flash.tile_bias import tile_bias
-from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles
+from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles, table_row
 from attnops.operations.flash.visits import visits
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
@@ -77,16 +77,18 @@ class FlashAttention(OperationImpl):
                 sinks=sinks, dropout_key=dropout_key, return_lse=return_lse, return_weights=True,
             )  # fmt: skip
         (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
-        block_q, block_k = choose_tiles(T, S, H // K, self.metadata.block_q, self.metadata.block_k)
+        dtype = jnp.dtype(jnp.bfloat16 if query.dtype == key.dtype == value.dtype == jnp.bfloat16 else jnp.float32)
+        row = table_row(dtype == jnp.bfloat16, max(D, Dv))
+        block_q, block_k = choose_tiles(T, S, H // K, self.metadata.block_q, self.metadata.block_k, row)
         coverage = _coverage(mask, (B, H, T, S), K, block_q, block_k)
         batch, heads = (1, 1) if bias is None or isinstance(bias, Bias) else bias.shape[:2]
         lanes = choose_lanes(
             B, K, (H // K) * block_q * block_k, by_batch=max(batch, coverage.shape[0]) > 1, by_head=heads > 1,
-            alone=coverage.shape[1] > 1,
+            alone=coverage.shape[1] > 1, row=row,
         )  # fmt: skip
         plan = Plan(
             B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, bq=block_q, bk=block_k, lanes=lanes, maps=coverage.shape[:2],
-            dtype=jnp.dtype(jnp.bfloat16 if query.dtype == key.dtype == value.dtype == jnp.bfloat16 else jnp.float32),
+            dtype=dtype,
             scale=D**-0.5 if softmax_scale is None else softmax_scale,
             precision=lax.Precision.HIGHEST if self.metadata.precision is None else self.metadata.precision,
         )  # fmt: skip

@@ -307,6 +307,8 @@ def test_the_benchmark_of_the_readme_runs(capsys: pytest.CaptureFixture[str], mo
     assert figures["memory"]["peak_rss"] < 2e9
     assert figures["sparse"][0]["share"] == 1.0
     assert all(x["seconds"]["flash"] and x["seconds"]["jax.nn"] for x in figures["causal"])
-    module.report(figures)
+    module.report_memory(figures["memory"])
+    module.report_sparse(figures["sparse"])
+    module.report_causal(figures["causal"])
     assert "16 documents, causal" in capsys.readouterr().out
     assert json.loads(json.dumps(figures)) == figures

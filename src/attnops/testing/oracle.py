@@ -150,18 +150,20 @@ def attention_gradients(
     f = _forward(query, key, value, dtype, **options)
     d_out = np.asarray(d_out).astype(dtype)
     d_w = _einsum("bthd,bshd->bhts", d_out, f.v)
+    d_w_magnitude = _einsum("bthd,bshd->bhts", np.abs(d_out), np.abs(f.v))
     if d_weights is not None:
         d_w = d_w + np.asarray(d_weights).astype(dtype)
-    d_p = d_w * f.keep_scale
+        d_w_magnitude = d_w_magnitude + np.abs(np.asarray(d_weights).astype(dtype))
+    d_p, d_p_magnitude = d_w * f.keep_scale, d_w_magnitude * f.keep_scale
     d_lse = np.zeros((), dtype)
     if d_logsumexp is not None:
         d_lse = np.where(f.empty, 0, np.asarray(d_logsumexp).astype(dtype)[..., None])
 
     # The softmax, the sink being one more logit whose value is 0.
     mean = (d_p * f.p).sum(axis=-1, keepdims=True)
-    mean_magnitude = (np.abs(d_p) * f.p).sum(axis=-1, keepdims=True)
+    mean_magnitude = (d_p_magnitude * f.p).sum(axis=-1, keepdims=True)
     d_scores = f.p * (d_p - mean + d_lse)
-    magnitude = f.p * (np.abs(d_p) + mean_magnitude + np.abs(d_lse))
+    magnitude = f.p * (d_p_magnitude + mean_magnitude + np.abs(d_lse))
     values, magnitudes = {}, {}
     if options.get("bias") is not None:
         shape = np.shape(options["bias"])
@@ -187,10 +189,25 @@ def attention_gradients(
 
 
 def _einsum(spec: str, x: Array, y: Array) -> Array:
-    """`numpy.einsum`; 16-bit inputs are accumulated in float32 and the result is rounded, as processors do it."""
-    if x.dtype.itemsize > 2:
+    """`numpy.einsum` over one contracted axis.
+
+    In float32 it is summed one by one, as a plain loop does: the order in which numpy, BLAS or a kernel sums is its own
+    affair, and the tolerance rule must not hang on whose partial sums are the luckier. 16-bit inputs are accumulated in
+    float32 and the result is rounded, as processors do it.
+    """
+    if x.dtype.itemsize <= 2:
+        return np.einsum(spec, x.astype(np.float32), y.astype(np.float32)).astype(x.dtype)
+    if x.dtype == np.float64:
         return np.einsum(spec, x, y)
-    return np.einsum(spec, x.astype(np.float32), y.astype(np.float32)).astype(x.dtype)
+    inputs, output = spec.split("->")
+    left, right = inputs.split(",")
+    (axis,) = set(left) & set(right) - set(output)
+    step = f"{left.replace(axis, '')},{right.replace(axis, '')}->{output}"
+    pairs = zip(np.moveaxis(x, left.index(axis), 0), np.moveaxis(y, right.index(axis), 0), strict=True)
+    total = 0.0
+    for a, b in pairs:
+        total = total + np.einsum(step, a, b)
+    return np.asarray(total, x.dtype)
 
 
 def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:

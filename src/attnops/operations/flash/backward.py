@@ -67,19 +67,20 @@ def backward(
         group, kv_tile = i // plan.nk, i % plan.nk
         k_ = take(plan, k, group, kv_tile, plan.bk, key.dtype)
         v_ = take(plan, v, group, kv_tile, plan.bk, value.dtype)
-        # For the products that want keys scaled, and the other way round: once, not for each tile of queries.
-        k_scaled, k_turned = plan.fold_scale(k_), k_.swapaxes(1, 2)  # [L, bk, D], [L, D, bk]
+        # For the product that wants keys the other way round: turned once, not for each tile of queries.
+        k_turned = k_.swapaxes(1, 2)  # [L, D, bk]
 
         def step(q_tile: Any, carry: Gradients, masked: bool) -> Gradients:
             where = plan.where(group, q_tile, kv_tile, transposed=True)
-            q_ = take(plan, q, group, q_tile, plan.bq, query.dtype)  # [L, R, D]
+            # The scale goes where it went forward, so that the scores are the same to the last bit.
+            q_ = plan.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype))  # [L, R, D]
             d_o_ = take(plan, d_o, group, q_tile, plan.bq, d_out.dtype)  # [L, R, Dv]
-            k_seen, k_turned_seen, v_seen = k_scaled, k_turned, v_
+            k_seen, k_turned_seen, v_seen = k_, k_turned, v_
             counts = allowed(plan, arrays.mask, where, ragged_queries=True) if masked else None
             if counts is not None and options.hides_tokens:
                 q_ = without_unseen(q_, counts, axis=1)
-                k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_scaled, v_))
-                k_turned_seen = without_unseen(k_, counts, axis=2).swapaxes(1, 2)
+                k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_, v_))
+                k_turned_seen = k_seen.swapaxes(1, 2)
             scores = plan.product(k_seen, q_, 2, 2) * plan.rest  # [L, bk, R]
             parts: Leaves = ()
             pull_back = None
@@ -110,7 +111,7 @@ def backward(
         )
         done = for_row(visits, plan.map_of(group), kv_tile, step, start)
         return done._replace(
-            key=put(plan, state.key, group, kv_tile, plan.bk, done.key * plan.scale, key.dtype),
+            key=put(plan, state.key, group, kv_tile, plan.bk, done.key * plan.rest, key.dtype),
             value=put(plan, state.value, group, kv_tile, plan.bk, done.value, value.dtype),
         )
 

@@ -109,7 +109,7 @@ class Plan:
         return 1.0 if self.folded == self.scale else self.scale / self.folded
 
     def fold_scale(self, x: jax.Array) -> jax.Array:
-        """A tile of queries or of keys with the folded part of the scale."""
+        """A tile of queries with the folded part of the scale."""
         return x if self.folded == 1.0 else (x.astype(jnp.float32) * self.folded).astype(self.dtype)
 
     def map_of(self, group: Any) -> Any:

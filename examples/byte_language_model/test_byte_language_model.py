@@ -193,7 +193,6 @@ def test_generation_ends_with_the_document() -> None:
 def test_report_shows_losses_agreement_and_a_sample(
     stray: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     console = Console(file=io.StringIO(), width=160)
     curves = iter([0.0, stray, 1e-6])  # of vanilla, sdpa and the control
 
@@ -241,7 +240,6 @@ def test_script_runs_by_its_path_and_refuses_an_unknown_operation(tmp_path: Path
 
 @pytest.mark.slow
 def test_full_training_agrees_and_draws_its_curves(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     console = Console(file=io.StringIO(), width=160)
     picture = tmp_path / "losses.png"
     # In tiles of 64, as the table would take a row of 256 for one tile.

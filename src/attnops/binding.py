@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.biases import Bias
+from attnops.biases import Bias, ScoreFn
+from attnops.elementwise import of_bias, of_mask
 from attnops.masks.base import Mask
 from attnops.masks.tokens import Dense
 from attnops.metadata import OperationMetadata, check_scale, check_soft_cap
@@ -63,13 +65,18 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         if number is not None:
             given[name] = number
     described: dict[str, Any] = {}
+    primitives: frozenset[str] = frozenset()
     if "mask" in given:
         mask = given["mask"] = _mask(given["mask"], scores)
         described |= mask.describe()
+        if "MaskFn" in described["mask_kinds"]:
+            primitives |= _primitives(of_mask, mask)
     if "bias" in given:
         bias = given["bias"] = _bias(given["bias"], scores)
         if isinstance(bias, Bias):
             described |= {"bias_kind": type(bias).__name__}
+            if isinstance(bias, ScoreFn):
+                primitives |= _primitives(of_bias, bias)
         else:
             described |= {"bias_kind": "array", "bias_shape": bias.shape, "bias_dtype": dtype_name(bias)}
     if "sinks" in given:
@@ -94,9 +101,18 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         dropout_prob=dropout_prob,
         return_lse="return_lse" in given,
         return_weights="return_weights" in given,
+        primitives=primitives,
         **described,
     )
     return Call(request, (query, key, value), given)
+
+
+def _primitives(split: Callable[[Any], Any], function: Any) -> frozenset[str]:
+    try:
+        return split(function)[0].primitives
+    except Exception as error:
+        # It may still do on whole arrays; only a kernel must take it apart.
+        return frozenset([f"a function that fails on scalars ({type(error).__name__})"])
 
 
 def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | None = None) -> RUNTIME_MODE_TYPES:

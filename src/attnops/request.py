@@ -78,6 +78,8 @@ class AttentionRequest(Request):
         mask: the mask as text; empty for none.
         mask_kinds: the kinds of primitive and operator that the mask is made of, such as ``{"Causal"}``.
         mask_shape: the shape of an array mask.
+        primitives: the names of JAX's primitives that a `MaskFn` or a `ScoreFn` evaluates for each score, see
+            `attnops.elementwise`.
         bias_kind: ``"array"``, or the class of a structured bias; empty for none.
         bias_shape: the shape of an array bias.
         bias_dtype: the name of the dtype of an array bias.
@@ -100,6 +102,7 @@ class AttentionRequest(Request):
     mask: str = ""
     mask_kinds: frozenset[str] = frozenset()
     mask_shape: tuple[int, ...] | None = None
+    primitives: frozenset[str] = frozenset()
     bias_kind: str = ""
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: str = ""
@@ -132,6 +135,7 @@ class Limits:
         equal_head_dims: D must equal Dv.
         mask_kinds: mask primitives and operators that it evaluates. None: all.
         bias_kinds: kinds of bias that it evaluates: "array", and classes of `attnops.biases`. None: all.
+        primitives: JAX's primitives that it evaluates for each score of a `MaskFn` or a `ScoreFn`. None: all.
         differentiable: it has a backward pass. Without one it serves prefill, decode and insert only.
         interpretable: its kernel language has an interpreter, so that ``interpret=True`` works.
             True for plain JAX, which runs anywhere as it is.
@@ -146,6 +150,7 @@ class Limits:
     equal_head_dims: bool = False
     mask_kinds: frozenset[str] | None = None
     bias_kinds: frozenset[str] | None = frozenset({"array"})
+    primitives: frozenset[str] | None = None
     differentiable: bool = True
     interpretable: bool = True
     linear_memory: bool = True
@@ -198,6 +203,13 @@ class Limits:
             found.append(Reason("mask", request.mask, f"can't evaluate {', '.join(extra)}"))
         if self.bias_kinds is not None and request.bias_kind and request.bias_kind not in self.bias_kinds:
             found.append(Reason("bias", request.bias_kind, f"must be one of {sorted(self.bias_kinds)}"))
+        if self.primitives is not None and not request.primitives <= self.primitives:
+            name = "mask" if "MaskFn" in request.mask_kinds else "bias"
+            extra = ", ".join(sorted(request.primitives - self.primitives))
+            found.append(
+                Reason(name, extra, "this kernel can't compute it for each score",
+                       "look up by query, by key or by head alone, or write it elementwise")
+            )  # fmt: skip
         return found
 
 

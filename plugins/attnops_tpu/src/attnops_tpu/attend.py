@@ -1,0 +1,118 @@
+"""The differentiable call: layouts, the kernels, and the gradients from what the forward saved."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
+
+from attnops.nograd import not_differentiable
+from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
+from attnops_tpu.backward import Inputs, backward
+from attnops_tpu.bias_gradient import bias_gradients
+from attnops_tpu.forward import forward
+from attnops_tpu.operands import Arrays, pad_last
+from attnops_tpu.plan import Plan
+from attnops_tpu.tile import LOG2E
+from attnops_tpu.visits import Visits
+
+
+class Maps(NamedTuple):
+    """The tiles to visit, for each kernel.
+
+    Attributes:
+        forward: by tiles of queries.
+        spans: by tiles of keys, for each span of queries.
+        by_score: every tile once, of all batches and heads together: what the gradient of an array bias goes by.
+    """
+
+    forward: Visits
+    spans: tuple[Visits, ...]
+    by_score: Visits | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(
+    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, H, Dv] and logsumexp [B, H, T] of query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]."""
+    out, lse = forward(
+        plan, _query(plan, query), _keys_first(key, plan.Sp), _features_first(value, plan.Sp), arrays, maps.forward
+    )
+    return jnp.moveaxis(out[..., : plan.T], 3, 1), lse[:, :, 0, : plan.T]
+
+
+def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> tuple[Any, Any]:
+    biases = arrays.bias, arrays.table, arrays.array
+    leaves = jax.tree.leaves(biases, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
+    wants_bias = any(leaf.perturbed for leaf in leaves)
+    query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
+    out, lse = attend(plan, query, key, value, arrays, maps)
+    # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
+    out, lse = tag(out, OUTPUT_NAME), tag(lse, LOGSUMEXP_NAME)
+    return (out, lse), (query, key, value, arrays, maps, out, lse, (None,) * wants_bias)
+
+
+def _backward_rule(plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+    *arguments, flag = saved
+    d_out, d_lse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
+    gradients = not_differentiable(
+        functools.partial(_gradients, plan, bool(flag)),
+        "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one",
+    )
+    d_query, d_key, d_value, d_arrays = gradients(*arguments, d_out, d_lse)
+    return d_query, d_key, d_value, d_arrays, None
+
+
+def _gradients(
+    plan: Plan, wants_bias: bool, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps,
+    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array,
+) -> tuple[Any, ...]:  # fmt: skip
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse  # [B, H, T]
+    inputs = Inputs(
+        q=_query(plan, query),
+        k=_keys_first(key, plan.Sp),
+        k_turned=_features_first(key, plan.Sp),
+        v=_keys_first(value, plan.Sp),
+        d_out=_features_first(d_out.astype(plan.dtype), plan.Tp),
+        # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
+        lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), plan.Tp, jnp.inf),
+        delta=_rows(delta, plan.Tp, 0.0),
+    )
+    dq, dk, dv = backward(plan, inputs, arrays, maps.spans)
+    dq = jnp.moveaxis(dq[..., : plan.T], 3, 1) * plan.scale
+    dk, dv = (jnp.moveaxis(d[..., : plan.S], 3, 1) for d in (dk, dv))
+    d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
+    if wants_bias:
+        d_arrays = bias_gradients(plan, inputs, arrays, maps.forward, maps.by_score)
+    if arrays.sinks is not None:
+        # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
+        share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[None, :, None] - lse))
+        d_arrays = d_arrays._replace(sinks=-(share * delta).sum((0, 2)))
+    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), d_arrays
+
+
+attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _query(plan: Plan, x: jax.Array) -> jax.Array:
+    """[B, T, H, D] to [B, H, D, Tp], with the folded part of the scale, which is exact."""
+    return _features_first(x * jnp.asarray(plan.folded, x.dtype), plan.Tp)
+
+
+def _features_first(x: jax.Array, size: int) -> jax.Array:
+    """[B, length, heads, d] to [B, heads, d, size]."""
+    return pad_last(jnp.moveaxis(x, 1, 3), size)
+
+
+def _keys_first(x: jax.Array, size: int) -> jax.Array:
+    """[B, length, heads, d] to [B, heads, size, d]."""
+    return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, size - x.shape[1]), (0, 0)))
+
+
+def _rows(x: jax.Array, size: int, fill: float) -> jax.Array:
+    """[B, H, T] to [B, H, 1, size]."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2])), constant_values=fill)[:, :, None]

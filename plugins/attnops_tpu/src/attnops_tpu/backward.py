@@ -1,0 +1,217 @@
+"""The backward kernel: queries', keys' and values' gradients in one sweep (Dao 2023, arXiv:2307.08691).
+
+The outer loop is over tiles of keys, whose gradients are accumulated in vector memory; there also stay the gradients of
+a span of queries, all heads of a kv head, so that nothing is added up in main memory. A sequence of several spans takes
+as many sweeps. Everything is transposed, [features, tokens], and added in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops.masks import Coverage
+from attnops_tpu.interpreter import interpret_params
+from attnops_tpu.operands import Arrays, Operand, Place, by_query, score_operands
+from attnops_tpu.plan import Plan
+from attnops_tpu.tile import Part, product, unit, without_unseen_keys, without_unseen_queries
+from attnops_tpu.visits import Visits
+
+
+class Inputs(NamedTuple):
+    """What the kernels of the backward pass share, tokens padded to whole tiles.
+
+    Attributes:
+        q: [B, H, D, Tp], with the folded part of the scale.
+        k: [B, K, Sp, D].
+        k_turned: [B, K, D, Sp].
+        v: [B, K, Sp, Dv].
+        d_out: [B, H, Dv, Tp].
+        lse: [B, H, 1, Tp], the logsumexp of base 2; +inf where weights are to be 0.
+        delta: [B, H, 1, Tp], ``d_out · out − d_logsumexp``.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    k_turned: jax.Array
+    v: jax.Array
+    d_out: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
+    """`Inputs` and what scores depend on beside them."""
+    G = plan.G
+    return [
+        by_query("q", inputs.q, plan.bq),
+        Operand("k", inputs.k, (None, None, plan.bk, plan.D), lambda p: (p.b, p.h // G, p.kv_tile, 0)),
+        Operand("k_turned", inputs.k_turned, (None, None, plan.D, plan.bk), lambda p: (p.b, p.h // G, 0, p.kv_tile)),
+        Operand("v", inputs.v, (None, None, plan.bk, plan.Dv), lambda p: (p.b, p.h // G, p.kv_tile, 0)),
+        by_query("d_out", inputs.d_out, plan.bq),
+        by_query("lse", inputs.lse, plan.bq),
+        by_query("delta", inputs.delta, plan.bq),
+        *score_operands(plan, arrays),
+    ]
+
+
+def backward(
+    plan: Plan, inputs: Inputs, arrays: Arrays, spans: tuple[Visits, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of query [B, H, D, Tp] float32 without the scale, of key [B, K, D, Sp] and value [B, K, Dv, Sp].
+
+    Args:
+        plan: of the call.
+        inputs: see `Inputs`.
+        arrays: what scores depend on beside these.
+        spans: the visits of each span of queries, by tiles of keys; spans are of ``plan.span`` tiles of queries.
+    """
+    if len(spans) == 1:
+        return _span(plan, inputs, arrays, spans[0], jnp.zeros(1, jnp.int32), plan.dtype)
+    longest = max(v.longest for v in spans)
+    entries = jnp.stack([v.padded(longest) for v in spans])
+    steps = jnp.stack([jnp.asarray(v.steps, jnp.int32) for v in spans])
+    maps = spans[0].maps
+    first = jnp.arange(len(spans), dtype=jnp.int32)[:, None] * plan.span
+
+    def sweep(carry: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        entries, steps, first = xs
+        dq, dk, dv = _span(plan, inputs, arrays, Visits(entries, maps, longest, steps), first, jnp.float32)
+        return (carry[0] + dk, carry[1] + dv), dq
+
+    start = (jnp.zeros((plan.B, plan.K, d, plan.Sp), jnp.float32) for d in (plan.D, plan.Dv))
+    (dk, dv), dq = lax.scan(sweep, tuple(start), (entries, steps, first))
+    dq = jnp.moveaxis(dq, 0, 3).reshape(plan.B, plan.H, plan.D, -1)[..., : plan.Tp]
+    return dq, dk.astype(plan.dtype), dv.astype(plan.dtype)
+
+
+def _span(
+    plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits, first: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One sweep; of the query's gradient, the span's [B, H, D, span · bq]. ``first`` [1] is its first tile."""
+    operands = input_operands(plan, inputs, arrays)
+    width = plan.span * plan.bq
+
+    def where(b: Any, k: Any, step: Any, g: Any, entries: Any, first: Any) -> Place:
+        visit = visits.at(entries, b, k, step)
+        return Place(b, k * plan.G + g, visit.column, visit.row)
+
+    def kernel(entries: Any, first: Any, *refs: Any) -> None:
+        inputs, (dq, dk_out, dv_out, dk, dv) = refs[: len(operands)], refs[len(operands) :]
+        named = dict(zip((o.name for o in operands), inputs, strict=True))
+        b, k, step, g = (pl.program_id(axis) for axis in range(4))
+        visit = visits.at(entries, b, k, step)
+        place = where(b, k, step, g, entries, first)
+
+        @pl.when((step == 0) & (g == 0))
+        def _() -> None:
+            dq[...] = jnp.zeros(dq.shape, jnp.float32)
+
+        @pl.when((visit.first == 1) & (g == 0))
+        def _() -> None:
+            dk[...] = jnp.zeros(dk.shape, jnp.float32)
+            dv[...] = jnp.zeros(dv.shape, jnp.float32)
+
+        for kind in (Coverage.FULL, Coverage.PARTIAL):
+
+            @pl.when(visit.kind == int(kind))
+            def _(masked: bool = kind == Coverage.PARTIAL) -> None:
+                start = (place.q_tile - first[0]) * plan.bq
+                _add_tile(plan, named, place, masked, dq.at[g], start, dk, dv)
+
+        @pl.when((visit.last == 1) & (g == plan.G - 1))
+        def _() -> None:
+            dk_out[...] = (dk[...] * plan.rest).astype(dk_out.dtype)
+            dv_out[...] = dv[...].astype(dv_out.dtype)
+
+    def of_keys(d: int) -> pl.BlockSpec:
+        def index(b: Any, k: Any, step: Any, g: Any, entries: Any, first: Any) -> tuple[Any, ...]:
+            return (b, k, 0, visits.at(entries, b, k, step).row)
+
+        return pl.BlockSpec((None, None, d, plan.bk), index)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=[
+            jax.ShapeDtypeStruct((plan.B, plan.H, plan.D, width), jnp.float32),
+            jax.ShapeDtypeStruct((plan.B, plan.K, plan.D, plan.Sp), dtype),
+            jax.ShapeDtypeStruct((plan.B, plan.K, plan.Dv, plan.Sp), dtype),
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(plan.B, plan.K, visits.steps, plan.G),
+            in_specs=[operand.spec(where) for operand in operands],
+            out_specs=[
+                pl.BlockSpec((None, plan.G, plan.D, width), lambda b, k, step, g, entries, first: (b, k, 0, 0)),
+                of_keys(plan.D),
+                of_keys(plan.Dv),
+            ],
+            scratch_shapes=[pltpu.VMEM((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)],
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem
+        ),
+        interpret=interpret_params(plan.interpret),
+        name="attnops_flash_backward",
+    )(visits.entries, first, *(operand.array for operand in operands))
+
+
+def _add_tile(plan: Plan, refs: Any, place: Place, masked: bool, dq: Any, start: Any, dk: Any, dv: Any) -> None:
+    rows, cols = plan.backward
+    parts = [Part(plan, refs, place, row, rows, col, cols) for row in range(0, plan.bk, rows)
+             for col in range(0, plan.bq, cols)]  # fmt: skip
+    # Products of the next parts are begun before the exponentials of this one, which the matrix unit would wait for.
+    ahead = [products(part, refs) for part in parts[:2]]
+    for i, part in enumerate(parts):
+        if i + 2 < len(parts):
+            ahead.append(products(parts[i + 2], refs))
+        s, pull_back = scores(part, ahead[i][0])
+        weights, d_scores, counts = weights_and_gradients(part, refs, masked, s, ahead[i][1])
+        if pull_back is not None:
+            (d_scores,) = pull_back(d_scores)
+        q, k_turned, d_out = refs["q"][:, part.queries], refs["k_turned"][:, part.keys], refs["d_out"][:, part.queries]
+        if counts is not None and plan.scoring.hides_tokens:
+            q, k_turned = without_unseen_queries(q, counts), without_unseen_keys(k_turned, counts, axis=1)
+        weights, d_scores = weights.astype(plan.dtype), d_scores.astype(plan.dtype)
+        dv[:, part.keys] += product(plan, d_out, weights, 1, 1)
+        dk[:, part.keys] += product(plan, q, d_scores, 1, 1)
+        at = start + part.col
+        at = pl.ds(at if plan.interpret else pl.multiple_of(at, 128), cols)
+        dq[:, at] += product(plan, k_turned, d_scores)
+
+
+def products(part: Part, refs: Any) -> tuple[jax.Array, jax.Array]:
+    """Query times key, and the gradients of the weights, [rows, cols] both."""
+    s = product(part.plan, refs["k"][part.keys, :], refs["q"][:, part.queries])
+    return s, product(part.plan, refs["v"][part.keys, :], refs["d_out"][:, part.queries])
+
+
+def scores(part: Part, s: jax.Array) -> tuple[jax.Array, Any]:
+    """The scores of a product, and how gradients come back to it in units of the whole scale; None for unchanged."""
+    plan = part.plan
+    if not plan.scoring.changes_scores:
+        return s, None
+    values = part.bias_values()
+    return jax.vjp(lambda x: part.change(x, values), s * plan.rest)
+
+
+def weights_and_gradients(
+    part: Part, refs: Any, masked: bool, s: jax.Array, d_weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The weights, as they were multiplied with values; the gradients of the scores; which count, None for all."""
+    plan = part.plan
+    counts = part.allowed() if masked else None
+    if counts is not None:
+        s = jnp.where(counts, s, -jnp.inf)
+    weights = jnp.exp2(s * unit(plan) - refs["lse"][:, part.queries])
+    drop = part.drop()
+    d_scores = weights * (drop(d_weights) - refs["delta"][:, part.queries])
+    if counts is not None:
+        # What nobody sees may hold NaN.
+        d_scores = jnp.where(counts, d_scores, 0.0)
+    return drop(weights), d_scores, counts

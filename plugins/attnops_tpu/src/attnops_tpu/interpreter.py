@@ -1,0 +1,38 @@
+"""How kernels are interpreted on a host without a TPU."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+_RACES: contextvars.ContextVar[bool] = contextvars.ContextVar("attnops_tpu_races", default=False)
+
+
+def interpret_params(interpret: bool) -> Any:
+    """What `pallas_call` takes: False, or the interpreter's parameters, uninitialised memory being NaN."""
+    if not interpret:
+        return False
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.InterpretParams(detect_races=_RACES.get(), uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+@contextlib.contextmanager
+def detect_races() -> Iterator[None]:
+    """Interpret with the race detector, and raise at the end if it found a race; slower.
+
+    Raises:
+        RuntimeError: two accesses of a buffer, one of them a write, had no order.
+    """
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    token = _RACES.set(True)
+    try:
+        yield
+        races = interpret_pallas_call.races
+        if races is not None and races.races_found:
+            raise RuntimeError("the interpreter found a data race between accesses of a buffer; it printed which")
+    finally:
+        _RACES.reset(token)

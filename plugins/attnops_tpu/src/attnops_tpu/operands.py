@@ -1,0 +1,134 @@
+"""What kernels are given: arrays laid out for them, and which block of each belongs to a tile."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops_tpu.plan import Plan
+
+
+class Place(NamedTuple):
+    """Which tile; numbers in scalar registers."""
+
+    b: Any
+    h: Any
+    q_tile: Any
+    kv_tile: Any
+
+
+class Arrays(NamedTuple):
+    """What a call is given beside query, key and value, prepared by `attnops_tpu.prepare`; None for what it has not.
+
+    Attributes:
+        mask: values of the mask, see `value_layout`.
+        dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, Tp, Sp].
+        bias: values of an elementwise bias, see `value_layout`.
+        table: a bias by distance, float32 [H, 1, Sp + Tp]: of ``q − kv`` at ``q − kv + Sp``.
+        array: a bias of T × S elements, [B or 1, H or 1, Tp, Sp].
+        sinks: [H] float32.
+        dropout: the hash of each row, int32 [B, H, 1, Tp].
+    """
+
+    mask: tuple[jax.Array, ...] = ()
+    dense: tuple[jax.Array, ...] = ()
+    bias: tuple[jax.Array, ...] = ()
+    table: jax.Array | None = None
+    array: jax.Array | None = None
+    sinks: jax.Array | None = None
+    dropout: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An array and its blocks.
+
+    Attributes:
+        name: what a kernel calls it.
+        array: the array.
+        block: the block's shape, None for axes of which it takes one; empty for all of it, in scalar memory.
+        index: which block belongs to a tile.
+    """
+
+    name: str
+    array: jax.Array
+    block: tuple[int | None, ...] = ()
+    index: Callable[[Place], tuple[Any, ...]] | None = None
+
+    def spec(self, where: Callable[..., Place]) -> pl.BlockSpec:
+        """For Pallas; ``where`` says which tile a grid step is at."""
+        index = self.index
+        if index is None:
+            return pl.BlockSpec(memory_space=pltpu.SMEM)
+        return pl.BlockSpec(self.block, lambda *ids: index(where(*ids)))
+
+
+def by_query(name: str, x: jax.Array, bq: int) -> Operand:
+    """[B or 1, H or 1, rows, Tp]: the columns of a tile's queries."""
+    return Operand(name, x, (None, None, x.shape[2], bq), lambda p: (*_lead(x, p), 0, p.q_tile))
+
+
+def by_key(name: str, x: jax.Array, bk: int) -> Operand:
+    """[B or 1, H or 1, rows, Sp]: the columns of a tile's keys."""
+    return Operand(name, x, (None, None, x.shape[2], bk), lambda p: (*_lead(x, p), 0, p.kv_tile))
+
+
+def by_score(name: str, x: jax.Array, plan: Plan) -> Operand:
+    """[B or 1, H or 1, Tp, Sp]: the scores of a tile, queries first."""
+    return Operand(name, x, (None, None, plan.bq, plan.bk), lambda p: (*_lead(x, p), p.q_tile, p.kv_tile))
+
+
+def by_head(name: str, x: jax.Array) -> Operand:
+    """[H, 1, n]: all of a head's."""
+    return Operand(name, x, (None, 1, x.shape[2]), lambda p: (p.h, 0, 0))
+
+
+def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
+    """Everything that the scores of a tile depend on beside query and key."""
+    found = []
+    for prefix, function, values in (
+        ("mask", plan.scoring.mask, arrays.mask),
+        ("bias", plan.scoring.bias, arrays.bias),
+    ):
+        for i, (axes, x) in enumerate(zip(function.values if function else (), values, strict=True)):
+            name = f"{prefix}{i}"
+            if "q" in axes:
+                found.append(by_query(name, x, plan.bq))
+            elif "kv" in axes:
+                found.append(by_key(name, x, plan.bk))
+            else:
+                found.append(Operand(name, x))
+    found += [by_score(f"dense{i}", x, plan) for i, x in enumerate(arrays.dense)]
+    if arrays.table is not None:
+        found.append(by_head("table", arrays.table))
+    if arrays.array is not None:
+        found.append(by_score("array", arrays.array, plan))
+    if arrays.dropout is not None:
+        found.append(by_query("dropout", arrays.dropout, plan.bq))
+    return found
+
+
+def value_layout(plan: Plan, axes: frozenset[str], x: jax.Array) -> jax.Array:
+    """A value [B or 1, H or 1, T or 1, S or 1] as kernels take it, 32 bits wide.
+
+    Of each query [B or 1, H or 1, 1, Tp]; of each key [B or 1, H or 1, 1, Sp]; else [B or 1, H or 1], for scalar memory.
+    """
+    x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+    if "q" in axes:
+        return pad_last(x.swapaxes(2, 3), plan.Tp)
+    return pad_last(x, plan.Sp) if "kv" in axes else x[:, :, 0, 0]
+
+
+def pad_last(x: jax.Array, size: int) -> jax.Array:
+    """``x`` with zeros up to ``size`` along its last axis."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+
+def _lead(x: jax.Array, p: Place) -> Sequence[Any]:
+    return (p.b if x.shape[0] > 1 else 0, p.h if x.shape[1] > 1 else 0)

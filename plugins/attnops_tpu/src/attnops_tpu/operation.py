@@ -1,0 +1,87 @@
+"""FlashAttention for TPUs: the operation, and what it can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Final
+
+import jax
+import jax.numpy as jnp
+
+from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
+from attnops.biases import Bias
+from attnops.masks import Mask
+from attnops.operations.flash import FlashAttention
+
+# What kernels evaluate for each score of a `MaskFn` or a `ScoreFn`; each of them is compiled in the tests.
+PRIMITIVES: Final = frozenset(
+    "abs add and clamp convert_element_type cos div eq erf exp exp2 floor ceil ge gt integer_pow le log log1p logistic lt"
+    " max min mul ne neg not or pow rem round rsqrt select_n sign sin sqrt square sub tanh xor"
+    " stop_gradient".split()
+)
+
+
+class TPUFlashAttention(FlashAttention):
+    """Attention tile by tile in a Pallas kernel: O(T + S) memory, forward and backward; EMPTY tiles cost nothing.
+
+    Serves TPUs; elsewhere, and for what it refuses, the core's native forward runs. ``metadata.interpret`` runs the
+    kernel in Pallas's interpreter on the host. A second derivative is refused.
+    """
+
+    limits: ClassVar[Mapping[str, Limits]] = {
+        "tpu": Limits(
+            dtypes=frozenset({"float32", "bfloat16"}),
+            max_head_dim=576,
+            bias_kinds=frozenset({"array", "ALiBi", "RelativePosition", "ScoreFn"}),
+            primitives=PRIMITIVES,
+        )
+    }
+
+    def unsupported(self, request: Request) -> Iterable[Reason]:
+        """See `attnops.BaseOperation.unsupported`."""
+        if isinstance(request, AttentionRequest) and not request.interpret:
+            for name in ("block_q", "block_k"):
+                block = getattr(self.metadata, name)
+                if block is not None and block % 128:
+                    yield Reason(name, block, "must be a multiple of 128, the lanes of a vector register",
+                                 "leave it out for the table's")  # fmt: skip
+
+    def forward_tpu(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask | None = None,
+        bias: jax.Array | Bias | None = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+        return_lse: bool = False,
+    ) -> OperationOutput:
+        """See `attnops.OperationImpl.__call__`."""
+        # Pallas is imported where it is used: the plugin is listed on machines that lack what it needs.
+        from attnops_tpu.attend import attend
+        from attnops_tpu.plan import Plan
+        from attnops_tpu.prepare import arrays, by_score, describe, maps
+        from attnops_tpu.tile_sizes import choose
+
+        (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
+        asked = query.dtype
+        dtype = jnp.bfloat16 if query.dtype == key.dtype == value.dtype == jnp.bfloat16 else jnp.float32
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        scoring, bias = describe(
+            mask, bias, logits_soft_cap, 0.0 if dropout_key is None else self.metadata.dropout_prob, sinks is not None
+        )
+        tiles = choose(self.metadata, (T, S, H // K, D, Dv), dtype)
+        plan = Plan(
+            B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), scoring=scoring,
+            scale=D**-0.5 if softmax_scale is None else softmax_scale, interpret=self.metadata.interpret,
+            **tiles._asdict(),
+        )  # fmt: skip
+        tiles_to_visit = maps(plan, mask)
+        if scoring.array:
+            tiles_to_visit = tiles_to_visit._replace(by_score=by_score(plan, mask, bias.shape))
+        out, lse = attend(plan, query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit)
+        return OperationOutput(out.astype(asked), None, lse if return_lse else None)

@@ -1,0 +1,128 @@
+"""The plan of a call: everything static about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from attnops.elementwise import Elementwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What is done to the products of queries and keys, static.
+
+    Attributes:
+        cap: the soft cap.
+        mask: the mask; None for none.
+        dense: how many arrays of T × S elements the mask has.
+        bias: a bias that is elementwise; None for none.
+        table: whether there is a bias by distance.
+        array: whether there is a bias of T × S elements.
+        dropout_prob: the probability of dropout.
+        hides_tokens: whether some tokens may be seen by nobody, and so hold anything, NaN too.
+        sinks: whether there are sinks.
+    """
+
+    cap: float | None = None
+    mask: Elementwise | None = None
+    dense: int = 0
+    bias: Elementwise | None = None
+    table: bool = False
+    array: bool = False
+    dropout_prob: float = 0.0
+    hides_tokens: bool = False
+    sinks: bool = False
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias of any kind."""
+        return self.bias is not None or self.table or self.array
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are more than a product and a scale."""
+        return self.cap is not None or self.has_bias
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Shapes, tiles and options of a call; hashable.
+
+    Scores are held transposed, [keys, queries]: the maximum and the sum over keys are then elementwise over vector
+    registers, without moving anything across lanes, and what there is one of for each query lies along the lanes.
+
+    Attributes:
+        B, T, S, H, K, D, Dv: the dimensions of the call.
+        bq: queries a tile.
+        bk: keys a tile.
+        forward: (keys, queries) of the parts in which the forward pass computes a tile; divisors of the tile's.
+        backward: likewise, of the backward pass.
+        dtype: of query, key and value.
+        scale: the softmax scale.
+        scoring: see `Scoring`.
+        span: tiles of queries whose gradients stay in vector memory together.
+        interpret: whether kernels run in Pallas's interpreter.
+        vmem: bytes of vector memory that a kernel may use.
+    """
+
+    B: int
+    T: int
+    S: int
+    H: int
+    K: int
+    D: int
+    Dv: int
+    bq: int
+    bk: int
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    dtype: Any
+    scale: float
+    scoring: Scoring
+    span: int
+    interpret: bool
+    vmem: int
+
+    @property
+    def G(self) -> int:
+        """Query heads a kv head."""
+        return self.H // self.K
+
+    @property
+    def nq(self) -> int:
+        """Tiles of queries."""
+        return -(-self.T // self.bq)
+
+    @property
+    def nk(self) -> int:
+        """Tiles of keys."""
+        return -(-self.S // self.bk)
+
+    @property
+    def Tp(self) -> int:
+        """Queries, padded to whole tiles."""
+        return self.nq * self.bq
+
+    @property
+    def Sp(self) -> int:
+        """Keys, padded to whole tiles."""
+        return self.nk * self.bk
+
+    @property
+    def folded(self) -> float:
+        """The part of the scale that the query is multiplied by, exact: its sign and its power of two."""
+        return 0.0 if self.scale == 0 else math.copysign(2.0 ** math.floor(math.log2(abs(self.scale))), self.scale)
+
+    @property
+    def rest(self) -> float:
+        """What is left of the scale, in [1, 2)."""
+        return 1.0 if self.scale == 0 else self.scale / self.folded
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether products take bfloat16."""
+        return jnp.dtype(self.dtype) == jnp.bfloat16

@@ -1,0 +1,141 @@
+"""From the options of a call to a plan, arrays and tiles to visit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from attnops.biases import ALiBi, Bias, RelativeBias
+from attnops.dropout import dropout_rows, dropout_seed
+from attnops.elementwise import of_bias, of_mask
+from attnops.masks import Coverage, Mask, block_map
+from attnops_tpu.attend import Maps
+from attnops_tpu.operands import Arrays, pad_last, value_layout
+from attnops_tpu.plan import Plan, Scoring
+from attnops_tpu.visits import visits
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SpreadArray(Bias):
+    """An array bias that does not have an element for each score: one of queries, of keys, or of heads alone.
+
+    Attributes:
+        array: [B or 1, H or 1, T or 1, S or 1], not both T and S.
+    """
+
+    array: Any
+
+    static = ()
+
+    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        index = (i if size > 1 else 0 for i, size in zip((b, h, q, kv), self.array.shape, strict=True))
+        return scores + self.array[tuple(index)].astype(scores.dtype)
+
+
+def describe(
+    mask: Mask | None, bias: jax.Array | Bias | None, cap: float | None, dropout_prob: float, sinks: bool
+) -> tuple[Scoring, Any]:
+    """What is done to scores, static, and the bias in the form that kernels take."""
+    if bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1:
+        bias = SpreadArray(bias)
+    table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)
+    function, _, dense = (None, [], []) if mask is None else of_mask(mask)
+    scoring = Scoring(
+        cap=cap,
+        mask=function,
+        dense=len(dense),
+        bias=of_bias(bias)[0] if isinstance(bias, Bias) and not table else None,
+        table=table,
+        array=bias is not None and not isinstance(bias, Bias),
+        dropout_prob=dropout_prob,
+        hides_tokens=mask is not None and mask.hides_tokens(),
+        sinks=sinks,
+    )
+    return scoring, bias
+
+
+def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: Any) -> Arrays:
+    """The arrays of a call as kernels take them. Differentiable; O(T + S) memory beside arrays of T × S elements."""
+    scoring, shape = plan.scoring, (plan.B, plan.H, plan.T, plan.S)
+    found = Arrays(sinks=None if sinks is None else sinks.astype(jnp.float32))
+    if mask is not None:
+        function, leaves, dense = of_mask(mask)
+        values = function.compute(leaves, shape)
+        found = found._replace(
+            mask=tuple(value_layout(plan, axes, x) for axes, x in zip(function.values, values, strict=True)),
+            dense=tuple(_padded(plan, jnp.asarray(x).astype(jnp.int8)) for x in dense),
+        )
+    if scoring.bias is not None:
+        function, leaves = of_bias(bias)
+        values = function.compute(leaves, shape)
+        found = found._replace(
+            bias=tuple(value_layout(plan, axes, x) for axes, x in zip(function.values, values, strict=True))
+        )
+    elif scoring.table:
+        # [H, T + S − 1] of kv − q at kv − q + T − 1, to that of q − kv at q − kv + Sp.
+        flipped = bias.by_distance(plan.H, plan.T, plan.S)[:, ::-1]
+        before = plan.Sp - (plan.S - 1)
+        table = jnp.pad(flipped, ((0, 0), (before, plan.Sp + plan.Tp - before - flipped.shape[1])))
+        found = found._replace(table=table[:, None])
+    elif scoring.array:
+        found = found._replace(array=_padded(plan, bias))
+    if scoring.dropout_prob:
+        b, h, i = (np.arange(n).reshape([-1 if axis == own else 1 for axis in range(3)])
+                   for own, n in enumerate((plan.B, plan.H, plan.T)))  # fmt: skip
+        rows = lax.bitcast_convert_type(dropout_rows(dropout_seed(dropout_key), b, h, i), jnp.int32)
+        found = found._replace(dropout=pad_last(rows[:, :, None], plan.Tp))
+    return found
+
+
+def maps(plan: Plan, mask: Mask | None) -> Maps:
+    """The tiles that each kernel visits."""
+    shape = (plan.B, plan.H, plan.T, plan.S)
+    coverage = _ragged(plan, block_map(mask, shape, plan.bq, plan.bk).coverage)
+    by_kv_head = _merged(coverage, 1, plan.K).swapaxes(2, 3)
+    spans = tuple(
+        visits(by_kv_head[..., first : first + plan.span], first) for first in range(0, plan.nq, plan.span)
+    )  # fmt: skip
+    return Maps(visits(coverage), spans, None)
+
+
+def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> Any:
+    """The tiles that the gradient of an array bias visits."""
+    coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), plan.bq, plan.bk).coverage
+    coverage = _ragged(plan, coverage)
+    for axis in (0, 1):
+        if bias_shape[axis] == 1:
+            coverage = _merged(coverage, axis, 1)
+    return visits(coverage)
+
+
+def _ragged(plan: Plan, coverage: Any) -> Any:
+    """The coverage, the last keys' tiles being masked where they are not whole."""
+    if plan.S % plan.bk == 0:
+        return coverage
+    xp = np if isinstance(coverage, np.ndarray) else jnp
+    is_last = np.arange(plan.nk) == plan.nk - 1
+    return xp.where(is_last, xp.minimum(coverage, Coverage.PARTIAL), coverage)
+
+
+def _merged(coverage: Any, axis: int, size: int) -> Any:
+    """The coverage [B or 1, H or 1, …] of several batches or heads together, ``size`` along an axis.
+
+    A tile is visited if any of them needs it, and masked if any does not see all of it.
+    """
+    if coverage.shape[axis] <= size:
+        return coverage
+    xp = np if isinstance(coverage, np.ndarray) else jnp
+    shape = list(coverage.shape)
+    shape[axis : axis + 1] = [size, shape[axis] // size]
+    grouped = coverage.reshape(shape)
+    least, most = grouped.min(axis=axis + 1), grouped.max(axis=axis + 1)
+    return xp.where(least == most, most, xp.minimum(most, Coverage.PARTIAL))
+
+
+def _padded(plan: Plan, x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, plan.Tp - plan.T), (0, plan.Sp - plan.S)))

@@ -1,0 +1,122 @@
+"""The list of tiles that a kernel visits, one grid step each, built from a block map."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# An entry is one int32: tile of the row, tile of the column, what is to be done, and where a row begins and ends.
+_ROW, _COLUMN, _KIND, _LAST = 18, 4, 2, 1
+MAX_ROWS: Final = 1 << (31 - _ROW)
+MAX_COLUMNS: Final = 1 << (_ROW - _COLUMN)
+
+
+class Entry(NamedTuple):
+    """One visit, as a kernel sees it; numbers.
+
+    Attributes:
+        row: the tile whose result is accumulated.
+        column: the tile that is added to it.
+        kind: an `attnops.masks.Coverage`; EMPTY where a row has nothing to add and only its end is due.
+        first: whether the row begins.
+        last: whether the row ends.
+    """
+
+    row: Any
+    column: Any
+    kind: Any
+    first: Any
+    last: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["entries", "traced"], meta_fields=["maps", "longest"]
+)
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """The visits of each map, in order of rows. A pytree.
+
+    Attributes:
+        entries: int32 [maps · longest]; a shorter map's end repeats its last tile and does nothing.
+        maps: the batches and heads that the maps tell apart, each 1 or all.
+        longest: entries a map.
+        traced: where that is more than a grid needs, the steps that it needs, int32; else None.
+    """
+
+    entries: Any
+    maps: tuple[int, int]
+    longest: int
+    traced: Any = None
+
+    @property
+    def steps(self) -> Any:
+        """The steps of a grid."""
+        return self.longest if self.traced is None else self.traced
+
+    def padded(self, longest: int) -> Any:
+        """The entries of each map, padded to a length; the padding is never reached."""
+        by_map = self.entries.reshape(-1, self.longest)
+        return jnp.pad(by_map, ((0, 0), (0, longest - self.longest)), mode="edge").reshape(-1)
+
+    def at(self, entries: Any, b: Any, h: Any, step: Any) -> Entry:
+        """The visit of a batch and head at a step, read from ``entries`` in scalar memory."""
+        m = (b if self.maps[0] > 1 else 0) * self.maps[1] + (h if self.maps[1] > 1 else 0)
+        return unpack(entries[m * self.longest + step])
+
+
+def unpack(entry: Any) -> Entry:
+    """The parts of a packed entry."""
+    return Entry(
+        row=entry >> _ROW,
+        column=(entry >> _COLUMN) & (MAX_COLUMNS - 1),
+        kind=(entry >> _KIND) & 3,
+        first=entry & 1,
+        last=(entry >> _LAST) & 1,
+    )
+
+
+def visits(coverage: Any, first_column: int = 0) -> Visits:
+    """The tiles of a block map that are not EMPTY, and one entry for each row that has none.
+
+    Args:
+        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`; numpy's where it is known when tracing. A traced
+            one is put in order at run time, O(rows · columns) integers.
+        first_column: the number of the first column, where these are a part.
+
+    Raises:
+        ValueError: there are more tiles than an entry can number.
+    """
+    xp = np if isinstance(coverage, np.ndarray) else jnp
+    *maps, rows, columns = coverage.shape
+    if rows > MAX_ROWS or first_column + columns > MAX_COLUMNS:
+        raise ValueError(f"{rows} × {columns} tiles are more than {MAX_ROWS} × {MAX_COLUMNS}; make tiles larger")
+    coverage = coverage.reshape(-1, rows, columns).astype(np.int32)
+    due = coverage > 0
+    due = due | ((np.arange(columns) == 0) & ~due.any(axis=2, keepdims=True))
+    position = xp.cumsum(due, axis=2)
+    first, last = due & (position == 1), due & (position == position[:, :, -1:])
+    row, column = np.arange(rows, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)
+    packed = (row << _ROW) | ((column + first_column) << _COLUMN) | (coverage << _KIND) | (last.astype(np.int32) << _LAST) | first
+    packed, due = packed.reshape(len(coverage), -1), due.reshape(len(coverage), -1)
+    count = due.sum(axis=1)
+    if xp is np:
+        longest = int(count.max())
+        order = [np.flatnonzero(d) for d in due]
+        index = np.stack([np.pad(o, (0, longest - len(o)), mode="edge") for o in order])
+        steps = None
+    else:
+        longest = rows * columns
+        index = jnp.minimum(jnp.arange(longest), count[:, None] - 1)
+        index = jnp.take_along_axis(jnp.argsort(~due, axis=1, stable=True), index, axis=1)
+        steps = count.max().astype(jnp.int32)
+    entries = xp.take_along_axis(packed, index, axis=1)
+    repeated = np.arange(longest) >= count[:, None]
+    entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
+    return Visits(jnp.asarray(entries.reshape(-1), jnp.int32), (maps[0], maps[1]), longest, steps)
+
+

@@ -1,0 +1,326 @@
+"""Masks and biases taken apart for kernels, which work on one tile of scores.
+
+A mask or a bias is a function of ``(b, h, q, kv)``, elementwise. Whatever it looks up by query alone, by key alone or by
+head (segment ids, positions, slopes) is computed before the kernel, once a token, as `Elementwise.values` says. What
+is left mixes queries with keys, and is evaluated on a tile, by `Elementwise.apply` or by a kernel's own translation
+of `Elementwise.steps`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from attnops.biases import Bias
+from attnops.masks.base import Mask
+from attnops.masks.tokens import Dense
+
+# What a function is called with, in this order, before its arrays.
+ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")
+AXES: Final = ARGUMENTS[1:]
+
+# Calls whose body counts as if it were written out.
+_CALLS: Final = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+# On scalars these change nothing.
+_IDENTITIES: Final = {"broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "optimization_barrier"}
+# Of an index alone, these cost less on the spot than a value a token that must be fetched.
+_CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | _IDENTITIES
+
+
+@dataclasses.dataclass(frozen=True)
+class Literal:
+    """A number in a step's inputs."""
+
+    value: Any
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One primitive on scalars, or beside scores elementwise on what broadcasts to a tile.
+
+    Attributes:
+        primitive: JAX's.
+        params: its parameters.
+        inputs: numbers of variables, and literals.
+        outputs: numbers of variables.
+        shapes: of inputs and outputs.
+        dtypes: of outputs.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: tuple[int | Literal, ...]
+    outputs: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """The primitive's name; with the shape where it works on more than scalars."""
+        wide = next((shape for shape in self.shapes if shape), None)
+        return self.primitive.name if wide is None else f"{self.primitive.name} of {list(wide)}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Elementwise:
+    """A function of ``(scores, b, h, q, kv)`` in two parts; hashed by identity, and equal functions share one.
+
+    Attributes:
+        values: of each value that is computed beforehand, the axes that it depends on: a subset of `AXES` that has not
+            both q and kv.
+        steps: what is evaluated on a tile, in order.
+        result: the variable, or literal, that is the result.
+        primitives: the names of the primitives that are evaluated for each score.
+    """
+
+    values: tuple[frozenset[str], ...]
+    dtypes: tuple[Any, ...]
+    steps: tuple[Step, ...]
+    result: int | Literal
+    primitives: frozenset[str]
+    _arguments: tuple[int, ...]
+    _given: tuple[int, ...]
+    _value_variables: tuple[int, ...]
+    _leaves: tuple[int, ...]
+    _before: tuple[Step, ...]
+
+    def compute(self, leaves: Sequence[Any], shape: tuple[int, int, int, int]) -> list[jax.Array]:
+        """The values, each [B or 1, H or 1, T or 1, S or 1], for scores of shape [B, H, T, S].
+
+        Differentiable with respect to the leaves; O(T) and O(S) memory.
+        """
+        sizes = dict(zip(AXES, shape, strict=True))
+        return [self._one_value(i, leaves, sizes) for i in range(len(self.values))]
+
+    def _one_value(self, i: int, leaves: Sequence[Any], sizes: dict[str, int]) -> jax.Array:
+        axes = [axis for axis in AXES if axis in self.values[i]]
+
+        def scalar(*indices: Any) -> Any:
+            at = dict(zip(axes, indices, strict=True))
+            known = {variable: at.get(name, 0) for name, variable in zip(AXES, self._arguments[1:], strict=True)}
+            known |= dict(zip(self._leaves, map(jnp.asarray, leaves), strict=True))
+            return _run(_needed(self._before, [self._value_variables[i]]), known, self._value_variables[i], _bind)
+
+        function = scalar
+        for k in reversed(range(len(axes))):
+            function = jax.vmap(function, in_axes=[0 if j == k else None for j in range(len(axes))])
+        found = function(*(jnp.arange(sizes[axis], dtype=jnp.int32) for axis in axes))
+        return jnp.asarray(found).reshape([sizes[axis] if axis in axes else 1 for axis in AXES])
+
+    def apply(
+        self, scores: Any, b: Any, h: Any, q: Any, kv: Any, values: Sequence[Any] = (), given: Sequence[Any] = ()
+    ) -> Any:
+        """The function on a tile.
+
+        Args:
+            scores: float32; None for a mask.
+            b, h: numbers.
+            q, kv: integers that broadcast to a tile.
+            values: what of `compute` belongs to the tile, likewise.
+            given: the tiles of the arrays of T × S elements, see `of_mask`.
+        """
+        known = dict(zip(self._arguments, (scores, b, h, q, kv), strict=True))
+        known |= dict(zip(self._value_variables, values, strict=True))
+        known |= dict(zip(self._given, given, strict=True))
+        return _run(self.steps, known, self.result, _bind_broadcast)
+
+
+def of_mask(mask: Mask) -> tuple[Elementwise, list[Any], list[Any]]:
+    """A bound mask, the leaves that `Elementwise.compute` takes, and its arrays of T × S elements.
+
+    Of those, [B or 1, H or 1, T, S] booleans, `Elementwise.apply` takes the tiles.
+    """
+    leaves, tree = jax.tree.flatten(mask, is_leaf=_is_tiled)
+    tiled = [isinstance(leaf, Dense) for leaf in leaves]
+    plain = [leaf for leaf, is_tiled in zip(leaves, tiled, strict=True) if not is_tiled]
+    arrays = [leaf.array for leaf, is_tiled in zip(leaves, tiled, strict=True) if is_tiled]
+    return _split_mask(tree, tuple(tiled), _avals(plain)), plain, arrays
+
+
+def of_bias(bias: Bias) -> tuple[Elementwise, list[Any]]:
+    """A bound bias, and the leaves that `Elementwise.compute` takes."""
+    leaves, tree = jax.tree.flatten(bias)
+    return _split_bias(tree, _avals(leaves)), leaves
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Given(Mask):
+    """What stands in for a dense array: its value at one score."""
+
+    seen: Any
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.seen
+
+    def tiles(self, grid: Any) -> Any:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "Dense"
+
+
+def _is_tiled(leaf: Any) -> bool:
+    return isinstance(leaf, Dense) and min(leaf.array.shape[2:]) > 1
+
+
+@functools.lru_cache(maxsize=512)
+def _split_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...]) -> Elementwise:
+    def function(b: Any, h: Any, q: Any, kv: Any, leaves: Any, given: Any) -> Any:
+        leaves, given = iter(leaves), iter(given)
+        parts = [_Given(next(given)) if is_tiled else next(leaves) for is_tiled in tiled]
+        return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
+
+    return _split(lambda scores, *rest: function(*rest), avals, sum(tiled))
+
+
+@functools.lru_cache(maxsize=512)
+def _split_bias(tree: Any, avals: tuple[Any, ...]) -> Elementwise:
+    return _split(
+        lambda scores, b, h, q, kv, leaves, given: jax.tree.unflatten(tree, leaves).apply(scores, b, h, q, kv), avals, 0
+    )
+
+
+def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+
+
+def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int) -> Elementwise:
+    index, score = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
+    given = [jax.ShapeDtypeStruct((), jnp.bool_)] * n_given
+    closed = jax.make_jaxpr(function)(score, index, index, index, index, leaves, given)
+    numbers = itertools.count()
+    inputs = [next(numbers) for _ in closed.jaxpr.invars]
+    constants = {next(numbers): value for value in closed.consts}
+    steps: list[Step] = []
+    (result,) = _inline(closed.jaxpr, [*constants], inputs, numbers, steps)
+
+    arguments, rest = inputs[: len(ARGUMENTS)], inputs[len(ARGUMENTS) :]
+    leaf_variables, given_variables = rest[: len(leaves)], rest[len(leaves) :]
+    depends: dict[int, frozenset[str]] = {v: frozenset([name]) for v, name in zip(arguments, ARGUMENTS, strict=True)}
+    depends |= dict.fromkeys([*leaf_variables, *constants], frozenset())
+    depends |= dict.fromkeys(given_variables, frozenset(AXES))
+    cheap = set(arguments)
+    known: set[int] = set()  # what depends on numbers alone
+    inner, before = [], []
+    for step in _needed(steps, [result]):
+        variables = [x for x in step.inputs if isinstance(x, int)]
+        found = frozenset().union(*(depends[x] for x in variables))
+        depends |= dict.fromkeys(step.outputs, found)
+        if _mixes(found):
+            inner.append(step)
+            continue
+        before.append(step)
+        if known.issuperset(variables) and not any(step.shapes):
+            known.update(step.outputs)
+            cheap.update(step.outputs)
+        if step.primitive.name in _CHEAP and not any(step.shapes) and cheap.issuperset(variables):
+            cheap.update(step.outputs)
+    wanted = {x for x in (result, *(x for step in inner for x in step.inputs)) if isinstance(x, int)}
+    on_the_spot = _needed([step for step in before if set(step.outputs) <= cheap], wanted & cheap)
+    values = sorted(x for x in wanted if x not in cheap and not _mixes(depends[x]))
+    before = [_constant(c, value) for c, value in constants.items()] + before
+    dtypes = dict(zip(leaf_variables, (leaf.dtype for leaf in leaves), strict=True))
+    dtypes |= {x: dtype for step in before for x, dtype in zip(step.outputs, step.dtypes, strict=True)}
+    return Elementwise(
+        values=tuple(depends[x] for x in values),
+        dtypes=tuple(dtypes[x] for x in values),
+        steps=(*on_the_spot, *inner),
+        result=result,
+        primitives=frozenset(step.name for step in inner) - _IDENTITIES,
+        _arguments=tuple(arguments),
+        _given=tuple(given_variables),
+        _value_variables=tuple(values),
+        _leaves=tuple(leaf_variables),
+        _before=tuple(before),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Constant:
+    """An array that a function closes over, as a primitive without inputs."""
+
+    value: Any
+    name = "constant"
+    multiple_results = False
+
+    def bind(self) -> Any:
+        return jnp.asarray(self.value)
+
+
+def _constant(variable: int, value: Any) -> Step:
+    return Step(_Constant(value), {}, (), (variable,), (jnp.shape(value),), (jnp.result_type(value),))
+
+
+def _mixes(axes: frozenset[str]) -> bool:
+    return "scores" in axes or {"q", "kv"} <= axes
+
+
+def _inline(
+    jaxpr: Any, constants: list[int], inputs: Sequence[int | Literal], numbers: Iterator[int], steps: list[Step]
+) -> list[int | Literal]:
+    """Append the steps of a jaxpr, calls written out; the variables of its results."""
+    names: dict[Any, int | Literal] = dict(zip(jaxpr.constvars, constants, strict=True))
+    names |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> int | Literal:
+        return Literal(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else names[atom]
+
+    for eqn in jaxpr.eqns:
+        found = [read(atom) for atom in eqn.invars]
+        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if eqn.primitive.name in _CALLS and body is not None:
+            closed = getattr(body, "consts", [])
+            fresh = [next(numbers) for _ in closed]
+            for number, value in zip(fresh, closed, strict=True):
+                steps.append(_constant(number, value))
+            outputs = _inline(getattr(body, "jaxpr", body), fresh, found, numbers, steps)
+            names |= dict(zip(eqn.outvars, outputs, strict=True))
+            continue
+        new = tuple(next(numbers) for _ in eqn.outvars)
+        names |= dict(zip(eqn.outvars, new, strict=True))
+        shapes = tuple(tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars))
+        dtypes = tuple(x.aval.dtype for x in eqn.outvars)
+        steps.append(Step(eqn.primitive, dict(eqn.params), tuple(found), new, shapes, dtypes))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _needed(steps: Sequence[Step], results: Any) -> list[Step]:
+    """The steps that the results depend on, in order."""
+    wanted = {x for x in results if isinstance(x, int)}
+    kept = []
+    for step in reversed(steps):
+        if wanted & set(step.outputs):
+            kept.append(step)
+            wanted |= {x for x in step.inputs if isinstance(x, int)}
+    return kept[::-1]
+
+
+def _run(steps: Sequence[Step], known: dict[int, Any], result: int | Literal, bind: Callable[..., Any]) -> Any:
+    def read(x: int | Literal) -> Any:
+        return np.asarray(x.value, x.dtype)[()] if isinstance(x, Literal) else known[x]
+
+    for step in steps:
+        found = bind(step, [read(x) for x in step.inputs])
+        known |= dict(zip(step.outputs, found if step.primitive.multiple_results else [found], strict=True))
+    return read(result)
+
+
+def _bind(step: Step, inputs: list[Any]) -> Any:
+    return step.primitive.bind(*map(jnp.asarray, inputs), **step.params)
+
+
+def _bind_broadcast(step: Step, inputs: list[Any]) -> Any:
+    if step.primitive.name in _IDENTITIES:
+        return inputs if step.primitive.multiple_results else inputs[0]
+    shape = np.broadcast_shapes(*map(jnp.shape, inputs))
+    return step.primitive.bind(*(jnp.broadcast_to(x, shape) for x in inputs), **step.params)

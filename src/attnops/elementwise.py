@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import jax
@@ -117,7 +118,15 @@ class Elementwise:
         return jnp.asarray(found).reshape([sizes[axis] if axis in axes else 1 for axis in AXES])
 
     def apply(
-        self, scores: Any, b: Any, h: Any, q: Any, kv: Any, values: Sequence[Any] = (), given: Sequence[Any] = ()
+        self,
+        scores: Any,
+        b: Any,
+        h: Any,
+        q: Any,
+        kv: Any,
+        values: Sequence[Any] = (),
+        given: Sequence[Any] = (),
+        instead: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> Any:
         """The function on a tile.
 
@@ -127,11 +136,21 @@ class Elementwise:
             q, kv: integers that broadcast to a tile.
             values: what of `compute` belongs to the tile, likewise.
             given: the tiles of the arrays of T × S elements, see `of_mask`.
+            instead: by the name of a primitive, what a kernel language has in its place; given the inputs alone.
         """
+
+        def bind(step: Step, inputs: list[Any]) -> Any:
+            if step.primitive.name in _IDENTITIES:
+                return inputs if step.primitive.multiple_results else inputs[0]
+            shape = np.broadcast_shapes(*map(jnp.shape, inputs))
+            inputs = [jnp.broadcast_to(x, shape) for x in inputs]
+            other = instead.get(step.primitive.name)
+            return step.primitive.bind(*inputs, **step.params) if other is None else other(*inputs)
+
         known = dict(zip(self._arguments, (scores, b, h, q, kv), strict=True))
         known |= dict(zip(self._value_variables, values, strict=True))
         known |= dict(zip(self._given, given, strict=True))
-        return _run(self.steps, known, self.result, _bind_broadcast)
+        return _run(self.steps, known, self.result, bind)
 
 
 def of_mask(mask: Mask) -> tuple[Elementwise, list[Any], list[Any]]:
@@ -318,9 +337,3 @@ def _run(steps: Sequence[Step], known: dict[int, Any], result: int | Literal, bi
 def _bind(step: Step, inputs: list[Any]) -> Any:
     return step.primitive.bind(*map(jnp.asarray, inputs), **step.params)
 
-
-def _bind_broadcast(step: Step, inputs: list[Any]) -> Any:
-    if step.primitive.name in _IDENTITIES:
-        return inputs if step.primitive.multiple_results else inputs[0]
-    shape = np.broadcast_shapes(*map(jnp.shape, inputs))
-    return step.primitive.bind(*(jnp.broadcast_to(x, shape) for x in inputs), **step.params)

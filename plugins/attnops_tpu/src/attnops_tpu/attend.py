@@ -16,7 +16,7 @@ from attnops_tpu.bias_gradient import bias_gradients
 from attnops_tpu.forward import forward
 from attnops_tpu.operands import Arrays, pad_last
 from attnops_tpu.plan import Plan
-from attnops_tpu.tile import LOG2E
+from attnops_tpu.tile import LOG2E, unit
 from attnops_tpu.visits import Visits
 
 
@@ -79,7 +79,7 @@ def _gradients(
         v=_keys_first(value, plan.Sp),
         d_out=_features_first(d_out.astype(plan.dtype), plan.Tp),
         # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
-        lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), plan.Tp, jnp.inf),
+        lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * (LOG2E / unit(plan))), plan.Tp, jnp.inf),
         delta=_rows(delta, plan.Tp, 0.0),
     )
     dq, dk, dv = backward(plan, inputs, arrays, maps.spans)
@@ -90,8 +90,8 @@ def _gradients(
         d_arrays = bias_gradients(plan, inputs, arrays, maps.forward, maps.by_score)
     if arrays.sinks is not None:
         # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
-        share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[None, :, None] - lse))
-        d_arrays = d_arrays._replace(sinks=-(share * delta).sum((0, 2)))
+        share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[:, :, None] - lse))
+        d_arrays = d_arrays._replace(sinks=-(share * delta).sum((0, 2))[None])
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), d_arrays
 
 

@@ -21,6 +21,7 @@ from attnops_tpu.operands import Arrays, Operand, Place, by_query, score_operand
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, product, unit, without_unseen_keys, without_unseen_queries
 from attnops_tpu.visits import Visits
+from attnops_tpu.vmap import folds_batch
 
 
 class Inputs(NamedTuple):
@@ -32,7 +33,7 @@ class Inputs(NamedTuple):
         k_turned: [B, K, D, Sp].
         v: [B, K, Sp, Dv].
         d_out: [B, H, Dv, Tp].
-        lse: [B, H, 1, Tp], the logsumexp of base 2; +inf where weights are to be 0.
+        lse: [B, H, 1, Tp], the logsumexp in the units of scores as kernels hold them; +inf where weights are to be 0.
         delta: [B, H, 1, Tp], ``d_out · out − d_logsumexp``.
     """
 
@@ -50,16 +51,18 @@ def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
     G = plan.G
     return [
         by_query("q", inputs.q, plan.bq),
-        Operand("k", inputs.k, (None, None, plan.bk, plan.D), lambda p: (p.b, p.h // G, p.kv_tile, 0)),
-        Operand("k_turned", inputs.k_turned, (None, None, plan.D, plan.bk), lambda p: (p.b, p.h // G, 0, p.kv_tile)),
-        Operand("v", inputs.v, (None, None, plan.bk, plan.Dv), lambda p: (p.b, p.h // G, p.kv_tile, 0)),
+        Operand("k", inputs.k, (None, None, plan.bk, plan.D), lambda p: (p.b, lax.div(p.h, G), p.kv_tile, 0)),
+        Operand("k_turned", inputs.k_turned, (None, None, plan.D, plan.bk), lambda p: (p.b, lax.div(p.h, G), 0, p.kv_tile)),
+        Operand("v", inputs.v, (None, None, plan.bk, plan.Dv), lambda p: (p.b, lax.div(p.h, G), p.kv_tile, 0)),
         by_query("d_out", inputs.d_out, plan.bq),
         by_query("lse", inputs.lse, plan.bq),
         by_query("delta", inputs.delta, plan.bq),
         *score_operands(plan, arrays),
+        *([] if arrays.dropout is None else [by_query("dropout", arrays.dropout, plan.bq)]),
     ]
 
 
+@folds_batch
 def backward(
     plan: Plan, inputs: Inputs, arrays: Arrays, spans: tuple[Visits, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -76,12 +79,12 @@ def backward(
     longest = max(v.longest for v in spans)
     entries = jnp.stack([v.padded(longest) for v in spans])
     steps = jnp.stack([jnp.asarray(v.steps, jnp.int32) for v in spans])
-    maps = spans[0].maps
+    maps, kinds = spans[0].maps, tuple(sorted({kind for v in spans for kind in v.kinds}, reverse=True))
     first = jnp.arange(len(spans), dtype=jnp.int32)[:, None] * plan.span
 
     def sweep(carry: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         entries, steps, first = xs
-        dq, dk, dv = _span(plan, inputs, arrays, Visits(entries, maps, longest, steps), first, jnp.float32)
+        dq, dk, dv = _span(plan, inputs, arrays, Visits(entries, maps, longest, kinds, steps), first, jnp.float32)
         return (carry[0] + dk, carry[1] + dv), dq
 
     start = (jnp.zeros((plan.B, plan.K, d, plan.Sp), jnp.float32) for d in (plan.D, plan.Dv))
@@ -117,9 +120,9 @@ def _span(
             dk[...] = jnp.zeros(dk.shape, jnp.float32)
             dv[...] = jnp.zeros(dv.shape, jnp.float32)
 
-        for kind in (Coverage.FULL, Coverage.PARTIAL):
+        for kind in visits.kinds:
 
-            @pl.when(visit.kind == int(kind))
+            @pl.when(visit.kind == kind)
             def _(masked: bool = kind == Coverage.PARTIAL) -> None:
                 start = (place.q_tile - first[0]) * plan.bq
                 _add_tile(plan, named, place, masked, dq.at[g], start, dk, dv)
@@ -208,7 +211,7 @@ def weights_and_gradients(
     counts = part.allowed() if masked else None
     if counts is not None:
         s = jnp.where(counts, s, -jnp.inf)
-    weights = jnp.exp2(s * unit(plan) - refs["lse"][:, part.queries])
+    weights = jnp.exp2((s - refs["lse"][:, part.queries]) * unit(plan))
     drop = part.drop()
     d_scores = weights * (drop(d_weights) - refs["delta"][:, part.queries])
     if counts is not None:

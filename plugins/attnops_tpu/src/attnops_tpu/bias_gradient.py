@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -16,6 +17,7 @@ from attnops_tpu.operands import Arrays, Place
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, turned_back
 from attnops_tpu.visits import Visits
+from attnops_tpu.vmap import folds_batch, one_by_one
 
 
 def bias_gradients(plan: Plan, inputs: Inputs, arrays: Arrays, by_query: Visits, by_score: Visits | None) -> Arrays:
@@ -28,19 +30,22 @@ def bias_gradients(plan: Plan, inputs: Inputs, arrays: Arrays, by_query: Visits,
         by_query: the visits by tiles of queries.
         by_score: the visits of an array bias, see `array_gradient`.
     """
-    d_values, d_table = (), None
+    d_values: tuple[jax.Array | None, ...] = ()
+    d_table = d_array = None
     if arrays.bias or arrays.table is not None:
-        d_values, d_table = _value_gradients(plan, inputs, arrays, by_query)
-    d_array = None
-    if arrays.array is not None and by_score is not None:
+        by_value, by_distance = _value_gradients(plan, inputs, arrays, by_query)
+        d_values = tuple(None if d is None else _summed(d, x) for d, x in zip(by_value, arrays.bias, strict=True))
+        d_table = None if arrays.table is None else _summed(by_distance, arrays.table)
+    if arrays.array is not None:
         d_array = _array_gradient(plan, inputs, arrays, by_score)
     return Arrays(mask=None, dense=None, bias=d_values, table=d_table, array=d_array)  # type: ignore[arg-type]
 
 
+@folds_batch
 def _value_gradients(
     plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits
 ) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
-    """Of the values of an elementwise bias, and of a table.
+    """Of the values of an elementwise bias, and of a table: [B, H, 1, n] each, not yet summed to their shapes.
 
     What a key or a distance has one of is added up in vector memory over a whole head: O(T + S) of it.
     """
@@ -94,13 +99,10 @@ def _value_gradients(
                     ref[:, at] += turned_back(gradients[i])
                 if arrays.table is not None:
                     width = part.rows + part.cols
-                    padded = jnp.concatenate([jnp.zeros((part.rows, part.rows), jnp.float32), d_scores], axis=1)
-                    # Each row back by one more than the one before it.
-                    level = pltpu.roll(padded, 0, 1, stride=width - 1, stride_axis=0)
-                    whole[-1][:, pl.ds(part.first_distance(), width)] += jnp.sum(level, axis=0, keepdims=True)
+                    whole[-1][:, pl.ds(part.first_distance(), width)] += _by_distance(d_scores)
 
-        for kind in (Coverage.FULL, Coverage.PARTIAL):
-            pl.when(visit.kind == int(kind))(lambda masked=kind == Coverage.PARTIAL: add(masked))
+        for kind in visits.kinds:
+            pl.when(visit.kind == kind)(lambda masked=kind == Coverage.PARTIAL: add(masked))
 
     def row_spec(*ids: Any) -> tuple[Any, ...]:
         p = where(*ids)
@@ -126,10 +128,21 @@ def _value_gradients(
         name="attnops_flash_bias_gradient",
     )(visits.entries, *(operand.array for operand in operands))
     by_value = dict(zip([*of_query, *by_key], found, strict=False))
-    gradients = tuple(
-        _summed(by_value[i], x) if i in by_value else None for i, x in enumerate(arrays.bias)
-    )  # fmt: skip
-    return gradients, None if arrays.table is None else found[-1].sum(axis=0)
+    gradients = tuple(by_value.get(i) for i in range(len(arrays.bias)))
+    return gradients, None if arrays.table is None else found[-1]
+
+
+def _by_distance(d_scores: jax.Array) -> jax.Array:
+    """[rows, cols] summed over scores of one distance: [1, rows + cols], score (j, i) at ``rows + i - j``."""
+    rows, cols = d_scores.shape
+    # Each row must go back by one more than the one before it, but the hardware moves rows on: so last row first. The
+    # product with a permutation is exact in full precision.
+    last_first = lax.broadcasted_iota(jnp.int32, (rows, rows), 0) + lax.broadcasted_iota(jnp.int32, (rows, rows), 1)
+    flip = (last_first == rows - 1).astype(jnp.float32)
+    flipped = jnp.dot(flip, d_scores, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    padded = jnp.concatenate([jnp.zeros((rows, rows), jnp.float32), flipped], axis=1)
+    level = pltpu.roll(padded, cols + 1, 1, stride=1, stride_axis=0)
+    return jnp.sum(level, axis=0, keepdims=True)
 
 
 def _summed(gradient: jax.Array, x: jax.Array) -> jax.Array:
@@ -139,6 +152,7 @@ def _summed(gradient: jax.Array, x: jax.Array) -> jax.Array:
     return gradient.sum(axis=axes, keepdims=True).reshape(x.shape)
 
 
+@one_by_one
 def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) -> jax.Array:
     """Of an array [B or 1, H or 1, Tp, Sp]: what shares an element is added up before it is written.
 
@@ -151,7 +165,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
 
     def where(b: Any, h: Any, step: Any, r: Any, entries: Any) -> Place:
         visit = visits.at(entries, b, h, step)
-        return Place(b + r // heads, h + r % heads, visit.row, visit.column)
+        return Place(b + lax.div(r, heads), h + lax.rem(r, heads), visit.row, visit.column)
 
     def kernel(entries: Any, *refs: Any) -> None:
         named = dict(zip((o.name for o in operands), refs, strict=False))
@@ -169,8 +183,8 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
                 _, d_scores, _ = weights_and_gradients(part, named, masked, scores(part, s)[0], d_weights)
                 total[part.keys, part.queries] += d_scores
 
-        for kind in (Coverage.FULL, Coverage.PARTIAL):
-            pl.when(visit.kind == int(kind))(lambda masked=kind == Coverage.PARTIAL: add(masked))
+        for kind in visits.kinds:
+            pl.when(visit.kind == kind)(lambda masked=kind == Coverage.PARTIAL: add(masked))
 
         # A tile that is repeated at the end of a shorter map was written already.
         @pl.when((ids[3] == batches * heads - 1) & ((visit.kind > 0) | (visit.last == 1)))

@@ -1,8 +1,14 @@
-"""The forward kernel: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over transposed scores."""
+"""The forward kernel: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over transposed scores.
+
+It is skewed by one visit: a grid step computes the scores of its tile into vector memory and, in the same straight line
+of code, turns the scores that it finds there, of the tile before, into weights and multiplies them by values. The two
+chains do not depend on one another, so that the compiler fills the matrix unit's latency in one with the other, and
+it can't hold the scores of a whole tile in registers, of which there are far too few. NOTES.md has the figures.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +18,36 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.masks import Coverage
 from attnops_tpu.interpreter import interpret_params
-from attnops_tpu.operands import Arrays, Operand, Place, score_operands
+from attnops_tpu.operands import Arrays, Operand, Place, by_query, score_operands
 from attnops_tpu.plan import Plan
-from attnops_tpu.tile import LN2, Part, product, unit, without_unseen_keys
+from attnops_tpu.tile import LN2, Part, product, turned_back, unit
 from attnops_tpu.visits import Visits
+from attnops_tpu.vmap import folds_batch
 
-# A running maximum never falls below it, so that exp(−inf − maximum) is 0 and not NaN.
-_LOWEST: Final = -1e30
+SUBLANES = 8
 
 
+class _State(NamedTuple):
+    """What stays in vector memory from step to step. A number a query is held by each of the 8 sublanes.
+
+    Attributes:
+        scores: [bk, bq] of the last tile.
+        top: [8, bq] the largest score of the row of tiles so far.
+        done: [8, bq] the same up to the tile before, whose weights are relative to it.
+        fade: [8, bq] what the accumulated is multiplied by, ``top`` having risen.
+        total: [8, bq] the sum of the weights; of each sublane its own.
+        accumulated: [Dv, bq] the sum of weights times values.
+    """
+
+    scores: Any
+    top: Any
+    done: Any
+    fade: Any
+    total: Any
+    accumulated: Any
+
+
+@folds_batch
 def forward(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, visits: Visits
 ) -> tuple[jax.Array, jax.Array]:
@@ -34,46 +61,63 @@ def forward(
         arrays: what scores depend on beside these.
         visits: by tiles of queries.
     """
-    operands = [
-        Operand("q", q, (None, None, plan.D, plan.bq), lambda p: (p.b, p.h, 0, p.q_tile)),
-        Operand("k", k, (None, None, plan.bk, plan.D), lambda p: (p.b, p.h // plan.G, p.kv_tile, 0)),
-        Operand("v", v, (None, None, plan.Dv, plan.bk), lambda p: (p.b, p.h // plan.G, 0, p.kv_tile)),
+    of_scores = [
+        by_query("q", q, plan.bq),
+        Operand("k", k, (None, None, plan.bk, plan.D), lambda p: (p.b, lax.div(p.h, plan.G), p.kv_tile, 0)),
         *score_operands(plan, arrays),
     ]
+    of_values = [Operand("v", v, (None, None, plan.Dv, plan.bk), lambda p: (p.b, lax.div(p.h, plan.G), 0, p.kv_tile))]
+    if arrays.dropout is not None:
+        of_values.append(by_query("dropout", arrays.dropout, plan.bq))
     if arrays.sinks is not None:
-        operands.append(Operand("sinks", arrays.sinks))
+        of_values.append(Operand("sinks", arrays.sinks))
+    names = [operand.name for operand in (*of_scores, *of_values)]
 
-    def where(b: Any, h: Any, step: Any, entries: Any) -> Place:
+    def now(b: Any, h: Any, step: Any, entries: Any) -> Place:
         visit = visits.at(entries, b, h, step)
         return Place(b, h, visit.row, visit.column)
 
+    def before(b: Any, h: Any, step: Any, entries: Any) -> Place:
+        return now(b, h, jnp.maximum(step - 1, 0), entries)
+
     def kernel(entries: Any, *refs: Any) -> None:
-        inputs, (out, lse, top, total, accumulated) = refs[: len(operands)], refs[len(operands) :]
-        named = dict(zip((o.name for o in operands), inputs, strict=True))
-        ids = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        visit = visits.at(entries, *ids)
-        place = where(*ids, entries)
+        named = dict(zip(names, refs, strict=False))
+        out, lse = refs[len(names) : len(names) + 2]
+        state = _State(*refs[len(names) + 2 :])
+        b, h, step = (pl.program_id(axis) for axis in range(3))
+        visit, last = visits.at(entries, b, h, step), visits.at(entries, b, h, jnp.maximum(step - 1, 0))
+        places = now(b, h, step, entries), before(b, h, step, entries)
+
+        @pl.when(step == 0)
+        def _() -> None:
+            state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
+            state.top[...] = jnp.full(state.top.shape, -jnp.inf, jnp.float32)
+            state.fade[...] = jnp.zeros(state.fade.shape, jnp.float32)
+            _clear(state)
+
+        for kind in visits.kinds:
+
+            @pl.when(visit.kind == kind)
+            def _(masked: bool = kind == Coverage.PARTIAL) -> None:
+                _step(plan, named, places, state, visit.first == 1, masked)
+
+        @pl.when(visit.kind == int(Coverage.EMPTY))
+        def _() -> None:
+            _step(plan, named, places, state, None, False)
+            state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
+            state.top[...] = jnp.full(state.top.shape, -jnp.inf, jnp.float32)
+
+        @pl.when((step > 0) & (last.last == 1))
+        def _() -> None:
+            _finish(plan, out, lse, state, named["sinks"][b if named["sinks"].shape[0] > 1 else 0, h] if arrays.sinks is not None else None)
 
         @pl.when(visit.first == 1)
         def _() -> None:
-            top[...] = jnp.full(top.shape, _LOWEST, jnp.float32)
-            total[...] = jnp.zeros(total.shape, jnp.float32)
-            accumulated[...] = jnp.zeros(accumulated.shape, jnp.float32)
-
-        for kind in (Coverage.FULL, Coverage.PARTIAL):
-
-            @pl.when(visit.kind == int(kind))
-            def _(masked: bool = kind == Coverage.PARTIAL) -> None:
-                _add_tile(plan, named, place, masked, top, total, accumulated)
-
-        @pl.when(visit.last == 1)
-        def _() -> None:
-            sink = named["sinks"][place.h] if arrays.sinks is not None else None
-            _finish(plan, out, lse, top[...], total[...], accumulated[...], sink)
+            _clear(state)
 
     def rows(d: int) -> pl.BlockSpec:
         def index(*ids: Any) -> tuple[Any, ...]:
-            p = where(*ids)
+            p = before(*ids)
             return (p.b, p.h, 0, p.q_tile)
 
         return pl.BlockSpec((None, None, d, plan.bq), index)
@@ -86,12 +130,12 @@ def forward(
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(plan.B, plan.H, visits.steps),
-            in_specs=[operand.spec(where) for operand in operands],
+            grid=(plan.B, plan.H, visits.steps + 1),
+            in_specs=[operand.spec(now) for operand in of_scores] + [operand.spec(before) for operand in of_values],
             out_specs=[rows(plan.Dv), rows(1)],
             scratch_shapes=[
-                pltpu.VMEM((1, plan.bq), jnp.float32),
-                pltpu.VMEM((1, plan.bq), jnp.float32),
+                pltpu.VMEM((plan.bk, plan.bq), jnp.float32),
+                *[pltpu.VMEM((SUBLANES, plan.bq), jnp.float32)] * 4,
                 pltpu.VMEM((plan.Dv, plan.bq), jnp.float32),
             ],
         ),
@@ -100,47 +144,92 @@ def forward(
         ),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_forward",
-    )(visits.entries, *(operand.array for operand in operands))
+    )(visits.entries, *(operand.array for operand in (*of_scores, *of_values)))
 
 
-def _add_tile(plan: Plan, refs: Any, place: Place, masked: bool, top: Any, total: Any, accumulated: Any) -> None:
-    scoring, c = plan.scoring, unit(plan)
+def _step(plan: Plan, refs: Any, places: tuple[Place, Place], state: _State, first: Any, masked: bool) -> None:
+    """The scores of the tile at ``places[0]``, and what becomes of those of the tile before, at ``places[1]``.
+
+    Args:
+        plan: of the call.
+        refs: by operand.
+        places: of this tile and of the one before.
+        state: see `_State`.
+        first: whether this tile begins a row; None for no tile.
+        masked: whether it is PARTIAL.
+    """
+    c = unit(plan)
     rows, cols = plan.forward
-
-    def scores(part: Part) -> tuple[jax.Array, jax.Array | None]:
-        s = product(plan, refs["k"][part.keys, :], refs["q"][:, part.queries])
-        if scoring.changes_scores:
-            s = part.change(s * plan.rest, part.bias_values())
-        counts = part.allowed() if masked else None
-        return (s if counts is None else jnp.where(counts, s, -jnp.inf)), counts
-
     for col in range(0, plan.bq, cols):
         at = slice(col, col + cols)
-        m, l, acc = top[:, at], total[:, at], accumulated[:, at]
+        old = state.top[:, at]
+        level = _finite(old)[None]
+        top = total = out = None
         for row in range(0, plan.bk, rows):
-            part = Part(plan, refs, place, row, rows, col, cols)
-            s, counts = scores(part)
-            new = jnp.maximum(m, jnp.max(s, axis=0, keepdims=True))
-            weights = jnp.exp2(s * c - new * c)
-            fade = jnp.exp2((m - new) * c)
-            l = l * fade + jnp.sum(weights, axis=0, keepdims=True)
-            v = refs["v"][:, part.keys]
-            if counts is not None and scoring.hides_tokens:
-                v = without_unseen_keys(v, counts, axis=1)
-            acc = acc * fade + product(plan, v, part.drop()(weights).astype(plan.dtype))
-            m = new
-        top[:, at], total[:, at], accumulated[:, at] = m, l, acc
+            keys = slice(row, row + rows)
+            weights = jnp.exp2((_by_sublane(state.scores[keys, at]) - level) * c)
+            total = _plus(total, weights.sum(axis=0))
+            weights, v = weights.reshape(rows, cols), refs["v"][:, keys]
+            if plan.scoring.hides_tokens:
+                # A weight of 0 times whatever a token holds that nobody sees, NaN for one, must be 0.
+                v = jnp.where(turned_back(weights.max(axis=1, keepdims=True)) > 0, v, jnp.zeros((), v.dtype))
+            weights = Part(plan, refs, places[1], row, rows, col, cols).drop()(weights)
+            out = _plus(out, product(plan, v, weights.astype(plan.dtype)))
+            if first is not None:
+                s = _scores(Part(plan, refs, places[0], row, rows, col, cols), refs, masked)
+                # In program order the old scores were read above.
+                state.scores[keys, at] = s
+                highest = _by_sublane(s).max(axis=0)
+                top = highest if top is None else jnp.maximum(top, highest)
+        fade = state.fade[:, at]
+        state.total[:, at] = fade * state.total[:, at] + total
+        faded = fade[None] * _by_sublane(state.accumulated[:, at])
+        state.accumulated[:, at] = faded.reshape(plan.Dv, cols) + out
+        state.done[:, at] = old
+        if top is not None:
+            old = jnp.where(first, -jnp.inf, old)
+            new = jnp.maximum(old, jnp.broadcast_to(top.max(axis=0, keepdims=True), top.shape))
+            state.top[:, at] = new
+            state.fade[:, at] = jnp.exp2((old - _finite(new)) * c)
 
 
-def _finish(plan: Plan, out: Any, lse: Any, top: Any, total: Any, accumulated: Any, sink: Any) -> None:
-    """Divide by the denominator, to which the sink belongs; rows that saw nothing give 0 and −inf."""
-    top = top * (unit(plan) * LN2)  # in natural units
-    saw_any = total > 0
+def _scores(part: Part, refs: Any, masked: bool) -> jax.Array:
+    plan = part.plan
+    s = product(plan, refs["k"][part.keys, :], refs["q"][:, part.queries])
+    if plan.scoring.changes_scores:
+        s = part.change(s * plan.rest, part.bias_values())
+    return jnp.where(part.allowed(), s, -jnp.inf) if masked else s
+
+
+def _finish(plan: Plan, out: Any, lse: Any, state: _State, sink: Any) -> None:
+    """Divide by the denominator, to which the sink belongs; queries that saw nothing give 0 and −inf."""
+    top = _finite(state.done[:1]) * (unit(plan) * LN2)  # in natural units
+    total = state.total[...].sum(axis=0, keepdims=True)
+    saw_any, accumulated = total > 0, state.accumulated[...]
     if sink is not None:
         new = jnp.maximum(top, sink)
         fade = jnp.exp(top - new)
         total = total * fade + jnp.exp(sink - new)
         accumulated, top = accumulated * fade, new
     denominator = jnp.where(saw_any, total, 1.0)
-    out[...] = (accumulated * jnp.where(saw_any, 1 / denominator, 0.0)).astype(out.dtype)
+    out[...] = jnp.where(saw_any, accumulated * (1 / denominator), 0.0).astype(out.dtype)
     lse[...] = jnp.where(saw_any, top + jnp.log(denominator), -jnp.inf)
+
+
+def _clear(state: _State) -> None:
+    state.total[...] = jnp.zeros(state.total.shape, jnp.float32)
+    state.accumulated[...] = jnp.zeros(state.accumulated.shape, jnp.float32)
+
+
+def _finite(top: jax.Array) -> jax.Array:
+    """A maximum, or 0 where nothing was seen, so that ``exp(−inf − maximum)`` is 0 and not NaN."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def _by_sublane(x: jax.Array) -> jax.Array:
+    """[n, cols] to [n / 8, 8, cols]: what is then done along the first axis needs one register at a time."""
+    return x.reshape(-1, SUBLANES, x.shape[1])
+
+
+def _plus(total: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if total is None else total + x

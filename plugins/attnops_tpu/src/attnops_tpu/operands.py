@@ -30,9 +30,9 @@ class Arrays(NamedTuple):
         mask: values of the mask, see `value_layout`.
         dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, Tp, Sp].
         bias: values of an elementwise bias, see `value_layout`.
-        table: a bias by distance, float32 [H, 1, Sp + Tp]: of ``q − kv`` at ``q − kv + Sp``.
+        table: a bias by distance, float32 [B or 1, H, 1, Sp + Tp]: of ``q − kv`` at ``q − kv + Sp``.
         array: a bias of T × S elements, [B or 1, H or 1, Tp, Sp].
-        sinks: [H] float32.
+        sinks: [B or 1, H] float32.
         dropout: the hash of each row, int32 [B, H, 1, Tp].
     """
 
@@ -85,12 +85,12 @@ def by_score(name: str, x: jax.Array, plan: Plan) -> Operand:
 
 
 def by_head(name: str, x: jax.Array) -> Operand:
-    """[H, 1, n]: all of a head's."""
-    return Operand(name, x, (None, 1, x.shape[2]), lambda p: (p.h, 0, 0))
+    """[B or 1, H or 1, 1, n]: all of a head's."""
+    return Operand(name, x, (None, None, 1, x.shape[3]), lambda p: (*_lead(x, p), 0, 0))
 
 
 def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
-    """Everything that the scores of a tile depend on beside query and key."""
+    """Everything that the scores of a tile depend on beside query and key, dropout excepted."""
     found = []
     for prefix, function, values in (
         ("mask", plan.scoring.mask, arrays.mask),
@@ -109,8 +109,6 @@ def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
         found.append(by_head("table", arrays.table))
     if arrays.array is not None:
         found.append(by_score("array", arrays.array, plan))
-    if arrays.dropout is not None:
-        found.append(by_query("dropout", arrays.dropout, plan.bq))
     return found
 
 

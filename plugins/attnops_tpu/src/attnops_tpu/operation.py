@@ -76,7 +76,7 @@ class TPUFlashAttention(FlashAttention):
         )
         tiles = choose(self.metadata, (T, S, H // K, D, Dv), dtype)
         plan = Plan(
-            B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), scoring=scoring,
+            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), scoring=scoring,
             scale=D**-0.5 if softmax_scale is None else softmax_scale, interpret=self.metadata.interpret,
             **tiles._asdict(),
         )  # fmt: skip

@@ -56,7 +56,8 @@ class Plan:
     registers, without moving anything across lanes, and what there is one of for each query lies along the lanes.
 
     Attributes:
-        B, T, S, H, K, D, Dv: the dimensions of the call.
+        B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B is of all slices together.
+        inner: the batch as the caller sees it, which masks and biases are asked about.
         bq: queries a tile.
         bk: keys a tile.
         forward: (keys, queries) of the parts in which the forward pass computes a tile; divisors of the tile's.
@@ -70,6 +71,7 @@ class Plan:
     """
 
     B: int
+    inner: int
     T: int
     S: int
     H: int

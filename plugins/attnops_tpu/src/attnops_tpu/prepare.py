@@ -62,7 +62,7 @@ def describe(
 def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: Any) -> Arrays:
     """The arrays of a call as kernels take them. Differentiable; O(T + S) memory beside arrays of T × S elements."""
     scoring, shape = plan.scoring, (plan.B, plan.H, plan.T, plan.S)
-    found = Arrays(sinks=None if sinks is None else sinks.astype(jnp.float32))
+    found = Arrays(sinks=None if sinks is None else sinks.astype(jnp.float32)[None])
     if mask is not None:
         function, leaves, dense = of_mask(mask)
         values = function.compute(leaves, shape)
@@ -81,7 +81,7 @@ def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: An
         flipped = bias.by_distance(plan.H, plan.T, plan.S)[:, ::-1]
         before = plan.Sp - (plan.S - 1)
         table = jnp.pad(flipped, ((0, 0), (before, plan.Sp + plan.Tp - before - flipped.shape[1])))
-        found = found._replace(table=table[:, None])
+        found = found._replace(table=table[None, :, None])
     elif scoring.array:
         found = found._replace(array=_padded(plan, bias))
     if scoring.dropout_prob:

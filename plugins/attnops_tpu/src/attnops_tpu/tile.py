@@ -20,6 +20,10 @@ from attnops_tpu.plan import Plan
 
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)
+# Mosaic lowers these only where it knows the TPU, which a host that exports has not.
+INSTEAD: Final[Mapping[str, Callable[..., Any]]] = {
+    "sign": lambda x: jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0)).astype(x.dtype),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Part:
         """The queries within the tile."""
         return slice(self.col, self.col + self.cols)
 
+    @property
+    def batch(self) -> Any:
+        """Which of the caller's batch."""
+        return self.place.b if self.plan.inner == self.plan.B else lax.rem(self.place.b, self.plan.inner)
+
     def allowed(self) -> jax.Array:
         """Which scores count, [rows, cols] booleans; for PARTIAL tiles."""
         plan, mask, shape = self.plan, self.plan.scoring.mask, (self.rows, self.cols)
@@ -57,7 +66,8 @@ class Part:
         counts = None
         if mask is not None:
             given = [self._by_score(f"dense{i}") != 0 for i in range(plan.scoring.dense)]
-            counts = mask.apply(None, self.place.b, self.place.h, q, kv, self.values("mask", mask), given)
+            values = self.values("mask", mask)
+            counts = mask.apply(None, self.batch, self.place.h, q, kv, values, given, INSTEAD)
             counts = jnp.broadcast_to(counts, shape)
         if plan.S % plan.bk:
             inside = jnp.broadcast_to(kv < plan.S, shape)
@@ -76,7 +86,7 @@ class Part:
             scores = scoring.cap * jnp.tanh(scores * (1 / scoring.cap))
         if scoring.bias is not None:
             q, kv = self._indices()
-            scores = scoring.bias.apply(scores, self.place.b, self.place.h, q, kv, values)
+            scores = scoring.bias.apply(scores, self.batch, self.place.h, q, kv, values, (), INSTEAD)
         if scoring.table:
             scores = scores + self._by_distance()
         if scoring.array:
@@ -107,7 +117,7 @@ class Part:
             elif "kv" in axes:
                 value = turned(ref[:, self.keys])
             else:
-                value = ref[self.place.b if "b" in axes else 0, self.place.h if "h" in axes else 0]
+                value = ref[self.place.b if ref.shape[0] > 1 else 0, self.place.h if ref.shape[1] > 1 else 0]
             found.append(value != 0 if dtype == jnp.bool_ else value.astype(dtype))
         return found
 

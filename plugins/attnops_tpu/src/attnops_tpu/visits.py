@@ -10,10 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.masks import Coverage
+
 # An entry is one int32: tile of the row, tile of the column, what is to be done, and where a row begins and ends.
 _ROW, _COLUMN, _KIND, _LAST = 18, 4, 2, 1
 MAX_ROWS: Final = 1 << (31 - _ROW)
 MAX_COLUMNS: Final = 1 << (_ROW - _COLUMN)
+
+
+KINDS: Final = (int(Coverage.FULL), int(Coverage.PARTIAL))
 
 
 class Entry(NamedTuple):
@@ -35,22 +40,24 @@ class Entry(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["entries", "traced"], meta_fields=["maps", "longest"]
+    jax.tree_util.register_dataclass, data_fields=["entries", "traced"], meta_fields=["maps", "longest", "kinds"]
 )
 @dataclasses.dataclass(frozen=True)
 class Visits:
     """The visits of each map, in order of rows. A pytree.
 
     Attributes:
-        entries: int32 [maps · longest]; a shorter map's end repeats its last tile and does nothing.
+        entries: int32 [maps · (longest + 1)]; a map's end, and one entry more, repeat its last tile and do nothing.
         maps: the batches and heads that the maps tell apart, each 1 or all.
-        longest: entries a map.
+        longest: visits a map.
+        kinds: the `attnops.masks.Coverage` that entries may have, EMPTY excepted; a kernel has code for no other.
         traced: where that is more than a grid needs, the steps that it needs, int32; else None.
     """
 
     entries: Any
     maps: tuple[int, int]
     longest: int
+    kinds: tuple[int, ...]
     traced: Any = None
 
     @property
@@ -60,13 +67,13 @@ class Visits:
 
     def padded(self, longest: int) -> Any:
         """The entries of each map, padded to a length; the padding is never reached."""
-        by_map = self.entries.reshape(-1, self.longest)
+        by_map = self.entries.reshape(-1, self.longest + 1)
         return jnp.pad(by_map, ((0, 0), (0, longest - self.longest)), mode="edge").reshape(-1)
 
     def at(self, entries: Any, b: Any, h: Any, step: Any) -> Entry:
         """The visit of a batch and head at a step, read from ``entries`` in scalar memory."""
         m = (b if self.maps[0] > 1 else 0) * self.maps[1] + (h if self.maps[1] > 1 else 0)
-        return unpack(entries[m * self.longest + step])
+        return unpack(entries[m * (self.longest + 1) + step])
 
 
 def unpack(entry: Any) -> Entry:
@@ -101,22 +108,25 @@ def visits(coverage: Any, first_column: int = 0) -> Visits:
     position = xp.cumsum(due, axis=2)
     first, last = due & (position == 1), due & (position == position[:, :, -1:])
     row, column = np.arange(rows, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)
-    packed = (row << _ROW) | ((column + first_column) << _COLUMN) | (coverage << _KIND) | (last.astype(np.int32) << _LAST) | first
+    packed = (row << _ROW) | ((column + first_column) << _COLUMN) | (coverage << _KIND)
+    packed = packed | (last.astype(np.int32) << _LAST) | first
     packed, due = packed.reshape(len(coverage), -1), due.reshape(len(coverage), -1)
     count = due.sum(axis=1)
     if xp is np:
         longest = int(count.max())
         order = [np.flatnonzero(d) for d in due]
-        index = np.stack([np.pad(o, (0, longest - len(o)), mode="edge") for o in order])
+        index = np.stack([np.pad(o, (0, longest + 1 - len(o)), mode="edge") for o in order])
         steps = None
+        kinds = tuple(kind for kind in KINDS if (coverage == kind).any())
     else:
+        kinds = KINDS
         longest = rows * columns
-        index = jnp.minimum(jnp.arange(longest), count[:, None] - 1)
+        index = jnp.minimum(jnp.arange(longest + 1), count[:, None] - 1)
         index = jnp.take_along_axis(jnp.argsort(~due, axis=1, stable=True), index, axis=1)
         steps = count.max().astype(jnp.int32)
     entries = xp.take_along_axis(packed, index, axis=1)
-    repeated = np.arange(longest) >= count[:, None]
+    repeated = np.arange(longest + 1) >= count[:, None]
     entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
-    return Visits(jnp.asarray(entries.reshape(-1), jnp.int32), (maps[0], maps[1]), longest, steps)
+    return Visits(jnp.asarray(entries.reshape(-1), jnp.int32), (maps[0], maps[1]), longest, kinds, steps)
 
 

@@ -1,0 +1,75 @@
+"""Which TPU generation kernels are made for."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import jax
+
+
+class Generation(NamedTuple):
+    """What the choice of tiles depends on.
+
+    Attributes:
+        name: such as ``"v6e"``.
+        vmem: bytes of vector memory a core.
+    """
+
+    name: str
+    vmem: int
+
+
+_MiB: Final = 1 << 20
+GENERATIONS: Final = {
+    g.name: g
+    for g in (
+        Generation("v4", 16 * _MiB),
+        Generation("v5e", 128 * _MiB),
+        Generation("v5p", 64 * _MiB),
+        Generation("v6e", 128 * _MiB),
+        Generation("tpu7x", 64 * _MiB),
+    )
+}
+# Where nothing says for which, kernels fit all.
+UNKNOWN: Final = GENERATIONS["v4"]
+
+# As JAX names devices.
+_KINDS: Final = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+
+_TARGET: contextvars.ContextVar[str | None] = contextvars.ContextVar("attnops_tpu_target", default=None)
+
+
+@contextlib.contextmanager
+def target(generation: str) -> Iterator[None]:
+    """Make kernels that are traced inside for a generation, on a host without it: for ahead-of-time compiling and export.
+
+    Raises:
+        ValueError: the generation is unknown.
+    """
+    if generation not in GENERATIONS:
+        raise ValueError(f"generation={generation!r} is unknown; use one of {list(GENERATIONS)}")
+    token = _TARGET.set(generation)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def generation() -> Generation:
+    """The generation of `target`, else of this process's TPU, else `UNKNOWN`, whose tiles fit every generation."""
+    name = _TARGET.get()
+    if name is None and jax.default_backend() == "tpu":
+        name = _KINDS.get(jax.devices()[0].device_kind)
+    return GENERATIONS.get(name or "", UNKNOWN)

@@ -1,0 +1,64 @@
+"""The conformance suite in Pallas's interpreter: races are detected, uninitialised memory is NaN."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops.testing import OperationConformance
+from attnops_tpu.interpreter import detect_races, interpret_params
+
+
+@pytest.fixture(autouse=True)
+def races() -> Iterator[None]:
+    with detect_races():
+        yield
+
+
+class TestFlashOnTPU(OperationConformance):
+    operation, platform = "attnops-tpu:flash", "tpu"
+    interpret = True
+    refuses = frozenset({"float16", "weights"})
+
+
+def copy(wait: bool) -> jax.Array:
+    """A kernel that copies its argument by DMA and waits for it, or does not."""
+
+    def kernel(x: object, out: object, buffer: object, semaphore: object) -> None:
+        dma = pltpu.make_async_copy(x, buffer, semaphore)
+        dma.start()
+        if wait:
+            dma.wait()
+        out[...] = buffer[...]
+        if not wait:
+            dma.wait()
+
+    shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shape,
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA],
+        interpret=interpret_params(True),
+    )
+    return jax.block_until_ready(call(jnp.ones(shape.shape, shape.dtype)))
+
+
+def test_a_missing_wait_is_caught() -> None:
+    with detect_races():
+        assert copy(wait=True).sum() == 8 * 128
+    with pytest.raises(RuntimeError, match="data race"), detect_races():
+        copy(wait=False)
+
+
+def test_uninitialised_memory_is_nan() -> None:
+    def kernel(out: object, buffer: object) -> None:
+        out[...] = buffer[...]
+
+    shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    scratch = [pltpu.VMEM((8, 128), jnp.float32)]
+    call = pl.pallas_call(kernel, out_shape=shape, scratch_shapes=scratch, interpret=interpret_params(True))
+    assert jnp.isnan(call()).all()

@@ -162,23 +162,21 @@ def child(what: dict[str, Any], generation: str) -> None:
     else:
         job = Job(*what["job"])
         function, arguments = CONTENDERS[job.name](job, what["head_dim"])
-        tiles = job.tiles or _own_tiles(job, what["head_dim"], generation)
+        tiles = job.tiles or _own_tiles(what["head_dim"], generation)
     memory = compile_for(function, arguments, generation).memory_analysis()
     print(json.dumps({"temporaries": memory.temp_size_in_bytes, "code": memory.generated_code_size_in_bytes,
                       "tiles": tiles}))  # fmt: skip
 
 
-def _own_tiles(job: Job, head_dim: int, generation: str) -> float:
-    import jax.numpy as jnp
-
+def _own_tiles(head_dim: int, generation: str) -> float:
     from attnops import OperationMetadata
     from attnops_tpu.generations import target
-    from attnops_tpu.tile_sizes import choose
+    from attnops_tpu.tile_sizes import Problem, choose
 
+    problem = Problem(T=LENGTH, S=LENGTH, G=1, D=head_dim, Dv=head_dim, itemsize=2)
     with target(generation):
-        tiles = choose(OperationMetadata(), (LENGTH, LENGTH, 1, head_dim, head_dim), jnp.bfloat16)
-    q, k = (tiles.bq, tiles.bk)
-    return q * k / TILE
+        tiles = choose(OperationMetadata(), problem, lambda block_q, block_k: None)
+    return tiles.bq * tiles.bk / TILE
 
 
 def _has(module: str) -> bool:

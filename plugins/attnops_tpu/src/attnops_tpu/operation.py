@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
@@ -64,8 +65,8 @@ class TPUFlashAttention(FlashAttention):
         # Pallas is imported where it is used: the plugin is listed on machines that lack what it needs.
         from attnops_tpu.attend import attend
         from attnops_tpu.plan import Plan
-        from attnops_tpu.prepare import arrays, by_score, describe, maps
-        from attnops_tpu.tile_sizes import choose
+        from attnops_tpu.prepare import arrays, by_score, describe, maps, visited
+        from attnops_tpu.tile_sizes import Problem, choose
 
         (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
         asked = query.dtype
@@ -74,7 +75,12 @@ class TPUFlashAttention(FlashAttention):
         scoring, bias = describe(
             mask, bias, logits_soft_cap, 0.0 if dropout_key is None else self.metadata.dropout_prob, sinks is not None
         )
-        tiles = choose(self.metadata, (T, S, H // K, D, Dv), dtype)
+        problem = Problem(
+            T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize, changes_scores=scoring.changes_scores,
+            # Two buffers of each; the gradient of a bias takes a sum and two buffers in float32.
+            bytes_a_score=2 * scoring.dense + (2 * bias.dtype.itemsize + 12 if scoring.array else 0),
+        )  # fmt: skip
+        tiles = choose(self.metadata, problem, functools.partial(visited, mask, (B, H, T, S)))
         plan = Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), scoring=scoring,
             scale=D**-0.5 if softmax_scale is None else softmax_scale, interpret=self.metadata.interpret,

@@ -103,6 +103,12 @@ def maps(plan: Plan, mask: Mask | None) -> Maps:
     return Maps(visits(coverage), spans, None)
 
 
+def visited(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int) -> int | None:
+    """How many tiles of a head the mask leaves; None where only run time knows."""
+    known = block_map(mask, shape, block_q, block_k)
+    return int(known.count(Coverage.PARTIAL) + known.count(Coverage.FULL)) if known.is_static else None
+
+
 def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> Any:
     """The tiles that the gradient of an array bias visits."""
     coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), plan.bq, plan.bk).coverage

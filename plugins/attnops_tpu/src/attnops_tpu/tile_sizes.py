@@ -1,11 +1,15 @@
-"""Tile sizes: one table."""
+"""Tile sizes: one table by generation, with the schedule counts that chose its rows, and what fits vector memory."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import jax.numpy as jnp
 
 from attnops import OperationMetadata
+from attnops_tpu.generations import Generation, generation
 
 
 class Tiles(NamedTuple):
@@ -19,10 +23,113 @@ class Tiles(NamedTuple):
     vmem: int
 
 
-def choose(metadata: OperationMetadata, shape: tuple[int, int, int, int, int], dtype: Any) -> Tiles:
-    T, S, G, D, Dv = shape
-    q, k = metadata.block_q or 1024, metadata.block_k or 1024
-    multiple = 8 if metadata.interpret else 128
-    bq, bk = (min(b, -(-n // multiple) * multiple) for b, n in ((q, T), (k, S)))
-    part = lambda n: math.gcd(n, 256) if n % 128 == 0 else n
-    return Tiles(bq, bk, (part(bk), part(bq)), (part(bk), part(bq)), span=max(1, 4096 // bq), vmem=48 << 20)
+class Row(NamedTuple):
+    """A candidate.
+
+    Attributes:
+        bq: queries a tile.
+        bk: keys a tile.
+        bundles: what 512 × 512 scores take, forward and backward together, bfloat16, D = 128, nothing masked.
+    """
+
+    bq: int
+    bk: int
+    bundles: int
+
+
+# Counted by benchmarks/tpu_schedule.py. A step has a tail of some 200 bundles in which results drain, so that large
+# tiles are better, where a mask does not waste them.
+TABLE: Final[dict[str, tuple[Row, ...]]] = {
+    name: (Row(1024, 1024, 1510), Row(512, 512, 1900), Row(256, 256, 3400)) for name in ("v4", "v5e", "v5p", "v6e", "tpu7x")
+}
+# Keys and queries of the parts of a tile: what the 64 vector registers bear.
+PART: Final = 256
+# Biases and caps take registers and code of their own; a bias's tiles take memory. Smaller tiles serve them as well.
+LARGEST_CHANGED: Final = 512
+# A gradient of queries that stays in vector memory takes at most this share of it.
+SPAN_SHARE: Final = 0.3
+# Of vector memory; the rest is the compiler's.
+USABLE: Final = 0.85
+LANES: Final = 128
+
+
+class Problem(NamedTuple):
+    """What tiles depend on.
+
+    Attributes:
+        T, S: queries and keys.
+        G: query heads a kv head.
+        D, Dv: head dims.
+        itemsize: bytes an element of query, key and value.
+        changes_scores: whether scores have a cap or a bias.
+        bytes_a_score: of arrays of T × S elements, and what their gradients need.
+    """
+
+    T: int
+    S: int
+    G: int
+    D: int
+    Dv: int
+    itemsize: int
+    changes_scores: bool = False
+    bytes_a_score: int = 0
+
+
+def choose(metadata: OperationMetadata, problem: Problem, visited: Callable[[int, int], int | None]) -> Tiles:
+    """The tiles of a call: the metadata's, else of those that fit the ones that take the fewest bundles.
+
+    Args:
+        metadata: of the operation.
+        problem: see `Problem`.
+        visited: how many tiles of these sizes the mask leaves; None where only run time knows.
+    """
+    where = generation()
+    multiple = 8 if metadata.interpret else LANES
+    q, k = metadata.block_q, metadata.block_k
+    found: dict[tuple[int, int], float] = {}
+    for row in TABLE[where.name]:
+        bq = min(q, _whole(problem.T, multiple)) if q else _equal(problem.T, row.bq, multiple)
+        bk = min(k, _whole(problem.S, multiple)) if k else _equal(problem.S, row.bk, multiple)
+        if (bq, bk) in found or (problem.changes_scores and max(row.bq, row.bk) > LARGEST_CHANGED):
+            continue
+        if not (q and k) and _bytes(problem, bq, bk, bq, where) > USABLE * where.vmem:
+            continue
+        tiles = visited(bq, bk)
+        tiles = -(-problem.T // bq) * -(-problem.S // bk) if tiles is None else tiles
+        found[bq, bk] = tiles * bq * bk * row.bundles
+    bq, bk = min(found, key=lambda blocks: found[blocks]) if found else (LANES, LANES)
+    part = _part(bk), _part(bq)
+    return Tiles(bq, bk, part, part, _span(problem, bq, bk, where), int(where.vmem * 0.95))
+
+
+def _span(problem: Problem, bq: int, bk: int, where: Generation) -> int:
+    """Tiles of queries whose gradients stay in vector memory together."""
+    a_tile = 2 * 4 * problem.G * problem.D * bq  # float32, two buffers
+    free = USABLE * where.vmem - _bytes(problem, bq, bk, 0, where)
+    most = int(min(free, max(SPAN_SHARE * where.vmem, a_tile)) // a_tile)
+    return max(1, min(most, -(-problem.T // bq)))
+
+
+def _bytes(problem: Problem, bq: int, bk: int, span: int, where: Generation) -> int:
+    """About what the larger of both kernels takes, ``span`` queries' gradients staying. Blocks have two buffers."""
+    D, Dv, n = problem.D, problem.Dv, problem.itemsize
+    wide_D, wide_Dv = (_whole(d, LANES) for d in (D, Dv))
+    scores = bq * bk * problem.bytes_a_score
+    forward = 2 * n * (D * bq + wide_D * bk + Dv * bk + Dv * bq) + 4 * (bk * bq + Dv * bq) + scores
+    backward = 2 * n * (D * bq + (wide_D + D) * bk + wide_Dv * bk + Dv * bq) + scores
+    backward += (4 + 2 * n) * (D + Dv) * bk + 2 * 4 * problem.G * D * span + 16 * PART * PART * 4
+    return max(forward, backward) + 40 * max(bq, bk) * LANES // 4
+
+
+def _equal(length: int, most: int, multiple: int) -> int:
+    """Tiles of equal size, at most ``most``, so that little is padded."""
+    tiles = math.ceil(length / most)
+    return _whole(math.ceil(length / tiles), multiple)
+
+
+def _whole(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _part(block: int) -> int:
+    return math.gcd(block, PART) if block % LANES == 0 else block

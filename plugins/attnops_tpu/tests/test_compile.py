@@ -1,0 +1,54 @@
+"""Every case of the catalogue is compiled for every generation, by the real compiler, with no TPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from catalogue import CASES
+
+from attnops_tpu.aot import TOPOLOGIES, compile_for
+
+# Compiled in the quick tests, each for one generation: what is likeliest to break, and the least memory.
+QUICK = {("everything", "v5p"), ("D 576, Dv 512", "v4"), ("relative position", "v6e"), ("T 1", "tpu7x"), ("documents", "v5e")}
+
+
+def temporaries(case: object, generation: str) -> int:
+    """Bytes; raises what the compiler does."""
+    compiled = compile_for(case.program, (case.arguments(), case.traced), generation)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [
+        pytest.param(name, generation, marks=() if (name, generation) in QUICK else pytest.mark.slow)
+        for generation in TOPOLOGIES
+        for name in CASES
+    ],
+)
+def test_compiles(name: str, generation: str) -> None:
+    case = CASES[name]
+    S, Dv = case.S or case.T, case.Dv or case.D
+    # Copies in the kernels' layout, gradients in float32 and such: linear in tokens, and far from T × S.
+    tokens = case.B * (case.T * case.H + S * case.K) * (case.D + Dv)
+    arrays = sum(4 * x.size for x in (*case.learnt, *case.traced) if x.ndim == 4 and min(x.shape[2:]) > 1)
+    assert temporaries(case, generation) <= 16 * tokens + 2 * arrays + 2**22
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "lengths", "ALiBi", "relative position", "MaskFn"])
+def test_temporaries_grow_linearly(name: str) -> None:
+    case = CASES[name]
+
+    def at(length: int) -> int:
+        traced = tuple(x if x.shape[-1] != case.T else type(x)((*x.shape[:-1], length), x.dtype) for x in case.traced)
+        return temporaries(dataclasses.replace(case, T=length, traced=traced), "v6e")
+
+    small, large = at(8192), at(32768)
+    assert large <= 4.5 * small + 2**20, f"{small} bytes at 8,192 tokens, {large} at 32,768"
+
+
+def test_unknown_generation() -> None:
+    with pytest.raises(ValueError, match="v9.*use one of"):
+        compile_for(lambda x: x, (), "v9")

@@ -39,10 +39,9 @@ def attend(
     plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, H, Dv] and logsumexp [B, H, T] of query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]."""
-    out, lse = forward(
-        plan, _query(plan, query), _keys_first(key, plan.Sp), _features_first(value, plan.Sp), arrays, maps.forward
-    )
-    return jnp.moveaxis(out[..., : plan.T], 3, 1), lse[:, :, 0, : plan.T]
+    q, k, v = _heads_first(_scaled(plan, query), plan.Tp), _heads_first(key, plan.Sp), _heads_first(value, plan.Sp)
+    out, lse = forward(plan, q, k, v, arrays, maps.forward)
+    return out[:, :, : plan.T].swapaxes(1, 2), lse[:, :, 0, : plan.T]
 
 
 def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> tuple[Any, Any]:
@@ -73,10 +72,10 @@ def _gradients(
 ) -> tuple[Any, ...]:  # fmt: skip
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse  # [B, H, T]
     inputs = Inputs(
-        q=_query(plan, query),
-        k=_keys_first(key, plan.Sp),
+        q=_features_first(_scaled(plan, query), plan.Tp),
+        k=_heads_first(key, plan.Sp),
         k_turned=_features_first(key, plan.Sp),
-        v=_keys_first(value, plan.Sp),
+        v=_heads_first(value, plan.Sp),
         d_out=_features_first(d_out.astype(plan.dtype), plan.Tp),
         # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
         lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * (LOG2E / unit(plan))), plan.Tp, jnp.inf),
@@ -98,9 +97,9 @@ def _gradients(
 attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _query(plan: Plan, x: jax.Array) -> jax.Array:
-    """[B, T, H, D] to [B, H, D, Tp], with the folded part of the scale, which is exact."""
-    return _features_first(x * jnp.asarray(plan.folded, x.dtype), plan.Tp)
+def _scaled(plan: Plan, query: jax.Array) -> jax.Array:
+    """The query with the folded part of the scale, which is exact."""
+    return query * jnp.asarray(plan.folded, query.dtype)
 
 
 def _features_first(x: jax.Array, size: int) -> jax.Array:
@@ -108,7 +107,7 @@ def _features_first(x: jax.Array, size: int) -> jax.Array:
     return pad_last(jnp.moveaxis(x, 1, 3), size)
 
 
-def _keys_first(x: jax.Array, size: int) -> jax.Array:
+def _heads_first(x: jax.Array, size: int) -> jax.Array:
     """[B, length, heads, d] to [B, heads, size, d]."""
     return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, size - x.shape[1]), (0, 0)))
 

@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.masks import Coverage
 from attnops_tpu.interpreter import interpret_params
-from attnops_tpu.operands import Arrays, Operand, Place, by_query, score_operands
+from attnops_tpu.operands import Arrays, Operand, Place, by_query, rows_of_key, rows_of_query, score_operands
 from attnops_tpu.plan import Plan
-from attnops_tpu.tile import LN2, Part, product, turned_back, unit
+from attnops_tpu.tile import LN2, Part, product, unit
 from attnops_tpu.visits import Visits
 from attnops_tpu.vmap import folds_batch
 
@@ -51,22 +50,22 @@ class _State(NamedTuple):
 def forward(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, visits: Visits
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [B, H, Dv, Tp] in the query's dtype and logsumexp [B, H, 1, Tp] float32.
+    """Output [B, H, Tp, Dv] in the query's dtype and logsumexp [B, H, 1, Tp] float32.
 
     Args:
         plan: of the call.
-        q: [B, H, D, Tp], with the folded part of the scale.
+        q: [B, H, Tp, D], with the folded part of the scale.
         k: [B, K, Sp, D].
-        v: [B, K, Dv, Sp].
+        v: [B, K, Sp, Dv].
         arrays: what scores depend on beside these.
         visits: by tiles of queries.
     """
     of_scores = [
-        by_query("q", q, plan.bq),
-        Operand("k", k, (None, None, plan.bk, plan.D), lambda p: (p.b, lax.div(p.h, plan.G), p.kv_tile, 0)),
+        rows_of_query("q", q, plan),
+        rows_of_key("k", k, plan),
         *score_operands(plan, arrays),
     ]
-    of_values = [Operand("v", v, (None, None, plan.Dv, plan.bk), lambda p: (p.b, lax.div(p.h, plan.G), 0, p.kv_tile))]
+    of_values = [rows_of_key("v", v, plan)]
     if arrays.dropout is not None:
         of_values.append(by_query("dropout", arrays.dropout, plan.bq))
     if arrays.sinks is not None:
@@ -115,24 +114,28 @@ def forward(
         def _() -> None:
             _clear(state)
 
-    def rows(d: int) -> pl.BlockSpec:
-        def index(*ids: Any) -> tuple[Any, ...]:
-            p = before(*ids)
-            return (p.b, p.h, 0, p.q_tile)
+    def out_index(*ids: Any) -> tuple[Any, ...]:
+        p = before(*ids)
+        return (p.b, p.h, p.q_tile, 0)
 
-        return pl.BlockSpec((None, None, d, plan.bq), index)
+    def lse_index(*ids: Any) -> tuple[Any, ...]:
+        p = before(*ids)
+        return (p.b, p.h, 0, p.q_tile)
 
     return pl.pallas_call(
         kernel,
         out_shape=[
-            jax.ShapeDtypeStruct((plan.B, plan.H, plan.Dv, plan.Tp), plan.dtype),
+            jax.ShapeDtypeStruct((plan.B, plan.H, plan.Tp, plan.Dv), plan.dtype),
             jax.ShapeDtypeStruct((plan.B, plan.H, 1, plan.Tp), jnp.float32),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(plan.B, plan.H, visits.steps + 1),
             in_specs=[operand.spec(now) for operand in of_scores] + [operand.spec(before) for operand in of_values],
-            out_specs=[rows(plan.Dv), rows(1)],
+            out_specs=[
+                pl.BlockSpec((None, None, plan.bq, plan.Dv), out_index),
+                pl.BlockSpec((None, None, 1, plan.bq), lse_index),
+            ],
             scratch_shapes=[
                 pltpu.VMEM((plan.bk, plan.bq), jnp.float32),
                 *[pltpu.VMEM((SUBLANES, plan.bq), jnp.float32)] * 4,
@@ -164,27 +167,30 @@ def _step(plan: Plan, refs: Any, places: tuple[Place, Place], state: _State, fir
         at = slice(col, col + cols)
         old = state.top[:, at]
         level = _finite(old)[None]
-        top = total = out = None
+        fade = state.fade[:, at]
+        top = total = None
         for row in range(0, plan.bk, rows):
             keys = slice(row, row + rows)
             weights = jnp.exp2((_by_sublane(state.scores[keys, at]) - level) * c)
             total = _plus(total, weights.sum(axis=0))
-            weights, v = weights.reshape(rows, cols), refs["v"][:, keys]
+            weights, v = weights.reshape(rows, cols), refs["v"][keys, :]
             if plan.scoring.hides_tokens:
                 # A weight of 0 times whatever a token holds that nobody sees, NaN for one, must be 0.
-                v = jnp.where(turned_back(weights.max(axis=1, keepdims=True)) > 0, v, jnp.zeros((), v.dtype))
-            weights = Part(plan, refs, places[1], row, rows, col, cols).drop()(weights)
-            out = _plus(out, product(plan, v, weights.astype(plan.dtype)))
+                v = jnp.where(weights.max(axis=1, keepdims=True) > 0, v, jnp.zeros((), v.dtype))
             if first is not None:
+                # The matrix unit works in program order: these products fill the time until the weights are there.
                 s = _scores(Part(plan, refs, places[0], row, rows, col, cols), refs, masked)
-                # In program order the old scores were read above.
                 state.scores[keys, at] = s
                 highest = _by_sublane(s).max(axis=0)
                 top = highest if top is None else jnp.maximum(top, highest)
-        fade = state.fade[:, at]
+            weights = Part(plan, refs, places[1], row, rows, col, cols).drop()(weights)
+            out = product(plan, v, weights.astype(plan.dtype), 0, 0)
+            # Straight to memory: kept as a value it takes half of the registers.
+            before = state.accumulated[:, at]
+            if row == 0:
+                before = (fade[None] * _by_sublane(before)).reshape(plan.Dv, cols)
+            state.accumulated[:, at] = before + out
         state.total[:, at] = fade * state.total[:, at] + total
-        faded = fade[None] * _by_sublane(state.accumulated[:, at])
-        state.accumulated[:, at] = faded.reshape(plan.Dv, cols) + out
         state.done[:, at] = old
         if top is not None:
             old = jnp.where(first, -jnp.inf, old)
@@ -195,7 +201,7 @@ def _step(plan: Plan, refs: Any, places: tuple[Place, Place], state: _State, fir
 
 def _scores(part: Part, refs: Any, masked: bool) -> jax.Array:
     plan = part.plan
-    s = product(plan, refs["k"][part.keys, :], refs["q"][:, part.queries])
+    s = product(plan, refs["k"][part.keys, :], refs["q"][part.queries, :], 1, 1)
     if plan.scoring.changes_scores:
         s = part.change(s * plan.rest, part.bias_values())
     return jnp.where(part.allowed(), s, -jnp.inf) if masked else s
@@ -212,7 +218,7 @@ def _finish(plan: Plan, out: Any, lse: Any, state: _State, sink: Any) -> None:
         total = total * fade + jnp.exp(sink - new)
         accumulated, top = accumulated * fade, new
     denominator = jnp.where(saw_any, total, 1.0)
-    out[...] = jnp.where(saw_any, accumulated * (1 / denominator), 0.0).astype(out.dtype)
+    out[...] = jnp.where(saw_any, accumulated * (1 / denominator), 0.0).T.astype(out.dtype)
     lse[...] = jnp.where(saw_any, top + jnp.log(denominator), -jnp.inf)
 
 

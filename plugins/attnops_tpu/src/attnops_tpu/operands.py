@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -67,6 +68,16 @@ class Operand:
         if index is None:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
         return pl.BlockSpec(self.block, lambda *ids: index(where(*ids)))
+
+
+def rows_of_query(name: str, x: jax.Array, plan: Plan) -> Operand:
+    """[B, H, Tp, d]: the rows of a tile's queries."""
+    return Operand(name, x, (None, None, plan.bq, x.shape[3]), lambda p: (p.b, p.h, p.q_tile, 0))
+
+
+def rows_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
+    """[B, K, Sp, d]: the rows of a tile's keys."""
+    return Operand(name, x, (None, None, plan.bk, x.shape[3]), lambda p: (p.b, lax.div(p.h, plan.G), p.kv_tile, 0))
 
 
 def by_query(name: str, x: jax.Array, bq: int) -> Operand:

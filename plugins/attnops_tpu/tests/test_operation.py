@@ -1,0 +1,90 @@
+"""What is around the kernels: export, generations, tiles, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
+from attnops.biases import ScoreFn
+from attnops.masks import Causal, MaskFn
+from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
+from attnops_tpu.tile_sizes import TABLE, Problem, choose
+
+NAME = "attnops-tpu:flash"
+
+
+def make(**fields: object) -> object:
+    return OperationRegistry.create(NAME, OperationMetadata(platform="tpu", on_unsupported="error", **fields))
+
+
+def test_exported_from_a_host_without_a_tpu() -> None:
+    operation = make()
+    x = jax.ShapeDtypeStruct((2, 300, 4, 64), jnp.bfloat16)
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        return operation(*qkv, mask=Causal()).attention_outputs.astype(jnp.float32).sum()
+
+    exported = jax.export.export(jax.jit(jax.value_and_grad(loss, (0, 1, 2))), platforms=["tpu"])(x, x, x)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("tpu",)
+    module = again.mlir_module()
+    assert "attnops_flash_forward" in module
+    assert "attnops_flash_backward" in module
+
+
+def test_importing_imports_no_pallas() -> None:
+    code = "import attnops_tpu, sys; sys.exit('jax.experimental.pallas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_generation() -> None:
+    assert generation() == UNKNOWN
+    with target("v6e"):
+        assert generation() == GENERATIONS["v6e"]
+    assert set(TABLE) == set(GENERATIONS)
+    with pytest.raises(ValueError, match="'v9' is unknown"), target("v9"):
+        pass
+
+
+def test_tiles_fit_the_least_memory_and_the_mask() -> None:
+    problem = Problem(T=8192, S=8192, G=1, D=128, Dv=128, itemsize=2)
+    with target("v6e"):
+        large = choose(OperationMetadata(), problem, lambda bq, bk: None)
+        # A window leaves few tiles whole; small ones waste less of it.
+        small = choose(OperationMetadata(), problem, lambda bq, bk: (8192 // bq) * (1 + 128 // bk + 1))
+    assert large.bq * large.bk > small.bq * small.bk
+    wide = Problem(T=8192, S=8192, G=8, D=576, Dv=512, itemsize=4)
+    assert choose(OperationMetadata(), wide, lambda bq, bk: None).bq < large.bq
+    given = choose(OperationMetadata(block_q=128, block_k=384), problem, lambda bq, bk: None)
+    assert (given.bq, given.bk) == (128, 384)
+
+
+def test_blocks_that_hardware_has_not() -> None:
+    x = jnp.ones((1, 256, 1, 64))
+    with pytest.raises(UnsupportedError, match=r"block_q=100: must be a multiple of 128"):
+        make(block_q=100).reasons and make(block_q=100)(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": MaskFn(lambda b, h, q, kv: jnp.arange(256)[(q * kv) % 256] > 3)},
+        {"bias": ScoreFn(lambda s, b, h, q, kv, table: s + table[q - kv], (jnp.ones(512),))},
+    ],
+)
+def test_a_lookup_by_query_and_key_is_refused(options: dict[str, object]) -> None:
+    x = jnp.ones((1, 256, 1, 64))
+    with pytest.raises(UnsupportedError, match=r"(gather|dynamic_slice).*can't compute it for each score"):
+        make()(x, x, x, **options)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    operation = make(interpret=True)
+    x = jnp.ones((1, 16, 1, 8))
+    with pytest.raises(NotDifferentiableError, match="vanilla has one"):
+        jax.grad(lambda y: jax.grad(lambda z: operation(z, x, x).attention_outputs.sum())(y).sum())(x)

@@ -1,0 +1,89 @@
+"""The tiles that kernels visit are those that the mask does not leave empty: in the lists, and counted in the interpreter."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal, Chunked, Coverage, Mask, Segments, SlidingWindow, block_map
+from attnops_tpu import backward, forward
+from attnops_tpu.visits import MAX_ROWS, unpack, visits
+
+
+def listed(coverage: np.ndarray, found: Any) -> list[list[tuple[int, int, int]]]:
+    """(row, column, kind) of each map, with the flags checked against the rows."""
+    maps = []
+    for entries in np.asarray(found.entries).reshape(-1, found.longest + 1):
+        entry = unpack(entries)
+        steps = int(found.steps)
+        rows = entry.row[:steps]
+        due = (entry.first | entry.last | entry.kind)[:steps] > 0
+        starts = np.r_[True, rows[1:] != rows[:-1]] & due
+        assert (entry.first[:steps][due] == starts[due]).all()
+        assert sorted(set(rows[due])) == list(range(coverage.shape[2])), "each row must end, to be written"
+        assert entry.last[:steps].sum() == coverage.shape[2]
+        assert unpack(entries[steps:]).kind.sum() == 0, "what follows the visits does nothing"
+        maps.append([t for t in zip(rows.tolist(), entry.column[:steps].tolist(), entry.kind[:steps].tolist()) if t[2]])
+    return maps
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_lists_are_the_tiles_that_are_not_empty(traced: bool) -> None:
+    coverage = np.random.default_rng(0).integers(0, 3, (2, 3, 7, 5)).astype(np.int8)
+    coverage[0, 0, 2] = coverage[1, 2] = Coverage.EMPTY
+    found = jax.jit(visits)(jnp.asarray(coverage)) if traced else visits(coverage)
+    flat = coverage.reshape(-1, 7, 5)
+    expected = [[(r, c, int(m[r, c])) for r in range(7) for c in range(5) if m[r, c]] for m in flat]
+    assert listed(coverage, found) == expected
+    assert (found.traced is not None) == traced
+
+
+def test_too_many_tiles() -> None:
+    with pytest.raises(ValueError, match="make tiles larger"):
+        visits(np.ones((1, 1, MAX_ROWS + 1, 1), np.int8))
+
+
+MASKS = {
+    "causal": Causal(),
+    "window": Causal() & SlidingWindow(20, 0),
+    "chunked": Causal() & Chunked(32),
+    "documents": Causal() & Segments(np.repeat([0, 1, 2], [20, 50, 26])),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_computed(name: str, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: collections.Counter[tuple[str, int, int]] = collections.Counter()
+
+    def counting(which: str, function: Any) -> Any:
+        def wrapped(part: Any, *args: Any) -> Any:
+            if part.row == part.col == 0:
+                count = lambda q, kv: seen.update([(which, int(q), int(kv))])  # noqa: E731
+                jax.debug.callback(count, part.place.q_tile, part.place.kv_tile)
+            return function(part, *args)
+
+        return wrapped
+
+    monkeypatch.setattr(forward, "_scores", counting("forward", forward._scores))
+    monkeypatch.setattr(backward, "products", counting("backward", backward.products))
+    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_q=16, block_k=16)
+    operation = OperationRegistry.create("attnops-tpu:flash", metadata)
+    q, k, v = jnp.ones((1, 96, 1, 8)), jnp.ones((1, 96, 1, 8)), jnp.ones((1, 96, 1, 8))
+
+    def run(mask: Mask, *qkv: jax.Array) -> jax.Array:
+        return jax.grad(lambda *qkv: operation(*qkv, mask=mask).attention_outputs.sum(), (0, 1, 2))(*qkv)
+
+    mask = jax.tree.map(jnp.asarray, MASKS[name]) if traced else MASKS[name]
+    jax.block_until_ready(jax.jit(run)(mask, q, k, v) if traced else jax.jit(lambda *a: run(mask, *a))(q, k, v))
+    jax.effects_barrier()
+    coverage = np.asarray(block_map(MASKS[name], (1, 1, 96, 96), 16, 16).coverage)[0, 0]
+    tiles = [(int(q), int(kv)) for q, kv in zip(*np.nonzero(coverage), strict=True)]
+    assert len(tiles) < coverage.size
+    assert seen == collections.Counter((which, q, kv) for which in ("forward", "backward") for q, kv in tiles)

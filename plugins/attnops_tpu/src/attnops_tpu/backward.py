@@ -3,11 +3,15 @@
 The outer loop is over tiles of keys, whose gradients are accumulated in vector memory; there also stay the gradients of
 a span of queries, all heads of a kv head, so that nothing is added up in main memory. A sequence of several spans takes
 as many sweeps. Everything is transposed, [features, tokens], and added in a fixed order.
+
+With outputs transposed, the features are what streams through the matrix unit and the weights are what it holds, so that
+a head dim of 128 fills units of 256 × 256. The unit works in program order: products of a part stand before those that
+wait for the exponentials of an earlier one. NOTES.md has the figures.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +26,12 @@ from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, product, unit, without_unseen_keys, without_unseen_queries
 from attnops_tpu.visits import Visits
 from attnops_tpu.vmap import folds_batch
+
+
+# Parts between the products that begin one and those that end it.
+_LAG: Final = 2
+# By so many rows a buffer could be read further down, for all that the compiler knows; a tile of 16-bit registers.
+_MOVE: Final = 16
 
 
 class Inputs(NamedTuple):
@@ -75,12 +85,12 @@ def backward(
         spans: the visits of each span of queries, by tiles of keys; spans are of ``plan.span`` tiles of queries.
     """
     if len(spans) == 1:
-        return _span(plan, inputs, arrays, spans[0], jnp.zeros(1, jnp.int32), plan.dtype)
+        return _span(plan, inputs, arrays, spans[0], jnp.zeros(2, jnp.int32), plan.dtype)
     longest = max(v.longest for v in spans)
     entries = jnp.stack([v.padded(longest) for v in spans])
     steps = jnp.stack([jnp.asarray(v.steps, jnp.int32) for v in spans])
     maps, kinds = spans[0].maps, tuple(sorted({kind for v in spans for kind in v.kinds}, reverse=True))
-    first = jnp.arange(len(spans), dtype=jnp.int32)[:, None] * plan.span
+    first = jnp.stack([jnp.arange(len(spans), dtype=jnp.int32) * plan.span, jnp.zeros(len(spans), jnp.int32)], axis=1)
 
     def sweep(carry: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         entries, steps, first = xs
@@ -96,7 +106,7 @@ def backward(
 def _span(
     plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits, first: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One sweep; of the query's gradient, the span's [B, H, D, span · bq]. ``first`` [1] is its first tile."""
+    """One sweep; of the query's gradient, the span's [B, H, D, span · bq]. ``first`` is its first tile, and a 0."""
     operands = input_operands(plan, inputs, arrays)
     width = plan.span * plan.bq
 
@@ -105,27 +115,28 @@ def _span(
         return Place(b, k * plan.G + g, visit.column, visit.row)
 
     def kernel(entries: Any, first: Any, *refs: Any) -> None:
-        inputs, (dq, dk_out, dv_out, dk, dv) = refs[: len(operands)], refs[len(operands) :]
-        named = dict(zip((o.name for o in operands), inputs, strict=True))
+        named = dict(zip((o.name for o in operands), refs, strict=False))
+        dq, dk_out, dv_out, dk, dv, *buffers = refs[len(operands) :]
         b, k, step, g = (pl.program_id(axis) for axis in range(4))
         visit = visits.at(entries, b, k, step)
         place = where(b, k, step, g, entries, first)
 
         @pl.when((step == 0) & (g == 0))
         def _() -> None:
-            dq[...] = jnp.zeros(dq.shape, jnp.float32)
+            for head in range(plan.G):
+                _clear(dq.at[head])
 
         @pl.when((visit.first == 1) & (g == 0))
         def _() -> None:
-            dk[...] = jnp.zeros(dk.shape, jnp.float32)
-            dv[...] = jnp.zeros(dv.shape, jnp.float32)
+            _clear(dk)
+            _clear(dv)
 
         for kind in visits.kinds:
 
             @pl.when(visit.kind == kind)
             def _(masked: bool = kind == Coverage.PARTIAL) -> None:
                 start = (place.q_tile - first[0]) * plan.bq
-                _add_tile(plan, named, place, masked, dq.at[g], start, dk, dv)
+                _add_tile(plan, named, place, masked, (dq.at[g], dk, dv), start, buffers, first[1])
 
         @pl.when((visit.last == 1) & (g == plan.G - 1))
         def _() -> None:
@@ -154,7 +165,8 @@ def _span(
                 of_keys(plan.D),
                 of_keys(plan.Dv),
             ],
-            scratch_shapes=[pltpu.VMEM((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)],
+            scratch_shapes=[pltpu.VMEM((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)]
+            + [pltpu.VMEM((plan.backward[0] + _MOVE, plan.backward[1]), plan.dtype)] * (2 * (_LAG + 1)),
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem
@@ -164,28 +176,68 @@ def _span(
     )(visits.entries, first, *(operand.array for operand in operands))
 
 
-def _add_tile(plan: Plan, refs: Any, place: Place, masked: bool, dq: Any, start: Any, dk: Any, dv: Any) -> None:
+def _add_tile(
+    plan: Plan, refs: Any, place: Place, masked: bool, gradients: Any, start: Any, buffers: Any, zero: Any
+) -> None:
+    """Add what a tile contributes.
+
+    Args:
+        plan: of the call.
+        refs: by operand.
+        place: which tile.
+        masked: whether it is PARTIAL.
+        gradients: of queries [D, span · bq], of keys [D, bk] and of values [Dv, bk].
+        start: where the tile's queries begin in the first.
+        buffers: for the weights and the gradients of scores of the parts between two stages, [rows + `_MOVE`, cols].
+        zero: 0, which the compiler must not know: else it sees that what is read from a buffer was just written, keeps
+            it in registers, and spills those.
+    """
+    dq, dk, dv = gradients
     rows, cols = plan.backward
-    parts = [Part(plan, refs, place, row, rows, col, cols) for row in range(0, plan.bk, rows)
-             for col in range(0, plan.bq, cols)]  # fmt: skip
-    # Products of the next parts are begun before the exponentials of this one, which the matrix unit would wait for.
-    ahead = [products(part, refs) for part in parts[:2]]
-    for i, part in enumerate(parts):
-        if i + 2 < len(parts):
-            ahead.append(products(parts[i + 2], refs))
-        s, pull_back = scores(part, ahead[i][0])
-        weights, d_scores, counts = weights_and_gradients(part, refs, masked, s, ahead[i][1])
+    parts = [Part(plan, refs, place, row, rows, col, cols) for col in range(0, plan.bq, cols)
+             for row in range(0, plan.bk, rows)]  # fmt: skip
+    written = pl.ds(zero * _MOVE if plan.interpret else pl.multiple_of(zero * _MOVE, _MOVE), rows)
+
+    def prepare(i: int, s: jax.Array, d_weights: jax.Array) -> None:
+        s, pull_back = scores(parts[i], s)
+        weights, d_scores, _ = weights_and_gradients(parts[i], refs, masked, s, d_weights)
         if pull_back is not None:
             (d_scores,) = pull_back(d_scores)
-        q, k_turned, d_out = refs["q"][:, part.queries], refs["k_turned"][:, part.keys], refs["d_out"][:, part.queries]
-        if counts is not None and plan.scoring.hides_tokens:
+        for x, buffer in zip((weights, d_scores), buffers[2 * (i % (_LAG + 1)) :], strict=False):
+            buffer[:rows, :] = x.astype(plan.dtype)
+
+    def add(i: int) -> None:
+        part = parts[i]
+        weights, d_scores = (buffer[written, :] for buffer in buffers[2 * (i % (_LAG + 1)) :][:2])
+        q, k_turned = refs["q"][:, part.queries], refs["k_turned"][:, part.keys]
+        if masked and plan.scoring.hides_tokens:
+            counts = part.allowed()
             q, k_turned = without_unseen_queries(q, counts), without_unseen_keys(k_turned, counts, axis=1)
-        weights, d_scores = weights.astype(plan.dtype), d_scores.astype(plan.dtype)
-        dv[:, part.keys] += product(plan, d_out, weights, 1, 1)
+        dv[:, part.keys] += product(plan, refs["d_out"][:, part.queries], weights, 1, 1)
         dk[:, part.keys] += product(plan, q, d_scores, 1, 1)
         at = start + part.col
         at = pl.ds(at if plan.interpret else pl.multiple_of(at, 128), cols)
         dq[:, at] += product(plan, k_turned, d_scores)
+
+    for i in range(len(parts) + _LAG):
+        found = products(parts[i], refs) if i < len(parts) else None
+        if i >= _LAG:
+            add(i - _LAG)
+        if found is not None:
+            prepare(i, *found)
+
+
+def _clear(ref: Any) -> None:
+    """Zeros, in a loop: as straight code they would become predicated stores in the midst of the tile's."""
+
+    def body(i: Any, _: None) -> None:
+        rows = pl.ds(i * 8 if ref.shape[0] % 8 else pl.multiple_of(i * 8, 8), 8)
+        ref[rows, :] = jnp.zeros((8, ref.shape[1]), ref.dtype)
+
+    lax.fori_loop(0, ref.shape[0] // 8, body, None)
+    rest = ref.shape[0] % 8
+    if rest:
+        ref[ref.shape[0] - rest :, :] = jnp.zeros((rest, ref.shape[1]), ref.dtype)
 
 
 def products(part: Part, refs: Any) -> tuple[jax.Array, jax.Array]:

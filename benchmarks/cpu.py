@@ -34,7 +34,8 @@ SHARE = 1.3
 # ... and stays below so many bytes, its temporaries growing at most so much from T to 4 T.
 PEAK_BYTES, GROWTH = 2e9, 4.5
 
-# What needs more is left out: at T = 16,384 jax.nn takes 8.6 GB for its scores in float32, and several times that backward.
+# What needs more is left out: at T = 16,384 jax.nn takes 8.6 GB for its scores in float32, and backward several times
+# that.
 MEMORY_LIMIT = int(18e9)
 # A contender whose timings took longer together is not timed a third time.
 MOST_SECONDS = 3

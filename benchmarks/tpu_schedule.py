@@ -1,5 +1,5 @@
-"""What the TPU compiler makes of a kernel, counted without a TPU: bundles (cycles, where nothing stalls) a tile, the use
-of each unit, spills and memory, for any generation.
+"""What the TPU compiler makes of a kernel, counted without a TPU: bundles (cycles, where nothing stalls) a tile, the
+use of each unit, spills and memory, for any generation.
 
 Flash attention side by side, attnops-tpu beside JAX's ``flash_attention``, ``splash_attention`` and, where it is
 installed, tokamax's splash, each at the best of its block sizes::
@@ -11,8 +11,8 @@ Any other Pallas kernel::
 
     python benchmarks/tpu_schedule.py --function my_module:my_function --argument 'bfloat16[8,4096,128]' --tiles 4
 
-Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes some ten seconds a kernel. `attnops_tpu.schedule`
-says what the columns mean, and reads schedules for programs of your own.
+Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes some ten seconds a kernel.
+`attnops_tpu.schedule` says what the columns mean, and reads schedules for programs of your own.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from attnops_tpu.aot import TOPOLOGIES, compile_for
+from attnops_tpu.schedule import UNITS, Schedule, in_tiles, measure
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-
-from attnops_tpu.aot import TOPOLOGIES, compile_for
-from attnops_tpu.schedule import UNITS, Schedule, in_tiles, measure
 
 # Figures are for this many scores.
 TILE = 512 * 512
@@ -130,12 +129,8 @@ def flash_attention(job: Job, head_dim: int) -> tuple[Callable[..., Any], list[A
 
 CONTENDERS: dict[str, Callable[[Job, int], tuple[Callable[..., Any], list[Any]]]] = {
     "attnops-tpu": attnops,
-    "splash": functools.partial(
-        splash, module="jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
-    ),
-    "tokamax": functools.partial(
-        splash, module="tokamax._src.ops.experimental.tpu.splash_attention.splash_attention"
-    ),
+    "splash": functools.partial(splash, module="jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"),
+    "tokamax": functools.partial(splash, module="tokamax._src.ops.experimental.tpu.splash_attention.splash_attention"),
     "flash_attention": flash_attention,
 }
 
@@ -169,9 +164,10 @@ def child(what: dict[str, Any], generation: str) -> None:
 
 
 def _own_tiles(head_dim: int, generation: str) -> float:
-    from attnops import OperationMetadata
     from attnops_tpu.generations import target
     from attnops_tpu.tile_sizes import Problem, choose
+
+    from attnops import OperationMetadata
 
     problem = Problem(T=LENGTH, S=LENGTH, G=1, D=head_dim, Dv=head_dim, itemsize=2)
     with target(generation):

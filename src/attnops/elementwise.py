@@ -1,7 +1,7 @@
 """Masks and biases taken apart for kernels, which work on one tile of scores.
 
-A mask or a bias is a function of ``(b, h, q, kv)``, elementwise. Whatever it looks up by query alone, by key alone or by
-head (segment ids, positions, slopes) is computed before the kernel, once a token, as `Elementwise.values` says. What
+A mask or a bias is a function of ``(b, h, q, kv)``, elementwise. Whatever it looks up by query alone, by key alone or
+by head (segment ids, positions, slopes) is computed before the kernel, once a token, as `Elementwise.values` says. What
 is left mixes queries with keys, and is evaluated on a tile, by `Elementwise.apply` or by a kernel's own translation
 of `Elementwise.steps`.
 """
@@ -29,7 +29,9 @@ ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")
 AXES: Final = ARGUMENTS[1:]
 
 # Calls whose body counts as if it were written out.
-_CALLS: Final = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+_CALLS: Final = frozenset(
+    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"]
+)
 # On scalars these change nothing.
 _IDENTITIES: Final = {"broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "optimization_barrier"}
 # Of an index alone, these cost less on the spot than a value a token that must be fetched.
@@ -132,8 +134,10 @@ class Elementwise:
 
         Args:
             scores: float32; None for a mask.
-            b, h: numbers.
-            q, kv: integers that broadcast to a tile.
+            b: a number.
+            h: a number.
+            q: integers that broadcast to a tile.
+            kv: likewise.
             values: what of `compute` belongs to the tile, likewise.
             given: the tiles of the arrays of T × S elements, see `of_mask`.
             instead: by the name of a primitive, what a kernel language has in its place; given the inputs alone.
@@ -292,7 +296,8 @@ def _inline(
     names |= dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> int | Literal:
-        return Literal(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else names[atom]
+        # Typed as an abstract value, which has no dtype.
+        return Literal(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else names[atom]  # type: ignore[attr-defined]
 
     for eqn in jaxpr.eqns:
         found = [read(atom) for atom in eqn.invars]
@@ -308,7 +313,7 @@ def _inline(
         new = tuple(next(numbers) for _ in eqn.outvars)
         names |= dict(zip(eqn.outvars, new, strict=True))
         shapes = tuple(tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars))
-        dtypes = tuple(x.aval.dtype for x in eqn.outvars)
+        dtypes = tuple(x.aval.dtype for x in eqn.outvars)  # type: ignore[attr-defined]
         steps.append(Step(eqn.primitive, dict(eqn.params), tuple(found), new, shapes, dtypes))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -336,4 +341,3 @@ def _run(steps: Sequence[Step], known: dict[int, Any], result: int | Literal, bi
 
 def _bind(step: Step, inputs: list[Any]) -> Any:
     return step.primitive.bind(*map(jnp.asarray, inputs), **step.params)
-

@@ -205,9 +205,9 @@ class Limits:
             found.append(Reason("bias", request.bias_kind, f"must be one of {sorted(self.bias_kinds)}"))
         if self.primitives is not None and not request.primitives <= self.primitives:
             name = "mask" if "MaskFn" in request.mask_kinds else "bias"
-            extra = ", ".join(sorted(request.primitives - self.primitives))
+            wanting = ", ".join(sorted(request.primitives - self.primitives))
             found.append(
-                Reason(name, extra, "this kernel can't compute it for each score",
+                Reason(name, wanting, "this kernel can't compute it for each score",
                        "look up by query, by key or by head alone, or write it elementwise")
             )  # fmt: skip
         return found

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from attnops_tpu.aot import TOPOLOGIES, compile_for
 from catalogue import CASES
 
-from attnops_tpu.aot import TOPOLOGIES, compile_for
-
 # Compiled in the quick tests, each for one generation: what is likeliest to break, and the least memory.
-QUICK = {("everything", "v5p"), ("D 576, Dv 512", "v4"), ("relative position", "v6e"), ("T 1", "tpu7x"), ("documents", "v5e")}
+QUICK = {
+    ("everything", "v5p"),
+    ("D 576, Dv 512", "v4"),
+    ("relative position", "v6e"),
+    ("T 1", "tpu7x"),
+    ("documents", "v5e"),
+}
 
 
 def temporaries(case: object, generation: str) -> int:
@@ -50,5 +55,5 @@ def test_temporaries_grow_linearly(name: str) -> None:
 
 
 def test_unknown_generation() -> None:
-    with pytest.raises(ValueError, match="v9.*use one of"):
+    with pytest.raises(ValueError, match=r"v9.*use one of"):
         compile_for(lambda x: x, (), "v9")

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
+from attnops_tpu.interpreter import detect_races, interpret_params
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.testing import OperationConformance
-from attnops_tpu.interpreter import detect_races, interpret_params
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
+from attnops_tpu.tile_sizes import TABLE, Problem, choose
 
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, MaskFn
-from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
-from attnops_tpu.tile_sizes import TABLE, Problem, choose
 
 NAME = "attnops-tpu:flash"
 

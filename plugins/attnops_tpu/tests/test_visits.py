@@ -1,4 +1,4 @@
-"""The tiles that kernels visit are those that the mask does not leave empty: in the lists, and counted in the interpreter."""
+"""Kernels visit the tiles that a mask does not leave empty, and no others: in lists, and counted in the interpreter."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_tpu import backward, forward
+from attnops_tpu.visits import MAX_ROWS, unpack, visits
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Chunked, Coverage, Mask, Segments, SlidingWindow, block_map
-from attnops_tpu import backward, forward
-from attnops_tpu.visits import MAX_ROWS, unpack, visits
 
 
 def listed(coverage: np.ndarray, found: Any) -> list[list[tuple[int, int, int]]]:
@@ -29,7 +29,8 @@ def listed(coverage: np.ndarray, found: Any) -> list[list[tuple[int, int, int]]]
         assert sorted(set(rows[due])) == list(range(coverage.shape[2])), "each row must end, to be written"
         assert entry.last[:steps].sum() == coverage.shape[2]
         assert unpack(entries[steps:]).kind.sum() == 0, "what follows the visits does nothing"
-        maps.append([t for t in zip(rows.tolist(), entry.column[:steps].tolist(), entry.kind[:steps].tolist()) if t[2]])
+        triples = np.stack([rows, entry.column[:steps], entry.kind[:steps]], axis=1)
+        maps.append([tuple(triple) for triple in triples.tolist() if triple[2]])
     return maps
 
 

@@ -1,12 +1,12 @@
 """The backward kernel: queries', keys' and values' gradients in one sweep (Dao 2023, arXiv:2307.08691).
 
-The outer loop is over tiles of keys, whose gradients are accumulated in vector memory; there also stay the gradients of
-a span of queries, all heads of a kv head, so that nothing is added up in main memory. A sequence of several spans takes
-as many sweeps. Everything is transposed, [features, tokens], and added in a fixed order.
+The outer loop is over tiles of keys, whose gradients are accumulated in vector memory; there also stay the gradients
+of a span of queries, all heads of a kv head, so that nothing is added up in main memory. A sequence of several spans
+takes as many sweeps. Everything is transposed, [features, tokens], and added in a fixed order.
 
-With outputs transposed, the features are what streams through the matrix unit and the weights are what it holds, so that
-a head dim of 128 fills units of 256 × 256. The unit works in program order: products of a part stand before those that
-wait for the exponentials of an earlier one. NOTES.md has the figures.
+With outputs transposed, the features are what streams through the matrix unit and the weights are what it holds, so
+that a head dim of 128 fills units of 256 × 256. The unit works in program order: products of a part stand before those
+that wait for the exponentials of an earlier one. NOTES.md has the figures.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.masks import Coverage
 from attnops_tpu.interpreter import interpret_params
-from attnops_tpu.operands import Arrays, Operand, Place, by_query, score_operands
+from attnops_tpu.operands import Arrays, Operand, Place, by_query, columns_of_key, rows_of_key, score_operands
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, product, unit, without_unseen_keys, without_unseen_queries
 from attnops_tpu.visits import Visits
 from attnops_tpu.vmap import folds_batch
-
 
 # Parts between the products that begin one and those that end it.
 _LAG: Final = 2
@@ -58,12 +57,11 @@ class Inputs(NamedTuple):
 
 def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
     """`Inputs` and what scores depend on beside them."""
-    G = plan.G
     return [
         by_query("q", inputs.q, plan.bq),
-        Operand("k", inputs.k, (None, None, plan.bk, plan.D), lambda p: (p.b, lax.div(p.h, G), p.kv_tile, 0)),
-        Operand("k_turned", inputs.k_turned, (None, None, plan.D, plan.bk), lambda p: (p.b, lax.div(p.h, G), 0, p.kv_tile)),
-        Operand("v", inputs.v, (None, None, plan.bk, plan.Dv), lambda p: (p.b, lax.div(p.h, G), p.kv_tile, 0)),
+        rows_of_key("k", inputs.k, plan),
+        columns_of_key("k_turned", inputs.k_turned, plan),
+        rows_of_key("v", inputs.v, plan),
         by_query("d_out", inputs.d_out, plan.bq),
         by_query("lse", inputs.lse, plan.bq),
         by_query("delta", inputs.delta, plan.bq),
@@ -92,7 +90,7 @@ def backward(
     maps, kinds = spans[0].maps, tuple(sorted({kind for v in spans for kind in v.kinds}, reverse=True))
     first = jnp.stack([jnp.arange(len(spans), dtype=jnp.int32) * plan.span, jnp.zeros(len(spans), jnp.int32)], axis=1)
 
-    def sweep(carry: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def sweep(carry: Any, xs: Any) -> Any:
         entries, steps, first = xs
         dq, dk, dv = _span(plan, inputs, arrays, Visits(entries, maps, longest, kinds, steps), first, jnp.float32)
         return (carry[0] + dk, carry[1] + dv), dq

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -102,7 +103,7 @@ def _value_gradients(
                     whole[-1][:, pl.ds(part.first_distance(), width)] += _by_distance(d_scores)
 
         for kind in visits.kinds:
-            pl.when(visit.kind == kind)(lambda masked=kind == Coverage.PARTIAL: add(masked))
+            pl.when(visit.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
 
     def row_spec(*ids: Any) -> tuple[Any, ...]:
         p = where(*ids)
@@ -171,7 +172,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
         named = dict(zip((o.name for o in operands), refs, strict=False))
         out, total = refs[len(operands) + 1 :]
         ids = tuple(pl.program_id(axis) for axis in range(4))
-        visit, place = visits.at(entries, *ids[:3]), where(*ids, entries)
+        visit, place = visits.at(entries, ids[0], ids[1], ids[2]), where(ids[0], ids[1], ids[2], ids[3], entries)
 
         @pl.when(ids[3] == 0)
         def _() -> None:
@@ -184,7 +185,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
                 total[part.keys, part.queries] += d_scores
 
         for kind in visits.kinds:
-            pl.when(visit.kind == kind)(lambda masked=kind == Coverage.PARTIAL: add(masked))
+            pl.when(visit.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
 
         # A tile that is repeated at the end of a shorter map was written already.
         @pl.when((ids[3] == batches * heads - 1) & ((visit.kind > 0) | (visit.last == 1)))

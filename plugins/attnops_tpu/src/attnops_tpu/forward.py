@@ -108,7 +108,13 @@ def forward(
 
         @pl.when((step > 0) & (last.last == 1))
         def _() -> None:
-            _finish(plan, out, lse, state, named["sinks"][b if named["sinks"].shape[0] > 1 else 0, h] if arrays.sinks is not None else None)
+            _finish(
+                plan,
+                out,
+                lse,
+                state,
+                named["sinks"][b if named["sinks"].shape[0] > 1 else 0, h] if arrays.sinks is not None else None,
+            )
 
         @pl.when(visit.first == 1)
         def _() -> None:

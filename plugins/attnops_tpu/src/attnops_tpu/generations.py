@@ -53,7 +53,7 @@ _TARGET: contextvars.ContextVar[str | None] = contextvars.ContextVar("attnops_tp
 
 @contextlib.contextmanager
 def target(generation: str) -> Iterator[None]:
-    """Make kernels that are traced inside for a generation, on a host without it: for ahead-of-time compiling and export.
+    """Make kernels that are traced inside for a generation, on a host without it, to compile ahead of time or export.
 
     Raises:
         ValueError: the generation is unknown.

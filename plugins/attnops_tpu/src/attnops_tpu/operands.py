@@ -80,6 +80,11 @@ def rows_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
     return Operand(name, x, (None, None, plan.bk, x.shape[3]), lambda p: (p.b, lax.div(p.h, plan.G), p.kv_tile, 0))
 
 
+def columns_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
+    """[B, K, d, Sp]: the columns of a tile's keys."""
+    return Operand(name, x, (None, None, x.shape[2], plan.bk), lambda p: (p.b, lax.div(p.h, plan.G), 0, p.kv_tile))
+
+
 def by_query(name: str, x: jax.Array, bq: int) -> Operand:
     """[B or 1, H or 1, rows, Tp]: the columns of a tile's queries."""
     return Operand(name, x, (None, None, x.shape[2], bq), lambda p: (*_lead(x, p), 0, p.q_tile))
@@ -126,7 +131,8 @@ def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
 def value_layout(plan: Plan, axes: frozenset[str], x: jax.Array) -> jax.Array:
     """A value [B or 1, H or 1, T or 1, S or 1] as kernels take it, 32 bits wide.
 
-    Of each query [B or 1, H or 1, 1, Tp]; of each key [B or 1, H or 1, 1, Sp]; else [B or 1, H or 1], for scalar memory.
+    Of each query [B or 1, H or 1, 1, Tp]; of each key [B or 1, H or 1, 1, Sp]; else [B or 1, H or 1], for scalar
+    memory.
     """
     x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
     if "q" in axes:

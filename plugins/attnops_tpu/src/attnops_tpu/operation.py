@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 
 # What kernels evaluate for each score of a `MaskFn` or a `ScoreFn`; each of them is compiled in the tests.
-PRIMITIVES: Final = frozenset(
-    "abs add and clamp convert_element_type cos div eq erf exp exp2 floor ceil ge gt integer_pow le log log1p logistic lt"
-    " max min mul ne neg not or pow rem round rsqrt select_n sign sin sqrt square sub tanh xor"
-    " stop_gradient".split()
-)
+PRIMITIVES: Final = frozenset({
+    "abs", "add", "and", "ceil", "clamp", "convert_element_type", "cos", "div", "eq", "erf", "exp", "exp2",
+    "floor", "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
+    "neg", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square",
+    "stop_gradient", "sub", "tanh", "xor",
+})  # fmt: skip
 
 
 class TPUFlashAttention(FlashAttention):
@@ -75,10 +76,11 @@ class TPUFlashAttention(FlashAttention):
         scoring, bias = describe(
             mask, bias, logits_soft_cap, 0.0 if dropout_key is None else self.metadata.dropout_prob, sinks is not None
         )
+        array = bias if scoring.array and not isinstance(bias, Bias) else None
         problem = Problem(
             T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize, changes_scores=scoring.changes_scores,
             # Two buffers of each; the gradient of a bias takes a sum and two buffers in float32.
-            bytes_a_score=2 * scoring.dense + (2 * bias.dtype.itemsize + 12 if scoring.array else 0),
+            bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
         )  # fmt: skip
         tiles = choose(self.metadata, problem, functools.partial(visited, mask, (B, H, T, S)))
         plan = Plan(
@@ -87,7 +89,7 @@ class TPUFlashAttention(FlashAttention):
             **tiles._asdict(),
         )  # fmt: skip
         tiles_to_visit = maps(plan, mask)
-        if scoring.array:
-            tiles_to_visit = tiles_to_visit._replace(by_score=by_score(plan, mask, bias.shape))
+        if array is not None:
+            tiles_to_visit = tiles_to_visit._replace(by_score=by_score(plan, mask, array.shape))
         out, lse = attend(plan, query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit)
         return OperationOutput(out.astype(asked), None, lse if return_lse else None)

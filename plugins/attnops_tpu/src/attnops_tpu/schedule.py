@@ -1,9 +1,9 @@
 """Read the static schedule of a Pallas TPU kernel, with no TPU.
 
-The compiler writes down, for every kernel, its final bundles (one is issued a cycle, where nothing stalls; waits for DMA
-come on top) and what each uses of every unit of the core. `UNITS` says what the columns are. A block is a run of bundles
-between branches. The body, the step over one tile, is the longest block of a kernel that has no loops and branches
-inside its tile; look at `Schedule.blocks` to see whether it is.
+The compiler writes down, for every kernel, its final bundles (one is issued a cycle, where nothing stalls; waits for
+DMA come on top) and what each uses of every unit of the core. `UNITS` says what the columns are. A block is a run of
+bundles between branches. The body, the step over one tile, is the longest block of a kernel that has no loops and
+branches inside its tile; look at `Schedule.blocks` to see whether it is.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
-
-import jax.numpy as jnp
+from typing import Final, NamedTuple
 
 from attnops import OperationMetadata
 from attnops_tpu.generations import Generation, generation
@@ -40,7 +38,8 @@ class Row(NamedTuple):
 # Counted by benchmarks/tpu_schedule.py. A step has a tail of some 200 bundles in which results drain, so that large
 # tiles are better, where a mask does not waste them.
 TABLE: Final[dict[str, tuple[Row, ...]]] = {
-    name: (Row(1024, 1024, 1510), Row(512, 512, 1900), Row(256, 256, 3400)) for name in ("v4", "v5e", "v5p", "v6e", "tpu7x")
+    name: (Row(1024, 1024, 1510), Row(512, 512, 1900), Row(256, 256, 3400))
+    for name in ("v4", "v5e", "v5p", "v6e", "tpu7x")
 }
 # Keys and queries of the parts of a tile: what the 64 vector registers bear.
 PART: Final = 256

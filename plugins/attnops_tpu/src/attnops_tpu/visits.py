@@ -91,14 +91,14 @@ def visits(coverage: Any, first_column: int = 0) -> Visits:
     """The tiles of a block map that are not EMPTY, and one entry for each row that has none.
 
     Args:
-        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`; numpy's where it is known when tracing. A traced
-            one is put in order at run time, O(rows · columns) integers.
+        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`; numpy's where it is known when tracing. A
+            traced one is put in order at run time, O(rows · columns) integers.
         first_column: the number of the first column, where these are a part.
 
     Raises:
         ValueError: there are more tiles than an entry can number.
     """
-    xp = np if isinstance(coverage, np.ndarray) else jnp
+    xp: Any = np if isinstance(coverage, np.ndarray) else jnp
     *maps, rows, columns = coverage.shape
     if rows > MAX_ROWS or first_column + columns > MAX_COLUMNS:
         raise ValueError(f"{rows} × {columns} tiles are more than {MAX_ROWS} × {MAX_COLUMNS}; make tiles larger")
@@ -115,7 +115,7 @@ def visits(coverage: Any, first_column: int = 0) -> Visits:
     if xp is np:
         longest = int(count.max())
         order = [np.flatnonzero(d) for d in due]
-        index = np.stack([np.pad(o, (0, longest + 1 - len(o)), mode="edge") for o in order])
+        index: Any = np.stack([np.pad(o, (0, longest + 1 - len(o)), mode="edge") for o in order])
         steps = None
         kinds = tuple(kind for kind in KINDS if (coverage == kind).any())
     else:
@@ -128,5 +128,3 @@ def visits(coverage: Any, first_column: int = 0) -> Visits:
     repeated = np.arange(longest + 1) >= count[:, None]
     entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
     return Visits(jnp.asarray(entries.reshape(-1), jnp.int32), (maps[0], maps[1]), longest, kinds, steps)
-
-

@@ -29,6 +29,7 @@ def folds_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @run.def_vmap
         def _(axis_size: int, in_batched: Any, *arguments: Any) -> Any:
             larger = dataclasses.replace(plan, B=axis_size * plan.B)
+            tree: Any
             leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_visits)
             batched = tree.flatten_up_to(tuple(in_batched))
             folded = [_fold(x, b, axis_size, plan.B) for x, b in zip(leaves, batched, strict=True)]

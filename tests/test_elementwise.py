@@ -1,0 +1,101 @@
+"""Masks and biases taken apart: what is computed once a token, and what is left for each score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import Limits, OperationMetadata, OperationRegistry
+from attnops.biases import ALiBi, ScoreFn, alibi_slopes
+from attnops.elementwise import of_bias, of_mask
+from attnops.masks import Causal, MaskFn, Segments, SlidingWindow
+from attnops.testing.feature_masks import MASKS, TRACED_MASKS
+
+SHAPE = B, H, T, S = 2, 4, 24, 40
+INDICES = tuple(np.arange(n).reshape([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(SHAPE))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("name", [*MASKS, *TRACED_MASKS])
+def test_a_mask_is_put_together_again(name: str, traced: bool) -> None:
+    mask, visible = (MASKS | TRACED_MASKS)[name](*SHAPE)
+
+    def whole(mask: Any) -> Any:
+        function, leaves, dense = of_mask(mask.bind(*SHAPE))
+        assert all(not {"q", "kv"} <= axes for axes in function.values)
+        values = function.compute(leaves, SHAPE)
+        assert all(x.size <= B * H * max(T, S) for x in values), "nothing of T × S elements"
+        return function.apply(None, *INDICES, values, dense)
+
+    found = jax.jit(whole)(jax.tree.map(jnp.asarray, mask)) if traced else whole(mask)
+    np.testing.assert_array_equal(np.broadcast_to(found, SHAPE), np.broadcast_to(visible, SHAPE))
+
+
+def test_what_is_looked_up_once_a_token_and_what_is_left() -> None:
+    ids = np.arange(B * S).reshape(B, S) // 7
+    function, *_ = of_mask((Causal() & Segments(ids)).bind(B, H, S, S))
+    assert function.values == (frozenset({"b", "q"}), frozenset({"b", "kv"}))
+    assert function.primitives == {"sub", "ge", "eq", "and"}
+    # Indices alone are cheaper on the spot than fetched.
+    assert of_mask(SlidingWindow(3, 0).bind(*SHAPE))[0].values == ()
+    assert of_bias(ALiBi(alibi_slopes(H)).bind(*SHAPE))[0].values == (frozenset({"h"}),)
+
+
+def test_equal_expressions_share_one_function() -> None:
+    first, second = (of_mask((Causal() & Segments(np.arange(T) // n)).bind(B, H, T, T))[0] for n in (3, 5))
+    assert first is second
+
+
+def score(scores: Any, b: Any, h: Any, q: Any, kv: Any, table: Any, factors: Any) -> Any:
+    return scores * table[q] + jnp.where(q > kv, factors[b, h], 0.0) * (kv % 3).astype(scores.dtype)
+
+
+def test_a_score_function_and_its_gradients() -> None:
+    rng = np.random.default_rng(0)
+    table, factors, scores = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((T,), (B, H), SHAPE))
+
+    def taken_apart(table: Any, factors: Any) -> Any:
+        function, leaves = of_bias(ScoreFn(score, (table, factors)).bind(*SHAPE))
+        return function.apply(scores, *INDICES, function.compute(leaves, SHAPE))
+
+    expected = lambda *args: ScoreFn(score, args).apply(scores, *INDICES)  # noqa: E731
+    for one, other in zip(
+        jax.tree.leaves(jax.vjp(taken_apart, table, factors)[1](scores)),
+        jax.tree.leaves(jax.vjp(expected, table, factors)[1](scores)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(taken_apart(table, factors), expected(table, factors), rtol=1e-6)
+
+
+def test_a_lookup_by_query_and_key_is_named() -> None:
+    table = np.ones(64, bool)
+    mask = MaskFn(lambda b, h, q, kv: jnp.asarray(table)[q + kv])
+    function, *_ = of_mask(mask.bind(*SHAPE))
+    assert any("gather" in name or "dynamic_slice" in name for name in function.primitives)
+
+
+def test_a_primitive_in_place_of_another() -> None:
+    function, *_ = of_mask(MaskFn(lambda b, h, q, kv: jnp.sign(q - kv) > 0).bind(*SHAPE))
+    assert "sign" in function.primitives
+    seen = []
+    function.apply(None, *INDICES, instead={"sign": lambda x: seen.append(x.shape) or x})
+    assert seen == [(1, 1, T, S)]
+
+
+def test_requests_name_the_primitives() -> None:
+    operation = OperationRegistry.create("flash", OperationMetadata())
+    x = jnp.ones((1, 8, 1, 4))
+    request = operation.request(x, x, x, mask=Causal() & MaskFn(lambda b, h, q, kv: (q - kv) % 2 == 0))
+    assert {"rem", "sub"} <= request.primitives
+    assert operation.request(x, x, x, mask=Causal()).primitives == frozenset(), "only a caller's functions are traced"
+    (reason,) = Limits(primitives=frozenset({"sub"})).reasons(request)
+    assert reason.argument == "mask"
+    assert "rem" in str(reason)
+    # What does not work on scalars still works where it is evaluated on arrays.
+    ranked = MaskFn(lambda b, h, q, kv: jnp.concatenate([q, q], axis=-1)[..., :1] >= kv)
+    assert any("fails on scalars" in name for name in operation.request(x, x, x, mask=ranked).primitives)

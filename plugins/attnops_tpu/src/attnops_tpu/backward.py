@@ -11,6 +11,7 @@ that wait for the exponentials of an earlier one. NOTES.md has the figures.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -21,14 +22,21 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.masks import Coverage
 from attnops_tpu.interpreter import interpret_params
-from attnops_tpu.operands import Arrays, Operand, Place, by_query, columns_of_key, rows_of_key, score_operands
+from attnops_tpu.operands import (
+    Arrays,
+    Operand,
+    Place,
+    by_query,
+    columns_of_key,
+    compiler_params,
+    rows_of_key,
+    score_operands,
+)
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, product, unit, without_unseen_keys, without_unseen_queries
 from attnops_tpu.visits import Visits
 from attnops_tpu.vmap import folds_batch
 
-# Parts between the products that begin one and those that end it.
-_LAG: Final = 2
 # By so many rows a buffer could be read further down, for all that the compiler knows; a tile of 16-bit registers.
 _MOVE: Final = 16
 
@@ -106,7 +114,7 @@ def _span(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One sweep; of the query's gradient, the span's [B, H, D, span · bq]. ``first`` is its first tile, and a 0."""
     operands = input_operands(plan, inputs, arrays)
-    width = plan.span * plan.bq
+    width, parts = plan.span * plan.bq, plan.backward
 
     def where(b: Any, k: Any, step: Any, g: Any, entries: Any, first: Any) -> Place:
         visit = visits.at(entries, b, k, step)
@@ -164,11 +172,10 @@ def _span(
                 of_keys(plan.Dv),
             ],
             scratch_shapes=[pltpu.VMEM((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)]
-            + [pltpu.VMEM((plan.backward[0] + _MOVE, plan.backward[1]), plan.dtype)] * (2 * (_LAG + 1)),
+            + [pltpu.VMEM((plan.backward.rows + _MOVE, plan.backward.cols), plan.dtype)]
+            * (2 * (plan.backward.lag + 1)),
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem
-        ),
+        compiler_params=compiler_params(plan, 4),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_backward",
     )(visits.entries, first, *(operand.array for operand in operands))
@@ -191,9 +198,10 @@ def _add_tile(
             it in registers, and spills those.
     """
     dq, dk, dv = gradients
-    rows, cols = plan.backward
-    parts = [Part(plan, refs, place, row, rows, col, cols) for col in range(0, plan.bq, cols)
-             for row in range(0, plan.bk, rows)]  # fmt: skip
+    rows, cols, lag, keys_first = plan.backward
+    columns, lines = range(0, plan.bq, cols), range(0, plan.bk, rows)
+    order = itertools.product(columns, lines) if keys_first else ((col, row) for row in lines for col in columns)
+    parts = [Part(plan, refs, place, row, rows, col, cols) for col, row in order]
     written = pl.ds(zero * _MOVE if plan.interpret else pl.multiple_of(zero * _MOVE, _MOVE), rows)
 
     def prepare(i: int, s: jax.Array, d_weights: jax.Array) -> None:
@@ -201,12 +209,12 @@ def _add_tile(
         weights, d_scores, _ = weights_and_gradients(parts[i], refs, masked, s, d_weights)
         if pull_back is not None:
             (d_scores,) = pull_back(d_scores)
-        for x, buffer in zip((weights, d_scores), buffers[2 * (i % (_LAG + 1)) :], strict=False):
+        for x, buffer in zip((weights, d_scores), buffers[2 * (i % (lag + 1)) :], strict=False):
             buffer[:rows, :] = x.astype(plan.dtype)
 
     def add(i: int) -> None:
         part = parts[i]
-        weights, d_scores = (buffer[written, :] for buffer in buffers[2 * (i % (_LAG + 1)) :][:2])
+        weights, d_scores = (buffer[written, :] for buffer in buffers[2 * (i % (lag + 1)) :][:2])
         q, k_turned = refs["q"][:, part.queries], refs["k_turned"][:, part.keys]
         if masked and plan.scoring.hides_tokens:
             counts = part.allowed()
@@ -217,10 +225,10 @@ def _add_tile(
         at = pl.ds(at if plan.interpret else pl.multiple_of(at, 128), cols)
         dq[:, at] += product(plan, k_turned, d_scores)
 
-    for i in range(len(parts) + _LAG):
+    for i in range(len(parts) + lag):
         found = products(parts[i], refs) if i < len(parts) else None
-        if i >= _LAG:
-            add(i - _LAG)
+        if i >= lag:
+            add(i - lag)
         if found is not None:
             prepare(i, *found)
 

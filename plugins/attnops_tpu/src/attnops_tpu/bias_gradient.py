@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attnops.masks import Coverage
 from attnops_tpu.backward import Inputs, input_operands, products, scores, weights_and_gradients
 from attnops_tpu.interpreter import interpret_params
-from attnops_tpu.operands import Arrays, Place
+from attnops_tpu.operands import Arrays, Place, compiler_params
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, turned_back
 from attnops_tpu.visits import Visits
@@ -122,9 +122,7 @@ def _value_gradients(
             out_specs=[pl.BlockSpec((None, None, 1, plan.bq), row_spec)] * len(of_query)
             + [pl.BlockSpec((None, None, 1, n), lambda b, h, step, entries: (b, h, 0, 0)) for n in lengths],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=plan.vmem
-        ),
+        compiler_params=compiler_params(plan, 3),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_bias_gradient",
     )(visits.entries, *(operand.array for operand in operands))
@@ -209,16 +207,14 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
         ),
         # EMPTY tiles keep the zeros that are there.
         input_output_aliases={1 + len(operands): 0},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=plan.vmem
-        ),
+        compiler_params=compiler_params(plan, 4),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_array_gradient",
     )(visits.entries, *(operand.array for operand in operands), jnp.zeros(array.shape, jnp.float32))
 
 
 def _parts(plan: Plan, refs: Any, place: Place) -> list[Part]:
-    rows, cols = plan.backward
+    rows, cols = plan.backward.rows, plan.backward.cols
     return [
         Part(plan, refs, place, row, rows, col, cols)
         for row in range(0, plan.bk, rows)

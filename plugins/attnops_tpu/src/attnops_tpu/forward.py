@@ -17,7 +17,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.masks import Coverage
 from attnops_tpu.interpreter import interpret_params
-from attnops_tpu.operands import Arrays, Operand, Place, by_query, rows_of_key, rows_of_query, score_operands
+from attnops_tpu.operands import (
+    Arrays,
+    Operand,
+    Place,
+    by_query,
+    compiler_params,
+    rows_of_key,
+    rows_of_query,
+    score_operands,
+)
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import LN2, Part, product, unit
 from attnops_tpu.visits import Visits
@@ -148,9 +157,7 @@ def forward(
                 pltpu.VMEM((plan.Dv, plan.bq), jnp.float32),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=plan.vmem
-        ),
+        compiler_params=compiler_params(plan, 3),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_forward",
     )(visits.entries, *(operand.array for operand in (*of_scores, *of_values)))
@@ -168,7 +175,7 @@ def _step(plan: Plan, refs: Any, places: tuple[Place, Place], state: _State, fir
         masked: whether it is PARTIAL.
     """
     c = unit(plan)
-    rows, cols = plan.forward
+    rows, cols = plan.forward.rows, plan.forward.cols
     for col in range(0, plan.bq, cols):
         at = slice(col, col + cols)
         old = state.top[:, at]

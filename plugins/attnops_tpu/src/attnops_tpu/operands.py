@@ -14,6 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops_tpu.plan import Plan
 
+PARALLEL, ARBITRARY = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
+
 
 class Place(NamedTuple):
     """Which tile; numbers in scalar registers."""
@@ -103,6 +105,16 @@ def by_score(name: str, x: jax.Array, plan: Plan) -> Operand:
 def by_head(name: str, x: jax.Array) -> Operand:
     """[B or 1, H or 1, 1, n]: all of a head's."""
     return Operand(name, x, (None, None, 1, x.shape[3]), lambda p: (*_lead(x, p), 0, 0))
+
+
+def compiler_params(plan: Plan, axes: int) -> pltpu.CompilerParams:
+    """Of a kernel with a grid of so many axes: batch and heads, which cores may share, and what goes in order."""
+    return pltpu.CompilerParams(
+        dimension_semantics=(PARALLEL, PARALLEL, *[ARBITRARY] * (axes - 2)),
+        vmem_limit_bytes=plan.vmem,
+        # Blocks come from the visits, which are checked here; the interpreter checks them too.
+        disable_bounds_checks=True,
+    )
 
 
 def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:

@@ -8,6 +8,7 @@ from typing import ClassVar, Final
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
@@ -83,8 +84,11 @@ class TPUFlashAttention(FlashAttention):
             bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
         )  # fmt: skip
         tiles = choose(self.metadata, problem, functools.partial(visited, mask, (B, H, T, S)))
+        # Of float32's precisions the matrix unit has one pass in bfloat16, or all six; HIGH gets more than it asks for.
+        one_pass = dtype == jnp.bfloat16 or self.metadata.precision == lax.Precision.DEFAULT
+        precision = lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST
         plan = Plan(
-            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), scoring=scoring,
+            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), scoring=scoring, precision=precision,
             scale=D**-0.5 if softmax_scale is None else softmax_scale, interpret=self.metadata.interpret,
             **tiles._asdict(),
         )  # fmt: skip

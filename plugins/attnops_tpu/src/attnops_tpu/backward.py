@@ -171,9 +171,10 @@ def _span(
                 of_keys(plan.D),
                 of_keys(plan.Dv),
             ],
-            scratch_shapes=[pltpu.VMEM((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)]
-            + [pltpu.VMEM((plan.backward.rows + _MOVE, plan.backward.cols), plan.dtype)]
-            * (2 * (plan.backward.lag + 1)),
+            scratch_shapes=[
+                *(pltpu.VMEM((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)),
+                *[pltpu.VMEM((parts.rows + _MOVE, parts.cols), plan.dtype)] * (2 * (parts.lag + 1)),
+            ],
         ),
         compiler_params=compiler_params(plan, 4),
         interpret=interpret_params(plan.interpret),

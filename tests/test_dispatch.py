@@ -331,7 +331,7 @@ class TestAutoAndExplain:
         operation = OperationRegistry.create("auto")
         request = operation.request(Q, Q, Q)
         assert explain(request).chosen.name == "attnops:flash"
-        assert explain(request.replace(platform="tpu")).chosen.name == "attnops:sdpa"
+        assert explain(request.replace(platform="tt")).chosen.name == "attnops:sdpa"
         # Where scores of T × S would not fit, what needs no such memory.
         assert explain(request.replace(platform="tpu", query_length=1 << 16, key_length=1 << 16)).chosen.name == (
             "attnops:flash"

@@ -333,7 +333,7 @@ class TestAutoAndExplain:
         assert explain(request).chosen.name == "attnops:flash"
         assert explain(request.replace(platform="tt")).chosen.name == "attnops:sdpa"
         # Where scores of T × S would not fit, what needs no such memory.
-        assert explain(request.replace(platform="tpu", query_length=1 << 16, key_length=1 << 16)).chosen.name == (
+        assert explain(request.replace(platform="tt", query_length=1 << 16, key_length=1 << 16)).chosen.name == (
             "attnops:flash"
         )
         capped = operation.request(Q, Q, Q, logits_soft_cap=2.0)

@@ -53,7 +53,7 @@ class Reference(OperationImpl):
         (B, T, H, D), S = query.shape, key.shape[1]
         allowed = None if mask is None else jnp.broadcast_to(self.allowed(mask, B, H, T, S), (B, H, T, S))
         dtype = query.dtype
-        if mask is not None and mask.hides_tokens():
+        if mask is not None and mask.hides_tokens(T, S):
             query, key, value = self.hide(query, key, value, allowed)
         q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
         k, v = self.repeat(k, H), self.repeat(v, H)

@@ -132,7 +132,7 @@ class ScaledDotProductAttention(VanillaAttention):
         (B, T, H, _), S = query.shape, key.shape[1]
         is_causal = isinstance(mask, Causal) and isinstance(mask.offset, int) and mask.offset == 0 and T == S
         allowed = None if mask is None or is_causal else mask.dense(B, H, T, S)
-        if mask is not None and allowed is not None and mask.hides_tokens():
+        if mask is not None and allowed is not None and mask.hides_tokens(T, S):
             query, key, value = hide_unseen(query, key, value, allowed)
         if bias is not None and implementation == "cudnn":
             bias = jnp.broadcast_to(bias, (*bias.shape[:2], T, S))

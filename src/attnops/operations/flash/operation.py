@@ -98,7 +98,7 @@ class FlashAttention(OperationImpl):
             cap=logits_soft_cap,
             bias=tiles,
             dropout_prob=0.0 if dropout_key is None else self.metadata.dropout_prob,
-            hides_tokens=mask is not None and mask.hides_tokens(),
+            hides_tokens=mask is not None and mask.hides_tokens(T, S),
         )
         arrays = Arrays(
             mask=mask,

@@ -182,9 +182,7 @@ def _mask(text: str, documents: int | None, length: int) -> Mask | None:
 
 def _bytes(gigabytes: float) -> int:
     if not (math.isfinite(gigabytes) and gigabytes > 0):
-        raise ValueError(
-            f"memory_limit={gigabytes} must be a positive number of GB; leave it out for half the device's"
-        )
+        raise ValueError(f"memory_limit={gigabytes} must be positive and finite; leave it out for half the device's")
     return int(gigabytes * 1e9)
 
 

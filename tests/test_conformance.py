@@ -24,8 +24,8 @@ class TestFlash(OperationConformance):
 class TestScaledDotProduct(OperationConformance):
     operation = "sdpa"
     refuses = frozenset(
-        {"D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks", "dropout",
-         "logsumexp", "weights"}
+        {"mixed dtypes", "D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks",
+         "dropout", "logsumexp", "weights"}
     )  # fmt: skip
 
 

@@ -59,9 +59,12 @@ CASES = {
     "sinks of a wrong shape": ((Q, K, V), {"sinks": ones(2)}, "sinks has shape (2,), but must have shape [H]=(4,)"),
     "a scale that is NaN": (
         (Q, K, V), {"softmax_scale": float("nan")},
-        "softmax_scale=nan must be finite; leave it out for head_dim ** -0.5"),
+        "softmax_scale=nan must be finite in float32, ±3.4e+38; leave it out for head_dim ** -0.5"),
+    "a scale that float32 has not": ((Q, K, V), {"softmax_scale": 1e300}, "softmax_scale=1e+300 must be finite in"),
     "a scale that is a string": ((Q, K, V), {"softmax_scale": "x"}, "softmax_scale='x' must be a number"),
-    "a negative soft cap": ((Q, K, V), {"logits_soft_cap": -1}, "logits_soft_cap=-1.0 must be positive and finite"),
+    "a negative soft cap": ((Q, K, V), {"logits_soft_cap": -1}, "logits_soft_cap=-1.0 must be positive, from 1e-30"),
+    "a soft cap that float32 has not": ((Q, K, V), {"logits_soft_cap": 1e39}, "logits_soft_cap=1e+39 must be positive"),
+    "a soft cap that divides to infinity": ((Q, K, V), {"logits_soft_cap": 1e-42}, "from 1e-30 to 1e+30; leave it out"),
     "an unknown mode": ((Q, K, V), {"mode": "eval"}, "mode='eval' is not a runtime mode; use one of"),
 }
 # fmt: on

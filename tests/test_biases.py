@@ -1,5 +1,8 @@
 """Structured biases: their values against other derivations, and what they refuse."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +88,45 @@ def test_pytree():
     assert jax.tree.unflatten(*reversed(jax.tree.flatten(RelativePosition(0.0, max_distance=9)))).max_distance == 9
 
 
+def test_lists_are_arrays():
+    q = jnp.ones((1, 4, 2, 8))
+    slopes, table = [0.5, 0.25], [[0.1 * i, 0.2] for i in range(8)]
+    for kind, values in ((ALiBi, slopes), (RelativePosition, table)):
+        biases = kind(values), kind(jnp.array(values))
+        results = [OperationRegistry.create("vanilla")(q, q, q, bias=bias).attention_outputs for bias in biases]
+        np.testing.assert_array_equal(*results)
+
+
+def test_a_bias_may_be_subclassed():
+    class Named(ALiBi):
+        """Neither a dataclass of its own, nor with fields of its own."""
+
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class Shifted(ALiBi):
+        shift: float = 0.0
+
+        def at_distance(self, h, distance):
+            return super().at_distance(h, distance) + self.shift
+
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, 2, 8)), jnp.float32)
+
+    def logsumexp(operation, bias):
+        found = operation(q, q, q, bias=bias, return_lse=True).logsumexp
+        return found.sum(), found
+
+    slopes = jnp.array([0.5, 0.25])
+    for name in ("vanilla", "flash"):
+        operation = OperationRegistry.create(name)
+        run = jax.jit(jax.grad(functools.partial(logsumexp, operation), has_aux=True))
+        expected, lse = run(ALiBi(slopes))
+        named, _ = run(Named(slopes))
+        shifted, shifted_lse = run(Shifted(slopes, shift=2.0))
+        np.testing.assert_allclose(named.slopes, expected.slopes)
+        np.testing.assert_allclose(shifted.slopes, expected.slopes, rtol=1e-5)
+        np.testing.assert_allclose(shifted_lse, lse + 2, rtol=1e-5)
+        np.testing.assert_allclose(shifted.shift, lse.size, rtol=1e-5)  # each logsumexp grows with it
+
+
 def test_errors():
     q = jnp.ones((1, 4, 2, 8))
     vanilla = OperationRegistry.create("vanilla")
@@ -92,6 +134,10 @@ def test_errors():
         vanilla(q, q, q, bias=ALiBi(jnp.ones(3)))
     with pytest.raises(ValueError, match=r"table has shape \(8, 3\), but must be \[buckets, H=2\]"):
         vanilla(q, q, q, bias=RelativePosition(jnp.ones((8, 3))))
+    for buckets, far in ((2, 128), (32, 8), (32, 4)):
+        text = f"{buckets} buckets hold {buckets // 4} exact distances a direction, and max_distance={far}: there must"
+        with pytest.raises(ValueError, match=text):
+            vanilla(q, q, q, bias=RelativePosition(jnp.ones((buckets, 2)), max_distance=far))
     strict = OperationRegistry.create("sdpa", OperationMetadata(on_unsupported="error"))
     with pytest.raises(UnsupportedError, match=r"bias=ALiBi: must be one of \['array'\]"):
         strict(q, q, q, bias=ALiBi(jnp.ones(2)))

@@ -246,7 +246,7 @@ def test_explain_gives_the_reasons_of_the_others() -> None:
         (["--mask", "7x1024"], "mask has shape (7, 1024), but must be 4-D"),
         (["--bias", "wide"], "bias='wide' is no shape; write it as 4x1x128x128"),
         (["--dropout", "1.5"], "dropout_prob=1.5 must lie in [0, 1); use 0.0 for no dropout"),
-        (["--soft-cap", "-1"], "logits_soft_cap=-1.0 must be positive and finite"),
+        (["--soft-cap", "-1"], "logits_soft_cap=-1.0 must be positive, from"),
     ],
 )
 def test_explain_prints_an_error_as_a_sentence(arguments: list[str], sentence: str) -> None:

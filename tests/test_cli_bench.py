@@ -179,6 +179,8 @@ def test_a_peer_that_is_not_installed_says_what_to_install(monkeypatch: pytest.M
         (("--mask", "Segments([0, 1])", "--lengths", "16"), "Segments' q_ids has shape (2,)"),
         (("--documents", "17", "--lengths", "16"), "documents=17 must be at least 1 and at most length=16"),
         (("flesh",), "impl_name='flesh' is not an installed operation"),
+        (("--memory-limit", "inf"), "memory_limit=inf must be positive and finite"),
+        (("--memory-limit", "-1"), "memory_limit=-1.0 must be positive and finite"),
     ],
 )
 def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> None:
@@ -270,6 +272,15 @@ def test_contenders_take_turns_and_the_slow_stop_early() -> None:
     found = measure(entries, rounds=4, most_seconds=0.0, progress=lambda what, n: steps.append(n))
     assert [len(m.seconds) for m in found] == [2, 2]
     assert sum(steps) == 2 * (4 + 1)
+
+
+def test_what_the_oracle_cannot_judge_is_one_row_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overflow(*arguments: Any) -> float:
+        raise ValueError("the computation in float16 overflows; draw smaller inputs")
+
+    monkeypatch.setattr(truth, "tolerance", overflow)
+    (found,) = measure([(Case(length=16, heads=1, head_dim=8), find(["vanilla"])[0])])
+    assert (found.status, found.reason) == ("failed", "the computation in float16 overflows; draw smaller inputs")
 
 
 def test_documents_are_traced_and_as_many_as_asked() -> None:

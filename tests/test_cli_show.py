@@ -83,6 +83,13 @@ def test_a_mask_is_drawn_as_an_image(tmp_path: Path, arguments: tuple[str, ...])
         (("1x1x16x16",), "its values count here; list them"),
         (("Segments([0, 1])",), "Segments' q_ids has shape (2,), but must have shape [16]"),
         (("SlidingWindow(-1, 0)",), "SlidingWindow's left=-1 must be at least 0"),
+        (
+            ("MaskFn(1)",),
+            "mask='MaskFn' is unknown; write an expression of Causal, Chunked, Dense, Full, KeyPadding, Le",
+        ),
+        (("Segments([0, 'a', 1])", "--T", "3"), "Segments' q_ids has dtype <U21, but must be integers"),
+        (("Lengths(5)",), "Lengths' kv_lengths has shape (), but must have shape [B]=(1,)"),
+        (("Segments([[0, 1], [0, 0]])", "--T", "2", "--b", "5"), "q_ids has shape (2, 2), but must have shape [2] or"),
         (("Causal()", "--T", "100000", "--output", "mask.png"), "T=100000 and S=100000 are too many to draw"),
         (("Causal()", "--output", "/nowhere/mask.png"), "No such file or directory"),
         (("Causal()", "--output", "mask.docx"), "docx"),

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 
 from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.testing import OperationConformance
+from attnops.testing.features import combine
 from attnops.testing.strategies import requests
 
 
@@ -24,9 +25,16 @@ class TestFlash(OperationConformance):
 class TestScaledDotProduct(OperationConformance):
     operation = "sdpa"
     refuses = frozenset(
-        {"D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks", "dropout",
-         "logsumexp", "weights"}
+        {"mixed dtypes", "D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks",
+         "dropout", "logsumexp", "weights"}
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [4, 16, 64])
+def test_lengths_are_counted_in_tiles(block):
+    assert combine([], block).problem().shape == (2, 4, 2.5 * block, 2.5 * block)
+    T, S = combine(["T < S"], block).problem().shape[2:]
+    assert block < T < 2 * block < S < 3 * block
 
 
 @settings(max_examples=30)

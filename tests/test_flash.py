@@ -147,6 +147,29 @@ def test_traced_masks_equal_known_ones():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), known, traced)
 
 
+@pytest.mark.parametrize("blocks", [(1, 3), (5, 1)])
+@pytest.mark.parametrize("shape", [(1, 1, 7, 1), (1, 1, 1, 11), (1, 4, 7, 11)])
+def test_narrow_tiles(blocks, shape):
+    """A tile of one query or key is no axis that the bias broadcasts over."""
+    q, k, v = qkv(T=7, S=11)
+    metadata = OperationMetadata(block_q=blocks[0], block_k=blocks[1])
+    problem = Problem(query=q, key=k, value=v, options={"bias": normal(*shape)}, metadata=metadata)
+    problem.check(flash(block_q=blocks[0], block_k=blocks[1]), compiler_options=FAST_COMPILE)
+
+
+@pytest.mark.parametrize("sink", [None, -np.inf, 1.0])
+def test_scores_of_any_finite_size_count(sink):
+    """A row that model code hides by a bias of finfo.min is a mean of values; one of −inf, a row that sees nothing."""
+    q, k, v = qkv(B=3, T=20, S=20)
+    bias = np.zeros((3, 1, 1, 20), np.float32)
+    bias[0], bias[1] = np.finfo(np.float32).min, -np.inf
+    options = {"bias": bias, "return_lse": True}
+    if sink is not None:
+        options["sinks"] = np.full(4, sink, np.float32)
+    problem = Problem(query=q, key=k, value=v, options=options)
+    problem.check(flash(block_q=16, block_k=16), compiler_options=FAST_COMPILE)
+
+
 @pytest.mark.parametrize("learnt", [True, False])
 def test_score_fn(learnt):
     q, k, v = qkv(T=40, S=50)
@@ -167,6 +190,19 @@ def test_score_fn(learnt):
         jax.value_and_grad(loss, argnums)(op, tuple(map(jnp.asarray, (q, k, v))), args) for op in operations
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), expected, actual)
+
+
+def test_score_fn_with_ids_beside_what_is_learnt():
+    q, k, v = map(jnp.asarray, qkv())
+    ids = jnp.arange(40) // 7
+
+    def loss(operation, factors):
+        bias = ScoreFn(lambda s, b, h, q, kv, f, ids: s + f[h] * (ids[q] == ids[kv]), (factors, ids))
+        return (operation(q, k, v, bias=bias).attention_outputs ** 2).sum()
+
+    operations = OperationRegistry.create("vanilla"), flash(block_q=16, block_k=16)
+    expected, actual = (jax.grad(loss, 1)(op, jnp.ones(4)) for op in operations)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
 def test_score_fn_must_keep_shape_and_dtype():

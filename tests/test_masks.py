@@ -1,5 +1,6 @@
 """Masks: what they allow, what they say of tiles, how they combine, bind and draw."""
 
+import sys
 import time
 import tracemalloc
 
@@ -59,11 +60,20 @@ def masks_and_shapes(draw):
 def test_empty_and_full_are_never_claimed_wrongly(drawn, block_q, block_k):
     mask, shape = drawn
     claimed = block_map(mask, shape, block_q, block_k)
-    actual = truth(dense(mask, shape), block_q, block_k)
+    whole = dense(mask, shape)
+    actual = truth(whole, block_q, block_k)
     assert claimed.is_static
+    check_hidden(mask, shape, whole)
     assert claimed.coverage.shape[2:] == actual.shape[2:]
     codes = np.broadcast_to(claimed.coverage, actual.shape)
     assert (codes[codes != Coverage.PARTIAL] == actual[codes != Coverage.PARTIAL]).all()
+
+
+def check_hidden(mask: Mask, shape: tuple[int, int, int, int], whole: np.ndarray) -> None:
+    """A mask that claims to hide no token shows each to somebody."""
+    if not mask.bind(*shape).hides_tokens(*shape[2:]):
+        assert whole.any(axis=2).all()
+        assert whole.any(axis=3).all()
 
 
 @settings(max_examples=15)
@@ -94,7 +104,9 @@ def test_nothing_that_could_be_decided_is_called_partial(data):
     mask = data.draw(st.recursive(leaf, combined, max_leaves=6))
     shape = (1, 1, length, length)
     claimed = block_map(mask, shape, block, block).coverage
-    np.testing.assert_array_equal(claimed, truth(dense(mask, shape), block, block))
+    whole = dense(mask, shape)
+    np.testing.assert_array_equal(claimed, truth(whole, block, block))
+    check_hidden(mask, shape, whole)
 
 
 def combined(children):
@@ -206,13 +218,75 @@ def test_ways_in():
 
 
 def test_which_masks_hide_tokens():
-    ids = jnp.array([0, 1])
-    for mask in (Causal(), SlidingWindow(1, 0) | Chunked(2), PrefixLM(1).at([0, 1]), Causal() & Segments(ids)):
-        assert not mask.hides_tokens()
-        assert not mask.bind(1, 1, 2, 2).hides_tokens()
-    for mask in (Segments(ids, ids + 1), Lengths([1]), KeyPadding([1, 0]), Causal() & ~KeyPadding([1, 0])):
-        assert mask.hides_tokens()
-        assert mask.bind(1, 1, 2, 2).hides_tokens()
+    def hides(mask, T, S):
+        return mask.bind(1, 1, T, S).hides_tokens(T, S)
+
+    ids = jnp.array([0, 1, 1])
+    windowed, packed = Causal() & SlidingWindow(1, 0), Causal() & Segments(ids)
+    for mask in (Causal(), windowed, packed, SlidingWindow(0, 0) | ~Full(), Chunked(2), PrefixLM(1) & Chunked(1)):
+        assert not hides(mask, 3, 3)
+        assert not hides(mask.bind(1, 1, 3, 3), 3, 3)
+    # Decode and prefill, and an offset that reaches all keys.
+    for mask in (Full(), Causal(), Causal(offset=9), PrefixLM(2), Causal() | KeyPadding([0, 1, 1, 1, 1])):
+        assert not hides(mask, 2, 5)
+    for mask in (Segments(ids, ids + 1), Lengths([1]), KeyPadding([1, 0, 1]), Causal() & ~KeyPadding([1, 0, 1]),
+                 ~Causal(), Causal() & ~SlidingWindow(0, 0), Causal().at([0, 1, 2], [0, 1, 2]), Causal(offset=-1),
+                 SlidingWindow(1, 0, offset=2), Chunked(2, offset=1), MaskFn(lambda b, h, q, kv: q >= kv)):  # fmt: skip
+        assert hides(mask, 3, 3)
+    for mask in (Causal(offset=1), windowed, SlidingWindow(5, 0), Chunked(2), ~Full()):
+        assert hides(mask, 2, 5)
+    assert hides(Causal(), 5, 2)
+    assert jax.jit(lambda offset: jnp.array(hides(Causal(offset), 3, 3)))(0)
+
+
+@pytest.mark.parametrize(
+    ("xp", "dtype"), [(np, np.uint8), (np, np.uint32), (np, np.int8), (np, np.int64), (jnp, np.uint8), (jnp, np.uint32)]
+)
+def test_integers_of_every_width_mean_the_same(xp, dtype):
+    def number(x):
+        return xp.asarray([[x]], dtype)
+
+    positions = xp.arange(5).astype(dtype)
+    narrow = (Causal(number(2)), SlidingWindow(number(3), number(1)), Chunked(number(2)), PrefixLM(number(2)),
+              Causal().at(positions, positions[::-1]),
+              Lengths(xp.asarray([3], dtype), xp.asarray([4], dtype)))  # fmt: skip
+    wide = (Causal(2), SlidingWindow(3, 1), Chunked(2), PrefixLM(2),
+            Causal().at(np.arange(5), np.arange(5)[::-1]), Lengths([3], [4]))  # fmt: skip
+    for a, b in zip(narrow, wide, strict=True):
+        shape = (1, 1, 5, 5)
+        np.testing.assert_array_equal(dense(a, shape), dense(b, shape))
+        np.testing.assert_array_equal(block_map(a, shape, 2, 2).coverage, block_map(b, shape, 2, 2).coverage)
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, sys.maxsize, np.int64(2**40), np.array([[2**62]])])
+def test_a_window_of_any_size(far):
+    for offset in (None, 0, 3):
+        expected = dense(Causal(offset), (1, 1, 4, 8))
+        np.testing.assert_array_equal(dense(SlidingWindow(far, 0, offset), (1, 1, 4, 8)), expected)
+    assert block_map(SlidingWindow(far, 0), (1, 1, 4, 8), 4, 4).coverage.tolist() == [[[[2, 1]]]]
+    assert not dense(SlidingWindow(far, 0, offset=-5), (1, 1, 4, 8)).any()
+
+
+def test_positions_add_to_what_a_mask_has():
+    shape = (1, 1, 4, 6)
+    q, kv = np.array([5, 0, 2, 3]), np.array([0, 5, 1, 4, 2, 3])
+    both = dense(Causal().at(q, kv), shape)
+    np.testing.assert_array_equal(dense(Causal().at(q_positions=q).at(kv_positions=kv), shape), both)
+    np.testing.assert_array_equal(dense(Causal().at(kv_positions=kv).at(q_positions=q), shape), both)
+    np.testing.assert_array_equal(dense(Causal().at(kv_positions=kv), shape)[0, 0], kv <= I + 2)
+    np.testing.assert_array_equal(dense(Causal(offset=0).at(kv_positions=kv), shape)[0, 0], kv <= I)
+    np.testing.assert_array_equal(dense(Lengths([4], [2]).at(kv_positions=kv), shape)[0, 0], (kv < 4) & (I < 2))
+    function = MaskFn(lambda b, h, q, kv: q >= kv)
+    np.testing.assert_array_equal(dense(function.at(kv_positions=kv), shape)[0, 0], kv <= I)
+    for mask in (Causal(offset=3), Causal(offset=3).at(kv_positions=kv), Full() & Causal(offset=3)):
+        with pytest.raises(ValueError, match=r"Causal\(offset=3\) states offset=3, but q_positions=<int64 \[4\]> say"):
+            mask.at(q)
+
+
+def test_a_function_that_always_says_the_same():
+    for always in (True, False):
+        assert (dense(MaskFn(lambda b, h, q, kv, x=always: x), (1, 2, 3, 4)) == always).all()
+        assert MaskFn(lambda b, h, q, kv, x=always: x).dense(1, 2, 3, 4).ndim == 4
 
 
 def test_pytree():
@@ -241,7 +315,31 @@ def test_pytree():
     [
         (lambda: bool(Causal()), "the truth of Causal() is ambiguous; combine masks with &, | and ~"),
         (lambda: SlidingWindow(-1, 0), "SlidingWindow's left=-1 must be at least 0"),
+        (lambda: SlidingWindow(2, np.array([[1, -3]])), "SlidingWindow's right=-3 must be at least 0"),
         (lambda: Chunked(0), "Chunked's size=0 must be at least 1"),
+        (lambda: Chunked(np.array([[2, 0]])), "Chunked's size=0 must be at least 1"),
+        (
+            lambda: Dense(np.eye(3, dtype=int)[None, None]).bind(1, 1, 3, 3),
+            "Dense's array has dtype int64, but must be",
+        ),
+        (lambda: Dense(5).bind(1, 1, 3, 3), "Dense's array has shape (), but must be 4-D"),
+        (lambda: Lengths(5).bind(1, 1, 3, 3), "Lengths' kv_lengths has shape (), but must have shape [B]=(1,)"),
+        (lambda: Lengths([1.5]).bind(1, 1, 3, 3), "Lengths' kv_lengths has dtype float64, but must be integers"),
+        (
+            lambda: KeyPadding([0.0, -1e9]).bind(1, 1, 2, 2),
+            "is_token has dtype float64, but must be boolean or integers",
+        ),
+        (lambda: Segments([0, "a", 1]).show(3), "Segments' q_ids has dtype <U21, but must be integers"),
+        (
+            lambda: Segments.from_cu_seqlens([[0, 2]], 3),
+            "cu_seqlens has shape (1, 2), but must have shape [documents + 1]",
+        ),
+        (lambda: Causal().at([0.5, 1]).bind(1, 1, 2, 2), "q_positions has dtype float64, but must be integers"),
+        (lambda: Causal().coverage((0, 2), (0, 2)), "bind(B, H, T, S) it first"),
+        (lambda: Chunked(2).allowed(0, 0, 1, 1), "bind(B, H, T, S) it first"),
+        (lambda: Segments([0, 1]).allowed(0, 0, 1, 1), "bind(B, H, T, S) the mask first"),
+        (lambda: KeyPadding([0, 1]).coverage((0, 2), (0, 2)), "bind(B, H, T, S) the mask first"),
+        (lambda: Segments([[0, 1], [0, 0]]).show(2, b=5), "q_ids has shape (2, 2), but must have shape [2] or [6, 2]"),
         (lambda: Segments([0, 1]).bind(1, 1, 2, 3), "T=2 and S=3 differ: give Segments(q_ids, kv_ids)"),
         (lambda: Segments([0, 1, 1]).bind(1, 1, 2, 2), "q_ids has shape (3,), but must have shape [2] or [1, 2]"),
         (lambda: Lengths([1, 2]).bind(1, 1, 2, 2), "kv_lengths has shape (2,), but must have shape [B]=(1,)"),
@@ -297,6 +395,8 @@ def test_pictures():
     texts = []
     jax.eval_shape(lambda ids: texts.append(str(Segments(ids))), jnp.zeros(3, int))
     assert texts == ["Segments(<int32 [3]>)\n(traced: no picture)"]
+    assert Lengths([1, 3]).show(2, 4, b=1) == "█ █ █ ·\n█ █ █ ·"
+    assert str(Lengths([1, 3])).splitlines()[1] == "█ · · · · · · ·"
     windows = SlidingWindow(np.array([[0, 1]]), 0)
     assert windows.show(2, h=0) == "█ ·\n· █"
     assert windows.show(2, h=1) == "█ ·\n█ █"

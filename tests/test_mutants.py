@@ -53,9 +53,9 @@ class Reference(OperationImpl):
         (B, T, H, D), S = query.shape, key.shape[1]
         allowed = None if mask is None else jnp.broadcast_to(self.allowed(mask, B, H, T, S), (B, H, T, S))
         dtype = query.dtype
-        if mask is not None and mask.hides_tokens():
+        if mask is not None and mask.hides_tokens(T, S):
             query, key, value = self.hide(query, key, value, allowed)
-        q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
+        q, k, v = self.cast(query, key, value)
         k, v = self.repeat(k, H), self.repeat(v, H)
         scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")
         scores = self.scale(scores, D**-0.5 if softmax_scale is None else softmax_scale)
@@ -86,6 +86,9 @@ class Reference(OperationImpl):
     def hide(self, query, key, value, allowed):
         return hide_unseen(query, key, value, allowed)
 
+    def cast(self, query, key, value):
+        return (x.astype(jnp.float32) for x in (query, key, value))
+
     def repeat(self, x, H):
         return jnp.repeat(x, H // x.shape[2], axis=2)
 
@@ -105,13 +108,16 @@ class Reference(OperationImpl):
 
     def softmax(self, scores, sink):
         """Weights, and logsumexp [B, H, T, 1]."""
-        highest = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sink))
+        highest = jax.lax.stop_gradient(jnp.maximum(self.highest(scores), sink))
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)
         numerator = jnp.exp(scores - highest)
         total = numerator.sum(-1, keepdims=True) + jnp.exp(sink - highest)
         empty = jnp.all(scores == -jnp.inf, -1, keepdims=True)
         total = jnp.where(empty, 1.0, total)
         return numerator / total, jnp.where(empty, -jnp.inf, highest + jnp.log(total))
+
+    def highest(self, scores):
+        return scores.max(-1, keepdims=True)
 
     def keep(self, shape, key):
         b, h, i, j = jnp.ogrid[tuple(slice(n) for n in shape)]
@@ -247,6 +253,18 @@ class PaddingLeaks(Reference):
         return query, key, value
 
 
+class PaddingOfPositionsLeaks(Reference):
+    """Positions are taken to hide no token."""
+
+    found_by = "NaN behind Causal(offset)"
+    hide = PaddingLeaks.hide
+
+
+class PaddingOfWindowsLeaks(Reference):
+    found_by = "NaN behind a window"
+    hide = PaddingLeaks.hide
+
+
 class ScaleTwice(Reference):
     found_by = "softmax_scale"
 
@@ -259,6 +277,55 @@ class ScaleIgnored(Reference):
 
     def scale(self, scores, scale):
         return scores * 0.25  # right for the head_dim of most problems
+
+
+class ScaleOfTheWrongSign(Reference):
+    found_by = "negative scale"
+
+    def scale(self, scores, scale):
+        return scores * abs(scale)
+
+
+class MaximumNotSubtracted(Reference):
+    found_by = "large logits"
+
+    def highest(self, scores):
+        return jnp.zeros_like(scores[..., :1])
+
+
+class MaximumOfTheFirstTile(Reference):
+    """An online softmax that never fades what came before."""
+
+    found_by = "rising bias"
+
+    def highest(self, scores):
+        return super().highest(scores[..., :TILE])
+
+
+class LowestIsHidden(Reference):
+    """A finite score for what is masked, and what is not above it counts as masked."""
+
+    found_by = "bias near finfo.min"
+
+    def softmax(self, scores, sink):
+        return super().softmax(jnp.where(scores <= -1e30, -jnp.inf, scores), sink)
+
+
+class InfinityOfABiasIgnored(Reference):
+    found_by = "bias of -inf"
+
+    def bias(self, scores, bias):
+        return super().bias(scores, bias if isinstance(bias, Bias) else jnp.maximum(bias, -3))
+
+
+class KeysInTheDtypeOfTheQuery(Reference):
+    """float32 queries and bfloat16 keys are multiplied in bfloat16."""
+
+    found_by = "mixed dtypes"
+
+    def cast(self, query, key, value):
+        dtype = min(query.dtype, key.dtype, key=lambda d: d.itemsize)
+        return super().cast(query.astype(dtype), key, value)
 
 
 class BiasGradientNotSummed(Reference):

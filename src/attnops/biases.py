@@ -16,6 +16,28 @@ import jax.numpy as jnp
 import numpy as np
 
 
+def _fields(cls: type[Bias]) -> list[str]:
+    if dataclasses.is_dataclass(cls):
+        return [field.name for field in dataclasses.fields(cls)]
+    return [name for name in cls.__annotations__ if name != "static"]
+
+
+def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, Any], ...]]:
+    # The fields are asked for here: when a class is made, it is no dataclass yet.
+    fields = [(name, getattr(bias, name)) for name in _fields(type(bias))]
+    leaves = [(jax.tree_util.GetAttrKey(name), value) for name, value in fields if name not in bias.static]
+    return leaves, tuple((name, value) for name, value in fields if name in bias.static)
+
+
+def _unflatten(cls: type[Bias], static: tuple[tuple[str, Any], ...], leaves: Any) -> Bias:
+    # Not through __init__: JAX unflattens with placeholders that no check would accept.
+    bias = object.__new__(cls)
+    fixed, remaining = dict(static), iter(leaves)
+    for name in _fields(cls):
+        object.__setattr__(bias, name, fixed[name] if name in fixed else next(remaining))
+    return bias
+
+
 class Bias(abc.ABC):
     """What is done to the scores before the mask. A pytree: arrays are leaves, and have gradients.
 
@@ -24,9 +46,9 @@ class Bias(abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        fields = [name for name in cls.__annotations__ if name != "static"]
-        static = tuple(name for name in fields if name in cls.static)
-        jax.tree_util.register_dataclass(cls, [name for name in fields if name not in static], list(static))
+        jax.tree_util.register_pytree_with_keys(
+            cls, _flatten_with_keys, lambda static, leaves: _unflatten(cls, static, leaves)
+        )
 
     # The fields that are no arrays.
     static: ClassVar[tuple[str, ...]] = ("offset",)
@@ -81,8 +103,9 @@ class ALiBi(RelativeBias):
     offset: int | None = None
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        _check_shape("ALiBi's slopes", self.slopes, (H,), "[H]")
-        return super().bind(B, H, T, S)
+        slopes = _array(self.slopes)
+        _check_shape("ALiBi's slopes", slopes, (H,), "[H]")
+        return dataclasses.replace(super().bind(B, H, T, S), slopes=slopes)
 
     def at_distance(self, h: Any, distance: Any) -> Any:
         slopes = jnp.asarray(self.slopes, jnp.float32)
@@ -125,9 +148,17 @@ class RelativePosition(RelativeBias):
     static: ClassVar[tuple[str, ...]] = ("bidirectional", "max_distance", "offset")
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        if self.table.ndim != 2 or self.table.shape[1] != H:
-            raise ValueError(f"RelativePosition's table has shape {self.table.shape}, but must be [buckets, H={H}]")
-        return super().bind(B, H, T, S)
+        table = _array(self.table)
+        if table.ndim != 2 or table.shape[1] != H:
+            raise ValueError(f"RelativePosition's table has shape {table.shape}, but must be [buckets, H={H}]")
+        exact = table.shape[0] // (4 if self.bidirectional else 2)
+        if not 1 <= exact < self.max_distance:
+            raise ValueError(
+                f"RelativePosition's {table.shape[0]} buckets hold {exact} exact distances a direction, and "
+                f"max_distance={self.max_distance}: there must be at least 1, and max_distance must be more than they; "
+                f"give other buckets or another max_distance"
+            )
+        return dataclasses.replace(super().bind(B, H, T, S), table=table)
 
     def at_distance(self, h: Any, distance: Any) -> Any:
         return jnp.asarray(self.table, jnp.float32)[self.bucket(distance), h]
@@ -160,8 +191,11 @@ class ScoreFn(Bias):
     Attributes:
         fn: ``fn(scores, b, h, q, kv, *args)`` gives the new scores, elementwise in jnp: float32 scores and integer
             indices that broadcast with them. It must be differentiable with respect to the scores and ``args``.
-        args: arrays that the function needs. What it takes by argument has a gradient; what it closes over has none
-            and must not be traced.
+            It is evaluated for every pair of indices, masked ones too, and value and derivatives must be finite for
+            all: 0 times NaN is NaN. Write ``log1p(maximum(q - kv, 0))`` where a mask hides ``q < kv``.
+            Outside `jax.jit` each new function compiles anew: define it once, not as a lambda in the call.
+        args: arrays that the function needs. What it takes by argument has a gradient, integers excepted; what it
+            closes over has none and must not be traced.
     """
 
     fn: Callable[..., Any]
@@ -180,6 +214,10 @@ class ScoreFn(Bias):
 
     def __repr__(self) -> str:
         return f"ScoreFn({getattr(self.fn, '__name__', self.fn)})"
+
+
+def _array(values: Any) -> Any:
+    return values if hasattr(values, "shape") else np.asarray(values, np.float32)
 
 
 def _check_shape(name: str, array: Any, shape: tuple[int, ...], letters: str) -> None:

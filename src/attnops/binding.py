@@ -186,6 +186,15 @@ def check_broadcastable(name: str, shape: tuple[int, ...], scores: tuple[int, in
             )
 
 
+def check_boolean(name: str, mask: Any) -> None:
+    """Raise a `ValueError` unless an array mask holds booleans."""
+    if mask.dtype != np.bool_:
+        raise ValueError(
+            f"{name} has dtype {mask.dtype}, but must be boolean, True where a query may attend; give an additive mask "
+            f"as bias=..., and a 0/1 mask as mask.astype(bool)"
+        )
+
+
 def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
     if isinstance(mask, Mask):
         return mask.bind(*scores)
@@ -196,11 +205,7 @@ def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
         3: "write a [B, T, S] mask as mask[:, None]",
     }
     check_broadcastable("mask", tuple(mask.shape), scores, hints.get(len(mask.shape), "add axes of size 1"))
-    if mask.dtype != np.bool_:
-        raise ValueError(
-            f"mask has dtype {mask.dtype}, but must be boolean, True where a query may attend; give an additive mask "
-            f"as bias=..., and a 0/1 mask as mask.astype(bool)"
-        )
+    check_boolean("mask", mask)
     return Dense(jnp.asarray(mask))
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -176,23 +175,31 @@ def _number(name: str, value: Any, hint: str) -> float:
         raise ValueError(f"{name}={value!r} must be a number; {hint}") from None
 
 
+# The largest float32, and the caps by which scores can be divided and multiplied in float32.
+_LARGEST: Final = float(jnp.finfo(jnp.float32).max)
+_CAPS: Final = (1e-30, 1e30)
+
+
 def check_scale(value: Any) -> float | None:
-    """``softmax_scale`` as a finite float; see `OperationMetadata`."""
+    """``softmax_scale`` as a float that float32 holds; see `OperationMetadata`."""
     if value is None:
         return None
     scale = _number("softmax_scale", value, "multiply the query by a learned temperature instead")
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale={scale} must be finite; leave it out for head_dim ** -0.5")
+    if not abs(scale) <= _LARGEST:
+        raise ValueError(
+            f"softmax_scale={scale} must be finite in float32, ±{_LARGEST:.3g}; leave it out for head_dim ** -0.5"
+        )
     return scale
 
 
 def check_soft_cap(value: Any) -> float | None:
-    """``logits_soft_cap`` as a positive finite float; see `OperationMetadata`."""
+    """``logits_soft_cap`` as a positive float that float32 can divide and multiply by; see `OperationMetadata`."""
     if value is None:
         return None
     cap = _number("logits_soft_cap", value, "leave it out for no cap")
-    if not (math.isfinite(cap) and cap > 0):
-        raise ValueError(f"logits_soft_cap={cap} must be positive and finite; leave it out for no cap")
+    low, high = _CAPS
+    if not low <= cap <= high:
+        raise ValueError(f"logits_soft_cap={cap} must be positive, from {low:g} to {high:g}; leave it out for no cap")
     return cap
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -73,7 +74,7 @@ def command(
     if plot is not None:
         needs_matplotlib("the plot")
     try:
-        limit = default_memory_limit() if memory_limit is None else int(memory_limit * 1e9)
+        limit = default_memory_limit() if memory_limit is None else _bytes(memory_limit)
         cases = [
             Case(
                 length=length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=name,
@@ -177,6 +178,12 @@ def _mask(text: str, documents: int | None, length: int) -> Mask | None:
         segments = packed_documents(documents, length)
         return segments if isinstance(mask, Full) else mask & segments
     return None if isinstance(mask, Full) else mask
+
+
+def _bytes(gigabytes: float) -> int:
+    if not (math.isfinite(gigabytes) and gigabytes > 0):
+        raise ValueError(f"memory_limit={gigabytes} must be positive and finite; leave it out for half the device's")
+    return int(gigabytes * 1e9)
 
 
 def _names(option: str, text: str) -> list[str]:

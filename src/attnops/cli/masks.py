@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from attnops import masks
-from attnops.masks import Mask
+from attnops.masks import Mask, MaskFn
 
 _PRIMITIVES = ("attnops.masks.positions", "attnops.masks.tokens")
 _BINARY = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
@@ -71,8 +71,9 @@ def _argument(cls: type[Mask], node: ast.expr) -> Any:
 
 
 def _mask_classes() -> dict[str, type[Mask]]:
+    """By name; without `MaskFn`, whose function no expression can state."""
     exported = (getattr(masks, name) for name in masks.__all__)
-    found = [cls for cls in exported if isinstance(cls, type) and cls.__module__ in _PRIMITIVES]
+    found = [cls for cls in exported if isinstance(cls, type) and cls.__module__ in _PRIMITIVES and cls is not MaskFn]
     return {cls.__name__.lower(): cls for cls in found}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -13,6 +12,7 @@ import typer
 from attnops.cli.masks import parse_mask
 from attnops.cli.output import fail, print_text
 from attnops.masks import Coverage, Mask, block_map
+from attnops.masks.picture import fitting
 
 # Larger pictures are unreadable in a terminal, and in an image a score is less than a pixel.
 _WIDEST_TEXT: Final = 128
@@ -49,7 +49,7 @@ def command(
         blocks = block_q or block_k or 1, block_k or block_q or 1
     try:
         found = mask_with_values(mask)
-        B, H = _fitting(found, T, S, b, h)
+        B, H = fitting(found, T, S, b, h)
         tiles = None if blocks is None else _tiles(found, (B, H, T, S), blocks, b, h)
         title = f"{found!r}, T = {T}, S = {S}" + (f", b = {b}, h = {h}" if (B, H) != (1, 1) else "")
         if output is not None:
@@ -87,21 +87,6 @@ def needs_matplotlib(what: str) -> None:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
         fail(f"{what} needs {error.name}, which is not installed: pip install 'attnops[plot]'", 2)
-
-
-def _fitting(mask: Mask, T: int, S: int, b: int, h: int) -> tuple[int, int]:
-    """The batch and heads that the mask's own arrays have, which their shapes alone don't tell apart."""
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(mask)]
-    batches = sorted({b + 1, *(shape[0] for shape in shapes if shape)})
-    heads = sorted({h + 1, *(shape[1] for shape in shapes if len(shape) > 1)})
-    for B, H in itertools.product((n for n in batches if n > b), (n for n in heads if n > h)):
-        try:
-            mask.bind(B, H, T, S)
-        except ValueError:
-            continue
-        return B, H
-    mask.bind(b + 1, h + 1, T, S)  # says what does not fit
-    return b + 1, h + 1
 
 
 def _tiles(mask: Mask, shape: tuple[int, int, int, int], blocks: tuple[int, int], b: int, h: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from attnops.masks.base import Mask
-from attnops.masks.tiles import Grid, TileCoverage
+from attnops.masks.tiles import Grid, TileCoverage, check_by_token
 
 
 def as_mask(value: Any) -> Mask:
@@ -46,9 +46,6 @@ class _Pair(Mask):
     def kinds(self) -> frozenset[str]:
         return self.left.kinds() | self.right.kinds() | {self.symbol}
 
-    def hides_tokens(self) -> bool:
-        return self.left.hides_tokens() or self.right.hides_tokens()
-
     def bands(self) -> Iterator[tuple[Any, Any]]:
         yield from self.left.bands()
         yield from self.right.bands()
@@ -70,6 +67,9 @@ class And(_Pair):
     def tiles(self, grid: Grid) -> TileCoverage:
         return self.left.tiles(grid) & self.right.tiles(grid)
 
+    def sees_itself(self) -> bool:
+        return self.left.sees_itself() and self.right.sees_itself()
+
 
 class Or(_Pair):
     """Seen by either mask."""
@@ -81,6 +81,12 @@ class Or(_Pair):
 
     def tiles(self, grid: Grid) -> TileCoverage:
         return self.left.tiles(grid) | self.right.tiles(grid)
+
+    def hides_tokens(self, T: int, S: int) -> bool:
+        return self.left.hides_tokens(T, S) and self.right.hides_tokens(T, S) and super().hides_tokens(T, S)
+
+    def sees_itself(self) -> bool:
+        return self.left.sees_itself() or self.right.sees_itself()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -97,9 +103,6 @@ class Not(Mask):
 
     def kinds(self) -> frozenset[str]:
         return self.mask.kinds() | {"~"}
-
-    def hides_tokens(self) -> bool:
-        return self.mask.hides_tokens()
 
     def bands(self) -> Iterator[tuple[Any, Any]]:
         return self.mask.bands()
@@ -119,9 +122,9 @@ class At(Mask):
     """A mask of positions, for tokens whose positions are given. Made by `Mask.at`.
 
     Attributes:
-        mask: the mask; its offset plays no part.
-        q_positions: integers [T], [1, T] or [B, T]; None before binding for ``i + S - T``.
-        kv_positions: integers [S], [1, S] or [B, S]; None before binding for ``j``.
+        mask: the mask.
+        q_positions: integers [T], [1, T] or [B, T]; None for where the mask's own offset puts queries.
+        kv_positions: integers [S], [1, S] or [B, S]; None for ``j``.
     """
 
     mask: Mask
@@ -129,31 +132,53 @@ class At(Mask):
     kv_positions: Any
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        q = np.arange(T) + (S - T) if self.q_positions is None else self.q_positions
-        kv = np.arange(S) if self.kv_positions is None else self.kv_positions
-        q, kv = (token_array(name, x, B, n) for name, x, n in (("q_positions", q, T), ("kv_positions", kv, S)))
-        return type(self)(self.mask.without_offset().bind(B, H, T, S), q, kv)  # type: ignore[attr-defined]
+        given = (("q_positions", self.q_positions, T), ("kv_positions", self.kv_positions, S))
+        q, kv = (None if x is None else as_int32(name, token_array(name, x, B, n)) for name, x, n in given)
+        mask = self.mask if q is None else self.mask.with_offset(0)  # type: ignore[attr-defined]
+        return type(self)(mask.bind(B, H, T, S), q, kv)
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
-        return At(self.mask, q_positions, kv_positions)
+        kv_positions = self.kv_positions if kv_positions is None else kv_positions
+        if self.q_positions is None:
+            return at(self.mask, q_positions, kv_positions)
+        return At(self.mask, self.q_positions if q_positions is None else q_positions, kv_positions)
 
     def kinds(self) -> frozenset[str]:
         return self.mask.kinds() | {"at"}
 
-    def hides_tokens(self) -> bool:
-        return self.mask.hides_tokens()
-
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return self.mask.allowed(b, h, take(self.q_positions, b, q), take(self.kv_positions, b, kv))
+        q = q if self.q_positions is None else take(self.q_positions, b, q)
+        kv = kv if self.kv_positions is None else take(self.kv_positions, b, kv)
+        return self.mask.allowed(b, h, q, kv)
 
     def tiles(self, grid: Grid) -> TileCoverage:
         # Of a tile only the extent of its positions is looked at: what holds for all numbers between holds for them.
-        q_first, q_last = grid.q_extent(self.q_positions)
-        kv_first, kv_last = grid.kv_extent(self.kv_positions)
-        return self.mask.tiles(Grid(q_first, q_last, kv_first, kv_last))
+        q, kv = (grid.q_first, grid.q_last), (grid.kv_first, grid.kv_last)
+        if self.q_positions is not None:
+            q = grid.q_extent(self.q_positions)
+        if self.kv_positions is not None:
+            kv = grid.kv_extent(self.kv_positions)
+        return self.mask.tiles(Grid(*q, *kv))
 
     def __repr__(self) -> str:
-        return f"{self.mask!r}.at({text(self.q_positions)}, {text(self.kv_positions)})"
+        # Where positions are given, a bound mask's offset of 0 is not what anybody wrote.
+        mask = self.mask if self.q_positions is None else self.mask.with_offset(None)  # type: ignore[attr-defined]
+        return f"{mask!r}.at({text(self.q_positions)}, {text(self.kv_positions)})"
+
+
+def at(mask: Mask, q_positions: Any, kv_positions: Any) -> Mask:
+    """`At`, unless the mask says itself where queries stand.
+
+    Raises:
+        ValueError: both it and ``q_positions`` do.
+    """
+    offset = getattr(mask, "offset", None)
+    if q_positions is not None and offset is not None:
+        raise ValueError(
+            f"{mask!r} states offset={text(offset)}, but q_positions={text(q_positions)} say where queries stand: "
+            f"leave one of them out"
+        )
+    return At(mask, q_positions, kv_positions)
 
 
 def token_array(name: str, values: Any, B: int, length: int) -> Any:
@@ -169,8 +194,26 @@ def token_array(name: str, values: Any, B: int, length: int) -> Any:
     return values.reshape(-1, length)
 
 
+# Further than any two tokens are apart, and small enough that sums of a few of them fit 32 bits.
+FAR: Final = 1 << 29
+
+
+def as_int32(name: str, values: Any) -> Any:
+    """Integers as int32: differences of unsigned or narrower ones wrap. Beyond ±`FAR` all mean the same.
+
+    Raises:
+        ValueError: they are no integers.
+    """
+    if np.dtype(values.dtype).kind not in "iu":
+        raise ValueError(f"{name} has dtype {values.dtype}, but must be integers; cast them")
+    xp = jnp if isinstance(values, jax.Array) else np
+    held = np.iinfo(values.dtype)
+    return xp.clip(values, max(-FAR, int(held.min)), min(FAR, int(held.max))).astype(np.int32)
+
+
 def take(values: Any, b: Any, index: Any) -> Any:
     """``values[b, index]`` for values of shape [B or 1, length]."""
+    check_by_token(values)
     if isinstance(values, np.ndarray) and not isinstance(index, np.ndarray):
         values = jnp.asarray(values)  # a traced index needs a JAX array
     found = values[0, index] if values.shape[0] == 1 else values[b, index]

@@ -61,11 +61,16 @@ class Mask(abc.ABC):
         """This mask for tokens that stand at other positions than their index: packed, shifted or permuted ones.
 
         What speaks of positions (causal, window, chunk, prefix, lengths, `MaskFn`) reads them; what speaks of tokens
-        (segments, padding, dense arrays) is left as it is.
+        (segments, padding, dense arrays) is left as it is. Positions that an earlier `at` gave stay where this one
+        gives none.
 
         Args:
-            q_positions: integers [T] or [B, T]; None for ``i + S - T``.
+            q_positions: integers [T] or [B, T]. None leaves queries where they stand without: at ``i + offset`` by the
+                mask's own offset, ``S - T`` unless it states one; at ``i`` for `Lengths` and `MaskFn`, which have none.
             kv_positions: integers [S] or [B, S]; None for ``j``.
+
+        Raises:
+            ValueError: the mask states an offset, and ``q_positions`` say otherwise.
         """
         return self
 
@@ -73,9 +78,16 @@ class Mask(abc.ABC):
         """The primitives and operators that this mask is made of, such as ``{"Causal", "&", "Segments"}``."""
         return frozenset({type(self).__name__})
 
-    def hides_tokens(self) -> bool:
-        """Whether there may be tokens that nobody sees, such as padding, which may hold anything, NaN too."""
-        return True
+    def hides_tokens(self, T: int, S: int) -> bool:
+        """Whether there may be tokens that nobody sees, or that see nothing; they may hold anything, NaN too.
+
+        False is certain. The mask must be bound.
+        """
+        return not (T == S and self.sees_itself())
+
+    def sees_itself(self) -> bool:
+        """Whether it is certain, when tracing, that each query i sees key i. The mask must be bound."""
+        return False
 
     def bands(self) -> Iterator[tuple[Any, Any]]:
         """The parts of this mask that depend on ``q - kv`` alone, as the (lowest, highest) that they allow."""

@@ -9,12 +9,9 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks.algebra import At, text
+from attnops.masks.algebra import FAR, as_int32, at, text
 from attnops.masks.base import Mask
 from attnops.masks.tiles import Grid, TileCoverage, below, same_number
-
-# Further than any two tokens are apart, and small enough that sums of a few of them fit 32 bits.
-_FAR = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -28,8 +25,11 @@ class Full(Mask):
         every = np.ones(np.broadcast_shapes(np.shape(grid.q_first), np.shape(grid.kv_first)), bool)
         return TileCoverage(every, every)
 
-    def hides_tokens(self) -> bool:
+    def hides_tokens(self, T: int, S: int) -> bool:
         return False
+
+    def sees_itself(self) -> bool:
+        return True
 
     def __repr__(self) -> str:
         return "Full()"
@@ -48,13 +48,15 @@ class _Positional(Mask):
         return type(self)(**values)
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
-        return At(self, q_positions, kv_positions)
+        return at(self, q_positions, kv_positions)
 
-    def without_offset(self) -> Self:
-        return dataclasses.replace(self, offset=0)  # type: ignore[type-var]
+    def with_offset(self, offset: Any) -> Self:
+        return dataclasses.replace(self, offset=offset)  # type: ignore[type-var]
 
-    def hides_tokens(self) -> bool:
-        return False
+    def _bound_offset(self) -> Any:
+        if self.offset is None:
+            raise ValueError(f"{self!r} stands at an offset of S - T, and knows neither; bind(B, H, T, S) it first")
+        return self.offset
 
     def __repr__(self) -> str:
         fields = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
@@ -66,10 +68,13 @@ class _Positional(Mask):
 
 def _number(name: str, value: Any, B: int, H: int) -> Any:
     """An int, or an integer array [B or 1, H or 1]."""
-    if value is None or isinstance(value, int):
+    if value is None:
         return value
+    if isinstance(value, int):
+        return max(-FAR, min(value, FAR))
     if not hasattr(value, "shape") or np.dtype(value.dtype).kind not in "iu":
         raise ValueError(f"{name}={value!r} must be an int, or an integer array of shape [B or 1, H or 1]")
+    value = as_int32(name, value)
     if value.shape == ():
         return int(value) if isinstance(value, (np.ndarray, np.generic)) else value
     if len(value.shape) != 2 or any(size not in (1, full) for size, full in zip(value.shape, (B, H), strict=True)):
@@ -93,6 +98,13 @@ def _spread(value: Any) -> Any:
     return value if getattr(value, "ndim", 0) == 0 else value[:, :, None, None]
 
 
+def _check_least(name: str, value: Any, least: int, hint: str = "") -> None:
+    """Raise a `ValueError` where a number, or one of an array known when tracing, is less."""
+    known = isinstance(value, (int, np.ndarray, np.generic))
+    if known and np.size(value) and np.min(value) < least:
+        raise ValueError(f"{name}={np.min(value)} must be at least {least}{hint}")
+
+
 class _Band(_Positional):
     """A mask of ``q - kv`` alone: between two numbers, both included."""
 
@@ -102,11 +114,17 @@ class _Band(_Positional):
 
     def _band(self, value: Callable[[Any], Any]) -> tuple[Any, Any]:
         low, high = self._limits()
-        offset = value(self.offset)
-        return -_FAR if low is None else value(low) - offset, _FAR if high is None else value(high) - offset
+        offset = value(self._bound_offset())
+        return -FAR if low is None else value(low) - offset, FAR if high is None else value(high) - offset
 
     def bands(self) -> Iterator[tuple[Any, Any]]:
         yield self._band(_spread)
+
+    def sees_itself(self) -> bool:
+        if not isinstance(self.offset, int):
+            return False
+        low, high = self._band(_spread)
+        return isinstance(low, int) and isinstance(high, int) and low <= 0 <= high
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         low, high = self._band(lambda value: _pick(value, b, h))
@@ -146,6 +164,10 @@ class Causal(_Band):
     def _limits(self) -> tuple[Any, Any]:
         return 0, None
 
+    def hides_tokens(self, T: int, S: int) -> bool:
+        # The first query sees key 0, and the last query the last key.
+        return not (isinstance(self.offset, int) and self.offset >= max(S - T, 0))
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(_Band):
@@ -173,9 +195,7 @@ class SlidingWindow(_Band):
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
-            value = getattr(self, name)
-            if isinstance(value, int) and value < 0:
-                raise ValueError(f"SlidingWindow's {name}={value} must be at least 0, or None for all")
+            _check_least(f"SlidingWindow's {name}", getattr(self, name), 0, ", or None for all")
 
     def _limits(self) -> tuple[Any, Any]:
         return None if self.right is None else -self.right, self.left
@@ -202,15 +222,17 @@ class Chunked(_Positional):
     offset: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, int) and self.size < 1:
-            raise ValueError(f"Chunked's size={self.size} must be at least 1")
+        _check_least("Chunked's size", self.size, 1)
+
+    def sees_itself(self) -> bool:
+        return isinstance(self.offset, int) and self.offset == 0
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        size, offset = _pick(self.size, b, h), _pick(self.offset, b, h)
+        size, offset = _pick(self.size, b, h), _pick(self._bound_offset(), b, h)
         return (q + offset) // size == kv // size
 
     def tiles(self, grid: Grid) -> TileCoverage:
-        size, offset = _spread(self.size), _spread(self.offset)
+        size, offset = _spread(self.size), _spread(self._bound_offset())
         q_first, q_last = (grid.q_first + offset) // size, (grid.q_last + offset) // size
         return same_number(q_first, q_last, grid.kv_first // size, grid.kv_last // size)
 
@@ -239,7 +261,13 @@ class PrefixLM(_Positional):
         return self._causal().bands()
 
     def _causal(self) -> Causal:
-        return Causal(self.offset)
+        return Causal(self._bound_offset())
+
+    def hides_tokens(self, T: int, S: int) -> bool:
+        return self.offset is None or self._causal().hides_tokens(T, S)
+
+    def sees_itself(self) -> bool:
+        return self.offset is not None and self._causal().sees_itself()
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (kv < _pick(self.length, b, h)) | self._causal().allowed(b, h, q, kv)
@@ -256,7 +284,8 @@ class MaskFn(Mask):
 
     Attributes:
         fn: ``fn(b, h, q, kv, *args)`` gives a boolean, elementwise in jnp over integer arrays that broadcast.
-            q and kv are indices, or positions where `at` gives them.
+            q and kv are indices, or positions where `at` gives them. It is evaluated for tokens too that another
+            mask hides, so that it must not look anything up out of range.
         args: arrays that the function needs; they pass through `jax.jit`, where arrays that it closes over can't.
     """
 
@@ -264,16 +293,17 @@ class MaskFn(Mask):
     args: tuple[Any, ...] = ()
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
-        return At(self, q_positions, kv_positions)
+        return at(self, q_positions, kv_positions)
 
-    def without_offset(self) -> Self:
+    def with_offset(self, offset: Any) -> Self:
         return self
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         seen = jnp.asarray(self.fn(b, h, q, kv, *self.args))
         if seen.dtype != np.bool_:
             raise ValueError(f"{self!r} gave dtype {seen.dtype}, but must give booleans")
-        return seen
+        # One that always says the same gives no array.
+        return jnp.broadcast_to(seen, np.broadcast_shapes(np.shape(q), np.shape(kv))) if seen.ndim == 0 else seen
 
     def tiles(self, grid: Grid) -> TileCoverage:
         shape = np.broadcast_shapes(np.shape(grid.q_first), np.shape(grid.kv_first))

@@ -88,10 +88,17 @@ class Grid:
 
 
 def _extent(values: Any, first: Any, last: Any) -> tuple[Any, Any]:
+    check_by_token(values)
     block = int((last - first).max()) + 1
     index = np.minimum(first[:, None] + np.arange(block), last[:, None])
     tiles = values[:, index]
     return tiles.min(axis=-1), tiles.max(axis=-1)
+
+
+def check_by_token(values: Any) -> None:
+    """Raise a `ValueError` unless an array of tokens is laid out as [B or 1, length], as binding does."""
+    if np.ndim(values) != 2:
+        raise ValueError("an array of the mask is not laid out by token yet; bind(B, H, T, S) the mask first")
 
 
 def mask_tiles(mask: Mask, grid: Grid) -> TileCoverage:

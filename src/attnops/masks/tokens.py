@@ -8,18 +8,18 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks.algebra import At, take, text, token_array
+from attnops.masks.algebra import as_int32, at, take, text, token_array
 from attnops.masks.base import Mask
 from attnops.masks.tiles import Grid, TileCoverage, below, same_number
 
 
 class _Tokens(Mask):
-    """A mask of what tokens are; lists become numpy arrays."""
+    """A mask of what tokens are; lists and numbers become numpy arrays."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if isinstance(value, (list, tuple)):
+            if value is not None and not hasattr(value, "shape"):
                 object.__setattr__(self, field.name, np.asarray(value))
 
 
@@ -52,18 +52,27 @@ class Segments(_Tokens):
             length: T = S.
         """
         xp = np if isinstance(cu_seqlens, (np.ndarray, list, tuple)) else jnp
-        return cls(xp.searchsorted(xp.asarray(cu_seqlens), xp.arange(length), side="right"))
+        ends = xp.asarray(cu_seqlens)
+        if ends.ndim != 1:
+            raise ValueError(
+                f"cu_seqlens has shape {ends.shape}, but must have shape [documents + 1]; for a batch, give Segments "
+                f"the ids [B, T]"
+            )
+        return cls(xp.searchsorted(ends, xp.arange(length), side="right"))
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         if self.kv_ids is None and T != S:
             raise ValueError(f"Segments has one array of ids, but T={T} and S={S} differ: give Segments(q_ids, kv_ids)")
+        for name, ids in (("q_ids", self.q_ids), ("kv_ids", self.kv_ids)):
+            if ids is not None and np.dtype(ids.dtype).kind not in "iub":
+                raise ValueError(f"Segments' {name} has dtype {ids.dtype}, but must be integers")
         q_ids = token_array("Segments' q_ids", self.q_ids, B, T)
-        kv_ids = q_ids if self.kv_ids is None else token_array("Segments' kv_ids", self.kv_ids, B, S)
-        return type(self)(q_ids, kv_ids)
+        one = self.sees_itself() and T == S
+        return type(self)(q_ids, q_ids if one else token_array("Segments' kv_ids", self.kv_ids, B, S))
 
-    def hides_tokens(self) -> bool:
+    def sees_itself(self) -> bool:
         # Of one array of ids each token is in a segment with itself.
-        return self.kv_ids is not None and self.kv_ids is not self.q_ids
+        return self.kv_ids is None or self.kv_ids is self.q_ids
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return take(self.q_ids, b, q) == take(self.kv_ids, b, kv)
@@ -94,13 +103,13 @@ class Lengths(_Tokens):
             value = getattr(self, name)
             if value is not None and value.shape != (B,):
                 raise ValueError(f"Lengths' {name} has shape {value.shape}, but must have shape [B]=({B},)")
-            given.append(value)
+            given.append(None if value is None else as_int32(f"Lengths' {name}", value))
         return type(self)(*given)
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
-        return At(self, q_positions, kv_positions)
+        return at(self, q_positions, kv_positions)
 
-    def without_offset(self) -> Self:
+    def with_offset(self, offset: Any) -> Self:
         return self
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -131,6 +140,11 @@ class KeyPadding(_Tokens):
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         values = token_array("KeyPadding's is_token", self.is_token, B, S)
+        if np.dtype(values.dtype).kind not in "iub":
+            raise ValueError(
+                f"KeyPadding's is_token has dtype {values.dtype}, but must be boolean or integers, 0 for padding; give "
+                f"an additive mask [B, S] as bias=mask[:, None, None, :]"
+            )
         return type(self)(values if values.dtype == np.bool_ else values != 0)
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -155,9 +169,10 @@ class Dense(_Tokens):
     array: Any
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        from attnops.binding import check_broadcastable
+        from attnops.binding import check_boolean, check_broadcastable
 
         check_broadcastable("Dense's array", tuple(self.array.shape), (B, H, T, S), "add axes of size 1")
+        check_boolean("Dense's array", self.array)
         return self
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from attnops.request import AttentionRequest, Limits, Reason, Request
 # jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its
 # residual is rounded to the input's dtype and has no gradient: the forwards below don't name them.
 _JAX_NN = Limits(same_dtype=True, equal_head_dims=True, linear_memory=False)
+# As low as no score is, and above what jax.nn takes a masked score to be.
+_VERY_LOW: Final = -1e30
 # It asks XLA for float16 products accumulated in float32, which only GPUs compile; on a CPU we widen the inputs.
 _NO_FLOAT16 = dataclasses.replace(_JAX_NN, dtypes=frozenset({"float32", "bfloat16"}))
 
@@ -132,7 +134,7 @@ class ScaledDotProductAttention(VanillaAttention):
         (B, T, H, _), S = query.shape, key.shape[1]
         is_causal = isinstance(mask, Causal) and isinstance(mask.offset, int) and mask.offset == 0 and T == S
         allowed = None if mask is None or is_causal else mask.dense(B, H, T, S)
-        if mask is not None and allowed is not None and mask.hides_tokens():
+        if mask is not None and allowed is not None and mask.hides_tokens(T, S):
             query, key, value = hide_unseen(query, key, value, allowed)
         if bias is not None and implementation == "cudnn":
             bias = jnp.broadcast_to(bias, (*bias.shape[:2], T, S))
@@ -154,18 +156,23 @@ class ScaledDotProductAttention(VanillaAttention):
 def _without_empty_rows(
     allowed: jax.Array | None, bias: jax.Array | None, causal: Mask | None, shape: tuple[int, int, int, int]
 ) -> tuple[jax.Array | None, jax.Array]:
-    """``bias`` with no row that is −inf wherever the mask allows, and which rows see any key, [B, H, T, 1].
+    """``bias`` with no row that is −inf or very low wherever the mask allows, and which rows see any key, [B, H, T, 1].
 
-    jax.nn gives the mean of the values for a fully masked row, and NaN for one whose bias is all −inf.
+    jax.nn gives the mean of the values for a fully masked row, and NaN for one whose bias is all −inf. Masked scores
+    are −0.7 · finfo.max to it, above which a row must be raised; softmax does not see by how much, as long as it stays
+    so low that the products beside it are rounded away as before.
     """
-    visible = allowed
-    if bias is not None:
-        visible = bias > -jnp.inf
-        for mask in (allowed, None if causal is None else causal.dense(*shape)):
-            visible = visible if mask is None else visible & mask
-    assert visible is not None
-    sees_any = visible.any(axis=-1, keepdims=True)
-    return (None if bias is None else jnp.where(sees_any, bias, 0)), sees_any
+    if bias is None:
+        assert allowed is not None
+        return None, allowed.any(axis=-1, keepdims=True)
+    seen = bias
+    for mask in (allowed, None if causal is None else causal.dense(*shape)):
+        seen = seen if mask is None else jnp.where(mask, seen, -jnp.inf)
+    top = jax.lax.stop_gradient(seen.max(axis=-1, keepdims=True))
+    sees_any = top > -jnp.inf
+    if float(jnp.finfo(bias.dtype).min) < _VERY_LOW:  # float16 reaches no lower than −65504
+        bias = jnp.where(top < _VERY_LOW, (bias - top) + _VERY_LOW, bias)
+    return jnp.where(sees_any, bias, 0), sees_any
 
 
 def _precision(query: jax.Array, precision: Any) -> contextlib.AbstractContextManager[Any]:

@@ -57,7 +57,7 @@ class VanillaAttention(OperationImpl):
         _, S, K, Dv = value.shape
         out_dtype = query.dtype
         allowed = None if mask is None else mask.dense(B, H, T, S)
-        if mask is not None and allowed is not None and mask.hides_tokens():
+        if mask is not None and allowed is not None and mask.hides_tokens(T, S):
             query, key, value = hide_unseen(query, key, value, allowed)
         q = query.astype(jnp.float32).reshape(B, T, K, H // K, D)
         k, v = key.astype(jnp.float32), value.astype(jnp.float32)

@@ -12,6 +12,8 @@ from typing import Any, Final, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from attnops.biases import ALiBi, RelativePosition
 from attnops.errors import NotDifferentiableError, UnsupportedError
@@ -93,6 +95,28 @@ def vmap(subject: Subject) -> None:
     found = program(*stacked)
     for i, (slice_, _) in enumerate(pair):
         _check(subject, slice_, jax.tree.map(lambda x, i=i: x[i], found))
+
+
+def shard_map(subject: Subject) -> None:
+    """In `jax.shard_map` over the batch it is right; over a mesh of two devices, or of one where there is no other."""
+    problem, operation = _served(subject)
+    devices = jax.devices()
+    mesh = Mesh(np.asarray(devices[: 2 if len(devices) > 1 else 1]), ("batch",))
+    inputs, cotangents, _ = problem.arguments
+    # What has no batch is on every device, and its gradient is summed over them.
+    split = {name: P("batch") if name in ("query", "key", "value") else P() for name in inputs}
+
+    def both(inputs: Any, cotangents: Any) -> Any:
+        def call(x: Any) -> Any:
+            return problem.call(operation, x)
+
+        attend = jax.shard_map(call, mesh=mesh, in_specs=(split,), out_specs=P("batch"))
+        if not subject.gradients:
+            return attend(inputs), {}
+        outputs, pull_back = jax.vjp(attend, inputs)
+        return outputs, pull_back(cotangents)[0]
+
+    _check(subject, problem, _jit(subject, both)(inputs, cotangents))
 
 
 def checkpoint(subject: Subject) -> None:
@@ -216,6 +240,7 @@ BEHAVIOURS: Final[dict[str, Callable[[Subject], None]]] = {
     "deterministic": deterministic,
     "eager": eager,
     "vmap": vmap,
+    "shard_map": shard_map,
     "checkpoint": checkpoint,
     "export": export,
     "second derivative": second_derivative,

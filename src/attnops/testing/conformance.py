@@ -32,7 +32,8 @@ class OperationConformance:
         platform: what `OperationMetadata` takes; None for this machine's.
         interpret: run kernels in their language's interpreter.
         mode: the runtime mode; gradients are checked in "train" alone.
-        block: queries and keys a tile, small so that small problems have several. Lengths are 2.5 times it.
+        block: queries and keys a tile, small so that small problems have several. Lengths are 2.5 times it, but
+            for the features that are about lengths.
         metadata: further fields of the metadata.
         refuses: the names of the features that it refuses, and no others; pairs as ``"GQA + Causal"`` where both
             features are served alone. None: any may be refused.

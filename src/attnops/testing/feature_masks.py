@@ -205,6 +205,26 @@ def _nan_dense(B: int, H: int, T: int, S: int) -> Padding:
     return Padding(Dense(array), array, {"query": ~sees, "key": ~seen, "value": ~seen})
 
 
+def _nan_offset(B: int, H: int, T: int, S: int) -> Padding:
+    """The last three keys come after every query; where T ≥ S, the first queries before every key."""
+    q, kv = np.arange(T) + S - T - 3, np.arange(S)
+    visible = kv <= q[:, None]
+    return Padding(Causal(offset=S - T - 3), visible[None, None], _hidden(B, visible))
+
+
+def _nan_window(B: int, H: int, T: int, S: int) -> Padding:
+    """As above; and where T < S, the first keys come before every window."""
+    q, kv = np.arange(T) + S - T - 4, np.arange(S)
+    visible = (q[:, None] - 2 <= kv) & (kv <= q[:, None])
+    return Padding(SlidingWindow(2, 0, offset=S - T - 4), visible[None, None], _hidden(B, visible))
+
+
+def _hidden(B: int, visible: Array) -> dict[str, Array]:
+    """The tokens of a mask [T, S] that see nothing or that nobody sees."""
+    sees, seen = (np.broadcast_to(visible.any(axis=axis), (B, visible.shape[1 - axis])) for axis in (1, 0))
+    return {"query": ~sees, "key": ~seen, "value": ~seen}
+
+
 def _masked_rows(B: int, H: int, T: int, S: int) -> Padding:
     array = np.asarray((np.arange(T)[:, None] + np.arange(B)[:, None, None, None]) % 3 != 1)
     return Padding(Dense(array), array, {})
@@ -222,6 +242,8 @@ PADDINGS: Final[dict[str, Callable[[int, int, int, int], Padding]]] = {
     "NaN behind KeyPadding": _nan_key_padding,
     "NaN behind Lengths": _nan_lengths,
     "NaN behind Dense": _nan_dense,
+    "NaN behind Causal(offset)": _nan_offset,
+    "NaN behind a window": _nan_window,
     "fully masked rows": _masked_rows,
     "fully masked tiles": _masked_tiles,
 }

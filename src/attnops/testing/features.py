@@ -18,6 +18,8 @@ from attnops.testing.problem import Problem
 
 # What a bias is: an array's shape as a string of the dimensions that it has, "BHTS", or the kind of a structured one.
 ARRAY_BIASES: Final = ("BHTS", "HTS", "TS", "S", "T", "BS")
+# How much a bias that rises does so from tile to tile: more than exp can take in float32, less than float16 holds.
+_RISE: Final = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,12 +28,13 @@ class Spec:
 
     Attributes:
         block: queries, and keys, a tile; lengths are counted in it.
-        T: tiles of queries, and how many queries more.
-        S: tiles of keys, and how many keys more; None for T.
+        T: tiles of queries, and how many queries more: an int, or a fraction of a tile.
+        S: tiles of keys, and how many keys more, likewise; None for T.
         B, H, K, D: dimensions.
         Dv: None for D.
         dtype: of query, key, value and sinks.
-        bias: one of `ARRAY_BIASES`, or "ALiBi", "RelativePosition", "ScoreFn".
+        mixed: key and value have another dtype: bfloat16 beside float32, else float32.
+        bias: one of `ARRAY_BIASES`, "rising", "-inf" or "lowest", or "ALiBi", "RelativePosition", "ScoreFn".
         bias_dtype: None for ``dtype``.
         mask: see `attnops.testing.feature_masks`.
         traced_mask: see `Problem`.
@@ -41,14 +44,15 @@ class Spec:
     """
 
     block: int = 16
-    T: tuple[int, int] = (2, 8)
-    S: tuple[int, int] | None = None
+    T: tuple[int, float] = (2, 0.5)
+    S: tuple[int, float] | None = None
     B: int = 2
     H: int = 4
     K: int = 4
     D: int = 16
     Dv: int | None = None
     dtype: str = "float32"
+    mixed: bool = False
     bias: str | None = None
     bias_dtype: str | None = None
     mask: MaskCase | None = None
@@ -71,15 +75,17 @@ class Spec:
             seed: of the arrays and cotangents.
         """
         rng = np.random.default_rng(seed)
-        T, S = (tiles * self.block + rest for tiles, rest in (self.T, self.S or self.T))
+        T, S = (self._tokens(*length) for length in (self.T, self.S or self.T))
         shape = self.B, self.H, T, S
 
         def draw(*shape: int, dtype: str | None = None) -> Any:
             # Bounded, of variance 1: with a tail, one lucky or unlucky score decides the error that the rule allows.
             return rng.uniform(-(3**0.5), 3**0.5, shape).astype(jnp.dtype(dtype or self.dtype))
 
-        query, key = draw(self.B, T, self.H, self.D), draw(self.B, S, self.K, self.D)
-        value = draw(self.B, S, self.K, self.Dv or self.D)
+        other = "bfloat16" if self.dtype == "float32" else "float32"
+        kv_dtype = other if self.mixed else self.dtype
+        query, key = draw(self.B, T, self.H, self.D), draw(self.B, S, self.K, self.D, dtype=kv_dtype)
+        value = draw(self.B, S, self.K, self.Dv or self.D, dtype=kv_dtype)
         options: dict[str, Any] = {
             "softmax_scale": self.softmax_scale,
             "logits_soft_cap": self.logits_soft_cap,
@@ -90,7 +96,7 @@ class Spec:
         if mask is not None:
             options["mask"] = mask
         if self.bias is not None:
-            options["bias"] = _bias(self.bias, shape, draw, self.bias_dtype or self.dtype)
+            options["bias"] = _bias(self.bias, shape, draw, self.bias_dtype or self.dtype, self.block)
         if self.sinks:
             options["sinks"] = draw(self.H)
         if self.dropout_prob:
@@ -109,6 +115,9 @@ class Spec:
             score_pattern=_pattern(*np.ogrid[:T, :S]).astype(np.float64) if self.bias == "ScoreFn" else None,
         )  # fmt: skip
 
+    def _tokens(self, tiles: int, rest: float) -> int:
+        return tiles * self.block + (rest if isinstance(rest, int) else int(rest * self.block))
+
     def _mask(self, shape: tuple[int, int, int, int]) -> tuple[Mask | None, Any, dict[str, Any]]:
         mask = visible = None
         if self.mask is not None:
@@ -121,24 +130,36 @@ class Spec:
         return mask & padding.mask, visible & padding.visible, padding.hidden
 
 
-def _bias(kind: str, shape: tuple[int, int, int, int], draw: Callable[..., Any], dtype: str) -> Any:
-    H = shape[1]
+def _bias(kind: str, shape: tuple[int, int, int, int], draw: Callable[..., Any], dtype: str, block: int) -> Any:
+    B, H, T, S = shape
     if kind in ARRAY_BIASES:
         sizes = (size if letter in kind else 1 for letter, size in zip("BHTS", shape, strict=True))
         return draw(*sizes, dtype=dtype)
+    if kind == "rising":
+        return draw(1, H, 1, S, dtype=dtype) + (_RISE * (np.arange(S) // block)).astype(jnp.dtype(dtype))
+    if kind == "-inf":
+        seen = (np.arange(T)[:, None] % 5 != 2) & (np.arange(S) % 3 != 1)
+        return np.where(seen, draw(1, 1, T, S, dtype=dtype), np.asarray(-np.inf, jnp.dtype(dtype)))
+    if kind == "lowest":
+        # How model code hides keys; all of them from the last of the batch. In float16 a score must fit on top.
+        hidden = (np.arange(S) % 3 == 1) | (np.arange(B) == B - 1)[:, None, None, None]
+        return np.where(
+            hidden, np.asarray(0.7 * float(jnp.finfo(dtype).min), jnp.dtype(dtype)), draw(1, 1, 1, S, dtype=dtype)
+        )
     if kind == "ALiBi":
         return ALiBi(alibi_slopes(H))
     if kind == "RelativePosition":
         return RelativePosition(draw(16, H, dtype="float32"), max_distance=30)
-    return ScoreFn(_add_pattern, (draw(H, dtype="float32"),))
+    # What is learnt, and integers beside it that have no gradient.
+    return ScoreFn(_add_pattern, (draw(H, dtype="float32"), 2 * np.arange(S, dtype=np.int32)))
 
 
 def _pattern(q: Any, kv: Any) -> Any:
     return (q + 2 * kv) % 3
 
 
-def _add_pattern(scores: Any, b: Any, h: Any, q: Any, kv: Any, factors: Any) -> Any:
-    return scores + factors[h] * _pattern(q, kv).astype(scores.dtype)
+def _add_pattern(scores: Any, b: Any, h: Any, q: Any, kv: Any, factors: Any, twice: Any) -> Any:
+    return scores + factors[h] * ((q + twice[kv]) % 3).astype(scores.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +182,12 @@ class Feature:
 def _features() -> Iterable[Feature]:
     yield from (Feature(name, "dtype", {"dtype": name}) for name in ("float32", "bfloat16", "float16"))
     yield Feature("runtime_dtype", "runtime_dtype", {"runtime_dtype": "bfloat16"})
+    yield Feature("mixed dtypes", "runtime_dtype", {"mixed": True})
     yield Feature("GQA", "heads", {"K": 2})
     yield Feature("MQA", "heads", {"K": 1})
-    yield Feature("T < S", "lengths", {"T": (1, 5), "S": (2, 13)})
-    yield Feature("T > S", "lengths", {"T": (2, 13), "S": (1, 5)})
-    yield Feature("T = 1", "lengths", {"T": (0, 1), "S": (2, 8)}, trivial=True)
+    yield Feature("T < S", "lengths", {"T": (1, 0.35), "S": (2, 0.85)})
+    yield Feature("T > S", "lengths", {"T": (2, 0.85), "S": (1, 0.35)})
+    yield Feature("T = 1", "lengths", {"T": (0, 1), "S": (2, 0.5)}, trivial=True)
     yield Feature("odd lengths", "lengths", {"T": (2, 5)})
     yield Feature("D ≠ Dv", "head_dim", {"Dv": 24})
     yield Feature("head_dim 80", "head_dim", {"D": 80})
@@ -178,7 +200,12 @@ def _features() -> Iterable[Feature]:
                 for b in ARRAY_BIASES)  # fmt: skip
     yield Feature("float32 bias", "bias", {"bias": "HTS", "bias_dtype": "float32"})
     yield from (Feature(kind, "bias", {"bias": kind}) for kind in ("ALiBi", "RelativePosition", "ScoreFn"))
+    yield Feature("rising bias", "bias", {"bias": "rising"})
+    yield Feature("bias of -inf", "bias", {"bias": "-inf"})
+    yield Feature("bias near finfo.min", "bias", {"bias": "lowest"})
     yield Feature("softmax_scale", "scale", {"softmax_scale": 0.4})
+    yield Feature("negative scale", "scale", {"softmax_scale": -0.4})
+    yield Feature("large logits", "scale", {"softmax_scale": 15.0})
     yield Feature("soft cap", "cap", {"logits_soft_cap": 1.5})
     yield Feature("sinks", "sinks", {"sinks": True})
     yield Feature("dropout", "dropout", {"dropout_prob": 0.3})

@@ -108,7 +108,7 @@ def _forward(
     if sink is not None:
         maximum = np.maximum(maximum, sink)
     maximum = np.where(maximum == -np.inf, np.asarray(0, dtype), maximum).astype(dtype)
-    exponentials = np.where(visible, np.exp(np.where(visible, scores, 0) - maximum), 0).astype(dtype)
+    exponentials = np.where(visible, np.exp(np.where(visible, scores, maximum) - maximum), 0).astype(dtype)
     sink_share = np.zeros_like(maximum) if sink is None else np.exp(sink - maximum)
     denominator = exponentials.sum(axis=-1, keepdims=True) + sink_share
     denominator = np.where(denominator == 0, np.asarray(1, dtype), denominator)

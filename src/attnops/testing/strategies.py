@@ -124,7 +124,9 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
         shape = draw(st.sampled_from([(), (1, 1), (B, 1), (1, H), (B, H)]))
         return int(rng.integers(low, high + 1)) if shape == () else rng.integers(low, high + 1, shape)
 
-    offset = None if draw(st.booleans()) else number(-T, S)
+    # Positions of queries, and of keys; the former leave no room for an offset.
+    placed = draw(st.sampled_from(["", "", "", "", "", "q", "kv", "q and kv"]))
+    offset = None if "q" in placed or draw(st.booleans()) else number(-T, S)
     leaf = draw(st.sampled_from(_LEAVES))
     match leaf:
         case "Full":
@@ -148,8 +150,9 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
             mask = Dense(rng.random(draw(broadcastable((B, H, T, S)))) < 0.6)
         case _:
             mask = MaskFn(_is_even)
-    if draw(st.integers(0, 4)) == 0:
-        mask = mask.at(rng.permutation(T), rng.permutation(S))
+    if placed:
+        q = rng.permutation(T) if "q" in placed else None
+        mask = mask.at(q, rng.permutation(S) if "kv" in placed else None)
     if depth and draw(st.booleans()):
         other = draw(masks(B, H, T, S, depth=depth - 1))
         mask = draw(st.sampled_from([mask & other, mask | other, ~mask & other, ~(mask | other)]))

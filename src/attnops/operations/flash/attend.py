@@ -12,6 +12,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_pri
 from attnops.nograd import not_differentiable
 from attnops.operations.flash.backward import Gradients, backward
 from attnops.operations.flash.forward import forward
+from attnops.operations.flash.layout import zeros
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options
 from attnops.operations.flash.visits import Visits
@@ -26,7 +27,7 @@ def _attend(
     plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: BothVisits
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, H, Dv] and logsumexp [B, H, T]."""
-    return forward(plan, options, query, key, value, arrays, visits[0])
+    return forward(plan, options, query, key, value, arrays, visits[0])[:2]
 
 
 def _forward_rule(
@@ -37,18 +38,17 @@ def _forward_rule(
     wants_bias = any(leaf.perturbed for leaf in leaves)
     primals = query, key, value, arrays, visits
     query, key, value, arrays, visits = custom_vjp_primal_tree_values(primals)
-    out, logsumexp = forward(plan, options, query, key, value, arrays, visits[0])
+    out, logsumexp, loss = forward(plan, options, query, key, value, arrays, visits[0])
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
-    out, logsumexp = tag(out, OUTPUT_NAME), tag(logsumexp, LOGSUMEXP_NAME)
+    out, logsumexp, loss = tag(out, OUTPUT_NAME), tag(logsumexp, LOGSUMEXP_NAME), tag(loss, LOGSUMEXP_NAME)
     # What is saved must be arrays; a flag is said by the structure.
-    return (out, logsumexp), (query, key, value, arrays, visits[1], out, logsumexp, (None,) * wants_bias)
+    return (out, logsumexp), (query, key, value, arrays, visits[1], out, logsumexp, loss, (None,) * wants_bias)
 
 
 def _backward_rule(plan: Plan, options: Options, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     *arguments, flag = saved
-    d_out, d_logsumexp = (
-        jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
-    )  # fmt: skip
+    query = arguments[0]
+    d_out, d_logsumexp = (zeros(query, x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
     gradients = not_differentiable(
         functools.partial(_gradients, plan, options, bool(flag)),
         "flash computes its gradients in a loop that has none of its own, but a second derivative was asked for; "
@@ -71,12 +71,16 @@ def _gradients(
     visits: Visits,
     out: jax.Array,
     logsumexp: jax.Array,
+    loss: jax.Array,
     d_out: jax.Array,
     d_logsumexp: jax.Array,
 ) -> tuple[Gradients, jax.Array | None]:
     """The gradients, the sinks' last."""
-    mean = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)  # [B, H, T]
-    delta = mean - d_logsumexp
+    # Weights come back as exp(score − logsumexp), too large by exp(loss): a factor of the row that cotangents can take.
+    factor = jnp.exp(-loss)  # [B, H, T]
+    d_out = (d_out * factor.swapaxes(1, 2)[..., None]).astype(d_out.dtype)
+    mean = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    delta = mean - d_logsumexp * factor
     found = backward(
         plan, options, wants_bias, query, key, value, arrays, logsumexp, delta, d_out, visits
     )  # fmt: skip

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.operations.flash.layout import empty, pack, pack_rows, put, take, take_rows, unpack
+from attnops.operations.flash.layout import empty, pack, pack_rows, put, take, take_rows, unpack, zeros
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, without_unseen
-from attnops.operations.flash.tile_bias import Leaves
+from attnops.operations.flash.tile_bias import Leaves, learnt
 from attnops.operations.flash.visits import Visits, for_row
 
 
@@ -106,8 +106,8 @@ def backward(
             return Gradients(d_q, d_k, d_v, d_bias)
 
         start = state._replace(
-            key=jnp.zeros((plan.lanes, plan.bk, plan.D), jnp.float32),
-            value=jnp.zeros((plan.lanes, plan.bk, plan.Dv), jnp.float32),
+            key=zeros(query, (plan.lanes, plan.bk, plan.D)),
+            value=zeros(query, (plan.lanes, plan.bk, plan.Dv)),
         )
         done = for_row(visits, plan.map_of(group), kv_tile, step, start)
         return done._replace(
@@ -117,17 +117,17 @@ def backward(
 
     start = Gradients(
         # Added to many times, so in float32; keys' and values' are complete when they are put.
-        empty(plan, plan.nq * plan.bq, plan.H, plan.D, jnp.float32),
-        empty(plan, plan.nk * plan.bk, plan.K, plan.D, key.dtype),
-        empty(plan, plan.nk * plan.bk, plan.K, plan.Dv, value.dtype),
-        tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in arrays.bias) if wants_bias else (),
+        empty(q, plan.H, plan.D, jnp.float32),
+        empty(k, plan.K, plan.D, key.dtype),
+        empty(v, plan.K, plan.Dv, value.dtype),
+        jax.tree.map(lambda leaf: zeros(query, leaf.shape), learnt(arrays.bias)) if wants_bias else (),
     )
     done = lax.fori_loop(0, plan.groups * plan.nk, row, start)
     return Gradients(
         unpack(done.query, plan.T, jnp.float32).astype(query.dtype),
         unpack(done.key, plan.S, key.dtype),
         unpack(done.value, plan.S, value.dtype),
-        tuple(d.astype(leaf.dtype) for d, leaf in zip(done.bias, arrays.bias, strict=True)) if wants_bias else (),
+        jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), done.bias, learnt(arrays.bias)) if wants_bias else (),
     )
 
 
@@ -135,7 +135,12 @@ def _change(
     plan: Plan, options: Options, wants_bias: bool, scores: jax.Array, parts: Leaves, where: Any
 ) -> tuple[jax.Array, Any]:
     """Soft cap and bias, and how gradients come back through them: to the scores and to the bias's parts."""
+
+    def changed(scores: jax.Array, inexact: Leaves) -> jax.Array:
+        given = tuple(part if x is None else x for x, part in zip(inexact, parts, strict=True))
+        return change(plan, options, scores, given, where)
+
     if wants_bias:
-        return jax.vjp(lambda s, p: change(plan, options, s, p, where), scores, parts)
-    changed, pull_back = jax.vjp(lambda s: change(plan, options, s, parts, where), scores)
-    return changed, lambda d: (*pull_back(d), ())
+        return jax.vjp(changed, scores, learnt(parts))
+    found, pull_back = jax.vjp(lambda s: change(plan, options, s, parts, where), scores)
+    return found, lambda d: (*pull_back(d), ())

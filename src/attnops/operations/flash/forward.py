@@ -4,19 +4,16 @@ arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.operations.flash.layout import empty, pack, put, put_rows, take, unpack, unpack_rows
+from attnops.operations.flash.layout import empty, pack, put, put_rows, take, unpack, unpack_rows, zeros
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, without_unseen
 from attnops.operations.flash.visits import Visits, for_row
-
-# A running maximum never falls below it, so that exp(−inf − maximum) is 0 and not NaN.
-_LOWEST: Final = -1e30
 
 
 class _Softmax(NamedTuple):
@@ -24,7 +21,7 @@ class _Softmax(NamedTuple):
 
     Attributes:
         accumulated: the sum of weights times values, relative to exp(top).
-        top: the largest score so far.
+        top: the largest score so far; −inf where there is none.
         total: the sum of weights, likewise.
     """
 
@@ -35,8 +32,12 @@ class _Softmax(NamedTuple):
 
 def forward(
     plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: Visits
-) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, H, Dv] in the query's dtype and logsumexp [B, H, T] float32; O(T) temporaries."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output [B, T, H, Dv] in the query's dtype; logsumexp and what it lost to rounding, [B, H, T] float32.
+
+    O(T) temporaries. The loss counts where scores are large: beside −1e38, as model code hides keys by a bias, the
+    logarithm of a sum is nothing, yet the backward pass needs it.
+    """
     dtype = query.dtype
     q = pack(query, plan.nq * plan.bq)
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
@@ -44,7 +45,7 @@ def forward(
     # Scores stay in units of the rest of the scale where nothing but softmax reads them: one product less a score.
     unit = 1.0 if options.changes_scores else plan.rest
 
-    def row(i: Any, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def row(i: Any, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         group, q_tile = i // plan.nq, i % plan.nq
         q_ = plan.fold_scale(take(plan, q, group, q_tile, plan.bq, dtype))  # [L, R, D]
 
@@ -63,44 +64,55 @@ def forward(
             if counts is not None:
                 scores = jnp.where(counts, scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1))
-            fade = jnp.exp(unit * (top - new_top))
-            weights = jnp.exp(unit * (scores - new_top[..., None]))
+            origin = _finite(new_top)
+            fade = jnp.exp(unit * (top - origin))
+            weights = jnp.exp(unit * (scores - origin[..., None]))
             total = total * fade + weights.sum(-1)
             weights = dropout_factor(plan, options, arrays.seed, where)(weights)
             accumulated = accumulated * fade[..., None] + plan.product(weights.astype(plan.dtype), v_, 2, 1)
             return _Softmax(accumulated, new_top, total)
 
-        zero = jnp.zeros((plan.lanes, plan.R), jnp.float32)
-        start = _Softmax(jnp.zeros((plan.lanes, plan.R, plan.Dv), jnp.float32), zero + _LOWEST, zero)
+        none = zeros(query, (plan.lanes, plan.R))
+        start = _Softmax(zeros(query, (plan.lanes, plan.R, plan.Dv)), none - jnp.inf, none)
         accumulated, top, total = for_row(visits, plan.map_of(group), q_tile, step, start)
-        out, logsumexp = _finish(accumulated, unit * top, total, None if sinks is None else sinks[group])
-        outs, logsumexps = state
+        out, *rows = _finish(accumulated, unit * top, total, None if sinks is None else sinks[group])
+        outs, logsumexps, losses = state
         return (
             put(plan, outs, group, q_tile, plan.bq, out, dtype),
-            put_rows(plan, logsumexps, group, q_tile, logsumexp),
+            put_rows(plan, logsumexps, group, q_tile, rows[0]),
+            put_rows(plan, losses, group, q_tile, rows[1]),
         )
 
-    state = (
-        empty(plan, plan.nq * plan.bq, plan.H, plan.Dv, dtype),
-        jnp.zeros((plan.B * plan.K, plan.nq, plan.R), jnp.float32),
-    )
-    out, logsumexp = lax.fori_loop(0, plan.groups * plan.nq, row, state)
-    return unpack(out, plan.T, dtype), unpack_rows(plan, logsumexp)
+    rows = zeros(query, (plan.B * plan.K, plan.nq, plan.R))
+    state = empty(q, plan.H, plan.Dv, dtype), rows, rows
+    out, logsumexp, loss = lax.fori_loop(0, plan.groups * plan.nq, row, state)
+    return unpack(out, plan.T, dtype), unpack_rows(plan, logsumexp), unpack_rows(plan, loss)
+
+
+def _finite(top: jax.Array) -> jax.Array:
+    """A maximum that scores can be measured against: exp(−inf − 0) is 0, where exp(−inf + inf) is NaN."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
 
 
 def _finish(
     accumulated: jax.Array, top: jax.Array, total: jax.Array, sink: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Divide by the denominator, to which the sink belongs; rows that saw nothing give 0 and −inf."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Divide by the denominator, to which the sink belongs; rows that saw nothing give 0 and −inf.
+
+    Returns:
+        Output, logsumexp, and what must be added to the rounded logsumexp.
+    """
     saw_any = total > 0
     if sink is not None:
         new_top = jnp.maximum(top, sink)
-        fade = jnp.exp(top - new_top)
-        total = total * fade + jnp.exp(sink - new_top)
+        fade = jnp.exp(top - _finite(new_top))
+        total = total * fade + jnp.exp(sink - _finite(new_top))
         accumulated, top = accumulated * fade[..., None], new_top
     denominator = jnp.where(saw_any, total, 1.0)
     out = jnp.where(saw_any, 1 / denominator, 0.0)[..., None] * accumulated
-    return out, jnp.where(saw_any, top + jnp.log(denominator), -jnp.inf)
+    rest = jnp.log(denominator)
+    logsumexp = top + rest
+    return out, jnp.where(saw_any, logsumexp, -jnp.inf), jnp.where(saw_any, top - logsumexp + rest, 0.0)
 
 
 def _sinks_of_rows(plan: Plan, sinks: jax.Array) -> jax.Array:

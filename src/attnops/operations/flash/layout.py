@@ -22,9 +22,15 @@ def pack(x: jax.Array, rows: int) -> jax.Array:
     return x if x.shape[1] == rows else jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0), (0, 0)))
 
 
-def empty(plan: Plan, rows: int, heads: int, d: int, dtype: Any) -> jax.Array:
-    """Zeros [B, rows, heads, d] to `put` tiles into; 16-bit floats as uint16."""
-    return jnp.zeros((plan.B, rows, heads, d), jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype)
+def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Zeros that a loop may carry: in `jax.shard_map` they vary over the mesh axes that ``like`` varies over."""
+    return jnp.zeros_like(like, shape=shape, dtype=dtype)
+
+
+def empty(packed: jax.Array, heads: int, d: int, dtype: Any) -> jax.Array:
+    """Zeros [B, rows, heads, d] to `put` tiles into, for the tokens of a packed array; 16-bit floats as uint16."""
+    dtype = jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype
+    return zeros(packed, (*packed.shape[:2], heads, d), dtype)
 
 
 def unpack(x: jax.Array, length: int, dtype: Any) -> jax.Array:

@@ -22,6 +22,7 @@ from attnops.operations.flash.tile_bias import tile_bias
 from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles, table_row
 from attnops.operations.flash.visits import visits
 from attnops.operations.vanilla import VanillaAttention
+from attnops.operations.varying import equally_varying
 from attnops.output import OperationOutput
 from attnops.request import AttentionRequest, Limits, Request
 
@@ -97,7 +98,7 @@ class FlashAttention(OperationImpl):
             cap=logits_soft_cap,
             bias=tiles,
             dropout_prob=0.0 if dropout_key is None else self.metadata.dropout_prob,
-            hides_tokens=mask is not None and mask.hides_tokens(),
+            hides_tokens=mask is not None and mask.hides_tokens(T, S),
         )
         arrays = Arrays(
             mask=mask,
@@ -107,7 +108,7 @@ class FlashAttention(OperationImpl):
         )
         flat = coverage.reshape(-1, *coverage.shape[2:])
         both = visits(flat), visits(flat.swapaxes(1, 2))
-        out, logsumexp = attend(plan, options, query, key, value, arrays, both)
+        out, logsumexp = attend(plan, options, *equally_varying((query, key, value, arrays, both)))
         return OperationOutput(out, None, logsumexp if return_lse else None)
 
 

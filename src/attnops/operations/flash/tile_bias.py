@@ -13,7 +13,13 @@ from jax import lax
 from attnops.biases import Bias, RelativeBias
 from attnops.operations.flash.plan import Plan, Where
 
-Leaves: TypeAlias = tuple[jax.Array, ...]
+# Among gradients, None stands for a leaf that has none.
+Leaves: TypeAlias = tuple[Any, ...]
+
+
+def learnt(leaves: Leaves) -> Leaves:
+    """The leaves that have a gradient, None for the others."""
+    return tuple(leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves)
 
 
 class TileBias(abc.ABC):
@@ -39,14 +45,14 @@ class ArrayTiles(TileBias):
     Attributes:
         batch: 1 or B.
         heads: 1 or K.
-        rows: 1 or bq.
-        columns: 1 or bk.
+        by_q: whether it differs by query, T > 1.
+        by_kv: whether it differs by key, S > 1.
     """
 
     batch: int
     heads: int
-    rows: int
-    columns: int
+    by_q: bool
+    by_kv: bool
 
     def take(self, plan: Plan, leaves: Leaves, where: Where) -> Leaves:
         start, sizes = self._window(plan, leaves[0], where)
@@ -68,9 +74,9 @@ class ArrayTiles(TileBias):
         b, k = first // plan.K, first % plan.K
         lane = (b if self.batch > 1 else 0) * self.heads + (k if self.heads > 1 else 0)
         lanes = plan.lanes if self.heads > 1 else 1
-        q = where.q_tile * plan.bq if self.rows > 1 else 0
-        kv = where.kv_tile * plan.bk if self.columns > 1 else 0
-        return plan.indices(lane, 0, q, kv), [lanes, leaf.shape[1], self.rows, self.columns]
+        q, rows = (where.q_tile * plan.bq, plan.bq) if self.by_q else (0, 1)
+        kv, columns = (where.kv_tile * plan.bk, plan.bk) if self.by_kv else (0, 1)
+        return plan.indices(lane, 0, q, kv), [lanes, leaf.shape[1], rows, columns]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +112,8 @@ class DistanceTiles(TileBias):
 class ScoreTiles(TileBias):
     """A bias that is a function of scores and indices. Its leaves are taken whole for each tile.
 
+    Those that are no floats, such as ids, are constants: their gradient is None.
+
     Attributes:
         tree: what the leaves are the leaves of: a bound `Bias`.
     """
@@ -116,7 +124,9 @@ class ScoreTiles(TileBias):
         return leaves
 
     def put(self, plan: Plan, gradients: Leaves, parts: Leaves, where: Where) -> Leaves:
-        return tuple(total + part for total, part in zip(gradients, parts, strict=True))
+        return tuple(
+            None if total is None else total + part for total, part in zip(gradients, parts, strict=True)
+        )  # fmt: skip
 
     def apply(self, plan: Plan, scores: jax.Array, parts: Leaves, where: Where) -> jax.Array:
         bias: Bias = jax.tree.unflatten(self.tree, parts)
@@ -141,7 +151,7 @@ def tile_bias(plan: Plan, bias: jax.Array | Bias) -> tuple[TileBias, Leaves]:
         ((0, 0), (0, 0), (0, (plan.nq * plan.bq - plan.T) * (Tb > 1)), (0, (plan.nk * plan.bk - plan.S) * (Sb > 1))),
     )
     x = x.reshape(Bb * heads, inner, *x.shape[2:])
-    return ArrayTiles(Bb, heads, plan.bq if Tb > 1 else 1, plan.bk if Sb > 1 else 1), (x,)
+    return ArrayTiles(Bb, heads, by_q=Tb > 1, by_kv=Sb > 1), (x,)
 
 
 def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -29,6 +29,7 @@ from attnops_tpu.operands import (
     by_query,
     columns_of_key,
     compiler_params,
+    output,
     rows_of_key,
     score_operands,
 )
@@ -158,9 +159,9 @@ def _span(
     return pl.pallas_call(
         kernel,
         out_shape=[
-            jax.ShapeDtypeStruct((plan.B, plan.H, plan.D, width), jnp.float32),
-            jax.ShapeDtypeStruct((plan.B, plan.K, plan.D, plan.Sp), dtype),
-            jax.ShapeDtypeStruct((plan.B, plan.K, plan.Dv, plan.Sp), dtype),
+            output(inputs.q, (plan.B, plan.H, plan.D, width), jnp.float32),
+            output(inputs.q, (plan.B, plan.K, plan.D, plan.Sp), dtype),
+            output(inputs.q, (plan.B, plan.K, plan.Dv, plan.Sp), dtype),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,

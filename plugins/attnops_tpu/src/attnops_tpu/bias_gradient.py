@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attnops.masks import Coverage
 from attnops_tpu.backward import Inputs, input_operands, products, scores, weights_and_gradients
 from attnops_tpu.interpreter import interpret_params
-from attnops_tpu.operands import Arrays, Place, compiler_params
+from attnops_tpu.operands import Arrays, Place, compiler_params, output
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, turned_back
 from attnops_tpu.visits import Visits
@@ -112,9 +112,7 @@ def _value_gradients(
     lengths = [plan.Sp] * len(by_key) + [plan.Sp + plan.Tp] * (arrays.table is not None)
     found = pl.pallas_call(
         kernel,
-        out_shape=[
-            jax.ShapeDtypeStruct((plan.B, plan.H, 1, n), jnp.float32) for n in [plan.Tp] * len(of_query) + lengths
-        ],
+        out_shape=[output(inputs.q, (plan.B, plan.H, 1, n), jnp.float32) for n in [plan.Tp] * len(of_query) + lengths],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(plan.B, plan.H, visits.steps),
@@ -194,7 +192,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
         visit = visits.at(ids[-1], *ids[:3])
         return (ids[0], ids[1], visit.row, visit.column)
 
-    gradient = jax.ShapeDtypeStruct(array.shape, jnp.float32)
+    gradient = output(inputs.q, array.shape, jnp.float32)
     return pl.pallas_call(
         kernel,
         out_shape=gradient,
@@ -210,7 +208,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
         compiler_params=compiler_params(plan, 4),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_array_gradient",
-    )(visits.entries, *(operand.array for operand in operands), jnp.zeros(array.shape, jnp.float32))
+    )(visits.entries, *(operand.array for operand in operands), jnp.zeros_like(array, jnp.float32))
 
 
 def _parts(plan: Plan, refs: Any, place: Place) -> list[Part]:

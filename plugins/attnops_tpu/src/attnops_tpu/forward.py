@@ -23,6 +23,7 @@ from attnops_tpu.operands import (
     Place,
     by_query,
     compiler_params,
+    output,
     rows_of_key,
     rows_of_query,
     score_operands,
@@ -140,8 +141,8 @@ def forward(
     return pl.pallas_call(
         kernel,
         out_shape=[
-            jax.ShapeDtypeStruct((plan.B, plan.H, plan.Tp, plan.Dv), plan.dtype),
-            jax.ShapeDtypeStruct((plan.B, plan.H, 1, plan.Tp), jnp.float32),
+            output(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.dtype),
+            output(q, (plan.B, plan.H, 1, plan.Tp), jnp.float32),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,17 @@ def interpret_params(interpret: bool) -> Any:
         return False
     from jax.experimental.pallas import tpu as pltpu
 
+    _allow_in_checkpoint()
     return pltpu.InterpretParams(detect_races=_RACES.get(), uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+
+@functools.cache
+def _allow_in_checkpoint() -> None:
+    """The interpreter calls back to the host, which `jax.checkpoint` refuses unless told that it may run twice."""
+    from jax._src import callback, effects
+
+    for effect in (callback.IOEffect, callback.OrderedIOEffect):
+        effects.remat_allowed_effects.add_type(effect)
 
 
 @contextlib.contextmanager

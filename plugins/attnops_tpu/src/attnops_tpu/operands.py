@@ -117,6 +117,13 @@ def compiler_params(plan: Plan, axes: int) -> pltpu.CompilerParams:
     )
 
 
+def output(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A kernel's output, which varies over the same mesh axes as an input, inside `jax.shard_map`."""
+    aval: Any = jax.typeof(like)
+    varying = {"manual_axis_type": aval.mat} if hasattr(aval, "mat") else {"vma": aval.vma}
+    return jax.ShapeDtypeStruct(shape, dtype, **varying)
+
+
 def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
     """Everything that the scores of a tile depend on beside query and key, dropout excepted."""
     found = []

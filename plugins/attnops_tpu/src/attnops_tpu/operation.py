@@ -14,6 +14,7 @@ from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
+from attnops.operations.varying import equally_varying
 
 # What kernels evaluate for each score of a `MaskFn` or a `ScoreFn`; each of them is compiled in the tests.
 PRIMITIVES: Final = frozenset({
@@ -74,9 +75,8 @@ class TPUFlashAttention(FlashAttention):
         asked = query.dtype
         dtype = jnp.bfloat16 if query.dtype == key.dtype == value.dtype == jnp.bfloat16 else jnp.float32
         query, key, value = (x.astype(dtype) for x in (query, key, value))
-        scoring, bias = describe(
-            mask, bias, logits_soft_cap, 0.0 if dropout_key is None else self.metadata.dropout_prob, sinks is not None
-        )
+        dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
+        scoring, bias = describe((T, S), mask, bias, logits_soft_cap, dropout_prob, sinks is not None)
         array = bias if scoring.array and not isinstance(bias, Bias) else None
         problem = Problem(
             T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize, changes_scores=scoring.changes_scores,
@@ -95,5 +95,6 @@ class TPUFlashAttention(FlashAttention):
         tiles_to_visit = maps(plan, mask)
         if array is not None:
             tiles_to_visit = tiles_to_visit._replace(by_score=by_score(plan, mask, array.shape))
-        out, lse = attend(plan, query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit)
+        given = (query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit)
+        out, lse = attend(plan, *equally_varying(given))
         return OperationOutput(out.astype(asked), None, lse if return_lse else None)

@@ -38,7 +38,12 @@ class SpreadArray(Bias):
 
 
 def describe(
-    mask: Mask | None, bias: jax.Array | Bias | None, cap: float | None, dropout_prob: float, sinks: bool
+    lengths: tuple[int, int],
+    mask: Mask | None,
+    bias: jax.Array | Bias | None,
+    cap: float | None,
+    dropout_prob: float,
+    sinks: bool,
 ) -> tuple[Scoring, Any]:
     """What is done to scores, static, and the bias in the form that kernels take."""
     if bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1:
@@ -53,7 +58,7 @@ def describe(
         table=table,
         array=bias is not None and not isinstance(bias, Bias),
         dropout_prob=dropout_prob,
-        hides_tokens=mask is not None and mask.hides_tokens(),
+        hides_tokens=mask is not None and mask.hides_tokens(*lengths),
         sinks=sinks,
     )
     return scoring, bias

@@ -16,7 +16,7 @@ from attnops_tpu.bias_gradient import bias_gradients
 from attnops_tpu.forward import forward
 from attnops_tpu.operands import Arrays, pad_last
 from attnops_tpu.plan import Plan
-from attnops_tpu.tile import LOG2E, unit
+from attnops_tpu.tile import held
 from attnops_tpu.visits import Visits
 
 
@@ -39,9 +39,17 @@ def attend(
     plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, H, Dv] and logsumexp [B, H, T] of query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]."""
+    return _forward(plan, query, key, value, arrays, maps)[:2]
+
+
+def _forward(
+    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output and logsumexp, and what the latter lost in rounding."""
     q, k, v = _heads_first(_scaled(plan, query), plan.Tp), _heads_first(key, plan.Sp), _heads_first(value, plan.Sp)
-    out, lse = forward(plan, q, k, v, arrays, maps.forward)
-    return out[:, :, : plan.T].swapaxes(1, 2), lse[:, :, 0, : plan.T]
+    out, *rows = forward(plan, q, k, v, arrays, maps.forward)
+    lse, loss = (x[:, :, 0, : plan.T] for x in rows)
+    return out[:, :, : plan.T].swapaxes(1, 2), lse, loss
 
 
 def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> tuple[Any, Any]:
@@ -49,10 +57,10 @@ def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, map
     leaves = jax.tree.leaves(biases, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     wants_bias = any(leaf.perturbed for leaf in leaves)
     query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
-    out, lse = attend(plan, query, key, value, arrays, maps)
+    out, lse, loss = _forward(plan, query, key, value, arrays, maps)
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
-    out, lse = tag(out, OUTPUT_NAME), tag(lse, LOGSUMEXP_NAME)
-    return (out, lse), (query, key, value, arrays, maps, out, lse, (None,) * wants_bias)
+    out, lse, loss = tag(out, OUTPUT_NAME), tag(lse, LOGSUMEXP_NAME), tag(loss, LOGSUMEXP_NAME)
+    return (out, lse), (query, key, value, arrays, maps, out, lse, loss, (None,) * wants_bias)
 
 
 def _backward_rule(plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -68,9 +76,13 @@ def _backward_rule(plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
 
 def _gradients(
     plan: Plan, wants_bias: bool, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps,
-    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array,
+    out: jax.Array, lse: jax.Array, loss: jax.Array, d_out: jax.Array, d_lse: jax.Array,
 ) -> tuple[Any, ...]:  # fmt: skip
-    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse  # [B, H, T]
+    # The weights that kernels compute from the rounded logsumexp are too large by 1 / share, [B, H, T]. They are linear
+    # in what they are multiplied by, which is where that is made good.
+    share = jnp.exp2(-loss)
+    d_out = d_out.astype(jnp.float32) * share.swapaxes(1, 2)[..., None]
+    delta = (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse * share
     inputs = Inputs(
         q=_features_first(_scaled(plan, query), plan.Tp),
         k=_heads_first(key, plan.Sp),
@@ -78,7 +90,7 @@ def _gradients(
         v=_heads_first(value, plan.Sp),
         d_out=_features_first(d_out.astype(plan.dtype), plan.Tp),
         # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
-        lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * (LOG2E / unit(plan))), plan.Tp, jnp.inf),
+        lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * (1 / held(plan))), plan.Tp, jnp.inf),
         delta=_rows(delta, plan.Tp, 0.0),
     )
     dq, dk, dv = backward(plan, inputs, arrays, maps.spans)
@@ -89,8 +101,8 @@ def _gradients(
         d_arrays = bias_gradients(plan, inputs, arrays, maps.forward, maps.by_score)
     if arrays.sinks is not None:
         # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
-        share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[:, :, None] - lse))
-        d_arrays = d_arrays._replace(sinks=-(share * delta).sum((0, 2))[None])
+        weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[:, :, None] - lse))
+        d_arrays = d_arrays._replace(sinks=-(weight * delta).sum((0, 2))[None])
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), d_arrays
 
 

@@ -29,7 +29,7 @@ from attnops_tpu.operands import (
     score_operands,
 )
 from attnops_tpu.plan import Plan
-from attnops_tpu.tile import LN2, Part, product, unit
+from attnops_tpu.tile import Part, held, product, unit
 from attnops_tpu.visits import Visits
 from attnops_tpu.vmap import folds_batch
 
@@ -59,8 +59,11 @@ class _State(NamedTuple):
 @folds_batch
 def forward(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, visits: Visits
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Output [B, H, Tp, Dv] in the query's dtype and logsumexp [B, H, 1, Tp] float32.
+
+    Third, of the logsumexp's shape, is what the logsumexp lost in rounding, as an exponent of two: at a score of 1e5 it
+    is of the size of the weights' logarithms.
 
     Args:
         plan: of the call.
@@ -91,8 +94,8 @@ def forward(
 
     def kernel(entries: Any, *refs: Any) -> None:
         named = dict(zip(names, refs, strict=False))
-        out, lse = refs[len(names) : len(names) + 2]
-        state = _State(*refs[len(names) + 2 :])
+        out, lse, loss = refs[len(names) : len(names) + 3]
+        state = _State(*refs[len(names) + 3 :])
         b, h, step = (pl.program_id(axis) for axis in range(3))
         visit, last = visits.at(entries, b, h, step), visits.at(entries, b, h, jnp.maximum(step - 1, 0))
         places = now(b, h, step, entries), before(b, h, step, entries)
@@ -118,13 +121,9 @@ def forward(
 
         @pl.when((step > 0) & (last.last == 1))
         def _() -> None:
-            _finish(
-                plan,
-                out,
-                lse,
-                state,
-                named["sinks"][b if named["sinks"].shape[0] > 1 else 0, h] if arrays.sinks is not None else None,
-            )
+            sinks = named.get("sinks")
+            sink = None if sinks is None else sinks[b if sinks.shape[0] > 1 else 0, h]
+            _finish(plan, out, lse, loss, state, sink)
 
         @pl.when(visit.first == 1)
         def _() -> None:
@@ -134,7 +133,7 @@ def forward(
         p = before(*ids)
         return (p.b, p.h, p.q_tile, 0)
 
-    def lse_index(*ids: Any) -> tuple[Any, ...]:
+    def row_index(*ids: Any) -> tuple[Any, ...]:
         p = before(*ids)
         return (p.b, p.h, 0, p.q_tile)
 
@@ -142,7 +141,7 @@ def forward(
         kernel,
         out_shape=[
             output(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.dtype),
-            output(q, (plan.B, plan.H, 1, plan.Tp), jnp.float32),
+            *[output(q, (plan.B, plan.H, 1, plan.Tp), jnp.float32)] * 2,
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -150,7 +149,7 @@ def forward(
             in_specs=[operand.spec(now) for operand in of_scores] + [operand.spec(before) for operand in of_values],
             out_specs=[
                 pl.BlockSpec((None, None, plan.bq, plan.Dv), out_index),
-                pl.BlockSpec((None, None, 1, plan.bq), lse_index),
+                *[pl.BlockSpec((None, None, 1, plan.bq), row_index)] * 2,
             ],
             scratch_shapes=[
                 pltpu.VMEM((plan.bk, plan.bq), jnp.float32),
@@ -221,19 +220,22 @@ def _scores(part: Part, refs: Any, masked: bool) -> jax.Array:
     return jnp.where(part.allowed(), s, -jnp.inf) if masked else s
 
 
-def _finish(plan: Plan, out: Any, lse: Any, state: _State, sink: Any) -> None:
+def _finish(plan: Plan, out: Any, lse: Any, loss: Any, state: _State, sink: Any) -> None:
     """Divide by the denominator, to which the sink belongs; queries that saw nothing give 0 and −inf."""
-    top = _finite(state.done[:1]) * (unit(plan) * LN2)  # in natural units
+    top, c = _finite(state.done[:1]), unit(plan)
     total = state.total[...].sum(axis=0, keepdims=True)
     saw_any, accumulated = total > 0, state.accumulated[...]
     if sink is not None:
+        sink = sink * (1 / held(plan))
         new = jnp.maximum(top, sink)
-        fade = jnp.exp(top - new)
-        total = total * fade + jnp.exp(sink - new)
+        fade = jnp.exp2((top - new) * c)
+        total = total * fade + jnp.exp2((sink - new) * c)
         accumulated, top = accumulated * fade, new
     denominator = jnp.where(saw_any, total, 1.0)
+    logsumexp = top * held(plan) + jnp.log(denominator)
     out[...] = jnp.where(saw_any, accumulated * (1 / denominator), 0.0).T.astype(out.dtype)
-    lse[...] = jnp.where(saw_any, top + jnp.log(denominator), -jnp.inf)
+    lse[...] = jnp.where(saw_any, logsumexp, -jnp.inf)
+    loss[...] = jnp.where(saw_any, (top - logsumexp * (1 / held(plan))) * c + jnp.log2(denominator), 0.0)
 
 
 def _clear(state: _State) -> None:

@@ -69,8 +69,10 @@ class Part:
             values = self.values("mask", mask)
             counts = mask.apply(None, self.batch, self.place.h, q, kv, values, given, INSTEAD)
             counts = jnp.broadcast_to(counts, shape)
-        if plan.S % plan.bk:
-            inside = jnp.broadcast_to(kv < plan.S, shape)
+        # Queries beyond the ragged end harm nobody, unless they see what others must not.
+        ragged_queries = plan.T % plan.bq and plan.scoring.hides_tokens
+        for inside in [kv < plan.S] * bool(plan.S % plan.bk) + [q < plan.T] * bool(ragged_queries):
+            inside = jnp.broadcast_to(inside, shape)
             counts = inside if counts is None else counts & inside
         return jnp.ones(shape, jnp.bool_) if counts is None else counts
 
@@ -145,9 +147,14 @@ class Part:
         return first if plan.interpret else pl.multiple_of(first, 128)
 
 
+def held(plan: Plan) -> float:
+    """What a score, as kernels hold it, is in natural units: without cap and bias the scale's rest is left out."""
+    return 1.0 if plan.scoring.changes_scores else plan.rest
+
+
 def unit(plan: Plan) -> float:
-    """What scores, as a kernel holds them, are multiplied by to become exponents of two."""
-    return LOG2E if plan.scoring.changes_scores else plan.rest * LOG2E
+    """What they are multiplied by to become exponents of two."""
+    return held(plan) * LOG2E
 
 
 def turned(x: jax.Array) -> jax.Array:

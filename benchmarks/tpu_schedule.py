@@ -179,9 +179,12 @@ def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def compare(generations: list[str], head_dims: list[int], passes: list[str], workers: int) -> list[dict[str, Any]]:
+def compare(
+    generations: list[str], head_dims: list[int], passes: list[str], only: list[str], workers: int
+) -> list[dict[str, Any]]:
     """Each contender at the best of its block sizes."""
-    work = [(g, d, p, job) for g in generations for d in head_dims for p in passes for job in jobs(p == "backward")]
+    work = [(g, d, p, job) for g in generations for d in head_dims for p in passes for job in jobs(p == "backward")
+            if not only or job.name in only]  # fmt: skip
     found: list[dict[str, Any]] = []
 
     def one(item: tuple[str, int, str, Job]) -> dict[str, Any]:
@@ -255,6 +258,7 @@ def main(
     generation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOPOLOGIES)}; may be repeated.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
     passes: Annotated[list[str] | None, typer.Option("--pass", help="forward, backward; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CONTENDERS)}; may be repeated.")] = None,
     function: Annotated[str, typer.Option(help="module:name of any function, in place of the comparison.")] = "",
     argument: Annotated[list[str] | None, typer.Option(help="Its arguments, such as 'bfloat16[8,128]'.")] = None,
     kernel: Annotated[str, typer.Option(help="A part of the kernel's name; else the largest.")] = "",
@@ -277,7 +281,7 @@ def main(
             shown.add_row(row["generation"], f"{row['bundles']:.1f}", *(f"{row[unit]:.1f}" for unit in UNITS))
         console.print(shown)
     else:
-        rows = compare(generations, head_dim or [128], passes or list(PASSES), workers)
+        rows = compare(generations, head_dim or [128], passes or list(PASSES), only or [], workers)
         console.print(table(best_of(rows)))
     if output:
         output.write_text(json.dumps(rows, indent=1))

@@ -2,8 +2,8 @@
 
 The compiler writes down, for every kernel, its final bundles (one is issued a cycle, where nothing stalls; waits for
 DMA come on top) and what each uses of every unit of the core. `UNITS` says what the columns are. A block is a run of
-bundles between branches. The body, the step over one tile, is the longest block of a kernel that has no loops and
-branches inside its tile; look at `Schedule.blocks` to see whether it is.
+bundles between branches. The body, the step over one tile, is the block that works the matrix unit most
+in a kernel without loops and branches inside its tile; look at `Schedule.blocks` to see whether it is.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Schedule:
 
     @property
     def body(self) -> Block:
-        """The longest block."""
-        return max(self.blocks, key=lambda block: block.bundles)
+        """The block that works the matrix unit most, and of those, or where none does, the longest."""
+        return max(self.blocks, key=lambda block: (block.uses["MATMUL"], block.bundles))
 
 
 def measure(command: list[str], kernel: str | None = None) -> tuple[Schedule, str]:

@@ -18,8 +18,8 @@ from attnops.testing.problem import Problem
 
 # What a bias is: an array's shape as a string of the dimensions that it has, "BHTS", or the kind of a structured one.
 ARRAY_BIASES: Final = ("BHTS", "HTS", "TS", "S", "T", "BS")
-# How much a bias that rises does so from tile to tile: more than exp can take in float32, less than float16 holds.
-_RISE: Final = 100
+# More than exp can take in float32, but no more than rounding leaves the softmax of.
+_LARGE: Final = 150
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Spec:
         B, H, K, D: dimensions.
         Dv: None for D.
         dtype: of query, key, value and sinks.
+        large: the scores of even queries are about 150, those of odd ones about −150, before soft cap and bias.
         mixed: key and value have another dtype: bfloat16 beside float32, else float32.
         bias: one of `ARRAY_BIASES`, "rising", "-inf" or "lowest", or "ALiBi", "RelativePosition", "ScoreFn".
         bias_dtype: None for ``dtype``.
@@ -52,6 +53,7 @@ class Spec:
     D: int = 16
     Dv: int | None = None
     dtype: str = "float32"
+    large: bool = False
     mixed: bool = False
     bias: str | None = None
     bias_dtype: str | None = None
@@ -86,6 +88,11 @@ class Spec:
         kv_dtype = other if self.mixed else self.dtype
         query, key = draw(self.B, T, self.H, self.D), draw(self.B, S, self.K, self.D, dtype=kv_dtype)
         value = draw(self.B, S, self.K, self.Dv or self.D, dtype=kv_dtype)
+        if self.large:
+            # By query alone: where one key had all the weight, little could be wrong.
+            size = _LARGE / abs(self.softmax_scale or self.D**-0.5)
+            query[..., 0] = np.where(np.arange(T) % 2, -size, size)[:, None]
+            key[..., 0] = 1
         options: dict[str, Any] = {
             "softmax_scale": self.softmax_scale,
             "logits_soft_cap": self.logits_soft_cap,
@@ -136,7 +143,7 @@ def _bias(kind: str, shape: tuple[int, int, int, int], draw: Callable[..., Any],
         sizes = (size if letter in kind else 1 for letter, size in zip("BHTS", shape, strict=True))
         return draw(*sizes, dtype=dtype)
     if kind == "rising":
-        return draw(1, H, 1, S, dtype=dtype) + (_RISE * (np.arange(S) // block)).astype(jnp.dtype(dtype))
+        return draw(1, H, 1, S, dtype=dtype) + (_LARGE * (np.arange(S) // block)).astype(jnp.dtype(dtype))
     if kind == "-inf":
         seen = (np.arange(T)[:, None] % 5 != 2) & (np.arange(S) % 3 != 1)
         return np.where(seen, draw(1, 1, T, S, dtype=dtype), np.asarray(-np.inf, jnp.dtype(dtype)))
@@ -205,7 +212,7 @@ def _features() -> Iterable[Feature]:
     yield Feature("bias near finfo.min", "bias", {"bias": "lowest"})
     yield Feature("softmax_scale", "scale", {"softmax_scale": 0.4})
     yield Feature("negative scale", "scale", {"softmax_scale": -0.4})
-    yield Feature("large logits", "scale", {"softmax_scale": 15.0})
+    yield Feature("large logits", "logits", {"large": True})
     yield Feature("soft cap", "cap", {"logits_soft_cap": 1.5})
     yield Feature("sinks", "sinks", {"sinks": True})
     yield Feature("dropout", "dropout", {"dropout_prob": 0.3})

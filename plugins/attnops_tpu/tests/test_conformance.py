@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
+from attnops_tpu.generations import UNKNOWN, target
 from attnops_tpu.interpreter import detect_races, interpret_params
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.testing import OperationConformance
+from attnops.testing.runner import Status
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +24,14 @@ class TestFlashOnTPU(OperationConformance):
     operation, platform = "attnops-tpu:flash", "tpu"
     interpret = True
     refuses = frozenset({"float16", "weights"})
+
+
+def test_relative_position_by_either_rotation() -> None:
+    """Of `UNKNOWN`, whose hardware has no strided rotation, the suite has it."""
+    assert not UNKNOWN.strided_rotation
+    with target("v6e"):
+        outcome = TestFlashOnTPU.subject().check(["RelativePosition"])
+    assert outcome.status is Status.RIGHT, outcome.detail
 
 
 def copy(wait: bool) -> jax.Array:

@@ -16,7 +16,7 @@ from attnops_tpu.backward import Inputs, input_operands, products, scores, weigh
 from attnops_tpu.interpreter import interpret_params
 from attnops_tpu.operands import Arrays, Place, compiler_params, output
 from attnops_tpu.plan import Plan
-from attnops_tpu.tile import Part, turned_back
+from attnops_tpu.tile import Part, sheared, turned_back
 from attnops_tpu.visits import Visits
 from attnops_tpu.vmap import folds_batch, one_by_one
 
@@ -100,7 +100,7 @@ def _value_gradients(
                     ref[:, at] += turned_back(gradients[i])
                 if arrays.table is not None:
                     width = part.rows + part.cols
-                    whole[-1][:, pl.ds(part.first_distance(), width)] += _by_distance(d_scores)
+                    whole[-1][:, pl.ds(part.first_distance(), width)] += _by_distance(plan, d_scores)
 
         for kind in visits.kinds:
             pl.when(visit.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
@@ -129,7 +129,7 @@ def _value_gradients(
     return gradients, None if arrays.table is None else found[-1]
 
 
-def _by_distance(d_scores: jax.Array) -> jax.Array:
+def _by_distance(plan: Plan, d_scores: jax.Array) -> jax.Array:
     """[rows, cols] summed over scores of one distance: [1, rows + cols], score (j, i) at ``rows + i - j``."""
     rows, cols = d_scores.shape
     # Each row must go back by one more than the one before it, but the hardware moves rows on: so last row first. The
@@ -138,7 +138,7 @@ def _by_distance(d_scores: jax.Array) -> jax.Array:
     flip = (last_first == rows - 1).astype(jnp.float32)
     flipped = jnp.dot(flip, d_scores, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     padded = jnp.concatenate([jnp.zeros((rows, rows), jnp.float32), flipped], axis=1)
-    level = pltpu.roll(padded, cols + 1, 1, stride=1, stride_axis=0)
+    level = sheared(plan, padded, cols + 1)
     return jnp.sum(level, axis=0, keepdims=True)
 
 

@@ -16,17 +16,19 @@ class Generation(NamedTuple):
     Attributes:
         name: such as ``"v6e"``.
         vmem: bytes of vector memory a core.
+        strided_rotation: see `attnops_tpu.plan.Plan`.
     """
 
     name: str
     vmem: int
+    strided_rotation: bool = True
 
 
 _MiB: Final = 1 << 20
 GENERATIONS: Final = {
     g.name: g
     for g in (
-        Generation("v4", 16 * _MiB),
+        Generation("v4", 16 * _MiB, strided_rotation=False),
         Generation("v5e", 128 * _MiB),
         Generation("v5p", 64 * _MiB),
         Generation("v6e", 128 * _MiB),

@@ -67,6 +67,7 @@ class TPUFlashAttention(FlashAttention):
         """See `attnops.OperationImpl.__call__`."""
         # Pallas is imported where it is used: the plugin is listed on machines that lack what it needs.
         from attnops_tpu.attend import attend
+        from attnops_tpu.generations import generation
         from attnops_tpu.plan import Plan
         from attnops_tpu.prepare import arrays, by_score, describe, maps, visited
         from attnops_tpu.tile_sizes import Problem, choose
@@ -90,6 +91,7 @@ class TPUFlashAttention(FlashAttention):
         plan = Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), scoring=scoring, precision=precision,
             scale=D**-0.5 if softmax_scale is None else softmax_scale, interpret=self.metadata.interpret,
+            strided_rotation=generation().strided_rotation,
             **tiles._asdict(),
         )  # fmt: skip
         tiles_to_visit = maps(plan, mask)

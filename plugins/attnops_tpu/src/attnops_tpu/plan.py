@@ -66,6 +66,7 @@ class Plan:
         precision: of products.
         scoring: see `Scoring`.
         span: tiles of queries whose gradients stay in vector memory together.
+        strided_rotation: whether the hardware rotates each row of a register by another number of lanes.
         interpret: whether kernels run in Pallas's interpreter.
         vmem: bytes of vector memory that a kernel may use.
     """
@@ -87,6 +88,7 @@ class Plan:
     precision: Any
     scoring: Scoring
     span: int
+    strided_rotation: bool
     interpret: bool
     vmem: int
 

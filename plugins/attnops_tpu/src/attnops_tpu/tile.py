@@ -138,7 +138,7 @@ class Part:
         """The bias by distance: each key's row is the one before it, moved on by a query."""
         width = self.rows + self.cols
         rows = jnp.broadcast_to(self.refs["table"][:, pl.ds(self.first_distance(), width)], (self.rows, width))
-        return pltpu.roll(rows, 0, 1, stride=1, stride_axis=0)[:, self.rows :]
+        return sheared(self.plan, rows, 0)[:, self.rows :]
 
     def first_distance(self) -> Any:
         """Where the part's stretch of the table begins, of which score (j, i) takes number ``rows + i - j``."""
@@ -155,6 +155,18 @@ def held(plan: Plan) -> float:
 def unit(plan: Plan) -> float:
     """What they are multiplied by to become exponents of two."""
     return held(plan) * LOG2E
+
+
+def sheared(plan: Plan, x: jax.Array, shift: int) -> jax.Array:
+    """Each row of ``x`` moved on, cyclically, by ``shift`` and one more than the row before it."""
+    if plan.strided_rotation:
+        return pltpu.roll(x, shift, 1, stride=1, stride_axis=0)
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    x = pltpu.roll(x, shift, 1)
+    # By the binary digits of the row's number.
+    for digit in range((x.shape[0] - 1).bit_length()):
+        x = jnp.where((row >> digit) & 1 == 1, pltpu.roll(x, (1 << digit) % x.shape[1], 1), x)
+    return x
 
 
 def turned(x: jax.Array) -> jax.Array:

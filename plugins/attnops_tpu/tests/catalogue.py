@@ -103,6 +103,7 @@ CASES = {
     "D 256": Case(D=256),
     "D 576, Dv 512": Case(D=576, Dv=512, H=4, K=1, mask=Causal),
     "D 8": Case(D=8),
+    "D 5, Dv 3": Case(D=5, Dv=3),
     "T 1": Case(T=1, S=2048),
     "T 1, grouped": Case(T=1, S=2048, K=1, B=4),
     "T 113": Case(T=113),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from attnops_tpu.tile_sizes import TABLE, Problem, choose
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, MaskFn
+from attnops.testing.features import combine
 
 NAME = "attnops-tpu:flash"
 
@@ -81,6 +83,11 @@ def test_a_lookup_by_query_and_key_is_refused(options: dict[str, object]) -> Non
     x = jnp.ones((1, 256, 1, 64))
     with pytest.raises(UnsupportedError, match=r"(gather|dynamic_slice).*can't compute it for each score"):
         make()(x, x, x, **options)
+
+
+def test_head_dims_that_fill_no_register() -> None:
+    problem = dataclasses.replace(combine(["Causal", "GQA"]), D=5, Dv=3).problem(make(interpret=True).metadata)
+    problem.check(OperationRegistry.create(NAME, problem.metadata))
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -72,10 +72,11 @@ class TPUFlashAttention(FlashAttention):
         from attnops_tpu.prepare import arrays, by_score, describe, maps, visited
         from attnops_tpu.tile_sizes import Problem, choose
 
-        (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
-        asked = query.dtype
+        asked, scale = query.dtype, query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        features = value.shape[3]
         dtype = jnp.bfloat16 if query.dtype == key.dtype == value.dtype == jnp.bfloat16 else jnp.float32
-        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        query, key, value = (_whole_registers(x.astype(dtype)) for x in (query, key, value))
+        (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
         dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
         scoring, bias = describe((T, S), mask, bias, logits_soft_cap, dropout_prob, sinks is not None)
         array = bias if scoring.array and not isinstance(bias, Bias) else None
@@ -90,7 +91,7 @@ class TPUFlashAttention(FlashAttention):
         precision = lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST
         plan = Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), scoring=scoring, precision=precision,
-            scale=D**-0.5 if softmax_scale is None else softmax_scale, interpret=self.metadata.interpret,
+            scale=scale, interpret=self.metadata.interpret,
             strided_rotation=generation().strided_rotation,
             **tiles._asdict(),
         )  # fmt: skip
@@ -99,4 +100,9 @@ class TPUFlashAttention(FlashAttention):
             tiles_to_visit = tiles_to_visit._replace(by_score=by_score(plan, mask, array.shape))
         given = (query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit)
         out, lse = attend(plan, *equally_varying(given))
-        return OperationOutput(out.astype(asked), None, lse if return_lse else None)
+        return OperationOutput(out[..., :features].astype(asked), None, lse if return_lse else None)
+
+
+def _whole_registers(x: jax.Array) -> jax.Array:
+    """``x`` [..., d] with zeros up to a multiple of the 8 sublanes of a register, which change nothing."""
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % 8)])

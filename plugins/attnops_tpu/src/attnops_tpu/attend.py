@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from attnops_tpu.operands import Arrays, pad_last
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import held
 from attnops_tpu.visits import Visits
+
+
+_ONCE: Final = "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one"
 
 
 class Maps(NamedTuple):
@@ -57,7 +60,8 @@ def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, map
     leaves = jax.tree.leaves(biases, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     wants_bias = any(leaf.perturbed for leaf in leaves)
     query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
-    out, lse, loss = _forward(plan, query, key, value, arrays, maps)
+    run = not_differentiable(functools.partial(_forward, plan), _ONCE)
+    out, lse, loss = run(query, key, value, arrays, maps)
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
     out, lse, loss = tag(out, OUTPUT_NAME), tag(lse, LOGSUMEXP_NAME), tag(loss, LOGSUMEXP_NAME)
     return (out, lse), (query, key, value, arrays, maps, out, lse, loss, (None,) * wants_bias)
@@ -66,10 +70,7 @@ def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, map
 def _backward_rule(plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     *arguments, flag = saved
     d_out, d_lse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    gradients = not_differentiable(
-        functools.partial(_gradients, plan, bool(flag)),
-        "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one",
-    )
+    gradients = not_differentiable(functools.partial(_gradients, plan, bool(flag)), _ONCE)
     d_query, d_key, d_value, d_arrays = gradients(*arguments, d_out, d_lse)
     return d_query, d_key, d_value, d_arrays, None
 

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test quick bench lint readme clean
+.PHONY: demo test exhaustive quick bench lint readme clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -25,8 +25,11 @@ $(VENV)/.test: $(VENV)/.demo plugins/attnops_tpu/pyproject.toml
 demo: $(VENV)/.demo  ## embed real sentences with every installed operation
 	$(BIN)/attnops demo
 
-test: $(VENV)/.test  ## everything
-	$(BIN)/python -m pytest -n auto
+test: $(VENV)/.test  ## everything but what takes most of an hour
+	$(BIN)/python -m pytest -n auto -m "not exhaustive"
+
+exhaustive: $(VENV)/.test  ## every pair of features in the TPU's interpreter, every case compiled for every TPU
+	$(BIN)/python -m pytest -n auto -m exhaustive
 
 quick: $(VENV)/.test  ## what takes a moment
 	$(BIN)/python -m pytest -n auto -m "not slow"

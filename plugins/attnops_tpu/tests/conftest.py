@@ -1,7 +1,22 @@
 """What the tests of attnops-tpu need: a compiler that asks for no TPU, before JAX starts."""
 
 import os
+from pathlib import Path
 
+import pytest
 from attnops_tpu.aot import environment
 
 os.environ.update(environment())
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The interpreter takes seconds a problem: a few of the suite's checks are quick here, every pair is exhaustive."""
+    suite = [item for item in items if item.path == HERE / "test_conformance.py"]
+    quick = [item for item in suite if "test_sampled_pair" in item.name][::7]
+    quick += [item for item in suite if item.name in ("test_behaviour[vmap]", "test_behaviour[refusals are listed]")]
+    for item in suite:
+        if "test_all_pairs" in item.name:
+            item.add_marker(pytest.mark.exhaustive)
+        if item.cls is not None and item not in quick:
+            item.add_marker(pytest.mark.slow)

@@ -9,13 +9,15 @@ from attnops_tpu.aot import TOPOLOGIES, compile_for
 from catalogue import CASES
 
 # Compiled in the quick tests, each for one generation: what is likeliest to break, and the least memory.
-QUICK = {
-    ("everything", "v5p"),
-    ("D 576, Dv 512", "v4"),
-    ("relative position", "v6e"),
-    ("T 1", "tpu7x"),
-    ("documents", "v5e"),
-}
+QUICK = {("everything", "v5p"), ("D 576, Dv 512", "v4"), ("T 1", "tpu7x")}
+
+
+def marks(i: int, name: str, generation: str) -> list[pytest.MarkDecorator]:
+    """Each case is compiled for one generation among the slow tests, and for the others among the exhaustive ones."""
+    if (name, generation) in QUICK:
+        return []
+    own = list(TOPOLOGIES)[i % len(TOPOLOGIES)]
+    return [pytest.mark.slow] if generation == own else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def temporaries(case: object, generation: str) -> int:
@@ -27,9 +29,9 @@ def temporaries(case: object, generation: str) -> int:
 @pytest.mark.parametrize(
     ("name", "generation"),
     [
-        pytest.param(name, generation, marks=() if (name, generation) in QUICK else pytest.mark.slow)
+        pytest.param(name, generation, marks=marks(i, name, generation))
         for generation in TOPOLOGIES
-        for name in CASES
+        for i, name in enumerate(CASES)
     ],
 )
 def test_compiles(name: str, generation: str) -> None:

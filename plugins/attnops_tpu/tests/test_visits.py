@@ -59,7 +59,8 @@ MASKS = {
 
 
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [name if name == "documents" else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in MASKS])  # fmt: skip
 def test_tiles_computed(name: str, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: collections.Counter[tuple[str, int, int]] = collections.Counter()
 

@@ -19,7 +19,6 @@ from attnops_tpu.plan import Plan
 from attnops_tpu.tile import held
 from attnops_tpu.visits import Visits
 
-
 _ONCE: Final = "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one"
 
 

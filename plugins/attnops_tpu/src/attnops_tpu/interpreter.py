@@ -44,6 +44,7 @@ def detect_races() -> Iterator[None]:
         yield
         races = interpret_pallas_call.races
         if races is not None and races.races_found:
+            interpret_pallas_call.reset_tpu_interpret_mode_state()  # else it would be found again
             raise RuntimeError("the interpreter found a data race between accesses of a buffer; it printed which")
     finally:
         _RACES.reset(token)

@@ -211,12 +211,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--quick", action="store_true", help="small sizes only")
+    parser.add_argument("--lengths", type=int, nargs="+", help="lengths of the causal table, in place of 1k to 16k")
     parser.add_argument("--long", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.long:
         long(arguments.long)
         return
     sizes = QUICK if arguments.quick else Sizes()
+    if arguments.lengths:
+        sizes = dataclasses.replace(sizes, lengths=tuple(arguments.lengths))
     machine = describe_machine()
     versions = ", ".join(f"{name} {machine['versions'].get(name, '–')}" for name in ("python", "jax", "torch"))
     Console().print(f"{machine['processor']}, {machine['cores']} cores; {versions}", highlight=False)

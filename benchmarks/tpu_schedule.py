@@ -271,6 +271,12 @@ def main(
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison there.")] = None,
 ) -> None:
     """Count the bundles of Pallas TPU kernels, with no TPU."""
+    for name, given, known in (("--generation", generation, TOPOLOGIES), ("--pass", passes, PASSES),
+                               ("--only", only, CONTENDERS)):  # fmt: skip
+        if not set(given or []) <= set(known):
+            raise typer.BadParameter(f"{name} must be of {', '.join(known)}, not {', '.join(given or [])}")
+    if function and picture:
+        raise typer.BadParameter("--plot draws the comparison; it has nothing to draw of one function")
     console = Console(width=max(Console().width, 190))
     generations = generation or list(TOPOLOGIES)
     if function:

@@ -29,9 +29,9 @@ ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")
 AXES: Final = ARGUMENTS[1:]
 
 # Calls whose body counts as if it were written out.
-_CALLS: Final = frozenset(
-    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"]
-)
+_CALLS: Final = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})
+# Likewise where nothing is differentiated, so that the derivatives that they come with play no part.
+_WITH_DERIVATIVES: Final = frozenset({"custom_jvp_call", "custom_vjp_call"})
 # On scalars these change nothing.
 _IDENTITIES: Final = {"broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "optimization_barrier"}
 # Of an index alone, these cost less on the spot than a value a token that must be fetched.
@@ -202,13 +202,16 @@ def _split_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...]) -> E
         parts = [_Given(next(given)) if is_tiled else next(leaves) for is_tiled in tiled]
         return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
 
-    return _split(lambda scores, *rest: function(*rest), avals, sum(tiled))
+    return _split(lambda scores, *rest: function(*rest), avals, sum(tiled), _CALLS | _WITH_DERIVATIVES)
 
 
 @functools.lru_cache(maxsize=512)
 def _split_bias(tree: Any, avals: tuple[Any, ...]) -> Elementwise:
     return _split(
-        lambda scores, b, h, q, kv, leaves, given: jax.tree.unflatten(tree, leaves).apply(scores, b, h, q, kv), avals, 0
+        lambda scores, b, h, q, kv, leaves, given: jax.tree.unflatten(tree, leaves).apply(scores, b, h, q, kv),
+        avals,
+        0,
+        _CALLS,
     )
 
 
@@ -216,7 +219,7 @@ def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int) -> Elementwise:
+def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, calls: frozenset[str]) -> Elementwise:
     index, score = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
     given = [jax.ShapeDtypeStruct((), jnp.bool_)] * n_given
@@ -225,7 +228,7 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int) -
     inputs = [next(numbers) for _ in closed.jaxpr.invars]
     constants = {next(numbers): value for value in closed.consts}
     steps: list[Step] = []
-    (result,) = _inline(closed.jaxpr, [*constants], inputs, numbers, steps)
+    (result,) = _inline(closed.jaxpr, [*constants], inputs, numbers, steps, calls)
 
     arguments, rest = inputs[: len(ARGUMENTS)], inputs[len(ARGUMENTS) :]
     leaf_variables, given_variables = rest[: len(leaves)], rest[len(leaves) :]
@@ -243,7 +246,7 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int) -
             inner.append(step)
             continue
         before.append(step)
-        if known.issuperset(variables) and not any(step.shapes):
+        if known.issuperset(variables) and not any(step.shapes) and not isinstance(step.primitive, _Constant):
             known.update(step.outputs)
             cheap.update(step.outputs)
         if step.primitive.name in _CHEAP and not any(step.shapes) and cheap.issuperset(variables):
@@ -276,6 +279,9 @@ class _Constant:
     name = "constant"
     multiple_results = False
 
+    def get_bind_params(self, params: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (), params
+
     def bind(self) -> Any:
         return jnp.asarray(self.value)
 
@@ -289,7 +295,12 @@ def _mixes(axes: frozenset[str]) -> bool:
 
 
 def _inline(
-    jaxpr: Any, constants: list[int], inputs: Sequence[int | Literal], numbers: Iterator[int], steps: list[Step]
+    jaxpr: Any,
+    constants: list[int],
+    inputs: Sequence[int | Literal],
+    numbers: Iterator[int],
+    steps: list[Step],
+    calls: frozenset[str],
 ) -> list[int | Literal]:
     """Append the steps of a jaxpr, calls written out; the variables of its results."""
     names: dict[Any, int | Literal] = dict(zip(jaxpr.constvars, constants, strict=True))
@@ -302,12 +313,12 @@ def _inline(
     for eqn in jaxpr.eqns:
         found = [read(atom) for atom in eqn.invars]
         body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if eqn.primitive.name in _CALLS and body is not None:
+        if eqn.primitive.name in calls and body is not None:
             closed = getattr(body, "consts", [])
             fresh = [next(numbers) for _ in closed]
             for number, value in zip(fresh, closed, strict=True):
                 steps.append(_constant(number, value))
-            outputs = _inline(getattr(body, "jaxpr", body), fresh, found, numbers, steps)
+            outputs = _inline(getattr(body, "jaxpr", body), fresh, found, numbers, steps, calls)
             names |= dict(zip(eqn.outvars, outputs, strict=True))
             continue
         new = tuple(next(numbers) for _ in eqn.outvars)
@@ -340,4 +351,6 @@ def _run(steps: Sequence[Step], known: dict[int, Any], result: int | Literal, bi
 
 
 def _bind(step: Step, inputs: list[Any]) -> Any:
-    return step.primitive.bind(*map(jnp.asarray, inputs), **step.params)
+    bound = step.primitive.get_bind_params(step.params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX 0.10.2 has no functions beside
+    return step.primitive.bind(*functions, *map(jnp.asarray, inputs), **params)

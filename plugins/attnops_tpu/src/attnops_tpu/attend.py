@@ -26,12 +26,12 @@ class Maps(NamedTuple):
     """The tiles to visit, for each kernel.
 
     Attributes:
-        forward: by tiles of queries.
+        forward: by tiles of queries, for as many rows as fit scalar memory together.
         spans: by tiles of keys, for each span of queries.
         by_score: every tile once, of all batches and heads together: what the gradient of an array bias goes by.
     """
 
-    forward: Visits
+    forward: tuple[Visits, ...]
     spans: tuple[Visits, ...]
     by_score: Visits | None
 

@@ -92,7 +92,10 @@ def backward(
         spans: the visits of each span of queries, by tiles of keys; spans are of ``plan.span`` tiles of queries.
     """
     if len(spans) == 1:
-        return _span(plan, inputs, arrays, spans[0], jnp.zeros(2, jnp.int32), plan.dtype)
+        dtype = plan.dtype if plan.split == 1 else jnp.float32
+        dq, *keys = _span(plan, inputs, arrays, spans[0], jnp.zeros(2, jnp.int32), dtype)
+        dk, dv = (_together(plan, x).astype(plan.dtype) for x in keys)
+        return dq, dk, dv
     longest = max(v.longest for v in spans)
     entries = jnp.stack([v.padded(longest) for v in spans])
     steps = jnp.stack([jnp.asarray(v.steps, jnp.int32) for v in spans])
@@ -101,13 +104,20 @@ def backward(
 
     def sweep(carry: Any, xs: Any) -> Any:
         entries, steps, first = xs
-        dq, dk, dv = _span(plan, inputs, arrays, Visits(entries, maps, longest, kinds, steps), first, jnp.float32)
-        return (carry[0] + dk, carry[1] + dv), dq
+        dq, dk, dv = _span(
+            plan, inputs, arrays, Visits(entries, maps, longest, kinds, spans[0].rows, steps), first, jnp.float32
+        )
+        return (carry[0] + _together(plan, dk), carry[1] + _together(plan, dv)), dq
 
-    start = (jnp.zeros((plan.B, plan.K, d, plan.Sp), jnp.float32) for d in (plan.D, plan.Dv))
-    (dk, dv), dq = lax.scan(sweep, tuple(start), (entries, steps, first))
+    dk, dv = (jnp.zeros((plan.B, plan.K, d, plan.Sp), jnp.float32) for d in (plan.D, plan.Dv))
+    (dk, dv), dq = lax.scan(sweep, (dk, dv), (entries, steps, first))
     dq = jnp.moveaxis(dq, 0, 3).reshape(plan.B, plan.H, plan.D, -1)[..., : plan.Tp]
     return dq, dk.astype(plan.dtype), dv.astype(plan.dtype)
+
+
+def _together(plan: Plan, x: jax.Array) -> jax.Array:
+    """[B, K · split, d, Sp] summed to [B, K, d, Sp]."""
+    return x if plan.split == 1 else x.reshape(plan.B, plan.K, plan.split, *x.shape[2:]).sum(axis=2)
 
 
 def _span(
@@ -116,21 +126,22 @@ def _span(
     """One sweep; of the query's gradient, the span's [B, H, D, span · bq]. ``first`` is its first tile, and a 0."""
     operands = input_operands(plan, inputs, arrays)
     width, parts = plan.span * plan.bq, plan.backward
+    K, G = plan.K * plan.split, plan.G // plan.split
 
     def where(b: Any, k: Any, step: Any, g: Any, entries: Any, first: Any) -> Place:
-        visit = visits.at(entries, b, k, step)
-        return Place(b, k * plan.G + g, visit.column, visit.row)
+        visit = visits.at(entries, b, lax.div(k, plan.split), step)
+        return Place(b, k * G + g, visit.column, visit.row)
 
     def kernel(entries: Any, first: Any, *refs: Any) -> None:
         named = dict(zip((o.name for o in operands), refs, strict=False))
         dq, dk_out, dv_out, dk, dv, *buffers = refs[len(operands) :]
         b, k, step, g = (pl.program_id(axis) for axis in range(4))
-        visit = visits.at(entries, b, k, step)
+        visit = visits.at(entries, b, lax.div(k, plan.split), step)
         place = where(b, k, step, g, entries, first)
 
         @pl.when((step == 0) & (g == 0))
         def _() -> None:
-            for head in range(plan.G):
+            for head in range(G):
                 _clear(dq.at[head])
 
         @pl.when((visit.first == 1) & (g == 0))
@@ -145,14 +156,14 @@ def _span(
                 start = (place.q_tile - first[0]) * plan.bq
                 _add_tile(plan, named, place, masked, (dq.at[g], dk, dv), start, buffers, first[1])
 
-        @pl.when((visit.last == 1) & (g == plan.G - 1))
+        @pl.when((visit.last == 1) & (g == G - 1))
         def _() -> None:
             dk_out[...] = (dk[...] * plan.rest).astype(dk_out.dtype)
             dv_out[...] = dv[...].astype(dv_out.dtype)
 
     def of_keys(d: int) -> pl.BlockSpec:
         def index(b: Any, k: Any, step: Any, g: Any, entries: Any, first: Any) -> tuple[Any, ...]:
-            return (b, k, 0, visits.at(entries, b, k, step).row)
+            return (b, k, 0, visits.at(entries, b, lax.div(k, plan.split), step).row)
 
         return pl.BlockSpec((None, None, d, plan.bk), index)
 
@@ -160,15 +171,15 @@ def _span(
         kernel,
         out_shape=[
             output(inputs.q, (plan.B, plan.H, plan.D, width), jnp.float32),
-            output(inputs.q, (plan.B, plan.K, plan.D, plan.Sp), dtype),
-            output(inputs.q, (plan.B, plan.K, plan.Dv, plan.Sp), dtype),
+            output(inputs.q, (plan.B, K, plan.D, plan.Sp), dtype),
+            output(inputs.q, (plan.B, K, plan.Dv, plan.Sp), dtype),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(plan.B, plan.K, visits.steps, plan.G),
+            grid=(plan.B, K, visits.steps, G),
             in_specs=[operand.spec(where) for operand in operands],
             out_specs=[
-                pl.BlockSpec((None, plan.G, plan.D, width), lambda b, k, step, g, entries, first: (b, k, 0, 0)),
+                pl.BlockSpec((None, G, plan.D, width), lambda b, k, step, g, entries, first: (b, k, 0, 0)),
                 of_keys(plan.D),
                 of_keys(plan.Dv),
             ],
@@ -207,7 +218,7 @@ def _add_tile(
     written = pl.ds(zero * _MOVE if plan.interpret else pl.multiple_of(zero * _MOVE, _MOVE), rows)
 
     def prepare(i: int, s: jax.Array, d_weights: jax.Array) -> None:
-        s, pull_back = scores(parts[i], s)
+        s, pull_back = scores(parts[i], s, masked)
         weights, d_scores, _ = weights_and_gradients(parts[i], refs, masked, s, d_weights)
         if pull_back is not None:
             (d_scores,) = pull_back(d_scores)
@@ -254,13 +265,18 @@ def products(part: Part, refs: Any) -> tuple[jax.Array, jax.Array]:
     return s, product(part.plan, refs["v"][part.keys, :], refs["d_out"][:, part.queries])
 
 
-def scores(part: Part, s: jax.Array) -> tuple[jax.Array, Any]:
+def scores(part: Part, s: jax.Array, masked: bool) -> tuple[jax.Array, Any]:
     """The scores of a product, and how gradients come back to it in units of the whole scale; None for unchanged."""
     plan = part.plan
     if not plan.scoring.changes_scores:
         return s, None
     values = part.bias_values()
-    return jax.vjp(lambda x: part.change(x, values), s * plan.rest)
+    return jax.vjp(lambda x: part.change(x, values), known(part, s, masked) * plan.rest)
+
+
+def known(part: Part, s: jax.Array, masked: bool) -> jax.Array:
+    """Products, 0 for those of what nobody sees: it may hold NaN, and so would the derivatives there, times 0."""
+    return jnp.where(part.allowed(), s, 0.0) if masked and part.plan.scoring.hides_tokens else s
 
 
 def weights_and_gradients(

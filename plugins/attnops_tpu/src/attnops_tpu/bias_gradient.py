@@ -12,34 +12,50 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.masks import Coverage
-from attnops_tpu.backward import Inputs, input_operands, products, scores, weights_and_gradients
+from attnops_tpu.backward import Inputs, input_operands, known, products, scores, weights_and_gradients
 from attnops_tpu.interpreter import interpret_params
-from attnops_tpu.operands import Arrays, Place, compiler_params, output
+from attnops_tpu.operands import Arrays, Place, compiler_params, output, rows_of_spans
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, sheared, turned_back
 from attnops_tpu.visits import Visits
 from attnops_tpu.vmap import folds_batch, one_by_one
 
 
-def bias_gradients(plan: Plan, inputs: Inputs, arrays: Arrays, by_query: Visits, by_score: Visits | None) -> Arrays:
+def bias_gradients(
+    plan: Plan, inputs: Inputs, arrays: Arrays, by_query: tuple[Visits, ...], by_score: Visits | None
+) -> Arrays:
     """The gradients of the bias's arrays, each in its array's shape.
 
     Args:
         plan: of the call.
         inputs: see `Inputs`.
         arrays: what scores depend on beside these.
-        by_query: the visits by tiles of queries.
+        by_query: the visits by tiles of queries, for so many rows each.
         by_score: the visits of an array bias, see `array_gradient`.
     """
     d_values: tuple[jax.Array | None, ...] = ()
     d_table = d_array = None
     if arrays.bias or arrays.table is not None:
-        by_value, by_distance = _value_gradients(plan, inputs, arrays, by_query)
+        by_value, by_distance = _all_rows(plan, inputs, arrays, by_query)
         d_values = tuple(None if d is None else _summed(d, x) for d, x in zip(by_value, arrays.bias, strict=True))
-        d_table = None if arrays.table is None else _summed(by_distance, arrays.table)
+        if arrays.table is not None and by_distance is not None:
+            d_table = _summed(by_distance, arrays.table)
     if arrays.array is not None:
         d_array = _array_gradient(plan, inputs, arrays, by_score)
     return Arrays(mask=None, dense=None, bias=d_values, table=d_table, array=d_array)  # type: ignore[arg-type]
+
+
+def _all_rows(
+    plan: Plan, inputs: Inputs, arrays: Arrays, spans: tuple[Visits, ...]
+) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
+    parts = [_value_gradients(plan, inputs, arrays, visits) for visits in spans]
+    axes = () if plan.scoring.bias is None else plan.scoring.bias.values
+    values = [
+        found[0] if found[0] is None else sum(found) if "kv" in a else rows_of_spans(plan, spans, found, 3)
+        for a, found in zip(axes, zip(*(values for values, _ in parts), strict=True), strict=True)
+    ]
+    tables = [table for _, table in parts if table is not None]
+    return tuple(values), sum(tables[1:], tables[0]) if tables else None
 
 
 @folds_batch
@@ -81,6 +97,7 @@ def _value_gradients(
         def add(masked: bool) -> None:
             for part in _parts(plan, named, place):
                 s, d_weights = products(part, named)
+                s = known(part, s, masked)
                 values = [jnp.broadcast_to(x, (1, part.cols)) if jnp.ndim(x) == 0 else x for x in part.bias_values()]
 
                 def change(some: list[Any], s: Any = s, values: Any = values, part: Part = part) -> Any:
@@ -177,7 +194,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
         def add(masked: bool) -> None:
             for part in _parts(plan, named, place):
                 s, d_weights = products(part, named)
-                _, d_scores, _ = weights_and_gradients(part, named, masked, scores(part, s)[0], d_weights)
+                _, d_scores, _ = weights_and_gradients(part, named, masked, scores(part, s, masked)[0], d_weights)
                 total[part.keys, part.queries] += d_scores
 
         for kind in visits.kinds:

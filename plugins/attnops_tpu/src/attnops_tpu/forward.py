@@ -26,6 +26,7 @@ from attnops_tpu.operands import (
     output,
     rows_of_key,
     rows_of_query,
+    rows_of_spans,
     score_operands,
 )
 from attnops_tpu.plan import Plan
@@ -56,9 +57,8 @@ class _State(NamedTuple):
     accumulated: Any
 
 
-@folds_batch
 def forward(
-    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, visits: Visits
+    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, spans: tuple[Visits, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Output [B, H, Tp, Dv] in the query's dtype and logsumexp [B, H, 1, Tp] float32.
 
@@ -71,8 +71,19 @@ def forward(
         k: [B, K, Sp, D].
         v: [B, K, Sp, Dv].
         arrays: what scores depend on beside these.
-        visits: by tiles of queries.
+        spans: the visits by tiles of queries, for so many rows each.
     """
+    parts = [_rows(plan, q, k, v, arrays, visits) for visits in spans]
+    return tuple(  # type: ignore[return-value]
+        rows_of_spans(plan, spans, found, axis) for found, axis in zip(zip(*parts, strict=True), (2, 3, 3), strict=True)
+    )
+
+
+@folds_batch
+def _rows(
+    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, visits: Visits
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `forward`, but only the rows of these visits are written."""
     of_scores = [
         rows_of_query("q", q, plan),
         rows_of_key("k", k, plan),

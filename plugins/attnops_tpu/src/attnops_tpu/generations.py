@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -50,7 +49,8 @@ _KINDS: Final = {
     "TPU7x": "tpu7x",
 }
 
-_TARGET: contextvars.ContextVar[str | None] = contextvars.ContextVar("attnops_tpu_target", default=None)
+# Part of what JAX caches compiled functions by.
+_TARGET = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
@@ -62,16 +62,13 @@ def target(generation: str) -> Iterator[None]:
     """
     if generation not in GENERATIONS:
         raise ValueError(f"generation={generation!r} is unknown; use one of {list(GENERATIONS)}")
-    token = _TARGET.set(generation)
-    try:
+    with _TARGET(generation):
         yield
-    finally:
-        _TARGET.reset(token)
 
 
 def generation() -> Generation:
     """The generation of `target`, else of this process's TPU, else `UNKNOWN`, whose tiles fit every generation."""
-    name = _TARGET.get()
+    name = _TARGET.value
     if name is None and jax.default_backend() == "tpu":
         name = _KINDS.get(jax.devices()[0].device_kind)
     return GENERATIONS.get(name or "", UNKNOWN)

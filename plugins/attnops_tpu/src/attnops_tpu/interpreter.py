@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Iterator
 from typing import Any
 
-_RACES: contextvars.ContextVar[bool] = contextvars.ContextVar("attnops_tpu_races", default=False)
+import jax
+
+# Part of what JAX caches compiled functions by.
+_RACES = jax.make_user_context(default_value=False)
 
 
 def interpret_params(interpret: bool) -> Any:
@@ -18,7 +20,7 @@ def interpret_params(interpret: bool) -> Any:
     from jax.experimental.pallas import tpu as pltpu
 
     _allow_in_checkpoint()
-    return pltpu.InterpretParams(detect_races=_RACES.get(), uninitialized_memory="nan", out_of_bounds_reads="raise")
+    return pltpu.InterpretParams(detect_races=_RACES.value, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 
 @functools.cache
@@ -39,12 +41,9 @@ def detect_races() -> Iterator[None]:
     """
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    token = _RACES.set(True)
-    try:
+    with _RACES(True):
         yield
         races = interpret_pallas_call.races
         if races is not None and races.races_found:
             interpret_pallas_call.reset_tpu_interpret_mode_state()  # else it would be found again
             raise RuntimeError("the interpreter found a data race between accesses of a buffer; it printed which")
-    finally:
-        _RACES.reset(token)

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops_tpu.plan import Plan
+from attnops_tpu.visits import Visits
 
 PARALLEL, ARBITRARY = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
 
@@ -74,17 +75,21 @@ class Operand:
 
 def rows_of_query(name: str, x: jax.Array, plan: Plan) -> Operand:
     """[B, H, Tp, d]: the rows of a tile's queries."""
-    return Operand(name, x, (None, None, plan.bq, x.shape[3]), lambda p: (p.b, p.h, p.q_tile, 0))
+    return Operand(name, x, (None, None, plan.bq, x.shape[3]), lambda p: (_batch(x, p), p.h, p.q_tile, 0))
 
 
 def rows_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
     """[B, K, Sp, d]: the rows of a tile's keys."""
-    return Operand(name, x, (None, None, plan.bk, x.shape[3]), lambda p: (p.b, lax.div(p.h, plan.G), p.kv_tile, 0))
+    return Operand(
+        name, x, (None, None, plan.bk, x.shape[3]), lambda p: (_batch(x, p), lax.div(p.h, plan.G), p.kv_tile, 0)
+    )
 
 
 def columns_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
     """[B, K, d, Sp]: the columns of a tile's keys."""
-    return Operand(name, x, (None, None, x.shape[2], plan.bk), lambda p: (p.b, lax.div(p.h, plan.G), 0, p.kv_tile))
+    return Operand(
+        name, x, (None, None, x.shape[2], plan.bk), lambda p: (_batch(x, p), lax.div(p.h, plan.G), 0, p.kv_tile)
+    )
 
 
 def by_query(name: str, x: jax.Array, bq: int) -> Operand:
@@ -105,6 +110,17 @@ def by_score(name: str, x: jax.Array, plan: Plan) -> Operand:
 def by_head(name: str, x: jax.Array) -> Operand:
     """[B or 1, H or 1, 1, n]: all of a head's."""
     return Operand(name, x, (None, None, 1, x.shape[3]), lambda p: (*_lead(x, p), 0, 0))
+
+
+def rows_of_spans(plan: Plan, spans: tuple[Visits, ...], found: Sequence[jax.Array], axis: int) -> jax.Array:
+    """An array by query, of whose tokens along ``axis`` each kernel wrote those of its rows."""
+    if len(found) == 1:
+        return found[0]
+    rows = (visits.rows for visits in spans)
+    return jnp.concatenate(
+        [lax.slice_in_dim(x, a * plan.bq, b * plan.bq, axis=axis) for x, (a, b) in zip(found, rows, strict=True)],
+        axis=axis,
+    )
 
 
 def compiler_params(plan: Plan, axes: int) -> pltpu.CompilerParams:
@@ -154,9 +170,12 @@ def value_layout(plan: Plan, axes: frozenset[str], x: jax.Array) -> jax.Array:
     memory.
     """
     x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
-    if "q" in axes:
-        return pad_last(x.swapaxes(2, 3), plan.Tp)
-    return pad_last(x, plan.Sp) if "kv" in axes else x[:, :, 0, 0]
+    x = x.swapaxes(2, 3) if "q" in axes else x
+    if not axes & {"q", "kv"}:
+        return x[:, :, 0, 0]
+    # Beyond the ragged end stands the last one's: a 0 might be divided by.
+    size = plan.Tp if "q" in axes else plan.Sp
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, size - x.shape[3])], mode="edge")
 
 
 def pad_last(x: jax.Array, size: int) -> jax.Array:
@@ -164,5 +183,10 @@ def pad_last(x: jax.Array, size: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
+def _batch(x: jax.Array, p: Place) -> Any:
+    """Which of an array's batch; under `jax.vmap` all may share one."""
+    return p.b if x.shape[0] > 1 else 0
+
+
 def _lead(x: jax.Array, p: Place) -> Sequence[Any]:
-    return (p.b if x.shape[0] > 1 else 0, p.h if x.shape[1] > 1 else 0)
+    return (_batch(x, p), p.h if x.shape[1] > 1 else 0)

@@ -43,12 +43,14 @@ class TPUFlashAttention(FlashAttention):
 
     def unsupported(self, request: Request) -> Iterable[Reason]:
         """See `attnops.BaseOperation.unsupported`."""
-        if isinstance(request, AttentionRequest) and not request.interpret:
-            for name in ("block_q", "block_k"):
-                block = getattr(self.metadata, name)
-                if block is not None and block % 128:
-                    yield Reason(name, block, "must be a multiple of 128, the lanes of a vector register",
-                                 "leave it out for the table's")  # fmt: skip
+        if not isinstance(request, AttentionRequest):
+            return
+        multiple, why = (8, "the sublanes") if request.interpret else (128, "the lanes")
+        for name in ("block_q", "block_k"):
+            block = getattr(self.metadata, name)
+            if block is not None and block % multiple:
+                yield Reason(name, block, f"must be a multiple of {multiple}, {why} of a vector register",
+                             "leave it out for the table's")  # fmt: skip
 
     def forward_tpu(
         self,
@@ -69,7 +71,7 @@ class TPUFlashAttention(FlashAttention):
         from attnops_tpu.attend import attend
         from attnops_tpu.generations import generation
         from attnops_tpu.plan import Plan
-        from attnops_tpu.prepare import arrays, by_score, describe, maps, visited
+        from attnops_tpu.prepare import arrays, by_score, count_maps, describe, maps, visited
         from attnops_tpu.tile_sizes import Problem, choose
 
         asked, scale = query.dtype, query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
@@ -82,6 +84,7 @@ class TPUFlashAttention(FlashAttention):
         array = bias if scoring.array and not isinstance(bias, Bias) else None
         problem = Problem(
             T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize, changes_scores=scoring.changes_scores,
+            maps=count_maps(mask, (B, H, T, S)),
             # Two buffers of each; the gradient of a bias takes a sum and two buffers in float32.
             bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
         )  # fmt: skip

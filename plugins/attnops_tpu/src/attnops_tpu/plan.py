@@ -68,6 +68,7 @@ class Plan:
         span: tiles of queries whose gradients stay in vector memory together.
         strided_rotation: whether the hardware rotates each row of a register by another number of lanes.
         interpret: whether kernels run in Pallas's interpreter.
+        split: how many parts of the query heads of a kv head take turns in the backward pass; a divisor of G.
         vmem: bytes of vector memory that a kernel may use.
     """
 
@@ -88,6 +89,7 @@ class Plan:
     precision: Any
     scoring: Scoring
     span: int
+    split: int
     strided_rotation: bool
     interpret: bool
     vmem: int

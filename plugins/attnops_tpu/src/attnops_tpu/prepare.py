@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from attnops.masks import Coverage, Mask, block_map
 from attnops_tpu.attend import Maps
 from attnops_tpu.operands import Arrays, pad_last, value_layout
 from attnops_tpu.plan import Plan, Scoring
-from attnops_tpu.visits import visits
+from attnops_tpu.visits import row_spans, visits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,15 +104,22 @@ def maps(plan: Plan, mask: Mask | None) -> Maps:
     coverage = _ragged(plan, block_map(mask, shape, plan.bq, plan.bk).coverage)
     by_kv_head = _merged(coverage, 1, plan.K).swapaxes(2, 3)
     spans = tuple(
-        visits(by_kv_head[..., first : first + plan.span], first) for first in range(0, plan.nq, plan.span)
+        visits(by_kv_head[..., first : first + plan.span], first_column=first)
+        for first in range(0, plan.nq, plan.span)
     )  # fmt: skip
-    return Maps(visits(coverage), spans, None)
+    forward = tuple(visits(coverage[:, :, first:stop], first_row=first) for first, stop in row_spans(coverage))
+    return Maps(forward, spans, None)
 
 
 def visited(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int) -> int | None:
     """How many tiles of a head the mask leaves; None where only run time knows."""
     known = block_map(mask, shape, block_q, block_k)
     return int(known.count(Coverage.PARTIAL) + known.count(Coverage.FULL)) if known.is_static else None
+
+
+def count_maps(mask: Mask | None, shape: tuple[int, int, int, int]) -> int:
+    """How many batches and heads the tiles of a mask tell apart."""
+    return math.prod(block_map(mask, shape, shape[2], shape[3]).coverage.shape[:2])
 
 
 def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> Any:

@@ -87,8 +87,10 @@ class Part:
         if scoring.cap is not None:
             scores = scoring.cap * jnp.tanh(scores * (1 / scoring.cap))
         if scoring.bias is not None:
-            q, kv = self._indices()
-            scores = scoring.bias.apply(scores, self.batch, self.place.h, q, kv, values, (), INSTEAD)
+            # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
+            q, kv = (jnp.minimum(i, n - 1) for i, n in zip(self._indices(), (self.plan.T, self.plan.S), strict=True))
+            changed = scoring.bias.apply(scores, self.batch, self.place.h, q, kv, values, (), INSTEAD)
+            scores = jnp.broadcast_to(changed, scores.shape)
         if scoring.table:
             scores = scores + self._by_distance()
         if scoring.array:

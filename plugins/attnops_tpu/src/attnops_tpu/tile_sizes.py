@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from attnops import OperationMetadata
 from attnops_tpu.generations import Generation, generation
+from attnops_tpu.visits import MOST_ENTRIES
 
 
 class Parts(NamedTuple):
@@ -34,6 +35,7 @@ class Tiles(NamedTuple):
     forward: Parts
     backward: Parts
     span: int
+    split: int
     vmem: int
 
 
@@ -53,8 +55,9 @@ class Row(NamedTuple):
 
 # Counted by benchmarks/tpu_schedule.py. A step has a tail of some 200 bundles in which results drain, so that large
 # tiles are better, where a mask does not waste them.
-_WIDE_UNIT: Final = (Row(1024, 2048, 1380), Row(1024, 1024, 1465), Row(512, 512, 1850), Row(256, 256, 3400))
-_NARROW_UNIT: Final = (Row(1024, 1024, 3580), Row(512, 512, 3700), Row(256, 256, 5200))
+_SMALLEST: Final = Row(128, 128, 12000)
+_WIDE_UNIT: Final = (Row(1024, 2048, 1380), Row(1024, 1024, 1465), Row(512, 512, 1850), Row(256, 256, 3400), _SMALLEST)
+_NARROW_UNIT: Final = (Row(1024, 1024, 3580), Row(512, 512, 3700), Row(256, 256, 5200), _SMALLEST)
 TABLE: Final[dict[str, tuple[Row, ...]]] = {
     "v4": _NARROW_UNIT,
     "v5e": _NARROW_UNIT,
@@ -91,6 +94,7 @@ class Problem(NamedTuple):
         itemsize: bytes an element of query, key and value.
         changes_scores: whether scores have a cap or a bias.
         bytes_a_score: of arrays of T × S elements, and what their gradients need.
+        maps: batches and heads that the mask's tiles tell apart.
     """
 
     T: int
@@ -101,6 +105,7 @@ class Problem(NamedTuple):
     itemsize: int
     changes_scores: bool = False
     bytes_a_score: int = 0
+    maps: int = 1
 
 
 def choose(metadata: OperationMetadata, problem: Problem, visited: Callable[[int, int], int | None]) -> Tiles:
@@ -113,6 +118,25 @@ def choose(metadata: OperationMetadata, problem: Problem, visited: Callable[[int
     """
     where = generation()
     multiple = 8 if metadata.interpret else LANES
+    # Of many query heads a kv head, the gradients may not fit together; then they take turns.
+    for split in (n for n in range(1, problem.G + 1) if problem.G % n == 0):
+        part = problem._replace(G=problem.G // split)
+        found = _candidates(metadata, part, visited, multiple, where)
+        if found:
+            break
+    bq, bk = min(found, key=lambda blocks: found[blocks]) if found else (LANES, LANES)
+    forward, backward = (p._replace(rows=_part(bk, p.rows), cols=_part(bq, p.cols)) for p in PARTS[where.name])
+    return Tiles(bq, bk, forward, backward, _span(part, bq, bk, where), split, int(where.vmem * 0.95))
+
+
+def _candidates(
+    metadata: OperationMetadata,
+    problem: Problem,
+    visited: Callable[[int, int], int | None],
+    multiple: int,
+    where: Generation,
+) -> dict[tuple[int, int], float]:
+    """The tiles that fit vector memory, and what they cost."""
     q, k = metadata.block_q, metadata.block_k
     found: dict[tuple[int, int], float] = {}
     for row in TABLE[where.name]:
@@ -125,17 +149,16 @@ def choose(metadata: OperationMetadata, problem: Problem, visited: Callable[[int
         tiles = visited(bq, bk)
         tiles = -(-problem.T // bq) * -(-problem.S // bk) if tiles is None else tiles
         found[bq, bk] = tiles * bq * bk * row.bundles
-    bq, bk = min(found, key=lambda blocks: found[blocks]) if found else (LANES, LANES)
-    forward, backward = (p._replace(rows=_part(bk, p.rows), cols=_part(bq, p.cols)) for p in PARTS[where.name])
-    return Tiles(bq, bk, forward, backward, _span(problem, bq, bk, where), int(where.vmem * 0.95))
+    return found
 
 
 def _span(problem: Problem, bq: int, bk: int, where: Generation) -> int:
     """Tiles of queries whose gradients stay in vector memory together."""
     a_tile = 2 * 4 * problem.G * problem.D * bq  # float32, two buffers
     free = USABLE * where.vmem - _bytes(problem, bq, bk, 0, where)
+    entries = MOST_ENTRIES // (-(-problem.S // bk) * problem.maps)
     most = int(min(free, max(SPAN_SHARE * where.vmem, a_tile)) // a_tile)
-    return max(1, min(most, -(-problem.T // bq)))
+    return max(1, min(most, entries, -(-problem.T // bq)))
 
 
 def _bytes(problem: Problem, bq: int, bk: int, span: int, where: Generation) -> int:

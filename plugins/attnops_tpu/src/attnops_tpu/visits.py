@@ -18,6 +18,8 @@ MAX_ROWS: Final = 1 << (31 - _ROW)
 MAX_COLUMNS: Final = 1 << (_ROW - _COLUMN)
 
 
+# Scalar memory has 1 MiB on every generation; an entry has 4 bytes, and a kernel needs the rest.
+MOST_ENTRIES: Final = 160 * 1024
 KINDS: Final = (int(Coverage.FULL), int(Coverage.PARTIAL))
 
 
@@ -40,7 +42,9 @@ class Entry(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["entries", "traced"], meta_fields=["maps", "longest", "kinds"]
+    jax.tree_util.register_dataclass,
+    data_fields=["entries", "traced"],
+    meta_fields=["maps", "longest", "kinds", "rows"],
 )
 @dataclasses.dataclass(frozen=True)
 class Visits:
@@ -51,6 +55,7 @@ class Visits:
         maps: the batches and heads that the maps tell apart, each 1 or all.
         longest: visits a map.
         kinds: the `attnops.masks.Coverage` that entries may have, EMPTY excepted; a kernel has code for no other.
+        rows: the first row, and the one after the last.
         traced: where that is more than a grid needs, the steps that it needs, int32; else None.
     """
 
@@ -58,6 +63,7 @@ class Visits:
     maps: tuple[int, int]
     longest: int
     kinds: tuple[int, ...]
+    rows: tuple[int, int]
     traced: Any = None
 
     @property
@@ -87,20 +93,40 @@ def unpack(entry: Any) -> Entry:
     )
 
 
-def visits(coverage: Any, first_column: int = 0) -> Visits:
+def row_spans(coverage: Any) -> list[tuple[int, int]]:
+    """Rows, first and stop, whose visits fit scalar memory together: all of them but for millions of tiles.
+
+    Args:
+        coverage: see `visits`.
+    """
+    *maps, rows, columns = coverage.shape
+    known = isinstance(coverage, np.ndarray)
+    longest = (coverage > 0).sum(axis=3).max(axis=(0, 1)) if known else np.full(rows, columns)
+    room, spans = 0, [[0, 0]]
+    for cost in (maps[0] * maps[1] * np.maximum(longest, 1)).tolist():
+        if room + cost > MOST_ENTRIES and room:
+            spans.append([spans[-1][1], spans[-1][1]])
+            room = 0
+        spans[-1][1] += 1
+        room += cost
+    return [(first, stop) for first, stop in spans]
+
+
+def visits(coverage: Any, first_row: int = 0, first_column: int = 0) -> Visits:
     """The tiles of a block map that are not EMPTY, and one entry for each row that has none.
 
     Args:
         coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`; numpy's where it is known when tracing. A
             traced one is put in order at run time, O(rows · columns) integers.
-        first_column: the number of the first column, where these are a part.
+        first_row: the number of the first row, where these are a part.
+        first_column: of the first column, likewise.
 
     Raises:
         ValueError: there are more tiles than an entry can number.
     """
     xp: Any = np if isinstance(coverage, np.ndarray) else jnp
     *maps, rows, columns = coverage.shape
-    if rows > MAX_ROWS or first_column + columns > MAX_COLUMNS:
+    if first_row + rows > MAX_ROWS or first_column + columns > MAX_COLUMNS:
         raise ValueError(f"{rows} × {columns} tiles are more than {MAX_ROWS} × {MAX_COLUMNS}; make tiles larger")
     coverage = coverage.reshape(-1, rows, columns).astype(np.int32)
     due = coverage > 0
@@ -108,7 +134,7 @@ def visits(coverage: Any, first_column: int = 0) -> Visits:
     position = xp.cumsum(due, axis=2)
     first, last = due & (position == 1), due & (position == position[:, :, -1:])
     row, column = np.arange(rows, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)
-    packed = (row << _ROW) | ((column + first_column) << _COLUMN) | (coverage << _KIND)
+    packed = ((row + first_row) << _ROW) | ((column + first_column) << _COLUMN) | (coverage << _KIND)
     packed = packed | (last.astype(np.int32) << _LAST) | first
     packed, due = packed.reshape(len(coverage), -1), due.reshape(len(coverage), -1)
     count = due.sum(axis=1)
@@ -127,4 +153,11 @@ def visits(coverage: Any, first_column: int = 0) -> Visits:
     entries = xp.take_along_axis(packed, index, axis=1)
     repeated = np.arange(longest + 1) >= count[:, None]
     entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
-    return Visits(jnp.asarray(entries.reshape(-1), jnp.int32), (maps[0], maps[1]), longest, kinds, steps)
+    return Visits(
+        jnp.asarray(entries.reshape(-1), jnp.int32),
+        (maps[0], maps[1]),
+        longest,
+        kinds,
+        (first_row, first_row + rows),
+        steps,
+    )

@@ -15,7 +15,7 @@ from attnops_triton.backward import Inputs, by_key, by_query
 from attnops_triton.bias_gradient import array_gradient, table_gradient
 from attnops_triton.forward import forward
 from attnops_triton.operands import Arrays
-from attnops_triton.plan import Plan
+from attnops_triton.plan import LN2, Plan
 from attnops_triton.visits import Visits
 
 
@@ -40,8 +40,8 @@ def attend(
     plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, H, Dv] and logsumexp [B, H, T] of query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]."""
-    out, lse = forward(plan, query, key, value, arrays, maps.forward)
-    return out, lse
+    out, level, rest = forward(plan, query, key, value, arrays, maps.forward)
+    return out, _logsumexp(plan, level, rest)
 
 
 def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> tuple[Any, Any]:
@@ -49,10 +49,11 @@ def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, map
     leaves = jax.tree.leaves(biases, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     wants_bias = any(leaf.perturbed for leaf in leaves)
     query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
-    out, lse = attend(plan, query, key, value, arrays, maps)
+    out, level, rest = forward(plan, query, key, value, arrays, maps.forward)
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
-    out, lse = tag(out, OUTPUT_NAME), tag(lse, LOGSUMEXP_NAME)
-    return (out, lse), (query, key, value, arrays, maps, out, lse, (None,) * wants_bias)
+    out, level, rest = tag(out, OUTPUT_NAME), tag(level, LOGSUMEXP_NAME), tag(rest, LOGSUMEXP_NAME)
+    saved = (query, key, value, arrays, maps, out, level, rest, (None,) * wants_bias)
+    return (out, _logsumexp(plan, level, rest)), saved
 
 
 def _backward_rule(plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -68,21 +69,21 @@ def _backward_rule(plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
 
 def _gradients(
     plan: Plan, wants_bias: bool, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps,
-    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array,
+    out: jax.Array, level: jax.Array, rest: jax.Array, d_out: jax.Array, d_lse: jax.Array,
 ) -> tuple[Any, ...]:  # fmt: skip
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse  # [B, H, T]
     # A row that saw nothing has weights exp(score − inf) = 0.
-    level = jnp.where(lse == -jnp.inf, jnp.inf, lse / plan.unit)
-    inputs = Inputs(query, key, value, d_out.astype(query.dtype), level, delta)
+    above = jnp.where(level == -jnp.inf, jnp.inf, level)
+    inputs = Inputs(query, key, value, d_out.astype(query.dtype), above, rest, delta)
     axes = () if plan.scoring.bias is None or not wants_bias else plan.scoring.bias.values
     wanted = [i for i in range(len(axes)) if jnp.issubdtype(arrays.bias[i].dtype, jnp.floating)]
     of_key = tuple(i for i in wanted if "kv" in axes[i])
-    rest = tuple(i for i in wanted if "kv" not in axes[i])
-    dq, d_rest = by_query(plan, inputs, arrays, maps.by_query or maps.forward, rest)
+    others = tuple(i for i in wanted if "kv" not in axes[i])
+    dq, d_others = by_query(plan, inputs, arrays, maps.by_query or maps.forward, others)
     dk, dv, d_of_key = by_key(plan, inputs, arrays, maps.by_key, of_key)
     d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
     if wants_bias:
-        d_values = d_rest | d_of_key
+        d_values = d_others | d_of_key
         d_arrays = d_arrays._replace(
             bias=tuple(_summed(d_values[i], x) if i in d_values else None for i, x in enumerate(arrays.bias))
         )
@@ -93,12 +94,17 @@ def _gradients(
             d_arrays = d_arrays._replace(array=d_array.astype(arrays.array.dtype))
     if arrays.sinks is not None:
         # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
+        lse = _logsumexp(plan, level, rest)
         share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[:, :, None] - lse))
         d_arrays = d_arrays._replace(sinks=-(share * delta).sum((0, 2))[None])
     return dq, dk, dv, d_arrays
 
 
 attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _logsumexp(plan: Plan, level: jax.Array, rest: jax.Array) -> jax.Array:
+    return level * plan.unit + rest * LN2
 
 
 def _summed(gradient: jax.Array, x: jax.Array) -> jax.Array:

@@ -29,7 +29,8 @@ class Inputs(NamedTuple):
         k: [B, S, K, D].
         v: [B, S, K, Dv].
         d_out: [B, T, H, Dv].
-        lse: [B, H, T], the logsumexp in the units of scores as kernels hold them; +inf where weights are to be 0.
+        level: [B, H, T], the largest score, see `attnops_triton.forward.forward`; +inf where weights are to be 0.
+        rest: [B, H, T], what the logsumexp has beside it.
         delta: [B, H, T], ``d_out · out − d_logsumexp``.
     """
 
@@ -37,7 +38,8 @@ class Inputs(NamedTuple):
     k: jax.Array
     v: jax.Array
     d_out: jax.Array
-    lse: jax.Array
+    level: jax.Array
+    rest: jax.Array
     delta: jax.Array
 
 
@@ -123,7 +125,7 @@ def weights_again(tile: Tile, masked: bool, edge: bool) -> bool:
     tile.change()
     if has_ok:
         write('s = tl.where(ok, s, float("-inf"))')
-    tile.weights("lse")
+    tile.weights("level", "rest")
     return has_ok
 
 
@@ -149,8 +151,7 @@ def _write_by_query(write: Writer, plan: Plan, operands: list[Operand], visits: 
     tile.rows("d_out", "q", plan.H, "h", plan.Dv, ragged)
     tile.values_of("", False)
     tile.values_of("q", ragged)
-    tile.token("lse", tile.shapes["lse"], "q", ragged, 'float("inf")', spread=False)
-    tile.token("delta", tile.shapes["delta"], "q", ragged, "0.0", spread=False)
+    tile.level(ragged)
     for i, (_, width) in enumerate(parts(plan.D)):
         write(f"dq_{i} = tl.full([{bq}, {width}], 0.0, tl.float32)")
     for i in wanted:
@@ -205,8 +206,7 @@ def _write_by_key(write: Writer, plan: Plan, operands: list[Operand], visits: Vi
         tile.queries()
         tile.rows("q", "q", plan.H, "h", plan.D, edge)
         tile.values_of("q", edge)
-        tile.token("lse", tile.shapes["lse"], "q", edge, 'float("inf")', spread=False)
-        tile.token("delta", tile.shapes["delta"], "q", edge, "0.0", spread=False)
+        tile.level(edge)
         tile.product("s", "q", "k", plan.D)
         has_ok = weights_again(tile, masked, scoring.hides_tokens)
         tile.rows("d_out", "q", plan.H, "h", plan.Dv, edge)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from attnops_triton.launch import launch
 from attnops_triton.loops import place_by_query, visit_loops, visit_operands
 from attnops_triton.operands import Arrays, Operand, base, score_operands
-from attnops_triton.plan import LN2, LOG2E, Plan, parts
+from attnops_triton.plan import LOG2E, Plan, parts
 from attnops_triton.source import Writer, number
 from attnops_triton.tile import Tile, dtype
 from attnops_triton.visits import Visits
@@ -18,19 +18,35 @@ from attnops_triton.vmap import folds_batch
 @folds_batch
 def forward(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, visits: Visits
-) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, H, Dv] and logsumexp [B, H, T] float32 of query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv]."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output [B, T, H, Dv], and the logsumexp in two parts, each [B, H, T] float32.
+
+    Their sum would round: where scores are large, by more than the weights can bear that are computed from it again.
+
+    Args:
+        plan: of the call.
+        q: [B, T, H, D].
+        k: [B, S, K, D].
+        v: [B, S, K, Dv].
+        arrays: what scores depend on beside these.
+        visits: by tiles of queries.
+
+    Returns:
+        The output; the largest score, sinks among them, in units of ``plan.unit``, −inf for a row that saw nothing;
+        and the logarithm to base 2 of the sum of exponentials less it.
+    """
     operands = [Operand("q", q), Operand("k", k), Operand("v", v), *visit_operands(visits), *score_operands(plan, arrays)]
     if arrays.sinks is not None:
         operands.append(Operand("sinks", arrays.sinks))
     outputs = {
         "out": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.Dv), jnp.dtype(plan.dtype)),
-        "lse": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
+        "level": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
+        "rest": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
     write = Writer()
     programs = _write(write, plan, operands, visits)
     found = launch(plan, plan.forward, write, "attnops_flash_forward", operands, outputs, programs)
-    return found["out"], found["lse"]
+    return found["out"], found["level"], found["rest"]
 
 
 def _write(write: Writer, plan: Plan, operands: list[Operand], visits: Visits) -> int:
@@ -81,26 +97,26 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], visits: Visits) -
         write("m = m_new")
 
     visit_loops(write, visits, "kv0", bk, body)
-    write('seen = m > float("-inf")', f"m = tl.where(seen, m * {number(float(plan.unit))}, 0.0)")
+    unit = number(plan.unit * LOG2E)
+    write('seen = m > float("-inf")', "m = tl.where(seen, m, 0.0)")
     factor = 1 / (1 - scoring.dropout_prob)
     if scoring.sinks:
         write(
-            f"sink = tl.load({base('sinks', tile.shapes['sinks'])})",
+            f"sink = tl.load({base('sinks', tile.shapes['sinks'])}) * {number(1 / plan.unit)}",
             "top = tl.maximum(m, sink)",
-            "l = l * tl.exp(m - top) + tl.exp(sink - top)",
-            f"factor = {number(factor)} * tl.exp(m - top)",
+            f"shrink = tl.exp2((m - top) * {unit})",
+            f"l = l * shrink + tl.exp2((sink - top) * {unit})",
+            f"factor = {number(factor)} * shrink",
             "m = top",
         )
     else:
         write(f"factor = {number(factor)}")
-    write(
-        "l = tl.where(seen, l, 1.0)",
-        "factor = tl.where(seen, factor / l, 0.0)",
-        f'lse = tl.where(seen, m + tl.log2(l) * {number(LN2)}, float("-inf"))',
-    )
+    write("l = tl.where(seen, l, 1.0)", "factor = tl.where(seen, factor / l, 0.0)")
     for i in pieces:
         write(f"acc_{i} = acc_{i} * factor[:, None]")
     tile.store_rows("out", "acc", "q", plan.H, "h", plan.Dv, dtype(plan))
     masked = f", mask=qi < {plan.T}" if ragged else ""
-    write(f"tl.store({base('lse', (plan.B, plan.H, plan.T))} + qi, lse{masked})")
+    shape = (plan.B, plan.H, plan.T)
+    write(f'tl.store({base("level", shape)} + qi, tl.where(seen, m, float("-inf")){masked})')
+    write(f"tl.store({base('rest', shape)} + qi, tl.log2(l){masked})")
     return programs

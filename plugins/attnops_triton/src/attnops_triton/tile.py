@@ -103,6 +103,11 @@ class Tile:
         beside = self.beside(axis) if spread else ""
         self.write(f"{name} = tl.load({base(name, shape)} + {index}{masked}){beside}")
 
+    def level(self, edge: bool) -> None:
+        """Load what a backward pass needs of each query: ``level``, ``rest`` and ``delta``."""
+        for name, other in (("level", 'float("inf")'), ("rest", "0.0"), ("delta", "0.0")):
+            self.token(name, self.shapes[name], "q", edge, other, spread=False)
+
     def values_of(self, axis: str, edge: bool) -> None:
         """Load what masks, biases and dropout have one of for each query, each key, or each head.
 
@@ -131,9 +136,14 @@ class Tile:
 
     def product(self, name: str, queries: str, keys: str, dim: int) -> None:
         """``name``, the products of the pieces of rows of queries and of keys."""
-        a, b = (keys, queries) if self.transposed else (queries, keys)
+        # A GPU rounds a product and its transpose alike; numpy, which the interpreter computes with, does not, and then
+        # weights of large scores would differ from the forward pass's.
+        turn = self.transposed and self.plan.interpret
+        a, b = (keys, queries) if self.transposed and not turn else (queries, keys)
         for i in range(len(parts(dim))):
             self.dot(name, f"{a}_{i}", f"tl.trans({b}_{i})", i > 0)
+        if turn:
+            self.write(f"{name} = tl.trans({name})")
 
     def dot(self, name: str, a: str, b: str, add: bool) -> None:
         """``name = a · b``, or added to it."""
@@ -188,20 +198,27 @@ class Tile:
             conditions += translate(write, traced(scoring.mask, scoring.dense), arguments)
         if edge and plan.S % self.bk:
             conditions.append(f"(kx < {plan.S})")
+        if scoring.hides_tokens and plan.T % self.bq:
+            # A query beyond the last must not make a key look seen.
+            conditions.append(f"(qx < {plan.T})")
         if not conditions:
             return False
         write(f"ok = {' & '.join(conditions)} & tl.full({self.shape}, 1, tl.int1)")
         return True
 
-    def weights(self, against: str) -> None:
-        """``p``, two to the power of scores against ``against``, a number for each query in the units of ``s``."""
-        unit = number(self.plan.unit * LOG2E)
-        spread = f"({against}){self.beside('q')}"
-        if self.plan.scoring.has_bias:
-            # Subtracted first: biases may be as large as float32 is.
-            self.write(f"p = tl.exp2((s - {spread}) * {unit})")
+    def weights(self, level: str, rest: str = "") -> None:
+        """``p``, two to the power of scores less ``level``, in the units of ``s``, and less ``rest``.
+
+        Args:
+            level: a number for each query.
+            rest: likewise, in units of exponents of two.
+        """
+        unit, beside = number(self.plan.unit * LOG2E), self.beside("q")
+        if self.plan.scoring.has_bias or self.plan.dtype == "float32":
+            # Subtracted first: biases may be as large as float32 is, and a difference of products is not exact.
+            self.write(f"p = tl.exp2((s - {level}{beside}) * {unit}{f' - {rest}{beside}' if rest else ''})")
         else:
-            self.write(f"p = tl.exp2(s * {unit} - ({against} * {unit}){self.beside('q')})")
+            self.write(f"p = tl.exp2(s * {unit} - ({level} * {unit}{f' + {rest}' if rest else ''}){beside})")
 
     def keep(self) -> None:
         """``keep``, which weights dropout leaves."""

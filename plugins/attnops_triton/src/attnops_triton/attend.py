@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from attnops_triton.forward import forward
 from attnops_triton.operands import Arrays
 from attnops_triton.plan import LN2, Plan
 from attnops_triton.visits import Visits
+
+_SECOND: Final = (
+    "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one"
+)
 
 
 class Maps(NamedTuple):
@@ -49,7 +53,8 @@ def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, map
     leaves = jax.tree.leaves(biases, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     wants_bias = any(leaf.perturbed for leaf in leaves)
     query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
-    out, level, rest = forward(plan, query, key, value, arrays, maps.forward)
+    run = not_differentiable(functools.partial(forward, plan), _SECOND)
+    out, level, rest = run(query, key, value, arrays, maps.forward)
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
     out, level, rest = tag(out, OUTPUT_NAME), tag(level, LOGSUMEXP_NAME), tag(rest, LOGSUMEXP_NAME)
     saved = (query, key, value, arrays, maps, out, level, rest, (None,) * wants_bias)
@@ -59,10 +64,7 @@ def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, map
 def _backward_rule(plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     *arguments, flag = saved
     d_out, d_lse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    gradients = not_differentiable(
-        functools.partial(_gradients, plan, bool(flag)),
-        "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one",
-    )
+    gradients = not_differentiable(functools.partial(_gradients, plan, bool(flag)), _SECOND)
     d_query, d_key, d_value, d_arrays = gradients(*arguments, d_out, d_lse)
     return d_query, d_key, d_value, d_arrays, None
 

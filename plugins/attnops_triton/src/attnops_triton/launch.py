@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from attnops.operations.varying import equally_varying
 from attnops_triton.operands import Operand
 from attnops_triton.plan import Plan, Tiles
 from attnops_triton.source import Writer
@@ -40,8 +41,7 @@ def launch(
         run = functools.partial(
             triton_call, jit(kernel), shapes, programs, name, tiles.warps, tiles.stages, capability(plan.arch)
         )
-    found = run(*_equally_varying(arrays))
-    return dict(zip(outputs, found, strict=True))
+    return dict(zip(outputs, _varying_like(run(*arrays), arrays), strict=True))
 
 
 def capability(arch: str) -> int | None:
@@ -49,5 +49,7 @@ def capability(arch: str) -> int | None:
     return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else None
 
 
-def _equally_varying(arrays: list[Any]) -> list[Any]:
-    return arrays
+def _varying_like(results: Any, arrays: list[Any]) -> list[Any]:
+    """The results, varying over the mesh axes that the arrays vary over: inside `jax.shard_map` nothing else says so."""
+    *found, _ = equally_varying((*results, tuple(arrays)))
+    return found

@@ -61,6 +61,7 @@ class TritonFlashAttention(FlashAttention):
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`."""
         # Triton is imported where it is used: the plugin is listed on machines that lack it.
+        from attnops.operations.varying import equally_varying
         from attnops_triton.attend import attend
         from attnops_triton.compat import device_arch
         from attnops_triton.plan import Plan
@@ -85,5 +86,6 @@ class TritonFlashAttention(FlashAttention):
             interpret=self.metadata.interpret,
         )  # fmt: skip
         given = arrays(plan, mask, bias, sinks, dropout_key)
-        out, lse = attend(plan, query, key, value, given, maps(plan, mask))
+        query, key, value, given, tiles_to_visit = equally_varying((query, key, value, given, maps(plan, mask)))
+        out, lse = attend(plan, query, key, value, given, tiles_to_visit)
         return OperationOutput(out.astype(asked), None, lse if return_lse else None)

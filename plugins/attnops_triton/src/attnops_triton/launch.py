@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from attnops.operations.varying import equally_varying
 from attnops_triton.operands import Operand
 from attnops_triton.plan import Plan, Tiles
-from attnops_triton.source import Writer
+from attnops_triton.source import Kernel, Writer
+
+_RECORD: contextvars.ContextVar[list[Launched] | None] = contextvars.ContextVar("attnops_triton_record", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A kernel, and how it is launched.
+
+    Attributes:
+        kernel: its text.
+        dtypes: names of the dtypes of its parameters.
+        tiles: tiles, warps and stages.
+        plan: of the call.
+        programs: the size of the grid.
+    """
+
+    kernel: Kernel
+    dtypes: tuple[str, ...]
+    tiles: Tiles
+    plan: Plan
+    programs: int
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launched]]:
+    """Kernels are not run but listed, and give zeros."""
+    found: list[Launched] = []
+    token = _RECORD.set(found)
+    try:
+        yield found
+    finally:
+        _RECORD.reset(token)
 
 
 def launch(
@@ -34,6 +70,10 @@ def launch(
 
     kernel = write.kernel(name, [f"{x}_ptr" for x in (*(o.name for o in operands), *outputs)])
     arrays, shapes = [operand.array for operand in operands], tuple(outputs.values())
+    record = _RECORD.get()
+    if record is not None:
+        record.append(Launched(kernel, tuple(x.dtype.name for x in (*arrays, *shapes)), tiles, plan, programs))
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
     run: Any
     if plan.interpret:
         run = functools.partial(interpreted, kernel, shapes, programs)

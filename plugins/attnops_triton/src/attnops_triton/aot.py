@@ -24,6 +24,9 @@ _TYPES: Final = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
 }  # fmt: skip
 
+# What multiplies matrices, or in float32 numbers.
+PRODUCTS: Final = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "FFMA", "FFMA2")
+
 
 @dataclasses.dataclass(frozen=True)
 class Binary:
@@ -34,7 +37,7 @@ class Binary:
         spilled: bytes of local memory a thread; on AMD registers spilled.
         shared: bytes of shared memory a program.
         instructions: how often each stands in the code, by its name up to the first dot.
-        loop: the same of the longest loop without another in it, the step over one tile; empty where not known.
+        loop: the same of the first inner loop with products of matrices, the step over one FULL tile; empty on AMD.
         asm: Triton's stages, text and binary.
     """
 
@@ -104,17 +107,17 @@ def _nvidia(found: Any) -> Binary:
 
 
 def _inner_loop(lines: list[str]) -> collections.Counter[str]:
-    labels, best = {}, (0, 0)
+    """The first loop, backwards branch by backwards branch, that has no other in it and multiplies matrices."""
+    labels: dict[str, int] = {}
+    loops = []
     for i, line in enumerate(lines):
         if match := re.match(r"(\.L_x_\d+):", line.strip()):
             labels[match[1]] = i
-        match = re.search(r"BRA(?:\.\S+)?\s.*`\((\.L_x_\d+)\)", line)
-        if match and match[1] in labels:
-            first = labels[match[1]]
-            nested = any(first < start and stop < i for start, stop in [best] if stop)
-            if not nested and i - first > best[1] - best[0]:
-                best = (first, i)
-    return _count(lines[best[0] : best[1] + 1])
+        if (match := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels.get(match[1], i) < i:
+            loops.append((labels[match[1]], i))
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    counted = [_count(lines[first : last + 1]) for first, last in sorted(inner)]
+    return next((c for c in counted if any(c[name] for name in PRODUCTS)), collections.Counter())
 
 
 def _count(lines: list[str]) -> collections.Counter[str]:

@@ -47,12 +47,12 @@ def test_variants_of_the_table(D: int, Dv: int, dtype: str, arch: str) -> None:
     for launched, binary in found:
         what = f"{launched.kernel.name} with {launched.tiles}"
         assert binary.shared <= SHARED_MEMORY[arch], f"{what} takes {binary.shared} bytes of shared memory"
-        if max(D, Dv) <= 128:
+        if max(D, Dv) <= 128 and dtype != "float32":
             assert binary.spilled == 0, f"{what} spills {binary.spilled}"
         if dtype != "float32":
             if arch == "sm_90":
                 assert binary.count("HGMMA"), f"{what} does without wgmma"
-            elif arch == "sm_80":
+            elif arch in ("sm_80", "sm_86"):
                 assert binary.count("HMMA"), f"{what} does without tensor cores"
             elif arch == "sm_100":
                 assert binary.count("UTCHMMA", "HMMA"), f"{what} does without tensor cores"

@@ -92,8 +92,8 @@ def test_without_triton_it_serves_natively_with_one_warning(monkeypatch: pytest.
 
 def test_table() -> None:
     assert set(TABLE) == set(SHARED_MEMORY)
-    assert [known(arch) for arch in ("sm_86", "sm_90", "sm_120", "gfx950", "")] == [
-        "sm_80", "sm_90", "sm_100", "gfx942", "sm_90"
+    assert [known(arch) for arch in ("sm_87", "sm_89", "sm_90", "sm_103", "sm_120", "gfx950", "")] == [
+        "sm_80", "sm_86", "sm_90", "sm_100", "sm_86", "gfx942", "sm_90"
     ]  # fmt: skip
     *_, by_score = choose("sm_90", 2, 128, 64, 32)
     assert by_score.bq == by_score.bk, "diagonals are of square tiles"

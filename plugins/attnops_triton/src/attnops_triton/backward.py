@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from attnops_triton.launch import launch
 from attnops_triton.loops import place_by_key, place_by_query, visit_loops, visit_operands
 from attnops_triton.operands import Arrays, Operand, base, score_operands
-from attnops_triton.plan import Plan, parts
+from attnops_triton.plan import Plan
 from attnops_triton.source import Writer, number
 from attnops_triton.tile import Tile, dtype
 from attnops_triton.visits import Visits
@@ -152,7 +152,7 @@ def _write_by_query(write: Writer, plan: Plan, operands: list[Operand], visits: 
     tile.values_of("", False)
     tile.values_of("q", ragged)
     tile.level(ragged)
-    for i, (_, width) in enumerate(parts(plan.D)):
+    for i, (_, width) in enumerate(plan.pieces(plan.D)):
         write(f"dq_{i} = tl.full([{bq}, {width}], 0.0, tl.float32)")
     for i in wanted:
         write(f"dq_bias{i} = tl.full([{bq}], 0.0, tl.float32)")
@@ -173,13 +173,13 @@ def _write_by_query(write: Writer, plan: Plan, operands: list[Operand], visits: 
         for i in wanted:
             write(f"dq_bias{i} += tl.reduce(d_bias{i}, 1, total)")
         if has_ok:
-            tile.hide("kv", *(f"k_{i}" for i in range(len(parts(plan.D)))))
+            tile.hide("kv", *(f"k_{i}" for i in range(len(plan.pieces(plan.D)))))
         write(f"ds = ds.to({dtype(plan)})")
-        for i in range(len(parts(plan.D))):
+        for i in range(len(plan.pieces(plan.D))):
             tile.dot(f"dq_{i}", "ds", f"k_{i}", add=True)
 
     visit_loops(write, visits, "kv0", bk, body)
-    for i in range(len(parts(plan.D))):
+    for i in range(len(plan.pieces(plan.D))):
         write(f"dq_{i} = dq_{i} * {number(float(plan.scale))}")
     tile.store_rows("dq", "dq", "q", plan.H, "h", plan.D, dtype(plan))
     for i in wanted:
@@ -198,7 +198,7 @@ def _write_by_key(write: Writer, plan: Plan, operands: list[Operand], visits: Vi
     tile.rows("k", "kv", plan.K, "k", plan.D, ragged)
     tile.rows("v", "kv", plan.K, "k", plan.Dv, ragged)
     for name, dim in (("dk", plan.D), ("dv", plan.Dv)):
-        for i, (_, width) in enumerate(parts(dim)):
+        for i, (_, width) in enumerate(plan.pieces(dim)):
             write(f"{name}_{i} = tl.full([{bk}, {width}], 0.0, tl.float32)")
 
     def body(masked: bool) -> None:
@@ -211,15 +211,15 @@ def _write_by_key(write: Writer, plan: Plan, operands: list[Operand], visits: Vi
         has_ok = weights_again(tile, masked, scoring.hides_tokens)
         tile.rows("d_out", "q", plan.H, "h", plan.Dv, edge)
         if has_ok:
-            tile.hide("q", *(f"q_{i}" for i in range(len(parts(plan.D)))),
-                      *(f"d_out_{i}" for i in range(len(parts(plan.Dv)))))  # fmt: skip
+            tile.hide("q", *(f"q_{i}" for i in range(len(plan.pieces(plan.D)))),
+                      *(f"d_out_{i}" for i in range(len(plan.pieces(plan.Dv)))))  # fmt: skip
         left = "p"
         if scoring.dropout_prob:
             tile.keep()
             write(f"kept = tl.where(keep, p * {number(1 / (1 - scoring.dropout_prob))}, 0.0)")
             left = "kept"
         write(f"left = {left}.to({dtype(plan)})")
-        for i in range(len(parts(plan.Dv))):
+        for i in range(len(plan.pieces(plan.Dv))):
             tile.dot(f"dv_{i}", "left", f"d_out_{i}", add=True)
         tile.product("dp", "d_out", "v", plan.Dv)
         score_gradients(tile, has_ok)
@@ -227,7 +227,7 @@ def _write_by_key(write: Writer, plan: Plan, operands: list[Operand], visits: Vi
         for i in wanted:
             write(f"dk_bias{i} += tl.reduce(d_bias{i}, 1, total)")
         write(f"ds = ds.to({dtype(plan)})")
-        for i in range(len(parts(plan.D))):
+        for i in range(len(plan.pieces(plan.D))):
             tile.dot(f"dk_{i}", "ds", f"q_{i}", add=True)
 
     with write.block(f"for g in range(0, {plan.G}):"):
@@ -240,7 +240,7 @@ def _write_by_key(write: Writer, plan: Plan, operands: list[Operand], visits: Vi
         for i in wanted:
             masked = f", mask=ki < {plan.S}" if ragged else ""
             write(f"tl.store({base(f'dk_bias{i}', (plan.B, plan.H, plan.S))} + ki, dk_bias{i}{masked})")
-    for i in range(len(parts(plan.D))):
+    for i in range(len(plan.pieces(plan.D))):
         write(f"dk_{i} = dk_{i} * {number(float(plan.scale))}")
     tile.store_rows("dk", "dk", "kv", plan.K, "k", plan.D, dtype(plan))
     tile.store_rows("dv", "dv", "kv", plan.K, "k", plan.Dv, dtype(plan))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from attnops_triton.launch import launch
 from attnops_triton.loops import place_by_query, visit_loops, visit_operands
 from attnops_triton.operands import Arrays, Operand, base, score_operands
-from attnops_triton.plan import LOG2E, Plan, parts
+from attnops_triton.plan import LOG2E, Plan
 from attnops_triton.source import Writer, number
 from attnops_triton.tile import Tile, dtype
 from attnops_triton.visits import Visits
@@ -53,7 +53,7 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], visits: Visits) -
     bq, bk, scoring = plan.forward.bq, plan.forward.bk, plan.scoring
     tile = Tile.make(write, plan, bq, bk, operands)
     ragged = plan.T % bq != 0
-    pieces = range(len(parts(plan.Dv)))
+    pieces = range(len(plan.pieces(plan.Dv)))
     programs = place_by_query(write, plan, bq)
     write(f"q0 = row * {bq}")
     tile.queries()
@@ -61,7 +61,7 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], visits: Visits) -
     tile.values_of("", False)
     tile.values_of("q", ragged)
     write(f'm = tl.full([{bq}], float("-inf"), tl.float32)', f"l = tl.full([{bq}], 0.0, tl.float32)")
-    for i, (_, width) in enumerate(parts(plan.Dv)):
+    for i, (_, width) in enumerate(plan.pieces(plan.Dv)):
         write(f"acc_{i} = tl.full([{bq}, {width}], 0.0, tl.float32)")
 
     def body(masked: bool) -> None:

@@ -41,8 +41,8 @@ class TritonFlashAttention(FlashAttention):
             if block is not None and (block < 16 or block & (block - 1)):
                 yield Reason(name, block, "must be a power of two of at least 16", "leave it out for the table's")
         if isinstance(request, AttentionRequest):
-            if request.interpret and "bfloat16" in request.dtypes and len(set(request.dtypes)) == 1:
-                yield Reason("dtypes", "bfloat16", "Triton's interpreter computes it wrongly",
+            if request.interpret and request.dtypes[0] == "bfloat16":
+                yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
                              "interpret float32 or float16")  # fmt: skip
 
     def forward_gpu(

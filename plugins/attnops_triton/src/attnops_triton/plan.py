@@ -128,19 +128,32 @@ class Plan:
         """Bytes an element of query, key and value."""
         return 4 if self.dtype == "float32" else 2
 
+    def pieces(self, dim: int) -> list[tuple[int, int]]:
+        """(start, width) of the pieces that a head dim is cut into, see `parts`."""
+        return parts(dim, 64 if self.dtype == "float32" else 512)
 
-def parts(dim: int) -> list[tuple[int, int]]:
+
+def parts(dim: int, widest: int = 512) -> list[tuple[int, int]]:
     """(start, width) of the pieces that a head dim is cut into, since a kernel's shapes are powers of two.
 
     A head dim of 80 is 64 and 16, of 192 it is 128 and 64, of 576 it is 512 and 64; at least 16 wide.
+
+    Args:
+        dim: the head dim.
+        widest: the most that a piece may have. In float32 it is little: long sums round, and a sum of sums less so.
     """
-    whole = 1 << (dim - 1).bit_length()
-    first = whole // 2
-    rest = dim - first
-    if dim < 32 or rest <= 0:
-        return [(0, max(16, whole))]
-    second = max(16, 1 << (rest - 1).bit_length())
-    return [(0, whole)] if second >= first else [(0, first), (first, second)]
+    found = []
+    start = 0
+    while start < dim:
+        rest = dim - start
+        whole = max(16, 1 << (rest - 1).bit_length())
+        below = max(16, whole // 2)
+        # The next power of two, unless two pieces are narrower.
+        narrower = rest > below and below + max(16, 1 << (rest - below - 1).bit_length()) < whole
+        width = min(widest, below if narrower else whole)
+        found.append((start, width))
+        start += width
+    return found
 
 
 def cdiv(a: int, b: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from attnops.dropout import dropout_threshold
 from attnops.elementwise import Elementwise
 from attnops_triton.operands import Operand, base
-from attnops_triton.plan import LOG2E, Plan, parts
+from attnops_triton.plan import LOG2E, Plan
 from attnops_triton.source import Writer, number
 from attnops_triton.translate import TYPES, derivative, traced, translate
 
@@ -76,7 +76,7 @@ class Tile:
         stride = heads * dim
         at = f"{name}_ptr + b.to(tl.int64) * {length * stride} + {head}.to(tl.int64) * {dim}"
         self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
-        for i, (start, width) in enumerate(parts(dim)):
+        for i, (start, width) in enumerate(self.plan.pieces(dim)):
             columns = f"({start} + tl.arange(0, {width}))[None, :]"
             conditions = [f"({index} < {length})[:, None]"] * edge + [f"({columns} < {dim})"] * (start + width > dim)
             masked = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
@@ -89,7 +89,7 @@ class Tile:
         at = f"{name}_ptr + b.to(tl.int64) * {length * stride} + {head}.to(tl.int64) * {dim}"
         self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
         edge = length % (self.bq if axis == "q" else self.bk) != 0
-        for i, (start, width) in enumerate(parts(dim)):
+        for i, (start, width) in enumerate(self.plan.pieces(dim)):
             columns = f"({start} + tl.arange(0, {width}))[None, :]"
             conditions = [f"({index} < {length})[:, None]"] * edge + [f"({columns} < {dim})"] * (start + width > dim)
             masked = f", mask={' & '.join(conditions)}" if conditions else ""
@@ -140,7 +140,7 @@ class Tile:
         # weights of large scores would differ from the forward pass's.
         turn = self.transposed and self.plan.interpret
         a, b = (keys, queries) if self.transposed and not turn else (queries, keys)
-        for i in range(len(parts(dim))):
+        for i in range(len(self.plan.pieces(dim))):
             self.dot(name, f"{a}_{i}", f"tl.trans({b}_{i})", i > 0)
         if turn:
             self.write(f"{name} = tl.trans({name})")

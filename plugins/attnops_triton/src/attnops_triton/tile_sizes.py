@@ -6,22 +6,65 @@ from typing import Final
 
 from attnops_triton.plan import Plan, Tiles
 
-PASSES: Final = ("forward", "by_query", "by_key", "by_score")
 T = Tiles
-# By the larger head dim, up to; tiles of each pass.
-_HALF: Final = {
-    64: (T(128, 64, 4, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 4, 1)),
-    128: (T(128, 64, 8, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 4, 1)),
-    256: (T(128, 64, 8, 2), T(64, 64, 8, 1), T(32, 64, 8, 1), T(32, 32, 4, 1)),
-    576: (T(64, 32, 8, 1), T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
-}
-_SINGLE: Final = {
-    64: (T(64, 32, 4, 2), T(64, 32, 4, 1), T(32, 64, 4, 1), T(32, 32, 4, 1)),
-    128: (T(64, 32, 8, 2), T(32, 32, 4, 1), T(32, 32, 4, 1), T(32, 32, 4, 1)),
+Row = tuple[Tiles, Tiles, Tiles, Tiles]  # of forward, by query, by key, by score
+# By architecture, bytes an element, and the larger head dim, up to. Each was compiled: at head dims up to 128 none
+# spills in 16 bits. Fewer instructions a score decided among those that do not; none was timed, see NOTES.md.
+TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
+    "sm_80": {
+        2: {
+            64: (T(128, 64, 4, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 4, 1)),
+            128: (T(128, 64, 8, 3), T(128, 64, 8, 2), T(64, 64, 8, 2), T(64, 64, 8, 1)),
+            192: (T(128, 64, 8, 2), T(32, 64, 4, 2), T(32, 32, 4, 2), T(32, 32, 4, 1)),
+            256: (T(64, 64, 8, 2), T(64, 64, 8, 1), T(32, 64, 8, 1), T(32, 32, 4, 1)),
+            576: (T(32, 32, 8, 1), T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
+        },
+    },
+    "sm_86": {  # 99 KB of shared memory; the consumer GPUs after it too
+        2: {
+            64: (T(128, 64, 4, 2), T(128, 64, 8, 1), T(64, 64, 8, 1), T(64, 64, 4, 1)),
+            128: (T(128, 32, 8, 2), T(64, 32, 8, 2), T(32, 64, 8, 1), T(32, 32, 4, 1)),
+            192: (T(64, 32, 8, 2), T(32, 64, 4, 1), T(32, 32, 4, 1), T(32, 32, 4, 1)),
+            256: (T(64, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 4, 1)),
+            576: (T(16, 16, 8, 1), T(16, 16, 8, 1), T(16, 16, 8, 1), T(16, 16, 4, 1)),
+        },
+    },
+    "sm_90": {
+        2: {
+            128: (T(128, 128, 8, 2), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 8, 1)),
+            192: (T(128, 64, 8, 2), T(64, 64, 8, 1), T(32, 64, 8, 1), T(64, 64, 8, 1)),
+            256: (T(128, 64, 8, 2), T(64, 32, 4, 1), T(32, 32, 4, 1), T(32, 32, 4, 1)),
+            576: (T(64, 32, 8, 1), T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
+        },
+    },
+    "sm_100": {
+        2: {
+            64: (T(128, 128, 8, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 8, 1)),
+            128: (T(128, 64, 8, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 8, 1)),
+            256: (T(128, 64, 8, 1), T(64, 64, 8, 1), T(32, 64, 8, 1), T(32, 32, 4, 1)),
+            576: (T(64, 32, 8, 1), T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
+        },
+    },
+    "gfx942": {  # a wave may have 512 registers where there are 4 of them, and a program 64 KB of shared memory
+        2: {
+            64: (T(128, 64, 4, 2), T(128, 64, 8, 2), T(64, 64, 4, 1), T(64, 64, 4, 1)),
+            128: (T(128, 64, 4, 2), T(64, 64, 4, 2), T(64, 64, 4, 1), T(64, 64, 4, 1)),
+            256: (T(64, 64, 4, 1), T(64, 32, 4, 1), T(32, 64, 4, 1), T(32, 32, 4, 1)),
+            576: (T(32, 32, 4, 1), T(16, 16, 4, 1), T(16, 16, 4, 1), T(16, 16, 4, 1)),
+        },
+    },
+}  # fmt: skip
+_SINGLE: Final[dict[int, Row]] = {
+    64: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 4, 1)),
+    128: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(16, 32, 8, 1), T(32, 32, 8, 1)),
     256: (T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
     576: (T(16, 16, 8, 1), T(16, 16, 8, 1), T(16, 16, 8, 1), T(16, 16, 4, 1)),
 }
-TABLE: Final = {arch: {2: _HALF, 4: _SINGLE} for arch in ("sm_80", "sm_90", "sm_100", "gfx942")}
+for _arch, _by_size in TABLE.items():
+    # Products of float32 have no tensor cores; registers, which they need most of, are alike everywhere but on AMD.
+    _by_size[4] = dict(_SINGLE) if _arch != "gfx942" else {
+        limit: tuple(T(t.bq, t.bk, 4, 1) for t in row) for limit, row in _SINGLE.items()  # type: ignore[misc]
+    }  # fmt: skip
 
 
 def choose(arch: str, itemsize: int, dim: int, block_q: int | None, block_k: int | None) -> tuple[Tiles, ...]:
@@ -47,5 +90,7 @@ def known(arch: str) -> str:
         return arch
     if arch.startswith("gfx"):
         return "gfx942"
+    if arch in ("sm_86", "sm_89", "sm_120", "sm_121"):
+        return "sm_86"
     number = int("".join(c for c in arch if c.isdigit()) or 90)
     return "sm_100" if number >= 100 else "sm_90" if number >= 90 else "sm_80"

@@ -70,7 +70,7 @@ def _cudnn(case: Case) -> Ready:
 
 
 def _flex(case: Case) -> Ready:
-    """torch's FlexAttention, compiled, with a block mask."""
+    """FlexAttention of torch, compiled, with a block mask."""
     try:
         import torch  # type: ignore[import-not-found, unused-ignore]
         from torch.nn.attention import flex_attention as flex  # type: ignore[import-not-found, unused-ignore]

@@ -84,7 +84,9 @@ def main(
     for one in arch or SHARED_MEMORY:
         for dim in head_dim or HEAD_DIMS:
             rows += measure(one, dim, dtype, masked)
-    table = Table(title=f"{dtype}, {LENGTH} tokens, {'causal' if masked else 'no mask'}; the step is over one FULL tile")
+    table = Table(
+        title=f"{dtype}, {LENGTH} tokens, {'causal' if masked else 'no mask'}; the step is over one FULL tile"
+    )
     shown = [name for name in rows[0] if name not in ("dtype", "shared_limit") and any(row[name] for row in rows)]
     for name in shown:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")

@@ -1,7 +1,7 @@
 """Compile kernels to machine code on a host without a GPU: Triton carries the compilers and the disassemblers.
 
-    for launched in kernels(function, arguments, "sm_90"):
-        print(launched.kernel.name, compile_for(launched, "sm_90"))
+for launched in kernels(function, arguments, "sm_90"):
+    print(launched.kernel.name, compile_for(launched, "sm_90"))
 """
 
 from __future__ import annotations

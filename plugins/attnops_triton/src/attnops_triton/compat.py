@@ -45,12 +45,17 @@ def triton_call(
     """`jax_triton.triton_call`, whose results have these shapes."""
     import jax_triton
 
-    result = "out_shape" if release(version_of("jax-triton") or "0") < (0, 4) else "out_type"
-    found = jax_triton.triton_call(
+    # Triton 3.10 is to have it off unless told; without it every product and sum is two instructions.
+    fusion = {"enable_fp_fusion": True}
+    if release(version_of("jax-triton") or "0") < (0, 4):
+        given: dict[str, Any] = {"out_shape": shapes, **fusion}
+    else:
+        # Here a keyword that is unknown becomes a parameter of the kernel.
+        given = {"out_type": shapes, "backend_options": fusion}
+    return jax_triton.triton_call(
         *arrays, kernel=kernel, grid=(programs,), name=name, num_warps=warps, num_stages=stages,
-        compute_capability=capability, enable_fp_fusion=True, **{result: shapes},
+        compute_capability=capability, **given,
     )  # fmt: skip
-    return found
 
 
 def device_arch() -> str:

@@ -35,7 +35,13 @@ def forward(
         The output; the largest score, sinks among them, in units of ``plan.unit``, −inf for a row that saw nothing;
         and the logarithm to base 2 of the sum of exponentials less it.
     """
-    operands = [Operand("q", q), Operand("k", k), Operand("v", v), *visit_operands(visits), *score_operands(plan, arrays)]
+    operands = [
+        Operand("q", q),
+        Operand("k", k),
+        Operand("v", v),
+        *visit_operands(visits),
+        *score_operands(plan, arrays),
+    ]
     if arrays.sinks is not None:
         operands.append(Operand("sinks", arrays.sinks))
     outputs = {

@@ -90,6 +90,6 @@ def capability(arch: str) -> int | None:
 
 
 def _varying_like(results: Any, arrays: list[Any]) -> list[Any]:
-    """The results, varying over the mesh axes that the arrays vary over: inside `jax.shard_map` nothing else says so."""
+    """The results, varying over the mesh axes that the arrays vary over; in `jax.shard_map` nothing else says so."""
     *found, _ = equally_varying((*results, tuple(arrays)))
     return found

@@ -40,10 +40,9 @@ class TritonFlashAttention(FlashAttention):
             block = getattr(self.metadata, name)
             if block is not None and (block < 16 or block & (block - 1)):
                 yield Reason(name, block, "must be a power of two of at least 16", "leave it out for the table's")
-        if isinstance(request, AttentionRequest):
-            if request.interpret and request.dtypes[0] == "bfloat16":
-                yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
-                             "interpret float32 or float16")  # fmt: skip
+        if isinstance(request, AttentionRequest) and request.interpret and request.dtypes[0] == "bfloat16":
+            yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
+                         "interpret float32 or float16")  # fmt: skip
 
     def forward_gpu(
         self,

@@ -37,8 +37,13 @@ class SpreadArray(Bias):
 
 
 def describe(
-    mask: Mask | None, bias: jax.Array | Bias | None, cap: float | None, dropout_prob: float, sinks: bool,
-    T: int, S: int,
+    mask: Mask | None,
+    bias: jax.Array | Bias | None,
+    cap: float | None,
+    dropout_prob: float,
+    sinks: bool,
+    T: int,
+    S: int,
 ) -> tuple[Scoring, Any]:
     """What is done to scores, static, and the bias in the form that kernels take."""
     if bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1:

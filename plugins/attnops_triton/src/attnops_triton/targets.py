@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Final
 
 # Architectures that have tiles of their own, and bytes of shared memory that one program may use.
-SHARED_MEMORY: Final = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # fmt: skip
+SHARED_MEMORY: Final = {
+    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
+}  # fmt: skip
 
 _TARGET: contextvars.ContextVar[str] = contextvars.ContextVar("attnops_triton_target", default="")
 

@@ -96,7 +96,9 @@ class Tile:
             at = f"{name}_at + ({index} - {first})[:, None] * {stride} + {columns}"
             self.write(f"tl.store({at}, {values}_{i}.to({dtype}){masked})")
 
-    def token(self, name: str, shape: tuple[int, ...], axis: str, edge: bool, other: str = "0", spread: bool = True) -> None:
+    def token(
+        self, name: str, shape: tuple[int, ...], axis: str, edge: bool, other: str = "0", spread: bool = True
+    ) -> None:
         """Load the tile's part of an array [B or 1, H or 1, T or S] as ``name``."""
         length, _, index = self._of(axis)
         masked = f", mask={index} < {length}, other={other}" if edge else ""
@@ -127,7 +129,7 @@ class Tile:
                     self.token(name, self.shapes[name], own, edge)
                 else:
                     self.write(f"{name} = tl.load({base(name, self.shapes[name])})")
-                if dtype == bool:
+                if np.dtype(dtype) == np.bool_:
                     self.write(f"{name} = {name} != 0")
                 elif np.dtype(dtype).itemsize != 4:
                     self.write(f"{name} = {name}.to({TYPES[np.dtype(dtype).name]})")

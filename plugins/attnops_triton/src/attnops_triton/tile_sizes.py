@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from attnops_triton.plan import Plan, Tiles
+from attnops_triton.plan import Tiles
 
 T = Tiles
 Row = tuple[Tiles, Tiles, Tiles, Tiles]  # of forward, by query, by key, by score
@@ -22,7 +22,7 @@ TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
     },
     "sm_86": {  # 99 KB of shared memory; the consumer GPUs after it too
         2: {
-            64: (T(128, 64, 4, 2), T(128, 64, 8, 1), T(64, 64, 8, 1), T(64, 64, 4, 1)),
+            64: (T(128, 64, 4, 2), T(128, 64, 8, 1), T(64, 64, 8, 2), T(64, 64, 4, 1)),
             128: (T(128, 32, 8, 2), T(64, 32, 8, 2), T(32, 64, 8, 1), T(32, 32, 4, 1)),
             192: (T(64, 32, 8, 2), T(32, 64, 4, 1), T(32, 32, 4, 1), T(32, 32, 4, 1)),
             256: (T(64, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 4, 1)),

@@ -65,7 +65,7 @@ def visits(coverage: Any) -> Visits:
 
 
 def _static(coverage: np.ndarray[Any, Any], maps: tuple[int, int]) -> Visits:
-    _, rows, columns = coverage.shape
+    rows = coverage.shape[1]
     is_full, is_partial = coverage == Coverage.FULL, coverage == Coverage.PARTIAL
     full, partial = bool(is_full.any()), bool(is_partial.any())
     stretches = [_stretch(kind) for kind in (is_full, is_partial)]

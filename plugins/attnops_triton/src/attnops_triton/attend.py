@@ -86,9 +86,8 @@ def _gradients(
     d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
     if wants_bias:
         d_values = d_others | d_of_key
-        d_arrays = d_arrays._replace(
-            bias=tuple(_summed(d_values[i], x) if i in d_values else None for i, x in enumerate(arrays.bias))
-        )
+        of_values: Any = (_summed(d_values[i], x) if i in d_values else None for i, x in enumerate(arrays.bias))
+        d_arrays = d_arrays._replace(bias=tuple(of_values))
         if arrays.table is not None:
             d_arrays = d_arrays._replace(table=table_gradient(plan, inputs, arrays, maps.by_score))
         if arrays.array is not None:

@@ -93,16 +93,14 @@ def maps(plan: Plan, mask: Mask | None) -> Maps:
     """The tiles that each kernel visits."""
     coverage = _coverage(mask, plan, plan.forward)
     forward = visits(_ragged(coverage, 3, plan.S % plan.forward.bk))
-    rest = {}
-    if plan.by_query == plan.forward or (plan.by_query.bq, plan.by_query.bk) == (plan.forward.bq, plan.forward.bk):
-        rest["by_query"] = None
-    else:
-        rest["by_query"] = visits(_ragged(_coverage(mask, plan, plan.by_query), 3, plan.S % plan.by_query.bk))
+    by_query = None
+    if (plan.by_query.bq, plan.by_query.bk) != (plan.forward.bq, plan.forward.bk):
+        by_query = visits(_ragged(_coverage(mask, plan, plan.by_query), 3, plan.S % plan.by_query.bk))
     coverage = _ragged(_coverage(mask, plan, plan.by_key), 2, plan.T % plan.by_key.bq)
     by_score = None
     if plan.scoring.table or plan.scoring.array:
         by_score = jnp.asarray(_coverage(mask, plan, plan.by_score))
-    return Maps(forward, rest["by_query"], visits(coverage.swapaxes(2, 3)), by_score)
+    return Maps(forward, by_query, visits(coverage.swapaxes(2, 3)), by_score)
 
 
 def _coverage(mask: Mask | None, plan: Plan, tiles: Tiles) -> Any:

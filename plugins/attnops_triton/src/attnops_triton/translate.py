@@ -173,7 +173,8 @@ def _inline(write: Writer, jaxpr: Any, constants: list[Value], inputs: list[Valu
     names = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Value:
-        return _literal(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else names[atom]
+        # Typed as an abstract value, which has no dtype.
+        return _literal(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else names[atom]  # type: ignore[attr-defined]
 
     for eqn in jaxpr.eqns:
         found = [read(atom) for atom in eqn.invars]

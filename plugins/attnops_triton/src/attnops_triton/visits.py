@@ -81,8 +81,8 @@ def _static(coverage: np.ndarray[Any, Any], maps: tuple[int, int]) -> Visits:
     width = max(1, int((n_full + n_partial).max()))
     order = np.argsort(_rank(coverage), axis=2, kind="stable")[..., :width]
     ranges = np.stack([np.zeros_like(n_full), n_full, n_full, n_full + n_partial], axis=2)
-    as_int32 = (jnp.asarray(x.reshape(-1).astype(np.int32)) for x in (ranges, order))
-    return Visits(*as_int32, maps, rows, width, None, full, partial)
+    flat, columns_of = (jnp.asarray(x.reshape(-1).astype(np.int32)) for x in (ranges, order))
+    return Visits(flat, columns_of, maps, rows, width, None, full, partial)
 
 
 def _stretch(kind: np.ndarray[Any, Any]) -> tuple[Any, Any, bool]:

@@ -1,0 +1,146 @@
+"""Compile kernels to machine code on a host without a GPU: Triton carries the compilers and the disassemblers.
+
+for launched in kernels(function, arguments, "sm_90"):
+    print(launched.kernel.name, compile_for(launched, "sm_90"))
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+
+from attnops_triton.launch import Launched, recording
+from attnops_triton.targets import SHARED_MEMORY, target
+
+_TYPES: Final = {
+    "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
+}  # fmt: skip
+
+# What multiplies matrices, or in float32 numbers.
+PRODUCTS: Final = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "FFMA", "FFMA2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Binary:
+    """What a compiler made of a kernel.
+
+    Attributes:
+        registers: a thread's.
+        spilled: bytes of local memory a thread; on AMD registers spilled.
+        shared: bytes of shared memory a program.
+        instructions: how often each stands in the code, by its name up to the first dot.
+        loop: the same of the first inner loop with products of matrices, the step over one FULL tile; empty on AMD.
+        asm: Triton's stages, text and binary.
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+    instructions: collections.Counter[str]
+    loop: collections.Counter[str]
+    asm: Any = dataclasses.field(repr=False)
+
+    def count(self, *names: str) -> int:
+        """How many instructions have one of these names."""
+        return sum(self.instructions[name] for name in names)
+
+
+def kernels(function: Callable[..., Any], arguments: Sequence[Any], arch: str) -> list[Launched]:
+    """The kernels that a function launches, in order, each text once.
+
+    Args:
+        function: of arrays, or of pytrees of them.
+        arguments: what it is called with, arrays or `jax.ShapeDtypeStruct`.
+        arch: one of `attnops_triton.targets.SHARED_MEMORY`.
+    """
+    with target(arch), recording() as found:
+        jax.eval_shape(function, *arguments)
+    return list({launched.kernel.text: launched for launched in found}.values())
+
+
+def compile_for(launched: Launched, arch: str) -> Binary:
+    """A kernel as machine code.
+
+    Raises:
+        ValueError: the architecture is unknown.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from attnops_triton.compat import jit
+
+    if arch not in SHARED_MEMORY:
+        raise ValueError(f"arch={arch!r} is unknown; use one of {list(SHARED_MEMORY)}")
+    amd = arch.startswith("gfx")
+    names = launched.kernel.parameters
+    source = ASTSource(
+        jit(launched.kernel),
+        signature={name: _TYPES[dtype] for name, dtype in zip(names, launched.dtypes, strict=True)},
+        constexprs={},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
+    )
+    where = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    options = {"num_warps": launched.tiles.warps, "num_stages": launched.tiles.stages, "enable_fp_fusion": True}
+    found = triton.compile(source, target=where, options=options)
+    return _amd(found) if amd else _nvidia(found)
+
+
+def _nvidia(found: Any) -> Binary:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
+        code = _run("nvdisasm", "-c", file.name)
+    registers = int(re.findall(r"REG:(\d+)", usage)[-1])
+    local = sum(int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("STACK", "LOCAL"))
+    lines = code.splitlines()
+    return Binary(registers, local, found.metadata.shared, _count(lines), _inner_loop(lines), found.asm)
+
+
+def _inner_loop(lines: list[str]) -> collections.Counter[str]:
+    """The first loop, backwards branch by backwards branch, that has no other in it and multiplies matrices."""
+    labels: dict[str, int] = {}
+    loops = []
+    for i, line in enumerate(lines):
+        if match := re.match(r"(\.L_x_\d+):", line.strip()):
+            labels[match[1]] = i
+        if (match := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels.get(match[1], i) < i:
+            loops.append((labels[match[1]], i))
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    counted = [_count(lines[first : last + 1]) for first, last in sorted(inner)]
+    return next((c for c in counted if any(c[name] for name in PRODUCTS)), collections.Counter())
+
+
+def _count(lines: list[str]) -> collections.Counter[str]:
+    names = (re.search(r"\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)", line) for line in lines)
+    return collections.Counter(match[1] for match in names if match)
+
+
+def _amd(found: Any) -> Binary:
+    text = found.asm["amdgcn"]
+
+    def figure(name: str) -> int:
+        return int(re.findall(rf"\.{name}:\s*(\d+)", text)[-1])
+
+    names = (re.match(r"\s+([vs]_\w+|ds_\w+|buffer_\w+|global_\w+)", line) for line in text.splitlines())
+    counted = collections.Counter(match[1] for match in names if match)
+    return Binary(
+        figure("vgpr_count"), figure("vgpr_spill_count"), found.metadata.shared, counted, collections.Counter(),
+        found.asm,
+    )  # fmt: skip
+
+
+def _run(tool: str, *arguments: str) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([str(path), *arguments], check=True, capture_output=True, text=True).stdout

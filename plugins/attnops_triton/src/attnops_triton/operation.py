@@ -1,0 +1,90 @@
+"""FlashAttention for GPUs: the operation, and what it can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
+from attnops.biases import Bias
+from attnops.masks import Mask
+from attnops.operations.flash import FlashAttention
+from attnops_triton.translate import PRIMITIVES
+from attnops_triton.versions import missing
+
+
+class TritonFlashAttention(FlashAttention):
+    """Attention tile by tile in Triton kernels: O(T + S) memory, forward and backward; EMPTY tiles cost nothing.
+
+    Serves NVIDIA and AMD GPUs; elsewhere, and for what it refuses, the core's native forward runs.
+    ``metadata.interpret`` runs the kernels in Triton's interpreter on the host, in float32 and float16. A second
+    derivative is refused.
+    """
+
+    limits: ClassVar[Mapping[str, Limits]] = {
+        "gpu": Limits(
+            max_head_dim=576,
+            bias_kinds=frozenset({"array", "ALiBi", "RelativePosition", "ScoreFn"}),
+            primitives=PRIMITIVES,
+        )
+    }
+
+    def unsupported(self, request: Request) -> Iterable[Reason]:
+        """See `attnops.BaseOperation.unsupported`."""
+        yield from missing(request.interpret)
+        for name in ("block_q", "block_k"):
+            block = getattr(self.metadata, name)
+            if block is not None and (block < 16 or block & (block - 1)):
+                yield Reason(name, block, "must be a power of two of at least 16", "leave it out for the table's")
+        if isinstance(request, AttentionRequest) and request.interpret and request.dtypes[0] == "bfloat16":
+            yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
+                         "interpret float32 or float16")  # fmt: skip
+
+    def forward_gpu(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask | None = None,
+        bias: jax.Array | Bias | None = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+        return_lse: bool = False,
+    ) -> OperationOutput:
+        """See `attnops.OperationImpl.__call__`."""
+        # Triton is imported where it is used: the plugin is listed on machines that lack it.
+        from attnops.operations.varying import equally_varying
+        from attnops_triton.attend import attend
+        from attnops_triton.compat import device_arch
+        from attnops_triton.plan import Plan
+        from attnops_triton.prepare import arrays, describe, maps
+        from attnops_triton.targets import current
+        from attnops_triton.tile_sizes import choose
+
+        (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
+        asked = query.dtype
+        dtype = asked if query.dtype == key.dtype == value.dtype else jnp.dtype(jnp.float32)
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        scoring, bias = describe(
+            mask, bias, logits_soft_cap, 0.0 if dropout_key is None else self.metadata.dropout_prob, sinks is not None,
+            T, S,
+        )  # fmt: skip
+        arch = "" if self.metadata.interpret else current() or device_arch()
+        tiles = choose(arch, dtype.itemsize, max(D, Dv), self.metadata.block_q, self.metadata.block_k)
+        plan = Plan(
+            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
+            by_score=tiles[3], dtype=dtype.name, scale=D**-0.5 if softmax_scale is None else softmax_scale,
+            tf32=self.metadata.precision == lax.Precision.DEFAULT, scoring=scoring, arch=arch,
+            interpret=self.metadata.interpret,
+        )  # fmt: skip
+        given = arrays(plan, mask, bias, sinks, dropout_key)
+        query, key, value, given, tiles_to_visit = equally_varying((query, key, value, given, maps(plan, mask)))
+        out, lse = attend(plan, query, key, value, given, tiles_to_visit)
+        return OperationOutput(out.astype(asked), None, lse if return_lse else None)

@@ -1,0 +1,98 @@
+"""Which tiles a kernel visits, in which order: for each row of tiles the FULL ones, then the PARTIAL ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.masks import Coverage
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ranges", "columns"],
+    meta_fields=["maps", "rows", "width", "constant", "full", "partial"],
+)
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """The tiles that each row visits. A pytree.
+
+    Where the FULL columns of every row follow one another, and so do the PARTIAL ones, two ranges say it all; this is
+    so for causal masks and windows. Else the ranges are of a list of columns.
+
+    Attributes:
+        ranges: int32 [maps · rows · 4], where FULL starts and stops, where PARTIAL starts and stops; None for constant.
+        columns: int32 [maps · rows · width], the columns that the ranges are of; None where they are of columns.
+        maps: the batches and heads that the maps tell apart, each 1 or all.
+        rows: rows of a map.
+        width: columns listed a row; 0 without a list.
+        constant: the ranges, where they are the same for every row.
+        full: whether there are FULL tiles.
+        partial: whether there are PARTIAL tiles.
+    """
+
+    ranges: Any
+    columns: Any
+    maps: tuple[int, int]
+    rows: int
+    width: int
+    constant: tuple[int, int, int, int] | None
+    full: bool
+    partial: bool
+
+
+def visits(coverage: Any) -> Visits:
+    """The visits of a block map.
+
+    Args:
+        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`; numpy's where it is known when tracing.
+            A traced one is put in order at run time, in O(rows · columns) integers.
+    """
+    *maps, rows, columns = coverage.shape
+    if isinstance(coverage, np.ndarray):
+        return _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]))
+    flat = coverage.reshape(-1, rows, columns)
+    n_full = (flat == Coverage.FULL).sum(axis=2, dtype=jnp.int32)
+    n_partial = (flat == Coverage.PARTIAL).sum(axis=2, dtype=jnp.int32)
+    ranges = jnp.stack([jnp.zeros_like(n_full), n_full, n_full, n_full + n_partial], axis=2)
+    order = jnp.argsort(_rank(flat), axis=2, stable=True).astype(jnp.int32)
+    return Visits(ranges.reshape(-1), order.reshape(-1), (maps[0], maps[1]), rows, columns, None, True, True)
+
+
+def _static(coverage: np.ndarray[Any, Any], maps: tuple[int, int]) -> Visits:
+    rows = coverage.shape[1]
+    is_full, is_partial = coverage == Coverage.FULL, coverage == Coverage.PARTIAL
+    full, partial = bool(is_full.any()), bool(is_partial.any())
+    stretches = [_stretch(kind) for kind in (is_full, is_partial)]
+    if all(whole for _, _, whole in stretches):
+        bounds = [bound for start, stop, _ in stretches for bound in (start, stop)]
+        ranges = np.stack(bounds, axis=2).astype(np.int32)
+        first = ranges.reshape(-1, 4)[0]
+        if (ranges == first).all():
+            a, b, c, d = (int(x) for x in first)
+            return Visits(None, None, maps, rows, 0, (a, b, c, d), full, partial)
+        return Visits(jnp.asarray(ranges.reshape(-1)), None, maps, rows, 0, None, full, partial)
+    n_full, n_partial = is_full.sum(axis=2), is_partial.sum(axis=2)
+    width = max(1, int((n_full + n_partial).max()))
+    order = np.argsort(_rank(coverage), axis=2, kind="stable")[..., :width]
+    ranges = np.stack([np.zeros_like(n_full), n_full, n_full, n_full + n_partial], axis=2)
+    flat, columns_of = (jnp.asarray(x.reshape(-1).astype(np.int32)) for x in (ranges, order))
+    return Visits(flat, columns_of, maps, rows, width, None, full, partial)
+
+
+def _stretch(kind: np.ndarray[Any, Any]) -> tuple[Any, Any, bool]:
+    """Where the columns of a kind start and stop in each row, and whether all between are of the kind."""
+    count = kind.sum(axis=2)
+    start = np.where(count > 0, kind.argmax(axis=2), 0)
+    stop = np.where(count > 0, kind.shape[2] - kind[..., ::-1].argmax(axis=2), 0)
+    return start, stop, bool((stop - start == count).all())
+
+
+def _rank(coverage: Any) -> Any:
+    """FULL first, then PARTIAL, then EMPTY."""
+    return int(Coverage.FULL) - coverage

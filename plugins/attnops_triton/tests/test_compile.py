@@ -1,0 +1,86 @@
+"""Kernels become machine code for every architecture, by the real compilers, with no GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from triton_catalogue import CASES, Case
+
+from attnops.masks import Causal
+
+pytest.importorskip("triton")
+
+from attnops_triton.aot import Binary, compile_for, kernels
+from attnops_triton.launch import Launched
+from attnops_triton.targets import SHARED_MEMORY
+
+# Each variant of the table: D and Dv, dtype.
+VARIANTS = [
+    *((D, D, dtype) for D in (64, 80, 96, 128, 256) for dtype in ("bfloat16", "float16")),
+    (192, 128, "bfloat16"), (576, 512, "bfloat16"), (64, 64, "float32"), (128, 128, "float32"), (256, 256, "float32"),
+    (576, 512, "float32"),
+]  # fmt: skip
+QUICK = {(64, 64, "bfloat16"), (128, 128, "bfloat16")}
+# Beside causal masks, in the quick tests.
+QUICK_CASES = {("everything", "sm_90"), ("relative position", "sm_80"), ("documents", "sm_100"), ("ScoreFn", "gfx942"),
+               ("shared bias", "sm_90")}  # fmt: skip
+
+
+def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
+    return [(x, compile_for(x, arch)) for x in kernels(case.program, (case.arguments(), case.traced), arch)]
+
+
+@pytest.mark.parametrize(
+    ("D", "Dv", "dtype", "arch"),
+    [
+        pytest.param(*variant, arch, marks=() if variant in QUICK else pytest.mark.slow)
+        for arch in SHARED_MEMORY
+        for variant in VARIANTS
+    ],
+)
+def test_variants_of_the_table(D: int, Dv: int, dtype: str, arch: str) -> None:
+    found = compiled(Case(D=D, Dv=Dv, dtype=jnp.dtype(dtype), mask=Causal), arch)
+    assert [x.kernel.name for x, _ in found] == [
+        "attnops_flash_forward", "attnops_flash_backward_query", "attnops_flash_backward_key"
+    ]  # fmt: skip
+    for launched, binary in found:
+        what = f"{launched.kernel.name} with {launched.tiles}"
+        assert binary.shared <= SHARED_MEMORY[arch], f"{what} takes {binary.shared} bytes of shared memory"
+        if max(D, Dv) <= 128 and dtype != "float32":
+            assert binary.spilled == 0, f"{what} spills {binary.spilled}"
+        if dtype != "float32":
+            if arch == "sm_90" and max(D, Dv) <= 192:
+                assert binary.count("HGMMA"), f"{what} does without wgmma"
+            elif arch in ("sm_80", "sm_86", "sm_90"):
+                assert binary.count("HMMA", "HGMMA"), f"{what} does without tensor cores"
+            elif arch == "sm_100":
+                assert binary.count("UTCHMMA", "HMMA"), f"{what} does without tensor cores"
+            else:
+                assert any("mfma" in name for name in binary.instructions), f"{what} does without matrix cores"
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        pytest.param(name, arch, marks=() if (name, arch) in QUICK_CASES else pytest.mark.slow)
+        for arch in SHARED_MEMORY
+        for name in CASES
+    ],
+)
+def test_features(name: str, arch: str) -> None:
+    for launched, binary in compiled(CASES[name], arch):
+        assert binary.shared <= SHARED_MEMORY[arch], f"{launched.kernel.name} takes {binary.shared} of shared memory"
+
+
+def test_unknown_architecture() -> None:
+    (launched, *_) = kernels(CASES["plain"].program, (CASES["plain"].arguments(), ()), "sm_90")
+    with pytest.raises(ValueError, match=r"sm_12.*use one of"):
+        compile_for(launched, "sm_12")
+
+
+def test_kernels_are_the_same_text_in_every_process() -> None:
+    case = CASES["causal"]
+    texts = [[x.kernel.text for x in kernels(case.program, (case.arguments(), ()), "sm_90")] for _ in range(2)]
+    jax.clear_caches()
+    assert texts[0] == texts[1]

@@ -1,0 +1,13 @@
+"""The conformance suite in Triton's interpreter; what kernels leave unwritten is NaN."""
+
+import pytest
+
+from attnops.testing import OperationConformance
+
+pytest.importorskip("triton")
+
+
+class TestFlashInTritonsInterpreter(OperationConformance):
+    operation, platform = "attnops-triton:flash", "cuda"
+    interpret = True
+    refuses = frozenset({"bfloat16", "runtime_dtype", "weights"})

@@ -1,0 +1,135 @@
+"""What is around the kernels: export, versions, tiles, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops_triton import versions
+from attnops_triton.plan import parts
+from attnops_triton.targets import SHARED_MEMORY, target
+from attnops_triton.tile_sizes import TABLE, choose, known
+
+from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError, UnsupportedWarning
+from attnops.biases import ScoreFn
+from attnops.masks import Causal, MaskFn
+
+NAME = "attnops-triton:flash"
+
+
+def make(**fields: object) -> object:
+    return OperationRegistry.create(NAME, OperationMetadata(platform="cuda", on_unsupported="error", **fields))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_exported_from_a_host_without_a_gpu(arch: str) -> None:
+    pytest.importorskip("jax_triton")
+    operation = make()
+    x = jax.ShapeDtypeStruct((2, 300, 4, 64), jnp.bfloat16)
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        return operation(*qkv, mask=Causal()).attention_outputs.astype(jnp.float32).sum()
+
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call(name)
+                 for name in ("triton_kernel_call", "triton_kernel_call_ffi")]  # fmt: skip
+    with target(arch):
+        program = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+        exported = jax.export.export(program, platforms=["cuda"], disabled_checks=unchecked)(x, x, x)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert again.mlir_module().count("custom_call @triton_kernel_call") == 3
+
+
+def test_importing_imports_no_triton() -> None:
+    code = "import attnops_triton, sys; sys.exit(bool({'triton', 'jax_triton'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        ({"jax": "0.10.2"}, ["triton=not installed", "jax-triton=not installed"]),
+        ({"jax": "0.10.2", "triton": "3.9.0"}, ["jax-triton=not installed"]),
+        ({"jax": "0.12.0.1", "triton": "3.9.0", "jax-triton": "0.4.1"}, ["every traced call fails"]),
+        ({"jax": "0.10.2", "triton": "3.9.0", "jax-triton": "0.4.1"}, ["needs jax 0.11.1"]),
+        ({"jax": "0.11.2", "triton": "3.6.0", "jax-triton": "0.4.1"}, ["needs triton 3.7"]),
+        ({"jax": "0.10.2", "triton": "3.5.1", "jax-triton": "0.3.1"}, ["must be at least 3.6"]),
+        ({"jax": "0.10.2", "triton": "3.9.0", "jax-triton": "0.3.1"}, []),
+        ({"jax": "0.11.2", "triton": "3.9.0", "jax-triton": "0.4.1"}, []),
+        ({"jax": "0.11.2", "triton": "3.6.0", "jax-triton": "0.3.1"}, []),
+    ],
+)
+def test_versions(installed: dict[str, str], says: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version_of", installed.get)
+    found = [str(reason) for reason in versions.missing(interpret=False)]
+    assert len(found) == len(says)
+    for reason, part in zip(found, says, strict=True):
+        assert part in reason
+        assert "pip install" in reason
+
+
+def test_without_triton_it_serves_natively_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version_of", {"jax": "0.10.2", "triton": "3.9.0"}.get)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1, 33, 2, 16)), jnp.float32)
+    operation = OperationRegistry.create(NAME, OperationMetadata(platform="cuda"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            found = operation(x, x, x, mask=Causal()).attention_outputs
+    assert [w.category for w in caught] == [UnsupportedWarning]
+    assert "pip install" in str(caught[0].message)
+    expected = OperationRegistry.create("vanilla")(x, x, x, mask=Causal()).attention_outputs
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    with pytest.raises(UnsupportedError, match=r"jax-triton=not installed.*pip install"):
+        make()(x, x, x)
+
+
+def test_table() -> None:
+    assert set(TABLE) == set(SHARED_MEMORY)
+    assert [known(arch) for arch in ("sm_87", "sm_89", "sm_90", "sm_103", "sm_120", "gfx950", "")] == [
+        "sm_80", "sm_86", "sm_90", "sm_100", "sm_86", "gfx942", "sm_90"
+    ]  # fmt: skip
+    *_, by_score = choose("sm_90", 2, 128, 64, 32)
+    assert by_score.bq == by_score.bk, "diagonals are of square tiles"
+
+
+@pytest.mark.parametrize(
+    ("dim", "pieces"),
+    [(8, [(0, 16)]), (64, [(0, 64)]), (80, [(0, 64), (64, 16)]), (96, [(0, 64), (64, 32)]), (100, [(0, 128)]),
+     (192, [(0, 128), (128, 64)]), (576, [(0, 512), (512, 64)])],
+)  # fmt: skip
+def test_head_dims_in_pieces(dim: int, pieces: list[tuple[int, int]]) -> None:
+    assert parts(dim) == pieces
+
+
+def test_blocks_that_are_no_power_of_two() -> None:
+    x = jnp.ones((1, 64, 1, 16))
+    with pytest.raises(UnsupportedError, match=r"block_q=48: must be a power of two"):
+        make(block_q=48, interpret=True)(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": MaskFn(lambda b, h, q, kv: jnp.arange(64)[(q * kv) % 64] > 3)},
+        {"bias": ScoreFn(lambda s, b, h, q, kv, table: s + table[q - kv], (jnp.ones(128),))},
+    ],
+)
+def test_a_lookup_by_query_and_key_is_refused(options: dict[str, object]) -> None:
+    x = jnp.ones((1, 64, 1, 16))
+    with pytest.raises(UnsupportedError, match=r"(gather|dynamic_slice).*can't compute it for each score"):
+        make(interpret=True)(x, x, x, **options)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    pytest.importorskip("triton")
+    operation = make(interpret=True)
+    x = jnp.ones((1, 16, 1, 8))
+    with pytest.raises(NotDifferentiableError, match="vanilla has one"):
+        jax.grad(lambda y: jax.grad(lambda z: operation(z, x, x).attention_outputs.sum())(y).sum())(x)

@@ -41,7 +41,7 @@ def test_lengths_are_counted_in_tiles(block):
 @given(requests())
 def test_every_request_is_served_by_someone_or_has_reasons(request):
     metadata = OperationMetadata(platform=request.platform)
-    for name in ("vanilla", "flash"):
+    for name in ("attnops:vanilla", "attnops:flash"):
         assert not OperationRegistry.create(name, metadata).reasons(request)
     explanation = explain(request, "auto", metadata)
     assert explanation.chosen.serves

@@ -16,8 +16,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     quick = [item for item in suite if "test_sampled_pair" in item.name][::7]
     quick += [item for item in suite if item.name in ("test_behaviour[vmap]", "test_behaviour[refusals are listed]")]
     for item in suite:
-        # Each feature alone is slow; in pairs they take too long for every run.
-        if "_pair" in item.name and item not in quick:
+        # Each feature alone is slow; in pairs they take too long for every run. Of memory the compiler says more.
+        if ("_pair" in item.name or "memory_growth" in item.name) and item not in quick:
             item.add_marker(pytest.mark.exhaustive)
         if item.cls is not None and item not in quick:
             item.add_marker(pytest.mark.slow)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
+import jax
 import pytest
 from attnops_tpu.aot import TOPOLOGIES, compile_for
 from catalogue import CASES
@@ -18,6 +20,13 @@ def marks(i: int, name: str, generation: str) -> list[pytest.MarkDecorator]:
         return []
     own = list(TOPOLOGIES)[i % len(TOPOLOGIES)]
     return [pytest.mark.slow] if generation == own else [pytest.mark.slow, pytest.mark.exhaustive]
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Compiled programs are large, and none is needed twice."""
+    yield
+    jax.clear_caches()
 
 
 def temporaries(case: object, generation: str) -> int:

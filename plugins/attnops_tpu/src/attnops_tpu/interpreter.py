@@ -37,12 +37,16 @@ def detect_races() -> Iterator[None]:
     """Interpret with the race detector, and raise at the end if it found a race; slower.
 
     Raises:
-        RuntimeError: two accesses of a buffer, one of them a write, had no order.
+        RuntimeError: two accesses of a buffer, one of them a write, had no order. Newer JAX raises it at once.
     """
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     with _RACES(True):
-        yield
+        try:
+            yield
+        except Exception:
+            interpret_pallas_call.reset_tpu_interpret_mode_state()  # as the interpreter wants after any
+            raise
         races = interpret_pallas_call.races
         if races is not None and races.races_found:
             interpret_pallas_call.reset_tpu_interpret_mode_state()  # else it would be found again

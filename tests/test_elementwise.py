@@ -91,11 +91,23 @@ def test_requests_name_the_primitives() -> None:
     operation = OperationRegistry.create("flash", OperationMetadata())
     x = jnp.ones((1, 8, 1, 4))
     request = operation.request(x, x, x, mask=Causal() & MaskFn(lambda b, h, q, kv: (q - kv) % 2 == 0))
-    assert {"rem", "sub"} <= request.primitives
-    assert operation.request(x, x, x, mask=Causal()).primitives == frozenset(), "only a caller's functions are traced"
+    assert {"rem", "sub"} <= request.mask_primitives
+    causal = operation.request(x, x, x, mask=Causal())
+    assert causal.mask_primitives == frozenset(), "only a caller's functions are traced"
     (reason,) = Limits(primitives=frozenset({"sub"})).reasons(request)
     assert reason.argument == "mask"
     assert "rem" in str(reason)
     # What does not work on scalars still works where it is evaluated on arrays.
     ranked = MaskFn(lambda b, h, q, kv: jnp.concatenate([q, q], axis=-1)[..., :1] >= kv)
-    assert any("fails on scalars" in name for name in operation.request(x, x, x, mask=ranked).primitives)
+    assert any("fails on scalars" in name for name in operation.request(x, x, x, mask=ranked).mask_primitives)
+
+
+def test_each_function_is_blamed_for_its_own_primitives() -> None:
+    operation = OperationRegistry.create("flash", OperationMetadata())
+    x = jnp.ones((1, 8, 1, 4))
+    mask = MaskFn(lambda b, h, q, kv: (q - kv) % 2 == 0)
+    request = operation.request(x, x, x, mask=mask, bias=ScoreFn(lambda s, b, h, q, kv: s + jnp.sin(s)))
+    both = Limits(primitives=frozenset({"sub", "add"}), bias_kinds=None).reasons(request)
+    assert [(reason.argument, "sin" in str(reason)) for reason in both] == [("mask", False), ("bias", True)]
+    (bias,) = Limits(primitives=request.mask_primitives, bias_kinds=None).reasons(request)
+    assert bias.argument == "bias"

@@ -65,18 +65,17 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         if number is not None:
             given[name] = number
     described: dict[str, Any] = {}
-    primitives: frozenset[str] = frozenset()
     if "mask" in given:
         mask = given["mask"] = _mask(given["mask"], scores)
         described |= mask.describe()
         if "MaskFn" in described["mask_kinds"]:
-            primitives |= _primitives(of_mask, mask)
+            described["mask_primitives"] = _primitives(of_mask, mask)
     if "bias" in given:
         bias = given["bias"] = _bias(given["bias"], scores)
         if isinstance(bias, Bias):
             described |= {"bias_kind": type(bias).__name__}
             if isinstance(bias, ScoreFn):
-                primitives |= _primitives(of_bias, bias)
+                described["bias_primitives"] = _primitives(of_bias, bias)
         else:
             described |= {"bias_kind": "array", "bias_shape": bias.shape, "bias_dtype": dtype_name(bias)}
     if "sinks" in given:
@@ -101,7 +100,6 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         dropout_prob=dropout_prob,
         return_lse="return_lse" in given,
         return_weights="return_weights" in given,
-        primitives=primitives,
         **described,
     )
     return Call(request, (query, key, value), given)

@@ -78,9 +78,10 @@ class AttentionRequest(Request):
         mask: the mask as text; empty for none.
         mask_kinds: the kinds of primitive and operator that the mask is made of, such as ``{"Causal"}``.
         mask_shape: the shape of an array mask.
-        primitives: the names of JAX's primitives that a `MaskFn` or a `ScoreFn` evaluates for each score, see
+        mask_primitives: the names of JAX's primitives that a mask with a `MaskFn` evaluates for each score, see
             `attnops.elementwise`.
         bias_kind: ``"array"``, or the class of a structured bias; empty for none.
+        bias_primitives: of a `ScoreFn`, likewise.
         bias_shape: the shape of an array bias.
         bias_dtype: the name of the dtype of an array bias.
         softmax_scale: the scale; None for ``head_dim ** -0.5``.
@@ -102,8 +103,9 @@ class AttentionRequest(Request):
     mask: str = ""
     mask_kinds: frozenset[str] = frozenset()
     mask_shape: tuple[int, ...] | None = None
-    primitives: frozenset[str] = frozenset()
+    mask_primitives: frozenset[str] = frozenset()
     bias_kind: str = ""
+    bias_primitives: frozenset[str] = frozenset()
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: str = ""
     softmax_scale: float | None = None
@@ -203,13 +205,13 @@ class Limits:
             found.append(Reason("mask", request.mask, f"can't evaluate {', '.join(extra)}"))
         if self.bias_kinds is not None and request.bias_kind and request.bias_kind not in self.bias_kinds:
             found.append(Reason("bias", request.bias_kind, f"must be one of {sorted(self.bias_kinds)}"))
-        if self.primitives is not None and not request.primitives <= self.primitives:
-            name = "mask" if "MaskFn" in request.mask_kinds else "bias"
-            wanting = ", ".join(sorted(request.primitives - self.primitives))
-            found.append(
-                Reason(name, wanting, "this kernel can't compute it for each score",
-                       "look up by query, by key or by head alone, or write it elementwise")
-            )  # fmt: skip
+        for name, primitives in (("mask", request.mask_primitives), ("bias", request.bias_primitives)):
+            if self.primitives is not None and not primitives <= self.primitives:
+                found.append(
+                    Reason(name, ", ".join(sorted(primitives - self.primitives)),
+                           "this kernel can't compute it for each score",
+                           "look up by query, by key or by head alone, or write it elementwise")
+                )  # fmt: skip
         return found
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
-from attnops_tpu.tile_sizes import TABLE, Problem, choose
+from attnops_tpu.tile_sizes import MOST_TILES, TABLE, Problem, choose
 
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
@@ -64,12 +64,27 @@ def test_tiles_fit_the_least_memory_and_the_mask() -> None:
     assert choose(OperationMetadata(), wide, lambda bq, bk: None).bq < large.bq
     given = choose(OperationMetadata(block_q=128, block_k=384), problem, lambda bq, bk: None)
     assert (given.bq, given.bk) == (128, 384)
+    # Where nothing fits the table's budget, what is given stays given.
+    huge = Problem(T=8192, S=8192, G=1, D=576, Dv=512, itemsize=4, bytes_a_score=4000)
+    one = choose(OperationMetadata(block_k=256), huge, lambda bq, bk: None)
+    assert (one.bq, one.bk) == (128, 256)
+
+
+def test_tiles_can_be_numbered() -> None:
+    tokens = 4 << 20
+    problem = Problem(T=tokens, S=tokens, G=1, D=64, Dv=64, itemsize=2)
+    # By its count alone the smallest would be chosen.
+    found = choose(OperationMetadata(), problem, lambda bq, bk: bq * bk)
+    assert -(-tokens // min(found.bq, found.bk)) <= MOST_TILES
+    x = jax.ShapeDtypeStruct((1, tokens, 1, 64), jnp.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"block_q=128: 4194304 tokens are more than 8192 such tiles"):
+        jax.eval_shape(make(block_q=128), x, x, x)
 
 
 def test_blocks_that_hardware_has_not() -> None:
     x = jnp.ones((1, 256, 1, 64))
     with pytest.raises(UnsupportedError, match=r"block_q=100: must be a multiple of 128"):
-        make(block_q=100).reasons and make(block_q=100)(x, x, x)
+        make(block_q=100)(x, x, x)
 
 
 @pytest.mark.parametrize(

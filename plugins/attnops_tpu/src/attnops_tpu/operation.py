@@ -15,6 +15,7 @@ from attnops.biases import Bias
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops.operations.varying import equally_varying
+from attnops_tpu.tile_sizes import LARGEST, MOST_TILES
 
 # What kernels evaluate for each score of a `MaskFn` or a `ScoreFn`; each of them is compiled in the tests.
 PRIMITIVES: Final = frozenset({
@@ -46,11 +47,14 @@ class TPUFlashAttention(FlashAttention):
         if not isinstance(request, AttentionRequest):
             return
         multiple, why = (8, "the sublanes") if request.interpret else (128, "the lanes")
-        for name in ("block_q", "block_k"):
+        for name, length in (("block_q", request.query_length), ("block_k", request.key_length)):
             block = getattr(self.metadata, name)
             if block is not None and block % multiple:
                 yield Reason(name, block, f"must be a multiple of {multiple}, {why} of a vector register",
                              "leave it out for the table's")  # fmt: skip
+            elif length > MOST_TILES * (block or LARGEST):
+                yield Reason(name, block, f"{length} tokens are more than {MOST_TILES} such tiles",
+                             "leave it out for the table's, or shard the sequence")  # fmt: skip
 
     def forward_tpu(
         self,

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from attnops import OperationMetadata
 from attnops_tpu.generations import Generation, generation
-from attnops_tpu.visits import MOST_ENTRIES
+from attnops_tpu.visits import MAX_COLUMNS, MAX_ROWS, MOST_ENTRIES
 
 
 class Parts(NamedTuple):
@@ -75,6 +75,10 @@ PARTS: Final[dict[str, tuple[Parts, Parts]]] = {
     "v6e": _PARTS,
     "tpu7x": (Parts(512, 256), Parts(256, 256, lag=3, keys_first=False)),
 }
+# Without a mask a step over many scores is best; every generation has such a row.
+LARGEST: Final = 1024
+# Queries are numbered as rows of one kernel's visits and as columns of another's, and so are keys.
+MOST_TILES: Final = min(MAX_ROWS, MAX_COLUMNS)
 # Biases and caps take registers and code of their own; a bias's tiles take memory. Smaller tiles serve them as well.
 LARGEST_CHANGED: Final = 512
 # A gradient of queries that stays in vector memory takes at most this share of it.
@@ -124,7 +128,8 @@ def choose(metadata: OperationMetadata, problem: Problem, visited: Callable[[int
         found = _candidates(metadata, part, visited, multiple, where)
         if found:
             break
-    bq, bk = min(found, key=lambda blocks: found[blocks]) if found else (LANES, LANES)
+    smallest = metadata.block_q or LANES, metadata.block_k or LANES
+    bq, bk = min(found, key=lambda blocks: found[blocks]) if found else smallest
     forward, backward = (p._replace(rows=_part(bk, p.rows), cols=_part(bq, p.cols)) for p in PARTS[where.name])
     return Tiles(bq, bk, forward, backward, _span(part, bq, bk, where), split, int(where.vmem * 0.95))
 
@@ -142,6 +147,8 @@ def _candidates(
     for row in TABLE[where.name]:
         bq = min(q, _whole(problem.T, multiple)) if q else _equal(problem.T, row.bq, multiple)
         bk = min(k, _whole(problem.S, multiple)) if k else _equal(problem.S, row.bk, multiple)
+        if max(-(-problem.T // bq), -(-problem.S // bk)) > MOST_TILES:
+            continue
         if (bq, bk) in found or (problem.changes_scores and max(row.bq, row.bk) > LARGEST_CHANGED):
             continue
         if not (q and k) and _bytes(problem, bq, bk, bq, where) > USABLE * where.vmem:

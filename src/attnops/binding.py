@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import Bias, ScoreFn
-from attnops.elementwise import of_bias, of_mask
+from attnops.kernels.elementwise import of_bias, of_mask
 from attnops.masks.base import Mask
 from attnops.masks.tokens import Dense
 from attnops.metadata import OperationMetadata, check_scale, check_soft_cap

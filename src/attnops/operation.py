@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from attnops.binding import Call, bind_attention, resolve_mode
 from attnops.errors import UnsupportedError, UnsupportedWarning
 from attnops.heads import repeat_kv_heads
+from attnops.kernels.nograd import not_differentiable
 from attnops.metadata import OperationMetadata
-from attnops.nograd import not_differentiable
 from attnops.output import OperationOutput
 from attnops.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag

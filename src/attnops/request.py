@@ -79,7 +79,7 @@ class AttentionRequest(Request):
         mask_kinds: the kinds of primitive and operator that the mask is made of, such as ``{"Causal"}``.
         mask_shape: the shape of an array mask.
         mask_primitives: the names of JAX's primitives that a mask with a `MaskFn` evaluates for each score, see
-            `attnops.elementwise`.
+            `attnops.kernels.elementwise`.
         bias_kind: ``"array"``, or the class of a structured bias; empty for none.
         bias_primitives: of a `ScoreFn`, likewise.
         bias_shape: the shape of an array bias.

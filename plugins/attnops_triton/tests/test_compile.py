@@ -5,15 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from triton_catalogue import CASES, Case
-
-from attnops.masks import Causal
-
-pytest.importorskip("triton")
-
 from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.launch import Launched
 from attnops_triton.targets import SHARED_MEMORY
+
+from attnops.masks import Causal
+from attnops.testing.catalogue import CASES, Case
 
 # Each variant of the table: D and Dv, dtype.
 VARIANTS = [
@@ -28,7 +25,9 @@ QUICK_CASES = {("everything", "sm_90"), ("relative position", "sm_80"), ("docume
 
 
 def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
-    return [(x, compile_for(x, arch)) for x in kernels(case.program, (case.arguments(), case.traced), arch)]
+    return [
+        (x, compile_for(x, arch)) for x in kernels(case.program("attnops-triton:flash", "cuda"), case.example, arch)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +73,16 @@ def test_features(name: str, arch: str) -> None:
 
 
 def test_unknown_architecture() -> None:
-    (launched, *_) = kernels(CASES["plain"].program, (CASES["plain"].arguments(), ()), "sm_90")
+    (launched, *_) = kernels(CASES["plain"].program("attnops-triton:flash", "cuda"), CASES["plain"].example, "sm_90")
     with pytest.raises(ValueError, match=r"sm_12.*use one of"):
         compile_for(launched, "sm_12")
 
 
 def test_kernels_are_the_same_text_in_every_process() -> None:
     case = CASES["causal"]
-    texts = [[x.kernel.text for x in kernels(case.program, (case.arguments(), ()), "sm_90")] for _ in range(2)]
+    texts = [
+        [x.kernel.text for x in kernels(case.program("attnops-triton:flash", "cuda"), case.example, "sm_90")]
+        for _ in range(2)
+    ]
     jax.clear_caches()
     assert texts[0] == texts[1]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
-from attnops.nograd import not_differentiable
+from attnops.kernels.nograd import not_differentiable
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_tpu.backward import Inputs, backward
 from attnops_tpu.bias_gradient import bias_gradients

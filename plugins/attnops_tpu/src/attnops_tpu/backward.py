@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops.kernels.vmap import folds_batch
 from attnops.masks import Coverage
 from attnops_tpu.interpreter import interpret_params
 from attnops_tpu.operands import (
@@ -36,7 +37,6 @@ from attnops_tpu.operands import (
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, product, unit, without_unseen_keys, without_unseen_queries
 from attnops_tpu.visits import Visits
-from attnops_tpu.vmap import folds_batch
 
 # By so many rows a buffer could be read further down, for all that the compiler knows; a tile of 16-bit registers.
 _MOVE: Final = 16

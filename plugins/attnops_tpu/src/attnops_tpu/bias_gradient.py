@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops.kernels.vmap import folds_batch, one_by_one
 from attnops.masks import Coverage
 from attnops_tpu.backward import Inputs, input_operands, known, products, scores, weights_and_gradients
 from attnops_tpu.interpreter import interpret_params
@@ -18,7 +19,6 @@ from attnops_tpu.operands import Arrays, Place, compiler_params, output, rows_of
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, sheared, turned_back
 from attnops_tpu.visits import Visits
-from attnops_tpu.vmap import folds_batch, one_by_one
 
 
 def bias_gradients(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops.kernels.vmap import folds_batch
 from attnops.masks import Coverage
 from attnops_tpu.interpreter import interpret_params
 from attnops_tpu.operands import (
@@ -32,7 +33,6 @@ from attnops_tpu.operands import (
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, held, product, unit
 from attnops_tpu.visits import Visits
-from attnops_tpu.vmap import folds_batch
 
 SUBLANES = 8
 

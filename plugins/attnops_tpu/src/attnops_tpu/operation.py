@@ -12,9 +12,9 @@ from jax import lax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
+from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
-from attnops.operations.varying import equally_varying
 from attnops_tpu.tile_sizes import LARGEST, MOST_TILES
 
 # What kernels evaluate for each score of a `MaskFn` or a `ScoreFn`; each of them is compiled in the tests.
@@ -72,10 +72,11 @@ class TPUFlashAttention(FlashAttention):
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`."""
         # Pallas is imported where it is used: the plugin is listed on machines that lack what it needs.
+        from attnops.kernels.scoring import describe
         from attnops_tpu.attend import attend
         from attnops_tpu.generations import generation
         from attnops_tpu.plan import Plan
-        from attnops_tpu.prepare import arrays, by_score, count_maps, describe, maps, visited
+        from attnops_tpu.prepare import arrays, by_score, count_maps, maps, visited
         from attnops_tpu.tile_sizes import Problem, choose
 
         asked, scale = query.dtype, query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -11,58 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attnops.biases import ALiBi, Bias, RelativeBias
 from attnops.dropout import dropout_rows, dropout_seed
-from attnops.elementwise import of_bias, of_mask
+from attnops.kernels.coverage import merged, ragged
+from attnops.kernels.elementwise import of_bias, of_mask
 from attnops.masks import Coverage, Mask, block_map
 from attnops_tpu.attend import Maps
 from attnops_tpu.operands import Arrays, pad_last, value_layout
-from attnops_tpu.plan import Plan, Scoring
+from attnops_tpu.plan import Plan
 from attnops_tpu.visits import row_spans, visits
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SpreadArray(Bias):
-    """An array bias that does not have an element for each score: one of queries, of keys, or of heads alone.
-
-    Attributes:
-        array: [B or 1, H or 1, T or 1, S or 1], not both T and S.
-    """
-
-    array: Any
-
-    static = ()
-
-    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        index = (i if size > 1 else 0 for i, size in zip((b, h, q, kv), self.array.shape, strict=True))
-        return scores + self.array[tuple(index)].astype(scores.dtype)
-
-
-def describe(
-    lengths: tuple[int, int],
-    mask: Mask | None,
-    bias: jax.Array | Bias | None,
-    cap: float | None,
-    dropout_prob: float,
-    sinks: bool,
-) -> tuple[Scoring, Any]:
-    """What is done to scores, static, and the bias in the form that kernels take."""
-    if bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1:
-        bias = SpreadArray(bias)
-    table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)
-    function, _, dense = (None, [], []) if mask is None else of_mask(mask)
-    scoring = Scoring(
-        cap=cap,
-        mask=function,
-        dense=len(dense),
-        bias=of_bias(bias)[0] if isinstance(bias, Bias) and not table else None,
-        table=table,
-        array=bias is not None and not isinstance(bias, Bias),
-        dropout_prob=dropout_prob,
-        hides_tokens=mask is not None and mask.hides_tokens(*lengths),
-        sinks=sinks,
-    )
-    return scoring, bias
 
 
 def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: Any) -> Arrays:
@@ -101,8 +56,8 @@ def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: An
 def maps(plan: Plan, mask: Mask | None) -> Maps:
     """The tiles that each kernel visits."""
     shape = (plan.B, plan.H, plan.T, plan.S)
-    coverage = _ragged(plan, block_map(mask, shape, plan.bq, plan.bk).coverage)
-    by_kv_head = _merged(coverage, 1, plan.K).swapaxes(2, 3)
+    coverage = ragged(block_map(mask, shape, plan.bq, plan.bk).coverage, 3, plan.S % plan.bk)
+    by_kv_head = merged(coverage, 1, plan.K).swapaxes(2, 3)
     spans = tuple(
         visits(by_kv_head[..., first : first + plan.span], first_column=first)
         for first in range(0, plan.nq, plan.span)
@@ -125,35 +80,11 @@ def count_maps(mask: Mask | None, shape: tuple[int, int, int, int]) -> int:
 def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> Any:
     """The tiles that the gradient of an array bias visits."""
     coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), plan.bq, plan.bk).coverage
-    coverage = _ragged(plan, coverage)
+    coverage = ragged(coverage, 3, plan.S % plan.bk)
     for axis in (0, 1):
         if bias_shape[axis] == 1:
-            coverage = _merged(coverage, axis, 1)
+            coverage = merged(coverage, axis, 1)
     return visits(coverage)
-
-
-def _ragged(plan: Plan, coverage: Any) -> Any:
-    """The coverage, the last keys' tiles being masked where they are not whole."""
-    if plan.S % plan.bk == 0:
-        return coverage
-    xp = np if isinstance(coverage, np.ndarray) else jnp
-    is_last = np.arange(plan.nk) == plan.nk - 1
-    return xp.where(is_last, xp.minimum(coverage, Coverage.PARTIAL), coverage)
-
-
-def _merged(coverage: Any, axis: int, size: int) -> Any:
-    """The coverage [B or 1, H or 1, …] of several batches or heads together, ``size`` along an axis.
-
-    A tile is visited if any of them needs it, and masked if any does not see all of it.
-    """
-    if coverage.shape[axis] <= size:
-        return coverage
-    xp = np if isinstance(coverage, np.ndarray) else jnp
-    shape = list(coverage.shape)
-    shape[axis : axis + 1] = [size, shape[axis] // size]
-    grouped = coverage.reshape(shape)
-    least, most = grouped.min(axis=axis + 1), grouped.max(axis=axis + 1)
-    return xp.where(least == most, most, xp.minimum(most, Coverage.PARTIAL))
 
 
 def _padded(plan: Plan, x: jax.Array) -> jax.Array:

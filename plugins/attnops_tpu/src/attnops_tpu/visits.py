@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.kernels.vmap import Foldable
 from attnops.masks import Coverage
 
 # An entry is one int32: tile of the row, tile of the column, what is to be done, and where a row begins and ends.
@@ -47,7 +48,7 @@ class Entry(NamedTuple):
     meta_fields=["maps", "longest", "kinds", "rows"],
 )
 @dataclasses.dataclass(frozen=True)
-class Visits:
+class Visits(Foldable):
     """The visits of each map, in order of rows. A pytree.
 
     Attributes:
@@ -75,6 +76,17 @@ class Visits:
         """The entries of each map, padded to a length; the padding is never reached."""
         by_map = self.entries.reshape(-1, self.longest + 1)
         return jnp.pad(by_map, ((0, 0), (0, longest - self.longest)), mode="edge").reshape(-1)
+
+    def fold(self, batched: Any, n: int, B: int) -> Visits:
+        """See `attnops.kernels.vmap.Foldable.fold`."""
+        entries = self.entries.reshape(*([n] if batched.entries else []), self.maps[0], -1)
+        if not batched.entries and self.maps[0] == 1:
+            folded, batches = entries, 1
+        else:
+            entries = jnp.broadcast_to(entries if batched.entries else entries[None], (n, B, entries.shape[-1]))
+            folded, batches = entries.reshape(n * B, -1), n * B
+        steps = self.traced.max() if batched.traced else self.traced
+        return dataclasses.replace(self, entries=folded.reshape(-1), maps=(batches, self.maps[1]), traced=steps)
 
     def at(self, entries: Any, b: Any, h: Any, step: Any) -> Entry:
         """The visit of a batch and head at a step, read from ``entries`` in scalar memory."""

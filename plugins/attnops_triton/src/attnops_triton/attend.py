@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
-from attnops.nograd import not_differentiable
+from attnops.kernels.nograd import not_differentiable
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_triton.backward import Inputs, by_key, by_query
 from attnops_triton.bias_gradient import array_gradient, table_gradient

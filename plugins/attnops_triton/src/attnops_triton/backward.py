@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attnops.kernels.vmap import folds_batch
 from attnops_triton.launch import launch
 from attnops_triton.loops import place_by_key, place_by_query, visit_loops, visit_operands
 from attnops_triton.operands import Arrays, Operand, base, score_operands
@@ -18,7 +19,6 @@ from attnops_triton.plan import Plan
 from attnops_triton.source import Writer, number
 from attnops_triton.tile import Tile, dtype
 from attnops_triton.visits import Visits
-from attnops_triton.vmap import folds_batch
 
 
 class Inputs(NamedTuple):

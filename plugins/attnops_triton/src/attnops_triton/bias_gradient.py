@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from attnops.kernels.vmap import one_by_one
 from attnops_triton.backward import Inputs, input_operands, score_gradients, weights_again
 from attnops_triton.launch import launch
 from attnops_triton.operands import Arrays, Operand, base
 from attnops_triton.plan import Plan, cdiv
 from attnops_triton.source import Writer
 from attnops_triton.tile import Tile
-from attnops_triton.vmap import one_by_one
 
 
 @one_by_one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from attnops.kernels.vmap import folds_batch
 from attnops_triton.launch import launch
 from attnops_triton.loops import place_by_query, visit_loops, visit_operands
 from attnops_triton.operands import Arrays, Operand, base, score_operands
@@ -12,7 +13,6 @@ from attnops_triton.plan import LOG2E, Plan
 from attnops_triton.source import Writer, number
 from attnops_triton.tile import Tile, dtype
 from attnops_triton.visits import Visits
-from attnops_triton.vmap import folds_batch
 
 
 @folds_batch

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attnops.operations.varying import equally_varying
+from attnops.kernels.varying import equally_varying
 from attnops_triton.operands import Operand
 from attnops_triton.plan import Plan, Tiles
 from attnops_triton.source import Kernel, Writer

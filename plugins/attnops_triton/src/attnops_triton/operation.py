@@ -60,11 +60,12 @@ class TritonFlashAttention(FlashAttention):
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`."""
         # Triton is imported where it is used: the plugin is listed on machines that lack it.
-        from attnops.operations.varying import equally_varying
+        from attnops.kernels.scoring import describe
+        from attnops.kernels.varying import equally_varying
         from attnops_triton.attend import attend
         from attnops_triton.compat import device_arch
         from attnops_triton.plan import Plan
-        from attnops_triton.prepare import arrays, describe, maps
+        from attnops_triton.prepare import arrays, maps
         from attnops_triton.targets import current
         from attnops_triton.tile_sizes import choose
 
@@ -72,10 +73,8 @@ class TritonFlashAttention(FlashAttention):
         asked = query.dtype
         dtype = asked if query.dtype == key.dtype == value.dtype else jnp.dtype(jnp.float32)
         query, key, value = (x.astype(dtype) for x in (query, key, value))
-        scoring, bias = describe(
-            mask, bias, logits_soft_cap, 0.0 if dropout_key is None else self.metadata.dropout_prob, sinks is not None,
-            T, S,
-        )  # fmt: skip
+        dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
+        scoring, bias = describe((T, S), mask, bias, logits_soft_cap, dropout_prob, sinks is not None)
         arch = "" if self.metadata.interpret else current() or device_arch()
         tiles = choose(arch, dtype.itemsize, max(D, Dv), self.metadata.block_q, self.metadata.block_k)
         plan = Plan(

@@ -6,47 +6,10 @@ import dataclasses
 import math
 from typing import Final
 
-from attnops.elementwise import Elementwise
+from attnops.kernels.scoring import Scoring
 
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scoring:
-    """What is done to the products of queries and keys, static.
-
-    Attributes:
-        cap: the soft cap.
-        mask: the mask; None for none.
-        dense: how many arrays of T × S elements the mask has.
-        bias: a bias that is elementwise; None for none.
-        table: whether there is a bias by distance.
-        array: whether there is a bias of T × S elements.
-        dropout_prob: the probability of dropout.
-        hides_tokens: whether some tokens may be seen by nobody, and so hold anything, NaN too.
-        sinks: whether there are sinks.
-    """
-
-    cap: float | None = None
-    mask: Elementwise | None = None
-    dense: int = 0
-    bias: Elementwise | None = None
-    table: bool = False
-    array: bool = False
-    dropout_prob: float = 0.0
-    hides_tokens: bool = False
-    sinks: bool = False
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether there is a bias of any kind."""
-        return self.bias is not None or self.table or self.array
-
-    @property
-    def changes_scores(self) -> bool:
-        """Whether scores are more than a product and a scale."""
-        return self.cap is not None or self.has_bias
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,66 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.biases import ALiBi, Bias, RelativeBias
 from attnops.dropout import dropout_rows, dropout_seed
-from attnops.elementwise import of_bias, of_mask
-from attnops.masks import Coverage, Mask, block_map
+from attnops.kernels.coverage import ragged
+from attnops.kernels.elementwise import of_bias, of_mask
+from attnops.masks import Mask, block_map
 from attnops_triton.attend import Maps
 from attnops_triton.operands import Arrays, value_layout
-from attnops_triton.plan import Plan, Scoring, Tiles
+from attnops_triton.plan import Plan, Tiles
 from attnops_triton.visits import visits
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SpreadArray(Bias):
-    """An array bias that does not have an element for each score: one of queries, of keys, or of heads alone.
-
-    Attributes:
-        array: [B or 1, H or 1, T or 1, S or 1], not both T and S.
-    """
-
-    array: Any
-
-    static = ()
-
-    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        index = (i if size > 1 else 0 for i, size in zip((b, h, q, kv), self.array.shape, strict=True))
-        return scores + self.array[tuple(index)].astype(scores.dtype)
-
-
-def describe(
-    mask: Mask | None,
-    bias: jax.Array | Bias | None,
-    cap: float | None,
-    dropout_prob: float,
-    sinks: bool,
-    T: int,
-    S: int,
-) -> tuple[Scoring, Any]:
-    """What is done to scores, static, and the bias in the form that kernels take."""
-    if bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1:
-        bias = SpreadArray(bias)
-    table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)
-    function, _, dense = (None, [], []) if mask is None else of_mask(mask)
-    scoring = Scoring(
-        cap=cap,
-        mask=function,
-        dense=len(dense),
-        bias=of_bias(bias)[0] if isinstance(bias, Bias) and not table else None,
-        table=table,
-        array=bias is not None and not isinstance(bias, Bias),
-        dropout_prob=dropout_prob,
-        hides_tokens=mask is not None and mask.hides_tokens(T, S),
-        sinks=sinks,
-    )
-    return scoring, bias
 
 
 def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: Any) -> Arrays:
@@ -92,11 +45,11 @@ def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: An
 def maps(plan: Plan, mask: Mask | None) -> Maps:
     """The tiles that each kernel visits."""
     coverage = _coverage(mask, plan, plan.forward)
-    forward = visits(_ragged(coverage, 3, plan.S % plan.forward.bk))
+    forward = visits(ragged(coverage, 3, plan.S % plan.forward.bk))
     by_query = None
     if (plan.by_query.bq, plan.by_query.bk) != (plan.forward.bq, plan.forward.bk):
-        by_query = visits(_ragged(_coverage(mask, plan, plan.by_query), 3, plan.S % plan.by_query.bk))
-    coverage = _ragged(_coverage(mask, plan, plan.by_key), 2, plan.T % plan.by_key.bq)
+        by_query = visits(ragged(_coverage(mask, plan, plan.by_query), 3, plan.S % plan.by_query.bk))
+    coverage = ragged(_coverage(mask, plan, plan.by_key), 2, plan.T % plan.by_key.bq)
     by_score = None
     if plan.scoring.table or plan.scoring.array:
         by_score = jnp.asarray(_coverage(mask, plan, plan.by_score))
@@ -105,13 +58,3 @@ def maps(plan: Plan, mask: Mask | None) -> Maps:
 
 def _coverage(mask: Mask | None, plan: Plan, tiles: Tiles) -> Any:
     return block_map(mask, (plan.B, plan.H, plan.T, plan.S), tiles.bq, tiles.bk).coverage
-
-
-def _ragged(coverage: Any, axis: int, rest: int) -> Any:
-    """The coverage, the last tiles along an axis being masked where they are not whole."""
-    if not rest:
-        return coverage
-    xp = np if isinstance(coverage, np.ndarray) else jnp
-    size = coverage.shape[axis]
-    is_last = (np.arange(size) == size - 1).reshape([-1 if k == axis else 1 for k in range(4)])
-    return xp.where(is_last, xp.minimum(coverage, int(Coverage.PARTIAL)), coverage)

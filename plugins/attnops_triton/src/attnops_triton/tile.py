@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from attnops.dropout import dropout_threshold
-from attnops.elementwise import Elementwise
+from attnops.kernels.elementwise import Elementwise
 from attnops_triton.operands import Operand, base
 from attnops_triton.plan import LOG2E, Plan
 from attnops_triton.source import Writer, number

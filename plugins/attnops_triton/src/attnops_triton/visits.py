@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.kernels.vmap import Foldable
 from attnops.masks import Coverage
 
 
@@ -19,7 +20,7 @@ from attnops.masks import Coverage
     meta_fields=["maps", "rows", "width", "constant", "full", "partial"],
 )
 @dataclasses.dataclass(frozen=True)
-class Visits:
+class Visits(Foldable):
     """The tiles that each row visits. A pytree.
 
     Where the FULL columns of every row follow one another, and so do the PARTIAL ones, two ranges say it all; this is
@@ -44,6 +45,24 @@ class Visits:
     constant: tuple[int, int, int, int] | None
     full: bool
     partial: bool
+
+    def fold(self, batched: Any, n: int, B: int) -> Visits:
+        """See `attnops.kernels.vmap.Foldable.fold`."""
+        if self.constant is not None or (self.maps[0] == 1 and not batched.ranges and not batched.columns):
+            return self
+
+        def folded(x: Any, is_batched: Any) -> Any:
+            if x is None:
+                return None
+            x = x.reshape(*([n] if is_batched else []), self.maps[0], -1)
+            return jnp.broadcast_to(x if is_batched else x[None], (n, B, x.shape[-1])).reshape(-1)
+
+        return dataclasses.replace(
+            self,
+            ranges=folded(self.ranges, batched.ranges),
+            columns=folded(self.columns, batched.columns),
+            maps=(n * B, self.maps[1]),
+        )
 
 
 def visits(coverage: Any) -> Visits:

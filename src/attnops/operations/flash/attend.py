@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
 
-from attnops.nograd import not_differentiable
+from attnops.kernels.nograd import not_differentiable
 from attnops.operations.flash.backward import Gradients, backward
 from attnops.operations.flash.forward import forward
 from attnops.operations.flash.layout import zeros

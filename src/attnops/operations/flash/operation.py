@@ -12,6 +12,7 @@ from jax import lax
 
 from attnops.biases import Bias
 from attnops.dropout import dropout_seed
+from attnops.kernels.varying import equally_varying
 from attnops.masks.base import Mask
 from attnops.masks.tiles import Coverage, block_map
 from attnops.operation import OperationImpl
@@ -22,7 +23,6 @@ from attnops.operations.flash.tile_bias import tile_bias
 from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles, table_row
 from attnops.operations.flash.visits import visits
 from attnops.operations.vanilla import VanillaAttention
-from attnops.operations.varying import equally_varying
 from attnops.output import OperationOutput
 from attnops.request import AttentionRequest, Limits, Request
 

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from attnops_tpu.plan import Plan
-from attnops_tpu.visits import Visits
+
+class Foldable(abc.ABC):
+    """A pytree of arrays that knows by itself how a mapped axis joins its batch, such as a list of tiles to visit."""
+
+    @abc.abstractmethod
+    def fold(self, batched: Any, n: int, B: int) -> Any:
+        """The same for a batch of ``n · B``, slices first.
+
+        Args:
+            batched: of this class, saying of each array whether its first axis is the mapped one.
+            n: slices.
+            B: the batch of each.
+        """
+
+
+class HasBatch(Protocol):
+    """A plan, a dataclass, that says how large the batch is."""
+
+    @property
+    def B(self) -> int: ...
+
+
+Plan = TypeVar("Plan", bound=HasBatch)
 
 
 def folds_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel(plan, *arguments)``, mapped as one call of a larger batch.
+    """``kernel(plan, *arguments)``, mapped by `jax.vmap` as one call of a larger batch; ``plan`` is static.
 
     The arguments are pytrees of arrays whose first axis is the batch, or 1 where all batches share one, and of
-    `Visits`. So are the results, none of which is shared.
+    `Foldable` things. So are the results, none of which is shared.
     """
 
     def called(plan: Plan, *arguments: Any) -> Any:
@@ -28,9 +50,9 @@ def folds_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
         @run.def_vmap
         def _(axis_size: int, in_batched: Any, *arguments: Any) -> Any:
-            larger = dataclasses.replace(plan, B=axis_size * plan.B)
+            larger = dataclasses.replace(plan, B=axis_size * plan.B)  # type: ignore[type-var]
             tree: Any
-            leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_visits)
+            leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, Foldable))
             batched = tree.flatten_up_to(tuple(in_batched))
             folded = [_fold(x, b, axis_size, plan.B) for x, b in zip(leaves, batched, strict=True)]
             found = called(larger, *jax.tree.unflatten(tree, folded))
@@ -69,28 +91,11 @@ def one_by_one(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _is_visits(x: Any) -> bool:
-    return isinstance(x, Visits)
-
-
 def _fold(x: Any, batched: Any, n: int, B: int) -> Any:
-    if _is_visits(x):
-        return _fold_visits(x, batched, n, B)
+    if isinstance(x, Foldable):
+        return x.fold(batched, n, B)
     if not batched:
         # What one batch has, all have.
         return x if x.shape[0] == 1 else jnp.tile(x, (n, *[1] * (x.ndim - 1)))
     x = jnp.broadcast_to(x, (n, B, *x.shape[2:]))
     return x.reshape(n * B, *x.shape[2:])
-
-
-def _fold_visits(visits: Visits, batched: Visits, n: int, B: int) -> Visits:
-    entries = visits.entries.reshape(*([n] if batched.entries else []), visits.maps[0], -1)
-    if not batched.entries and visits.maps[0] == 1:
-        folded, batches = entries, 1
-    else:
-        entries = jnp.broadcast_to(entries if batched.entries else entries[None], (n, B, entries.shape[-1]))
-        folded, batches = entries.reshape(n * B, -1), n * B
-    steps = visits.traced.max() if batched.traced else visits.traced
-    return dataclasses.replace(
-        visits, entries=folded.reshape(-1), maps=(batches, visits.maps[1]), traced=steps
-    )  # fmt: skip

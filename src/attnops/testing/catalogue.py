@@ -1,4 +1,7 @@
-"""What the tests compile for every TPU generation: each head dim, length and feature of the contract."""
+"""What a kernel's tests compile ahead of time: each head dim, length and feature of the contract, forward and backward.
+
+compile_for(CASES["window"].program("attnops-tpu:flash", "tpu"), CASES["window"].example, "v6e")
+"""
 
 from __future__ import annotations
 
@@ -47,28 +50,37 @@ class Case:
     dropout: float = 0.0
     cap: float | None = None
 
-    def arguments(self) -> dict[str, Any]:
-        """What `program` is called with."""
+    @property
+    def example(self) -> tuple[dict[str, Any], tuple[Shape, ...]]:
+        """What the program takes, as shapes and dtypes."""
         S, Dv = self.S or self.T, self.Dv or self.D
         shapes = (self.B, self.T, self.H, self.D), (self.B, S, self.K, self.D), (self.B, S, self.K, Dv)
         found = {"qkv": tuple(Shape(shape, self.dtype) for shape in shapes), "learnt": self.learnt}
-        return found | ({"sinks": Shape((self.H,), jnp.float32)} if self.sinks else {})
+        return found | ({"sinks": Shape((self.H,), jnp.float32)} if self.sinks else {}), self.traced
 
-    def program(self, arguments: dict[str, Any], traced: tuple[jax.Array, ...]) -> Any:
-        """Output, logsumexp and all gradients."""
-        metadata = OperationMetadata(platform="tpu", on_unsupported="error", dropout_prob=self.dropout, mode="train")
-        operation = OperationRegistry.create("attnops-tpu:flash", metadata)
+    def program(self, name: str, platform: str) -> Callable[..., Any]:
+        """A function of `example` that gives output, logsumexp and all gradients.
 
-        def run(a: dict[str, Any]) -> Any:
-            found = operation(
-                *a["qkv"], mask=self.mask(*traced) if self.mask else None, sinks=a.get("sinks"), return_lse=True,
-                bias=self.bias(*a["learnt"]) if self.bias else None, logits_soft_cap=self.cap,
-                dropout_key=jax.random.key(0) if self.dropout else None,
-            )  # fmt: skip
-            return found.attention_outputs, found.logsumexp
+        Args:
+            name: of the operation; what it refuses raises.
+            platform: its platform.
+        """
+        metadata = OperationMetadata(platform=platform, on_unsupported="error", dropout_prob=self.dropout, mode="train")
+        operation: Any = OperationRegistry.create(name, metadata)
 
-        outputs, pull_back = jax.vjp(run, arguments)
-        return outputs, pull_back(jax.tree.map(jnp.ones_like, outputs))
+        def program(arguments: dict[str, Any], traced: tuple[jax.Array, ...]) -> Any:
+            def run(a: dict[str, Any]) -> Any:
+                found = operation(
+                    *a["qkv"], mask=self.mask(*traced) if self.mask else None, sinks=a.get("sinks"), return_lse=True,
+                    bias=self.bias(*a["learnt"]) if self.bias else None, logits_soft_cap=self.cap,
+                    dropout_key=jax.random.key(0) if self.dropout else None,
+                )  # fmt: skip
+                return found.attention_outputs, found.logsumexp
+
+            outputs, pull_back = jax.vjp(run, arguments)
+            return outputs, pull_back(jax.tree.map(jnp.ones_like, outputs))
+
+        return program
 
 
 def ids(T: int = 2048) -> Shape:
@@ -104,6 +116,7 @@ CASES = {
     "D 576, Dv 512": Case(D=576, Dv=512, H=4, K=1, mask=Causal),
     "D 8": Case(D=8),
     "D 5, Dv 3": Case(D=5, Dv=3),
+    "float16": Case(dtype=jnp.float16, mask=Causal),
     "T 1": Case(T=1, S=2048),
     "T 1, grouped": Case(T=1, S=2048, K=1, B=4),
     "T 113": Case(T=113),

@@ -1,0 +1,103 @@
+"""What a call does to the products of queries and keys, as static data that kernels are written from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from attnops.biases import ALiBi, Bias, RelativeBias
+from attnops.kernels.elementwise import Elementwise, of_bias, of_mask
+from attnops.masks import Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What is done to scores, static and hashable.
+
+    Attributes:
+        cap: the soft cap.
+        mask: the mask; None for none.
+        dense: how many arrays of T × S elements the mask has.
+        bias: a bias that is elementwise; None for none.
+        table: whether there is a bias by distance.
+        array: whether there is a bias of T × S elements.
+        dropout_prob: the probability of dropout.
+        hides_tokens: whether some tokens may be seen by nobody, and so hold anything, NaN too.
+        sinks: whether there are sinks.
+    """
+
+    cap: float | None = None
+    mask: Elementwise | None = None
+    dense: int = 0
+    bias: Elementwise | None = None
+    table: bool = False
+    array: bool = False
+    dropout_prob: float = 0.0
+    hides_tokens: bool = False
+    sinks: bool = False
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias of any kind."""
+        return self.bias is not None or self.table or self.array
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether scores are more than a product and a scale."""
+        return self.cap is not None or self.has_bias
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SpreadArray(Bias):
+    """An array bias that does not have an element for each score: one of queries, of keys, or of heads alone.
+
+    Attributes:
+        array: [B or 1, H or 1, T or 1, S or 1], not both T and S.
+    """
+
+    array: Any
+
+    static = ()
+
+    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        """See `attnops.biases.Bias.apply`."""
+        index = (i if size > 1 else 0 for i, size in zip((b, h, q, kv), self.array.shape, strict=True))
+        return scores + self.array[tuple(index)].astype(scores.dtype)
+
+
+def describe(
+    lengths: tuple[int, int],
+    mask: Mask | None,
+    bias: jax.Array | Bias | None,
+    cap: float | None,
+    dropout_prob: float,
+    sinks: bool,
+) -> tuple[Scoring, Any]:
+    """What is done to scores, and the bias in a form that kernels take: none, an array of T × S elements, or a `Bias`.
+
+    Args:
+        lengths: T and S.
+        mask: of the call.
+        bias: of the call.
+        cap: the soft cap.
+        dropout_prob: 0 for none.
+        sinks: whether there are any.
+    """
+    if bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1:
+        bias = SpreadArray(bias)
+    table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)
+    function, _, dense = (None, [], []) if mask is None else of_mask(mask)
+    scoring = Scoring(
+        cap=cap,
+        mask=function,
+        dense=len(dense),
+        bias=of_bias(bias)[0] if isinstance(bias, Bias) and not table else None,
+        table=table,
+        array=bias is not None and not isinstance(bias, Bias),
+        dropout_prob=dropout_prob,
+        hides_tokens=mask is not None and mask.hides_tokens(*lengths),
+        sinks=sinks,
+    )
+    return scoring, bias

@@ -94,7 +94,7 @@ def test_requests_name_the_primitives() -> None:
     assert {"rem", "sub"} <= request.mask_primitives
     causal = operation.request(x, x, x, mask=Causal())
     assert causal.mask_primitives == frozenset(), "only a caller's functions are traced"
-    (reason,) = Limits(primitives=frozenset({"sub"})).reasons(request)
+    (reason,) = Limits(mask_primitives=frozenset({"sub"})).reasons(request)
     assert reason.argument == "mask"
     assert "rem" in str(reason)
     # What does not work on scalars still works where it is evaluated on arrays.
@@ -107,7 +107,8 @@ def test_each_function_is_blamed_for_its_own_primitives() -> None:
     x = jnp.ones((1, 8, 1, 4))
     mask = MaskFn(lambda b, h, q, kv: (q - kv) % 2 == 0)
     request = operation.request(x, x, x, mask=mask, bias=ScoreFn(lambda s, b, h, q, kv: s + jnp.sin(s)))
-    both = Limits(primitives=frozenset({"sub", "add"}), bias_kinds=None).reasons(request)
+    some = frozenset({"sub", "add"})
+    both = Limits(mask_primitives=some, bias_primitives=some, bias_kinds=None).reasons(request)
     assert [(reason.argument, "sin" in str(reason)) for reason in both] == [("mask", False), ("bias", True)]
-    (bias,) = Limits(primitives=request.mask_primitives, bias_kinds=None).reasons(request)
+    (bias,) = Limits(bias_primitives=some, bias_kinds=None).reasons(request)
     assert bias.argument == "bias"

@@ -137,7 +137,8 @@ class Limits:
         equal_head_dims: D must equal Dv.
         mask_kinds: mask primitives and operators that it evaluates. None: all.
         bias_kinds: kinds of bias that it evaluates: "array", and classes of `attnops.biases`. None: all.
-        primitives: JAX's primitives that it evaluates for each score of a `MaskFn` or a `ScoreFn`. None: all.
+        mask_primitives: JAX's primitives that it evaluates for each score of a mask with a `MaskFn`. None: all.
+        bias_primitives: of a `ScoreFn`, likewise.
         differentiable: it has a backward pass. Without one it serves prefill, decode and insert only.
         interpretable: its kernel language has an interpreter, so that ``interpret=True`` works.
             True for plain JAX, which runs anywhere as it is.
@@ -152,7 +153,8 @@ class Limits:
     equal_head_dims: bool = False
     mask_kinds: frozenset[str] | None = None
     bias_kinds: frozenset[str] | None = frozenset({"array"})
-    primitives: frozenset[str] | None = None
+    mask_primitives: frozenset[str] | None = None
+    bias_primitives: frozenset[str] | None = None
     differentiable: bool = True
     interpretable: bool = True
     linear_memory: bool = True
@@ -205,10 +207,13 @@ class Limits:
             found.append(Reason("mask", request.mask, f"can't evaluate {', '.join(extra)}"))
         if self.bias_kinds is not None and request.bias_kind and request.bias_kind not in self.bias_kinds:
             found.append(Reason("bias", request.bias_kind, f"must be one of {sorted(self.bias_kinds)}"))
-        for name, primitives in (("mask", request.mask_primitives), ("bias", request.bias_primitives)):
-            if self.primitives is not None and not primitives <= self.primitives:
+        for name, primitives, known in (
+            ("mask", request.mask_primitives, self.mask_primitives),
+            ("bias", request.bias_primitives, self.bias_primitives),
+        ):
+            if known is not None and not primitives <= known:
                 found.append(
-                    Reason(name, ", ".join(sorted(primitives - self.primitives)),
+                    Reason(name, ", ".join(sorted(primitives - known)),
                            "this kernel can't compute it for each score",
                            "look up by query, by key or by head alone, or write it elementwise")
                 )  # fmt: skip

@@ -17,7 +17,7 @@ from attnops_triton.tile_sizes import TABLE, choose, known
 
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError, UnsupportedWarning
 from attnops.biases import ScoreFn
-from attnops.masks import Causal, MaskFn
+from attnops.masks import Causal
 
 NAME = "attnops-triton:flash"
 
@@ -117,7 +117,6 @@ def test_blocks_that_are_no_power_of_two() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"mask": MaskFn(lambda b, h, q, kv: jnp.arange(64)[(q * kv) % 64] > 3)},
         {"bias": ScoreFn(lambda s, b, h, q, kv, table: s + table[q - kv], (jnp.ones(128),))},
     ],
 )

@@ -29,7 +29,7 @@ FUNCTIONS = {
     "sign": lambda s, d: s * jnp.sign(s) + lax.rem(s, jnp.float32(0.7)),
     "select": lambda s, d: jnp.where((d > 3) & ~(d % 2 == 0) | (s < -1), s * 0.5, s + 1),
     "integers": lambda s, d: s + (d // 3 - (-d) % 5 + (d ^ 3)).astype(jnp.float32) * 0.1,
-    "gelu": lambda s, d: jax.nn.gelu(s, approximate=True) + jax.nn.softplus(s),
+    "gelu": lambda s, d: jax.nn.gelu(s, approximate=True) + jax.nn.silu(s),
 }
 
 

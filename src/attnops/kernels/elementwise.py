@@ -83,6 +83,7 @@ class Elementwise:
         steps: what is evaluated on a tile, in order.
         result: the variable, or literal, that is the result.
         primitives: the names of the primitives that are evaluated for each score.
+        axes: what the result depends on, of `ARGUMENTS`.
     """
 
     values: tuple[frozenset[str], ...]
@@ -90,6 +91,7 @@ class Elementwise:
     steps: tuple[Step, ...]
     result: int | Literal
     primitives: frozenset[str]
+    axes: frozenset[str]
     _arguments: tuple[int, ...]
     _given: tuple[int, ...]
     _value_variables: tuple[int, ...]
@@ -263,6 +265,7 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, c
         steps=(*on_the_spot, *inner),
         result=result,
         primitives=frozenset(step.name for step in inner) - _IDENTITIES,
+        axes=depends[result] if isinstance(result, int) else frozenset(),
         _arguments=tuple(arguments),
         _given=tuple(given_variables),
         _value_variables=tuple(values),

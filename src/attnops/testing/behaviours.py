@@ -21,6 +21,7 @@ from attnops.masks import Causal, Segments, SlidingWindow
 from attnops.operation import OperationImpl
 from attnops.remat import get_gradient_checkpoint_policy
 from attnops.testing import oracle
+from attnops.testing.corners import CORNERS
 from attnops.testing.problem import Problem
 from attnops.testing.runner import NotRunError, Subject
 from attnops.testing.tolerance import assert_close, tolerance
@@ -247,6 +248,7 @@ BEHAVIOURS: Final[dict[str, Callable[[Subject], None]]] = {
     "unknown option": unknown_option,
     "float8": float8,
     "refusals are listed": refusals_are_listed,
+    **CORNERS,
 }
 
 

@@ -38,7 +38,8 @@ class TPUFlashAttention(FlashAttention):
             dtypes=frozenset({"float32", "bfloat16"}),
             max_head_dim=576,
             bias_kinds=frozenset({"array", "ALiBi", "RelativePosition", "ScoreFn"}),
-            primitives=PRIMITIVES,
+            mask_primitives=PRIMITIVES,
+            bias_primitives=PRIMITIVES,
         )
     }
 

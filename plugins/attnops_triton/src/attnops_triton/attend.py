@@ -16,7 +16,7 @@ from attnops_triton.bias_gradient import array_gradient, table_gradient
 from attnops_triton.forward import forward
 from attnops_triton.operands import Arrays
 from attnops_triton.plan import LN2, Plan
-from attnops_triton.visits import Visits
+from attnops_triton.visits import Scores, Visits
 
 _SECOND: Final = (
     "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one"
@@ -30,13 +30,13 @@ class Maps(NamedTuple):
         forward: by tiles of queries.
         by_query: by tiles of queries, for the gradient of query; None where they are the forward's.
         by_key: by tiles of keys.
-        by_score: the coverage of each tile, int8, for the gradients of arrays and tables; None without one.
+        by_score: every tile, for the gradients of arrays and tables; None without one.
     """
 
     forward: Visits
     by_query: Visits | None
     by_key: Visits
-    by_score: Any
+    by_score: Scores | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,21 +12,22 @@ from attnops_triton.operands import Arrays, Operand, base
 from attnops_triton.plan import Plan, cdiv
 from attnops_triton.source import Writer
 from attnops_triton.tile import Tile
+from attnops_triton.visits import Scores
 
 
 @one_by_one
-def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, coverage: jax.Array) -> jax.Array:
+def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, scores: Scores) -> jax.Array:
     """Of an array [B or 1, H or 1, T, S], float32: what shares an element is added up before it is written.
 
     Args:
         plan: of the call.
         inputs: see `Inputs`.
         arrays: what scores depend on beside these.
-        coverage: int8 [B or 1, H or 1, tiles of q, tiles of kv].
+        scores: what the mask says of every tile.
     """
     assert arrays.array is not None
     shape = arrays.array.shape
-    operands = [*input_operands(plan, inputs, arrays), Operand("coverage", coverage)]
+    operands = [*input_operands(plan, inputs, arrays), *_score_operands(scores)]
     outputs = {"d_array": jax.ShapeDtypeStruct(shape, jnp.float32)}
     write, tiles = Writer(), plan.by_score
     tile = Tile.make(write, plan, tiles.bq, tiles.bk, operands)
@@ -54,7 +55,7 @@ def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, coverage: jax.Arr
 
 
 @one_by_one
-def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, coverage: jax.Array) -> jax.Array:
+def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, scores: Scores) -> jax.Array:
     """Of a table by distance, [1, H, T + S − 1], float32. O((T + S) · block) memory a head.
 
     All tiles of one block diagonal have the same distances at the same places: a program adds up those of a diagonal,
@@ -64,9 +65,9 @@ def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, coverage: jax.Arr
         plan: of the call.
         inputs: see `Inputs`.
         arrays: what scores depend on beside these.
-        coverage: int8 [B or 1, H or 1, tiles of q, tiles of kv]; tiles are square.
+        scores: what the mask says of every tile; tiles are square.
     """
-    operands = [*input_operands(plan, inputs, arrays), Operand("coverage", coverage)]
+    operands = [*input_operands(plan, inputs, arrays), *_score_operands(scores)]
     write, tiles = Writer(), plan.by_score
     n = tiles.bq
     tile = Tile.make(write, plan, n, n, operands)
@@ -94,6 +95,10 @@ def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, coverage: jax.Arr
     return _by_distance(found, plan)
 
 
+def _score_operands(scores: Scores) -> list[Operand]:
+    return [Operand(name, array) for name, array in scores._asdict().items() if array is not None]
+
+
 def _add(tile: Tile, operands: list[Operand]) -> None:
     """Add the gradient of the tile's scores to ``acc``."""
     write, plan = tile.write, tile.plan
@@ -101,6 +106,8 @@ def _add(tile: Tile, operands: list[Operand]) -> None:
     at = f"{base('coverage', shape)} + row * {shape[3]} + column"
     with write.block(f"if tl.load({at}) > 0:"):
         write(f"k = h // {plan.G}")
+        if plan.packed:
+            write(f"bits_at = tl.load({base('numbers', shape)} + row * {shape[3]} + column)")
         tile.rows("q", "q", plan.H, "h", plan.D, True)
         tile.rows("d_out", "q", plan.H, "h", plan.Dv, True)
         tile.values_of("", False)

@@ -94,7 +94,7 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], visits: Visits) -
             tile.keep()
             write("p = tl.where(keep, p, 0.0)")
         tile.rows("v", "kv", plan.K, "k", plan.Dv, edge)
-        if masked and scoring.mask is not None:
+        if masked and (scoring.mask is not None or plan.packed):
             tile.hide("kv", *(f"v_{i}" for i in pieces))
         write(f"p = p.to({dtype(plan)})")
         for i in pieces:

@@ -59,7 +59,7 @@ def place_by_key(write: Writer, plan: Plan, bk: int) -> int:
 
 def visit_operands(visits: Visits) -> list[Operand]:
     """What the loops read."""
-    named = (("ranges", visits.ranges), ("columns", visits.columns))
+    named = [(name, getattr(visits, name)) for name in ("ranges", "columns", "words", "first")]
     return [Operand(name, array) for name, array in named if array is not None]
 
 
@@ -73,7 +73,7 @@ def visit_loops(write: Writer, visits: Visits, first: str, block: int, body: Cal
         block: tokens a tile.
         body: writes what is done with a tile; given whether it is to be masked.
     """
-    if visits.constant is None:
+    if visits.constant is None or visits.words is not None:
         which = " + ".join([f"b * {visits.maps[1]}"] * (visits.maps[0] > 1) + ["h"] * (visits.maps[1] > 1))
         write(f"visited = ({which or '0'}) * {visits.rows} + row")
     if visits.columns is not None:
@@ -93,4 +93,6 @@ def visit_loops(write: Writer, visits: Visits, first: str, block: int, body: Cal
         with write.block(f"for i in range({start}, {stop}):"):
             column = "i" if visits.columns is None else "tl.load(columns_at + i)"
             write(f"{first} = {column} * {block}")
+            if masked and visits.words is not None:
+                write(f"bits_at = tl.load(first_ptr + visited) + (i - {start})")
             body(masked)

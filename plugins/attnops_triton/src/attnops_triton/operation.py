@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
@@ -29,7 +30,7 @@ class TritonFlashAttention(FlashAttention):
         "gpu": Limits(
             max_head_dim=576,
             bias_kinds=frozenset({"array", "ALiBi", "RelativePosition", "ScoreFn"}),
-            primitives=PRIMITIVES,
+            bias_primitives=PRIMITIVES,
         )
     }
 
@@ -63,6 +64,7 @@ class TritonFlashAttention(FlashAttention):
         from attnops.kernels.scoring import describe
         from attnops.kernels.varying import equally_varying
         from attnops_triton.attend import attend
+        from attnops_triton.bits import is_translatable
         from attnops_triton.compat import device_arch
         from attnops_triton.plan import Plan
         from attnops_triton.prepare import arrays, maps
@@ -74,16 +76,21 @@ class TritonFlashAttention(FlashAttention):
         dtype = asked if query.dtype == key.dtype == value.dtype else jnp.dtype(jnp.float32)
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
-        scoring, bias = describe((T, S), mask, bias, logits_soft_cap, dropout_prob, sinks is not None)
+        # A mask that has no form in Triton comes as bits, for the tiles that it is PARTIAL on.
+        packed = mask is not None and not is_translatable(mask)
+        written = None if packed else mask
+        scoring, bias = describe((T, S), written, bias, logits_soft_cap, dropout_prob, sinks is not None)
+        if mask is not None:
+            scoring = dataclasses.replace(scoring, hides_tokens=mask.hides_tokens(T, S))
         arch = "" if self.metadata.interpret else current() or device_arch()
         tiles = choose(arch, dtype.itemsize, max(D, Dv), self.metadata.block_q, self.metadata.block_k)
         plan = Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, scale=D**-0.5 if softmax_scale is None else softmax_scale,
-            tf32=self.metadata.precision == lax.Precision.DEFAULT, scoring=scoring, arch=arch,
+            tf32=self.metadata.precision == lax.Precision.DEFAULT, scoring=scoring, packed=packed, arch=arch,
             interpret=self.metadata.interpret,
         )  # fmt: skip
-        given = arrays(plan, mask, bias, sinks, dropout_key)
+        given = arrays(plan, written, bias, sinks, dropout_key)
         query, key, value, given, tiles_to_visit = equally_varying((query, key, value, given, maps(plan, mask)))
         out, lse = attend(plan, query, key, value, given, tiles_to_visit)
         return OperationOutput(out.astype(asked), None, lse if return_lse else None)

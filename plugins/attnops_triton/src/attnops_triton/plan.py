@@ -43,7 +43,8 @@ class Plan:
         dtype: the name of the dtype of query, key and value.
         scale: the softmax scale.
         tf32: whether products of float32 may be rounded to TF32.
-        scoring: see `Scoring`.
+        scoring: see `attnops.kernels.scoring.Scoring`.
+        packed: whether the mask is given as bits, see `attnops_triton.bits`.
         arch: what the kernels are compiled for, such as ``"sm_90"``; empty for the device at hand.
         interpret: whether kernels run in Triton's interpreter.
     """
@@ -64,6 +65,7 @@ class Plan:
     scale: float
     tf32: bool
     scoring: Scoring
+    packed: bool = False
     arch: str = ""
     interpret: bool = False
 

@@ -12,9 +12,10 @@ from attnops.kernels.coverage import ragged
 from attnops.kernels.elementwise import of_bias, of_mask
 from attnops.masks import Mask, block_map
 from attnops_triton.attend import Maps
+from attnops_triton.bits import Pack, packer, told_apart
 from attnops_triton.operands import Arrays, value_layout
 from attnops_triton.plan import Plan, Tiles
-from attnops_triton.visits import visits
+from attnops_triton.visits import every_score, visits
 
 
 def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: Any) -> Arrays:
@@ -44,17 +45,24 @@ def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: An
 
 def maps(plan: Plan, mask: Mask | None) -> Maps:
     """The tiles that each kernel visits."""
-    coverage = _coverage(mask, plan, plan.forward)
-    forward = visits(ragged(coverage, 3, plan.S % plan.forward.bk))
-    by_query = None
+    coverage, pack = _coverage(mask, plan, plan.forward)
+    forward = visits(ragged(coverage, 3, plan.S % plan.forward.bk), pack)
+    by_query = by_score = None
     if (plan.by_query.bq, plan.by_query.bk) != (plan.forward.bq, plan.forward.bk):
-        by_query = visits(ragged(_coverage(mask, plan, plan.by_query), 3, plan.S % plan.by_query.bk))
-    coverage = ragged(_coverage(mask, plan, plan.by_key), 2, plan.T % plan.by_key.bq)
-    by_score = None
+        coverage, pack = _coverage(mask, plan, plan.by_query)
+        by_query = visits(ragged(coverage, 3, plan.S % plan.by_query.bk), pack)
     if plan.scoring.table or plan.scoring.array:
-        by_score = jnp.asarray(_coverage(mask, plan, plan.by_score))
-    return Maps(forward, by_query, visits(coverage.swapaxes(2, 3)), by_score)
+        by_score = every_score(*_coverage(mask, plan, plan.by_score))
+    coverage, pack = _coverage(mask, plan, plan.by_key)
+    coverage = ragged(coverage, 2, plan.T % plan.by_key.bq).swapaxes(2, 3)
+    return Maps(forward, by_query, visits(coverage, pack, by_key=True), by_score)
 
 
-def _coverage(mask: Mask | None, plan: Plan, tiles: Tiles) -> Any:
-    return block_map(mask, (plan.B, plan.H, plan.T, plan.S), tiles.bq, tiles.bk).coverage
+def _coverage(mask: Mask | None, plan: Plan, tiles: Tiles) -> tuple[Any, Pack | None]:
+    """The coverage of each tile, and what computes the bits of tiles for a mask that has them."""
+    coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), tiles.bq, tiles.bk).coverage
+    if mask is None or not plan.packed:
+        return coverage, None
+    lead = [max(have, told) for have, told in zip(coverage.shape, told_apart(mask, plan), strict=False)]
+    xp: Any = np if isinstance(coverage, np.ndarray) else jnp
+    return xp.broadcast_to(coverage, (*lead, *coverage.shape[2:])), packer(mask, plan, tiles)

@@ -15,8 +15,9 @@ import numpy as np
 
 from attnops.dropout import dropout_threshold
 from attnops.kernels.elementwise import Elementwise
+from attnops_triton.bits import WORD
 from attnops_triton.operands import Operand, base
-from attnops_triton.plan import LOG2E, Plan
+from attnops_triton.plan import LOG2E, Plan, cdiv
 from attnops_triton.source import Writer, number
 from attnops_triton.translate import TYPES, derivative, traced, translate
 
@@ -74,7 +75,9 @@ class Tile:
         """
         length, first, index = self._of(axis)
         stride = heads * dim
-        at = f"{name}_ptr + b.to(tl.int64) * {length * stride} + {head}.to(tl.int64) * {dim}"
+        # Under `jax.vmap` all batches may share one.
+        batch = f" + b.to(tl.int64) * {length * stride}" if self.shapes[name][0] > 1 else ""
+        at = f"{name}_ptr{batch} + {head}.to(tl.int64) * {dim}"
         self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
         for i, (start, width) in enumerate(self.plan.pieces(dim)):
             columns = f"({start} + tl.arange(0, {width}))[None, :]"
@@ -96,19 +99,20 @@ class Tile:
             at = f"{name}_at + ({index} - {first})[:, None] * {stride} + {columns}"
             self.write(f"tl.store({at}, {values}_{i}.to({dtype}){masked})")
 
-    def token(
-        self, name: str, shape: tuple[int, ...], axis: str, edge: bool, other: str = "0", spread: bool = True
-    ) -> None:
-        """Load the tile's part of an array [B or 1, H or 1, T or S] as ``name``."""
+    def token(self, name: str, shape: tuple[int, ...], axis: str, edge: bool) -> None:
+        """Load the tile's part of an array [B or 1, H or 1, T or S] as ``name``, broadcasting to the tile.
+
+        Beyond the last token stands that one's again: a 0 might be divided by.
+        """
         length, _, index = self._of(axis)
-        masked = f", mask={index} < {length}, other={other}" if edge else ""
-        beside = self.beside(axis) if spread else ""
-        self.write(f"{name} = tl.load({base(name, shape)} + {index}{masked}){beside}")
+        index = f"tl.minimum({index}, {length - 1})" if edge else index
+        self.write(f"{name} = tl.load({base(name, shape)} + {index}){self.beside(axis)}")
 
     def level(self, edge: bool) -> None:
         """Load what a backward pass needs of each query: ``level``, ``rest`` and ``delta``."""
         for name, other in (("level", 'float("inf")'), ("rest", "0.0"), ("delta", "0.0")):
-            self.token(name, self.shapes[name], "q", edge, other, spread=False)
+            masked = f", mask=qi < {self.plan.T}, other={other}" if edge else ""
+            self.write(f"{name} = tl.load({base(name, self.shapes[name])} + qi{masked})")
 
     def values_of(self, axis: str, edge: bool) -> None:
         """Load what masks, biases and dropout have one of for each query, each key, or each head.
@@ -169,7 +173,7 @@ class Tile:
             )
         if scoring.bias is not None:
             (changed,) = translate(write, traced(scoring.bias, 0), self._arguments("bias", scoring.bias))
-            write("unbiased = s", f"s = {changed}")
+            write("unbiased = s", f"s = {changed} + tl.full({self.shape}, 0.0, tl.float32)")
         if scoring.table:
             table = base("table", self.shapes["table"])
             inside = f"(kx < {self.plan.S}) & (qx < {self.plan.T})"
@@ -198,6 +202,8 @@ class Tile:
                 write(f"dense{i} = {self.by_score(f'dense{i}', '0')} != 0")
             arguments = self._arguments("mask", scoring.mask) + [f"dense{i}" for i in range(scoring.dense)]
             conditions += translate(write, traced(scoring.mask, scoring.dense), arguments)
+        if plan.packed:
+            conditions.append(self.bits())
         if edge and plan.S % self.bk:
             conditions.append(f"(kx < {plan.S})")
         if scoring.hides_tokens and plan.T % self.bq:
@@ -207,6 +213,13 @@ class Tile:
             return False
         write(f"ok = {' & '.join(conditions)} & tl.full({self.shape}, 1, tl.int1)")
         return True
+
+    def bits(self) -> str:
+        """The bits of the tile whose number is ``bits_at``, see `attnops_triton.bits`."""
+        words = cdiv(self.bk, WORD)
+        at = f"words_ptr + bits_at.to(tl.int64) * {self.bq * words} + (qx - q0) * {words} + (kx - kv0) // {WORD}"
+        self.write(f"bit = (tl.load({at}) >> ((kx - kv0) % {WORD})) & 1")
+        return "(bit != 0)"
 
     def weights(self, level: str, rest: str = "") -> None:
         """``p``, two to the power of scores less ``level``, in the units of ``s``, and less ``rest``.
@@ -254,14 +267,18 @@ class Tile:
             d_scores, *d_values = translate(write, jaxpr, [*arguments, "ds"])
             for i, text in zip(wanted, d_values, strict=True):
                 write(f"d_bias{i} = {text} + tl.full({self.shape}, 0.0, tl.float32)")
-            write(f"ds = {d_scores}")
+            write(f"ds = {d_scores} + tl.full({self.shape}, 0.0, tl.float32)")
         if scoring.cap is not None:
             write("ds = ds * (1.0 - curve * curve)")
         return wanted
 
     def _arguments(self, prefix: str, function: Elementwise, scores: str = "s") -> list[str]:
-        b = "b" if self.plan.inner == self.plan.B else f"(b % {self.plan.inner})"
-        return [scores, b, "h", "qx", "kx", *(f"{prefix}{i}" for i in range(len(function.values)))]
+        plan = self.plan
+        b = "b" if plan.inner == plan.B else f"(b % {plan.inner})"
+        # A function is asked about tokens that there are.
+        q = f"tl.minimum(qx, {plan.T - 1})" if plan.T % self.bq else "qx"
+        kv = f"tl.minimum(kx, {plan.S - 1})" if plan.S % self.bk else "kx"
+        return [scores, b, "h", q, kv, *(f"{prefix}{i}" for i in range(len(function.values)))]
 
     def _of(self, axis: str) -> tuple[int, str, str]:
         return (self.plan.T, "q0", "qi") if axis == "q" else (self.plan.S, "kv0", "ki")

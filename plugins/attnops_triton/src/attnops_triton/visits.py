@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,12 @@ import numpy as np
 
 from attnops.kernels.vmap import Foldable
 from attnops.masks import Coverage
+from attnops_triton.bits import Pack
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ranges", "columns"],
+    data_fields=["ranges", "columns", "words", "first"],
     meta_fields=["maps", "rows", "width", "constant", "full", "partial"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Visits(Foldable):
         constant: the ranges, where they are the same for every row.
         full: whether there are FULL tiles.
         partial: whether there are PARTIAL tiles.
+        words: int32 [tiles, bq, words a query], the bits of PARTIAL tiles row by row; None for a mask without bits.
+        first: int32 [maps · rows], the number of a row's first PARTIAL tile among them.
     """
 
     ranges: Any
@@ -45,10 +48,13 @@ class Visits(Foldable):
     constant: tuple[int, int, int, int] | None
     full: bool
     partial: bool
+    words: Any = None
+    first: Any = None
 
     def fold(self, batched: Any, n: int, B: int) -> Visits:
         """See `attnops.kernels.vmap.Foldable.fold`."""
-        if self.constant is not None or (self.maps[0] == 1 and not batched.ranges and not batched.columns):
+        is_shared = not any((batched.ranges, batched.columns, batched.words, batched.first))
+        if is_shared and (self.maps[0] == 1 or (self.constant is not None and self.words is None)):
             return self
 
         def folded(x: Any, is_batched: Any) -> Any:
@@ -57,30 +63,83 @@ class Visits(Foldable):
             x = x.reshape(*([n] if is_batched else []), self.maps[0], -1)
             return jnp.broadcast_to(x if is_batched else x[None], (n, B, x.shape[-1])).reshape(-1)
 
+        words, first = self.words, folded(self.first, batched.first)
+        if words is not None and batched.words:
+            # Each slice's tiles follow those of the one before it.
+            first = (first.reshape(n, -1) + np.arange(n)[:, None] * words.shape[1]).reshape(-1)
+            words = words.reshape(-1, *words.shape[2:])
         return dataclasses.replace(
             self,
             ranges=folded(self.ranges, batched.ranges),
             columns=folded(self.columns, batched.columns),
             maps=(n * B, self.maps[1]),
+            words=words,
+            first=first,
         )
 
 
-def visits(coverage: Any) -> Visits:
+class Scores(NamedTuple):
+    """What a mask says of every tile.
+
+    Attributes:
+        coverage: int8 [B or 1, H or 1, tiles of q, tiles of kv].
+        words: int32 [tiles, bq, words a query], the bits of those that are not EMPTY; None for a mask without bits.
+        numbers: int32, as ``coverage``: the number of a tile among them.
+    """
+
+    coverage: Any
+    words: Any
+    numbers: Any
+
+
+def visits(coverage: Any, pack: Pack | None = None, by_key: bool = False) -> Visits:
     """The visits of a block map.
 
     Args:
         coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`; numpy's where it is known when tracing.
             A traced one is put in order at run time, in O(rows · columns) integers.
+        pack: computes the bits of tiles, for a mask that has them; of all tiles for a traced coverage.
+        by_key: whether rows are tiles of keys, and columns of queries; else the other way round.
     """
     *maps, rows, columns = coverage.shape
     if isinstance(coverage, np.ndarray):
-        return _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]))
+        found = _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]))
+        if pack is None or not found.partial:
+            return found
+        is_partial = coverage == Coverage.PARTIAL
+        count = is_partial.sum(axis=3).reshape(-1)
+        b, h, row, column = np.nonzero(is_partial)
+        words = pack(b, h, *((column, row) if by_key else (row, column)))
+        return dataclasses.replace(found, words=words, first=jnp.asarray(np.cumsum(count) - count, jnp.int32))
     flat = coverage.reshape(-1, rows, columns)
     n_full = (flat == Coverage.FULL).sum(axis=2, dtype=jnp.int32)
     n_partial = (flat == Coverage.PARTIAL).sum(axis=2, dtype=jnp.int32)
     ranges = jnp.stack([jnp.zeros_like(n_full), n_full, n_full, n_full + n_partial], axis=2)
     order = jnp.argsort(_rank(flat), axis=2, stable=True).astype(jnp.int32)
-    return Visits(ranges.reshape(-1), order.reshape(-1), (maps[0], maps[1]), rows, columns, None, True, True)
+    words = first = None
+    if pack is not None:
+        b, h, row, _ = (x.reshape(-1) for x in np.indices(coverage.shape, np.int32))
+        column = order.reshape(-1)
+        words = pack(b, h, *((column, row) if by_key else (row, column)))
+        first = (n_full + (np.arange(n_full.size, dtype=np.int32) * columns).reshape(n_full.shape)).reshape(-1)
+    return Visits(
+        ranges.reshape(-1), order.reshape(-1), (maps[0], maps[1]), rows, columns, None, True, True, words, first
+    )  # fmt: skip
+
+
+def every_score(coverage: Any, pack: Pack | None = None) -> Scores:
+    """`Scores` of a block map.
+
+    Args:
+        coverage: see `visits`.
+        pack: likewise; the bits of all tiles are computed where the coverage is traced.
+    """
+    if pack is None:
+        return Scores(jnp.asarray(coverage), None, None)
+    due = coverage > 0 if isinstance(coverage, np.ndarray) else np.ones(coverage.shape, bool)
+    numbers = np.maximum(np.cumsum(due.reshape(-1)) - 1, 0).reshape(due.shape)
+    at = np.nonzero(due) if due.any() else [np.zeros(1, np.int32)] * 4
+    return Scores(jnp.asarray(coverage), pack(*at), jnp.asarray(numbers, jnp.int32))
 
 
 def _static(coverage: np.ndarray[Any, Any], maps: tuple[int, int]) -> Visits:

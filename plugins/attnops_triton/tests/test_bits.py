@@ -1,0 +1,101 @@
+"""Masks that have no form in Triton: as bits, for the tiles that they are PARTIAL on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops_triton.bits import is_translatable
+from attnops_triton.visits import Visits, visits
+
+from attnops.biases import RelativePosition
+from attnops.masks import Causal, Coverage, Lengths, Mask, MaskFn, SlidingWindow
+from attnops.testing.corners import agree, draw
+from attnops.testing.runner import Subject
+
+INTERPRETED = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
+B, T, S, H, K, D = 2, 41, 57, 4, 2, 16
+TABLE = np.random.default_rng(0).random((H, 97)) > 0.4
+
+
+def scattered(table: Any = TABLE) -> Mask:
+    """A lookup by query and key, which kernels can't make for each score."""
+    return MaskFn(lambda b, h, q, kv: jnp.asarray(table)[0, (q * 31 + kv * 17) % 97])
+
+
+def by_head(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return jnp.asarray(TABLE)[h, (q * 31 + kv * 17 + 5 * b) % 97]
+
+
+MASKS = {
+    "everywhere": scattered(),
+    "where it is causal": Causal() & scattered(),
+    "by batch and head": MaskFn(by_head),
+    "not, or": ~scattered() | SlidingWindow(3, 3),
+    "fails on scalars": MaskFn(lambda b, h, q, kv: jnp.concatenate([q, q], axis=-1)[..., :1] % 3 >= kv % 4),
+    "at positions": (Causal() & scattered()).at(np.arange(T)[::-1].copy(), np.arange(S) // 2),
+}
+
+
+def call(operation: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return operation(q, k, v, **options).attention_outputs
+
+
+def inputs() -> list[jax.Array]:
+    return [draw(B, T, H, D), draw(B, S, K, D), draw(B, S, K, D)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_right(name: str) -> None:
+    mask = MASKS[name]
+    assert not is_translatable(mask.bind(B, H, T, S))
+    agree(INTERPRETED, lambda operation, *x: call(operation, *x, mask=mask), *inputs())
+
+
+def test_right_where_the_coverage_is_traced() -> None:
+    lengths = jnp.array([S, 20])
+
+    def attend(operation: Any, *qkv: Any) -> Any:
+        traced = jax.jit(lambda lengths: call(operation, *qkv, mask=Lengths(lengths) & scattered()))
+        return traced(lengths)
+
+    agree(INTERPRETED, attend, *inputs())
+
+
+@pytest.mark.parametrize("kind", ["array", "distance"])
+def test_gradients_of_biases_with_an_element_for_each_score(kind: str) -> None:
+    bias = draw(1, H, T, S) if kind == "array" else draw(32, H)
+
+    def attend(operation: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
+        given = bias if kind == "array" else RelativePosition(bias)
+        return call(operation, q, k, v, mask=Causal() & scattered(), bias=given)
+
+    agree(INTERPRETED, attend, *inputs(), bias)
+
+
+def test_each_slice_has_its_own_bits() -> None:
+    tables = jnp.asarray(np.random.default_rng(1).random((3, 1, 97)) > 0.4)
+
+    def attend(operation: Any, *qkv: Any) -> Any:
+        return jax.vmap(lambda table: call(operation, *qkv, mask=Causal() & scattered(table)))(tables)
+
+    agree(INTERPRETED, attend, *inputs())
+
+
+def test_bits_of_partial_tiles_alone() -> None:
+    coverage = np.array([[[[1, 0, 0], [2, 1, 0], [2, 1, 1]]]], np.int8)
+    assert Coverage.PARTIAL == 1
+    seen: list[Any] = []
+
+    def pack(*at: Any) -> Any:
+        seen.append([list(map(int, x)) for x in at])
+        return jnp.zeros((len(at[0]), 16, 1), jnp.int32)
+
+    found: Visits = visits(coverage, pack)
+    assert seen[-1][2:] == [[0, 1, 2, 2], [0, 1, 1, 2]]
+    assert found.first.tolist() == [0, 1, 2]
+    visits(coverage.swapaxes(2, 3), pack, by_key=True)
+    assert seen[-1][2:] == [[0, 1, 2, 2], [0, 1, 1, 2]], "queries and keys, row by row of keys"

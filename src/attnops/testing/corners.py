@@ -1,0 +1,175 @@
+"""Where kernels went wrong: what slices share, what nobody sees, ragged ends, functions of one's own.
+
+Each function takes the `Subject` and compares it with `vanilla`, which the rest of the suite holds to the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.biases import ScoreFn
+from attnops.masks import Causal, Lengths, SlidingWindow
+from attnops.metadata import OperationMetadata
+from attnops.registry import OperationRegistry
+from attnops.testing.runner import Subject
+
+T, D = 40, 8
+
+
+def draw(*shape: int) -> jax.Array:
+    """Numbers that depend on the shape alone, float32 between −1.7 and 1.7."""
+    rng = np.random.default_rng(shape)
+    return jnp.asarray(rng.uniform(-1.7, 1.7, shape), jnp.float32)
+
+
+def agree(subject: Subject, function: Callable[..., Any], *arguments: Any, tile: tuple[int, int] = (1, 1)) -> None:
+    """``function(operation, *arguments)`` and its gradients are vanilla's; tiles are so many blocks."""
+
+    def run(operation: Any) -> dict[str, Any]:
+        def value(*x: Any) -> Any:
+            return function(operation, *x)
+
+        if not subject.gradients:
+            return {"output": jax.jit(value, compiler_options=subject.compiler_options)(*arguments)}
+
+        def both(*x: Any) -> Any:
+            out, pull_back = jax.vjp(value, *x)
+            return {"output": out, "gradients": pull_back(2 * out)}
+
+        found: dict[str, Any] = jax.jit(both, compiler_options=subject.compiler_options)(*arguments)
+        return found
+
+    q, k = (n * subject.block for n in tile)
+    found = run(subject.make(subject.base.replace(block_q=q, block_k=k)))
+    expected = run(OperationRegistry.create("attnops:vanilla", OperationMetadata(mode=subject.mode)))
+    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        largest = max(1.0, float(np.abs(other).max()))
+        np.testing.assert_allclose(
+            one, other, rtol=2e-5, atol=2e-5 * largest, err_msg=f"{jax.tree_util.keystr(path)} is not vanilla's"
+        )
+
+
+def partial_vmap(subject: Subject) -> None:
+    """Under `jax.vmap` over some arguments the others are shared, though their batch is 1."""
+    shapes = (1, 24, 2, D), (1, 24, 1, D), (1, 24, 1, D)
+    for mapped in ((0, None, None), (None, 0, None), (None, 0, 0)):
+        qkv = [draw(*([3] * (axis is not None)), *shape) for axis, shape in zip(mapped, shapes, strict=True)]
+
+        def call(operation: Any, *qkv: Any, mapped: Any = mapped) -> Any:
+            return jax.vmap(lambda *x: operation(*x, mask=Causal()).attention_outputs, in_axes=mapped)(*qkv)
+
+        agree(subject, call, *qkv)
+
+
+def nested_vmap(subject: Subject) -> None:
+    """Under two `jax.vmap`, one over a mask's numbers and a bias, one over queries, each slice has its own."""
+    q, k, v = draw(2, 2, 24, 2, D), draw(2, 24, 1, D), draw(2, 24, 1, D)
+    lengths = jnp.array([[5, 24], [17, 0], [9, 1]])
+    bias = draw(3, 1, 2, 24, 24)
+
+    def call(operation: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
+        def one(q: Any, lengths: Any, bias: Any) -> Any:
+            mask = Lengths(lengths) & SlidingWindow(9, 3)
+            return operation(q, k, v, mask=mask, bias=bias).attention_outputs
+
+        return jax.vmap(jax.vmap(one, (None, 0, 0)), (0, None, None))(q, lengths, bias)
+
+    agree(subject, call, q, k, v, bias)
+
+
+def _hidden(subject: Subject, **changed: Any) -> None:
+    hidden = np.arange(T)[None, :] >= np.array([30, T])[:, None]
+    q, k, v, t = draw(2, T, 2, D), draw(2, T, 2, D), draw(2, T, 2, D), draw(T) + 3
+    k, v = (jnp.where(hidden[:, :, None, None], jnp.nan, x) for x in (k, v))
+
+    def call(operation: Any, q: Any, t: Any) -> Any:
+        bias = {"bias": ScoreFn(lambda s, b, h, q, kv, t: s * t[q], (t,))} if not changed else {}
+        mask = Lengths(np.array([30, T]))
+        return operation(q, k, v, mask=mask, **bias, **changed).attention_outputs + 0 * t.sum()
+
+    agree(subject, call, q, t)
+
+
+def hidden_and_capped(subject: Subject) -> None:
+    """Gradients are finite where tokens that nobody sees hold NaN and scores are capped."""
+    _hidden(subject, logits_soft_cap=5.0)
+
+
+def hidden_and_changed(subject: Subject) -> None:
+    """Gradients are finite where tokens that nobody sees hold NaN and a `ScoreFn` changes scores."""
+    _hidden(subject)
+
+
+def finite_at_every_index(subject: Subject) -> None:
+    """A function that is finite for all tokens there are is not asked about others, by which it might divide."""
+    for by_query in (True, False):
+
+        def call(operation: Any, q: Any, k: Any, v: Any, t: Any, by_query: bool = by_query) -> Any:
+            def fn(s: Any, b: Any, h: Any, q: Any, kv: Any, t: Any) -> Any:
+                return s / t[q if by_query else kv] + jnp.sqrt((float(T) - kv) + q)
+
+            return operation(q, k, v, bias=ScoreFn(fn, (t,))).attention_outputs
+
+        agree(subject, call, draw(1, T, 1, D), draw(1, T, 1, D), draw(1, T, 1, D), draw(T) + 3)
+
+
+_CAPTURED: Final = jnp.float32(1.7)
+_SCALED: Final = jax.jit(lambda x: x * _CAPTURED)
+
+# What a `ScoreFn` may be beside a function of everything.
+FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    "of keys alone": lambda s, b, h, q, kv, t: 0 * s + t[kv],
+    "of nothing": lambda s, b, h, q, kv, t: jnp.zeros_like(s) + t[0],
+    "with what it captures": lambda s, b, h, q, kv, t: _SCALED(s) * t[q],
+    "with derivatives of its own, once a token": lambda s, b, h, q, kv, t: s + jax.nn.relu(t[q]) * t[kv],
+}
+
+
+def functions(subject: Subject) -> None:
+    """A `ScoreFn` may depend on less than a score, and on what it captures."""
+    for fn in FUNCTIONS.values():
+
+        def call(operation: Any, q: Any, v: Any, t: Any, fn: Any = fn) -> Any:
+            return operation(q, q, v, bias=ScoreFn(fn, (t,)), mask=Causal()).attention_outputs
+
+        agree(subject, call, draw(1, 24, 1, D), draw(1, 24, 1, D), draw(24))
+
+
+def own_derivatives(subject: Subject) -> None:
+    """The derivative that a `ScoreFn` states for itself is kept, or the function refused."""
+    straight_through = jax.custom_jvp(lambda x: jnp.round(x))
+    straight_through.defjvp(lambda x, dx: (jnp.round(x[0]), dx[0]))
+
+    def call(operation: Any, q: Any) -> Any:
+        bias = ScoreFn(lambda s, b, h, q, kv: s + 0.1 * straight_through(3.3 * s))
+        return operation(q, q, q, bias=bias).attention_outputs
+
+    agree(subject, call, draw(1, 24, 1, D))
+
+
+def unequal_tiles(subject: Subject) -> None:
+    """Windows per head, grouped heads and learnt biases are right in tiles of fewer queries than keys, and of more."""
+    windows = np.array([[3, 11, 24, 40]])
+
+    def call(operation: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
+        return operation(q, k, v, mask=SlidingWindow(windows, 2), bias=bias).attention_outputs
+
+    for tile in ((1, 2), (2, 1)):
+        agree(subject, call, draw(2, T, 4, D), draw(2, 56, 2, D), draw(2, 56, 2, D), draw(1, 4, 1, 56), tile=tile)
+
+
+CORNERS: Final[dict[str, Callable[[Subject], None]]] = {
+    "partial vmap": partial_vmap,
+    "nested vmap": nested_vmap,
+    "hidden and capped": hidden_and_capped,
+    "hidden and changed": hidden_and_changed,
+    "finite at every index": finite_at_every_index,
+    "functions of less": functions,
+    "own derivatives": own_derivatives,
+    "unequal tiles": unequal_tiles,
+}

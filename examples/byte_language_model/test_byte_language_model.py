@@ -239,6 +239,7 @@ def test_script_runs_by_its_path_and_refuses_an_unknown_operation(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_full_training_agrees_and_draws_its_curves(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=160)
     picture = tmp_path / "losses.png"

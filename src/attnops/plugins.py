@@ -216,13 +216,15 @@ def unmet_requirements(requires: Iterable[str]) -> list[str]:
             continue
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
+        # The marker, which holds here, has quotes of its own.
+        wanted = text.partition(";")[0].strip()
         try:
             installed = importlib_metadata.version(requirement.name)
         except importlib_metadata.PackageNotFoundError:
-            unmet.append(f"requires {text}, which is not installed; pip install '{text}'")
+            unmet.append(f"requires {wanted}, which is not installed; pip install '{wanted}'")
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
-            unmet.append(f"requires {text}, but {installed} is installed; pip install '{text}'")
+            unmet.append(f"requires {wanted}, but {installed} is installed; pip install '{wanted}'")
     return unmet
 
 

@@ -24,6 +24,14 @@ QUICK_CASES = {("everything", "sm_90"), ("relative position", "sm_80"), ("docume
                ("shared bias", "sm_90")}  # fmt: skip
 
 
+def marks(i: int, name: str, arch: str) -> list[pytest.MarkDecorator]:
+    """Each case is compiled for one architecture among the slow tests, and for the others among the exhaustive ones."""
+    if (name, arch) in QUICK_CASES:
+        return []
+    own = list(SHARED_MEMORY)[i % len(SHARED_MEMORY)]
+    return [pytest.mark.slow] if arch == own else [pytest.mark.slow, pytest.mark.exhaustive]
+
+
 def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
     return [
         (x, compile_for(x, arch)) for x in kernels(case.program("attnops-triton:flash", "cuda"), case.example, arch)
@@ -61,11 +69,7 @@ def test_variants_of_the_table(D: int, Dv: int, dtype: str, arch: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [
-        pytest.param(name, arch, marks=() if (name, arch) in QUICK_CASES else pytest.mark.slow)
-        for arch in SHARED_MEMORY
-        for name in CASES
-    ],
+    [pytest.param(name, arch, marks=marks(i, name, arch)) for arch in SHARED_MEMORY for i, name in enumerate(CASES)],
 )
 def test_features(name: str, arch: str) -> None:
     for launched, binary in compiled(CASES[name], arch):

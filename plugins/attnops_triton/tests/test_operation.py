@@ -28,7 +28,6 @@ def make(**fields: object) -> object:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_exported_from_a_host_without_a_gpu(arch: str) -> None:
-    pytest.importorskip("jax_triton")
     operation = make()
     x = jax.ShapeDtypeStruct((2, 300, 4, 64), jnp.bfloat16)
 
@@ -127,7 +126,6 @@ def test_a_lookup_by_query_and_key_is_refused(options: dict[str, object]) -> Non
 
 
 def test_a_second_derivative_is_refused() -> None:
-    pytest.importorskip("triton")
     operation = make(interpret=True)
     x = jnp.ones((1, 16, 1, 8))
     with pytest.raises(NotDifferentiableError, match="vanilla has one"):

@@ -12,8 +12,6 @@ from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ScoreFn
 from attnops.masks import MaskFn
 
-pytest.importorskip("triton")
-
 # Of scores and of the token's distance; finite everywhere, with finite derivatives.
 FUNCTIONS = {
     "tanh": lambda s, d: jnp.tanh(s),

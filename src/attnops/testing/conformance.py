@@ -10,6 +10,7 @@ import pytest
 from attnops.metadata import OperationMetadata
 from attnops.operation import OperationImpl
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
+from attnops.testing.corners import CORNERS
 from attnops.testing.features import FEATURES
 from attnops.testing.runner import Outcome, Status, Subject, attempt, covering_rows, joined, sampled_pairs
 
@@ -24,8 +25,8 @@ class OperationConformance:
             interpret = True
 
     Values and gradients are held to the float64 oracle by the tolerance rule. Marked ``slow`` are each feature
-    alone, all pairs and most memory figures: register the marker, and leave them out with ``-m "not slow"``. What
-    remains has every feature in one pair or another.
+    alone, all pairs, corners and most memory figures: register the marker, and leave them out with
+    ``-m "not slow"``. What remains has every feature in one pair or another.
 
     Class attributes:
         operation: the operation's name, ``distribution:name``, or its class.
@@ -69,7 +70,10 @@ class OperationConformance:
         """Every pair, several in a problem."""
         self._judge(self.subject().check_pairs(row), record_property)
 
-    @pytest.mark.parametrize("behaviour", BEHAVIOURS)
+    @pytest.mark.parametrize(
+        "behaviour",
+        [pytest.param(name, marks=pytest.mark.slow) if name in CORNERS else name for name in BEHAVIOURS],
+    )
     def test_behaviour(self, behaviour: str) -> None:
         """See `attnops.testing.behaviours`."""
         outcome = attempt(behaviour, functools.partial(BEHAVIOURS[behaviour], self.subject()))

@@ -101,16 +101,25 @@ def visits(coverage: Any, pack: Pack | None = None, by_key: bool = False) -> Vis
         pack: computes the bits of tiles, for a mask that has them; of all tiles for a traced coverage.
         by_key: whether rows are tiles of keys, and columns of queries; else the other way round.
     """
+    if pack is not None:
+        given = pack
+        pack = (lambda b, h, row, column: given(b, h, column, row)) if by_key else given
+    return _known(coverage, pack) if isinstance(coverage, np.ndarray) else _traced(coverage, pack)
+
+
+def _known(coverage: Any, pack: Pack | None) -> Visits:
     *maps, rows, columns = coverage.shape
-    if isinstance(coverage, np.ndarray):
-        found = _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]))
-        if pack is None or not found.partial:
-            return found
-        is_partial = coverage == Coverage.PARTIAL
-        count = is_partial.sum(axis=3).reshape(-1)
-        b, h, row, column = np.nonzero(is_partial)
-        words = pack(b, h, *((column, row) if by_key else (row, column)))
-        return dataclasses.replace(found, words=words, first=jnp.asarray(np.cumsum(count) - count, jnp.int32))
+    found = _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]))
+    if pack is None or not found.partial:
+        return found
+    is_partial = coverage == Coverage.PARTIAL
+    count = is_partial.sum(axis=3).reshape(-1)
+    first = jnp.asarray(np.cumsum(count) - count, jnp.int32)
+    return dataclasses.replace(found, words=pack(*np.nonzero(is_partial)), first=first)
+
+
+def _traced(coverage: Any, pack: Pack | None) -> Visits:
+    *maps, rows, columns = coverage.shape
     flat = coverage.reshape(-1, rows, columns)
     n_full = (flat == Coverage.FULL).sum(axis=2, dtype=jnp.int32)
     n_partial = (flat == Coverage.PARTIAL).sum(axis=2, dtype=jnp.int32)
@@ -119,8 +128,7 @@ def visits(coverage: Any, pack: Pack | None = None, by_key: bool = False) -> Vis
     words = first = None
     if pack is not None:
         b, h, row, _ = (x.reshape(-1) for x in np.indices(coverage.shape, np.int32))
-        column = order.reshape(-1)
-        words = pack(b, h, *((column, row) if by_key else (row, column)))
+        words = pack(b, h, row, order.reshape(-1))
         first = (n_full + (np.arange(n_full.size, dtype=np.int32) * columns).reshape(n_full.shape)).reshape(-1)
     return Visits(
         ranges.reshape(-1), order.reshape(-1), (maps[0], maps[1]), rows, columns, None, True, True, words, first

@@ -13,7 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.operations.flash.layout import empty, pack, pack_rows, put, take, take_rows, unpack, zeros
+from attnops.operations.flash.layout import (
+    add_turned,
+    empty,
+    pack,
+    pack_rows,
+    put,
+    take,
+    take_rows,
+    unpack,
+    unpack_turned,
+    zeros,
+)
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, without_unseen
 from attnops.operations.flash.tile_bias import Leaves, learnt
@@ -101,8 +112,8 @@ def backward(
                     d_bias = options.bias.put(plan, d_bias, d_parts, where)
             d_scores = d_scores.astype(plan.dtype)
             d_k = carry.key + plan.product(d_scores, q_, 2, 1)
-            more = plan.product(k_turned_seen, d_scores, 2, 1) * plan.scale  # [L, D, R]
-            d_q = put(plan, carry.query, group, q_tile, plan.bq, more.swapaxes(1, 2), jnp.float32, add=True)
+            more = plan.product(k_turned_seen, d_scores, 2, 1)  # [L, D, R]
+            d_q = add_turned(plan, carry.query, group, q_tile, more)
             return Gradients(d_q, d_k, d_v, d_bias)
 
         start = state._replace(
@@ -116,15 +127,15 @@ def backward(
         )
 
     start = Gradients(
-        # Added to many times, so in float32; keys' and values' are complete when they are put.
-        empty(q, plan.H, plan.D, jnp.float32),
+        # Added to many times, so in float32 and as products come; keys' and values' are complete when they are put.
+        zeros(query, (plan.groups, plan.nq, plan.lanes, plan.D, plan.R)),
         empty(k, plan.K, plan.D, key.dtype),
         empty(v, plan.K, plan.Dv, value.dtype),
         jax.tree.map(lambda leaf: zeros(query, leaf.shape), learnt(arrays.bias)) if wants_bias else (),
     )
     done = lax.fori_loop(0, plan.groups * plan.nk, row, start)
     return Gradients(
-        unpack(done.query, plan.T, jnp.float32).astype(query.dtype),
+        (unpack_turned(plan, done.query) * plan.scale).astype(query.dtype),
         unpack(done.key, plan.S, key.dtype),
         unpack(done.value, plan.S, value.dtype),
         jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), done.bias, learnt(arrays.bias)) if wants_bias else (),

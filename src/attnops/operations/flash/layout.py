@@ -55,18 +55,28 @@ def take(plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, dtype: Any)
     return x.reshape(plan.lanes, -1, x.shape[-1])
 
 
-def put(
-    plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, value: jax.Array, dtype: Any, add: bool = False
-) -> jax.Array:
-    """``x`` with a tile replaced by ``value`` [L, rows, d], or added to; in place inside a loop."""
+def put(plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, value: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` with a tile replaced by ``value`` [L, rows, d]; in place inside a loop."""
     heads = x.shape[2] // plan.K
     start, sizes = _place(plan, group, tile, size, heads)
     value = value.reshape(sizes[0], -1, heads, size, value.shape[-1]).transpose(0, 3, 1, 2, 4)
     value = value.reshape(*sizes, value.shape[-1]).astype(dtype)
-    if add:
-        value = value + lax.dynamic_slice(x, start, value.shape)
     value = lax.bitcast_convert_type(value, jnp.uint16) if x.dtype == jnp.uint16 else value
     return lax.dynamic_update_slice(x, value, start)
+
+
+def add_turned(plan: Plan, x: jax.Array, group: Any, tile: Any, value: jax.Array) -> jax.Array:
+    """``x`` [groups, nq, L, d, R] with ``value`` [L, d, R] added to a tile of queries; in place inside a loop."""
+    start = plan.indices(group, tile, 0, 0, 0)
+    value = value[None, None]
+    return lax.dynamic_update_slice(x, value + lax.dynamic_slice(x, start, value.shape), start)
+
+
+def unpack_turned(plan: Plan, x: jax.Array) -> jax.Array:
+    """[groups, nq, L, d, R] to [B, T, H, d]."""
+    d = x.shape[3]
+    x = x.swapaxes(1, 2).reshape(plan.B, plan.K, plan.nq, d, plan.G, plan.bq)
+    return x.transpose(0, 2, 5, 1, 4, 3).reshape(plan.B, plan.nq * plan.bq, plan.H, d)[:, : plan.T]
 
 
 def pack_rows(plan: Plan, x: jax.Array, fill: float) -> jax.Array:

@@ -76,6 +76,13 @@ def test_features(name: str, arch: str) -> None:
         assert binary.shared <= SHARED_MEMORY[arch], f"{launched.kernel.name} takes {binary.shared} of shared memory"
 
 
+def test_an_architecture_is_part_of_what_is_cached() -> None:
+    case = Case(T=256, H=2, K=2, mask=Causal)
+    program = jax.jit(case.program("attnops-triton:flash", "cuda"))
+    seen = [kernels(program, case.example, arch) for arch in ("sm_80", "sm_90", "sm_80")]
+    assert [x[0].plan.arch for x in seen] == ["sm_80", "sm_90", "sm_80"]
+
+
 def test_unknown_architecture() -> None:
     (launched, *_) = kernels(CASES["plain"].program("attnops-triton:flash", "cuda"), CASES["plain"].example, "sm_90")
     with pytest.raises(ValueError, match=r"sm_12.*use one of"):

@@ -15,9 +15,16 @@ from attnops_triton.plan import parts
 from attnops_triton.targets import SHARED_MEMORY, target
 from attnops_triton.tile_sizes import TABLE, choose, known
 
-from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError, UnsupportedWarning
+from attnops import (
+    NotDifferentiableError,
+    OperationMetadata,
+    OperationRegistry,
+    UnsupportedError,
+    UnsupportedWarning,
+    explain,
+)
 from attnops.biases import ScoreFn
-from attnops.masks import Causal
+from attnops.masks import Causal, Segments, SlidingWindow
 
 NAME = "attnops-triton:flash"
 
@@ -87,6 +94,22 @@ def test_without_triton_it_serves_natively_with_one_warning(monkeypatch: pytest.
     np.testing.assert_allclose(found, expected, atol=2e-6)
     with pytest.raises(UnsupportedError, match=r"jax-triton=not installed.*pip install"):
         make()(x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "chosen"),
+    [
+        (None, {}, "attnops:sdpa"),
+        (Causal(), {}, "attnops:sdpa"),
+        (Causal(), {"logits_soft_cap": 30.0}, NAME),
+        (Causal() & SlidingWindow(63, 0), {}, NAME),
+        (Causal() & Segments(np.arange(256) // 100), {}, NAME),
+    ],
+)
+def test_auto_leaves_plain_attention_to_cudnn(mask: object, options: dict[str, object], chosen: str) -> None:
+    x = jnp.ones((1, 256, 4, 64), jnp.bfloat16)
+    auto = OperationRegistry.create("auto", OperationMetadata(platform="cuda"))
+    assert explain(auto.request(x, x, x, mask=mask, **options)).chosen.name == chosen
 
 
 def test_table() -> None:

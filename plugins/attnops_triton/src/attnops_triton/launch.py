@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,8 @@ from attnops_triton.operands import Operand
 from attnops_triton.plan import Plan, Tiles
 from attnops_triton.source import Kernel, Writer
 
-_RECORD: contextvars.ContextVar[list[Launched] | None] = contextvars.ContextVar("attnops_triton_record", default=None)
+# Part of what JAX caches traced functions by: each recording traces anew.
+_RECORD = jax.make_user_context(default_value=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +39,19 @@ class Launched:
     programs: int
 
 
+@dataclasses.dataclass(eq=False)
+class Recording:
+    """What was launched while it lasted; hashed by identity."""
+
+    launched: list[Launched] = dataclasses.field(default_factory=list)
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launched]]:
     """Kernels are not run but listed, and give zeros."""
-    found: list[Launched] = []
-    token = _RECORD.set(found)
-    try:
-        yield found
-    finally:
-        _RECORD.reset(token)
+    found = Recording()
+    with _RECORD(found):
+        yield found.launched
 
 
 def launch(
@@ -70,9 +74,9 @@ def launch(
 
     kernel = write.kernel(name, [f"{x}_ptr" for x in (*(o.name for o in operands), *outputs)])
     arrays, shapes = [operand.array for operand in operands], tuple(outputs.values())
-    record = _RECORD.get()
+    record = _RECORD.value
     if record is not None:
-        record.append(Launched(kernel, tuple(x.dtype.name for x in (*arrays, *shapes)), tiles, plan, programs))
+        record.launched.append(Launched(kernel, tuple(x.dtype.name for x in (*arrays, *shapes)), tiles, plan, programs))
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
     run: Any
     if plan.interpret:

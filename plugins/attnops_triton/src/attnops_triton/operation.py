@@ -34,6 +34,19 @@ class TritonFlashAttention(FlashAttention):
         )
     }
 
+    @classmethod
+    def preference(cls, request: Request) -> float | None:
+        """Before cuDNN, whose preference is 2, where that would need an array of T × S elements; else after it.
+
+        By bytes, as no GPU has timed the two: a mask of 16,384 × 16,384 is 512 MB in bfloat16, read again for every
+        head that has one of its own, and no tile of it is left out. Plain and causal attention is cuDNN's own ground.
+        """
+        own = super().preference(request)
+        if request.platform != "cuda" or not isinstance(request, AttentionRequest):
+            return own
+        is_plain = request.mask_kinds <= {"Causal"} and request.query_length == request.key_length
+        return 3.0 if request.bias_kind or (request.mask_kinds and not is_plain) else 1.0
+
     def unsupported(self, request: Request) -> Iterable[Reason]:
         """See `attnops.BaseOperation.unsupported`."""
         yield from missing(request.interpret)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 from typing import Final
+
+import jax
 
 # Architectures that have tiles of their own, and bytes of shared memory that one program may use.
 SHARED_MEMORY: Final = {
     "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
 }  # fmt: skip
 
-_TARGET: contextvars.ContextVar[str] = contextvars.ContextVar("attnops_triton_target", default="")
+# Part of what JAX caches traced functions by.
+_TARGET = jax.make_user_context(default_value="")
 
 
 def current() -> str:
     """The architecture that `target` states; empty for that of the GPU at hand."""
-    return _TARGET.get()
+    return str(_TARGET.value)
 
 
 @contextlib.contextmanager
@@ -32,8 +34,5 @@ def target(arch: str) -> Iterator[None]:
     """
     if arch not in SHARED_MEMORY:
         raise ValueError(f"arch={arch!r} is unknown; use one of {list(SHARED_MEMORY)}")
-    token = _TARGET.set(arch)
-    try:
+    with _TARGET(arch):
         yield
-    finally:
-        _TARGET.reset(token)

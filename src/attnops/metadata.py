@@ -11,7 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from attnops.platforms import canonicalize_platform
-from attnops.sharding.modes import canonicalize_mode
+from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, KV_LENGTH, QUERY_LENGTH
+from attnops.sharding.call import AttentionShardings
+from attnops.sharding.mesh import current_mesh
+from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, canonicalize_mode
+from attnops.sharding.rules import DEFAULT_RULES, AxisRules
 
 Layout = Literal["BTHD", "BHTD"]
 OnUnsupported = Literal["native", "error"]
@@ -31,7 +35,8 @@ class OperationMetadata:
         mode: runtime mode (a constant of `attnops.sharding`, or "train", "prefill", "decode", "insert").
             None: decode where the query's length is 1, else train.
         platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: found as `attnops.platforms.find_platform` says.
-        mesh: the mesh that calls run on.
+        mesh: the mesh that calls run on. None: the one that `jax.set_mesh` sets, if any.
+        axis_rules: which axes of the mesh cut which dimension, see `attnops.sharding.AxisRules`.
         precision: of matrix products. None: full float32 for float32 inputs on every platform
             (`jax.lax.Precision.HIGHEST`); `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16 passes.
         on_unsupported: what happens when the implementation can't serve a call: ``"native"`` runs its native forward
@@ -52,6 +57,7 @@ class OperationMetadata:
     mode: str | None = None  # always one of RUNTIME_MODE_TYPES once made
     platform: str | None = None
     mesh: Mesh | None = None
+    axis_rules: AxisRules = DEFAULT_RULES
     precision: jax.lax.Precision | None = None  # or its name, "highest"; a jax.lax.Precision once made
     on_unsupported: OnUnsupported = "native"
     interpret: bool = False
@@ -105,6 +111,50 @@ class OperationMetadata:
                     break
         return cls(**(found | overrides))
 
+    def get_shardings(self, query: Any, key: Any, value: Any = None, *, mode: str | None = None) -> AttentionShardings:
+        """The partition specs of a call, on the metadata's mesh or the one that is set, by the axis rules.
+
+        Args:
+            query: an array, or anything with its ``shape``: [B, T, H, D], or as ``layout`` says.
+            key: likewise.
+            value: likewise; None for the key's.
+            mode: runtime mode. None: the metadata's, else decode for one query, else train.
+
+        Returns:
+            Specs of query, key and value, corrected where an axis is absent or does not divide, and of everything that
+            follows from them: biases, masks, sinks, segment ids, lengths, output and logsumexp.
+
+        Raises:
+            ValueError: a shape has not four dimensions, or ``mode`` is none.
+        """
+        value = key if value is None else value
+        swapped = self.layout == "BHTD"
+        for name, array in (("query", query), ("key", key), ("value", value)):
+            if len(array.shape) != 4:
+                raise ValueError(f"{name} has shape {tuple(array.shape)}, but must have 4 dimensions, {self.layout}")
+        stated = mode or self.mode
+        chosen = (
+            canonicalize_mode(stated)
+            if stated
+            else MODE_DECODE
+            if query.shape[2 if swapped else 1] == 1
+            else MODE_TRAIN
+        )
+        mesh = self.mesh if self.mesh is not None else current_mesh()
+
+        def spec(array: Any, *axes: str) -> Any:
+            batch, length, heads, features = axes
+            ordered = (batch, heads, length, features) if swapped else axes
+            return self.axis_rules.spec(ordered, array.shape, mesh, chosen)
+
+        return AttentionShardings(
+            query=spec(query, BATCH, QUERY_LENGTH, HEAD, HEAD_DIM),
+            key=spec(key, BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM),
+            value=spec(value, BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM),
+            layout=self.layout,
+            mesh=mesh,
+        )
+
     def replace(self, **changes: Any) -> OperationMetadata:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
@@ -138,7 +188,7 @@ CONFIG_NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     **{
         name: {name: _same}
-        for name in ("layout", "mode", "platform", "mesh", "precision", "on_unsupported", "interpret")
+        for name in ("layout", "mode", "platform", "mesh", "axis_rules", "precision", "on_unsupported", "interpret")
     },
     "block_q": {"block_q": _same, "blocksize_q": _same},
     "block_k": {"block_k": _same, "blocksize_k": _same},

@@ -1,0 +1,113 @@
+"""The partition specs of a call of attention: those of query, key and value, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from attnops.sharding.mesh import get_names_from_partition_spec
+from attnops.sharding.specs import MeshLike, correct_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShardings:
+    """Specs of everything that a call takes and gives; only those of query, key and value are stated.
+
+    Attributes:
+        query: [B, T, H, D]; with ``layout="BHTD"`` [B, H, T, D].
+        key: [B, S, K, D], likewise.
+        value: [B, S, K, Dv], likewise.
+        layout: "BTHD" or "BHTD".
+        mesh: what they are corrected for; None where there is none.
+    """
+
+    query: PartitionSpec
+    key: PartitionSpec
+    value: PartitionSpec
+    layout: str = "BTHD"
+    mesh: MeshLike | None = None
+
+    @property
+    def output(self) -> PartitionSpec:
+        """The query's, with the value's features."""
+        batch, second, third, _ = _four(self.query)
+        return PartitionSpec(batch, second, third, _four(self.value)[3])
+
+    @property
+    def logsumexp(self) -> PartitionSpec:
+        """[B, H, T]."""
+        return PartitionSpec(self._batch, self._heads, self._queries)
+
+    @property
+    def scores(self) -> PartitionSpec:
+        """[B, H, T, S]: of biases, of masks that are arrays, and of weights; see `fit` for dimensions of 1.
+
+        What cuts the queries can't cut the keys as well.
+        """
+        taken = get_names_from_partition_spec((self._batch, self._heads, self._queries))
+        left = tuple(name for name in get_names_from_partition_spec((self._keys,)) if name not in taken)
+        keys = None if not left else left[0] if len(left) == 1 else left
+        return PartitionSpec(self._batch, self._heads, self._queries, keys)
+
+    bias = mask = weights = scores
+
+    @property
+    def sinks(self) -> PartitionSpec:
+        """[H]."""
+        return PartitionSpec(self._heads)
+
+    @property
+    def by_batch(self) -> PartitionSpec:
+        """[B]: lengths, cache indices."""
+        return PartitionSpec(self._batch)
+
+    @property
+    def by_query(self) -> PartitionSpec:
+        """[B, T]: segment ids and positions of queries."""
+        return PartitionSpec(self._batch, self._queries)
+
+    @property
+    def by_key(self) -> PartitionSpec:
+        """[B, S]: segment ids and positions of keys, and padding masks."""
+        return PartitionSpec(self._batch, self._keys)
+
+    @property
+    def by_head(self) -> PartitionSpec:
+        """[B, H]: windows and other numbers that differ by head."""
+        return PartitionSpec(self._batch, self._heads)
+
+    def fit(self, spec: PartitionSpec, array: Any) -> PartitionSpec:
+        """``spec`` for an array that may have dimensions of 1, which are not cut, or others that do not divide."""
+        return spec if self.mesh is None else correct_spec(spec, array.shape, self.mesh)
+
+    def named(self, spec: PartitionSpec) -> NamedSharding:
+        """``spec`` on the mesh.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.mesh is None:
+            raise ValueError("there is no mesh; state it as metadata.mesh, or set one by jax.set_mesh")
+        return NamedSharding(self.mesh, spec)
+
+    @property
+    def _batch(self) -> Any:
+        return _four(self.query)[0]
+
+    @property
+    def _heads(self) -> Any:
+        return _four(self.query)[2 if self.layout == "BTHD" else 1]
+
+    @property
+    def _queries(self) -> Any:
+        return _four(self.query)[1 if self.layout == "BTHD" else 2]
+
+    @property
+    def _keys(self) -> Any:
+        return _four(self.key)[1 if self.layout == "BTHD" else 2]
+
+
+def _four(spec: PartitionSpec) -> tuple[Any, ...]:
+    return (*spec, *(None,) * (4 - len(spec)))

@@ -1,0 +1,209 @@
+"""AxisRules: from semantic axes and a runtime mode to the axes of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from attnops.sharding import axes as semantic
+from attnops.sharding.axes import SemanticAxis, ShardingAxes
+from attnops.sharding.modes import GENERATION_MODES, MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
+from attnops.sharding.specs import MeshLike, correct_spec
+
+
+class Override(enum.Enum):
+    """What a decode rule says without naming mesh axes."""
+
+    INHERIT = "inherit"  # the rule of every other mode
+
+
+INHERIT: Final = Override.INHERIT
+REPLICATE: Final = None
+
+MeshAxes: TypeAlias = str | tuple[str, ...] | None
+
+_DATA: Final = ("dp", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxisRules:
+    """Which mesh axes a semantic axis is cut by. Frozen and hashable.
+
+    A rule is the name of a mesh axis, a tuple of them (the first cuts first), or None: every device has all of it. What
+    a mesh lacks, or what does not divide a dimension, is left out when a rule meets them, see `correct_spec`.
+
+    In decoding and inserting the rules of ``decode`` come first. There `INHERIT`, the same as leaving an axis out,
+    keeps the rule of the other modes, and `REPLICATE`, which is None, cuts by nothing: one query can't be cut, but the
+    keys that it looks at can.
+
+    Attributes:
+        batch: of `BATCH`.
+        length: of `LENGTH`.
+        query_length: of `QUERY_LENGTH`.
+        kv_length: of `KV_LENGTH`.
+        head: of `HEAD`.
+        kv_head: of `KV_HEAD`.
+        head_dim: of `HEAD_DIM` and `KV_HEAD_DIM`.
+        bias_head_seq: of `BIAS_HEAD_SEQ`.
+        bias_kv_seq: of `BIAS_KV_SEQ`.
+        embed: of `EMBED`.
+        mlp_intermediate: of `MLP_INTERMEDIATE`.
+        vocab: of `VOCAB`.
+        expert: of `EXPERT`.
+        expert_gate: of `EXPERT_GATE`.
+        dp, fsdp, tp, ep, sp: of the kinds of parallelism.
+        decode: (semantic axis, rule) pairs that differ in decoding and inserting; a mapping is taken as its items.
+    """
+
+    batch: MeshAxes = _DATA
+    length: MeshAxes = "sp"
+    query_length: MeshAxes = "sp"
+    kv_length: MeshAxes = "sp"
+    head: MeshAxes = "tp"
+    kv_head: MeshAxes = "tp"
+    head_dim: MeshAxes = None
+    bias_head_seq: MeshAxes = None
+    bias_kv_seq: MeshAxes = None
+    embed: MeshAxes = None
+    mlp_intermediate: MeshAxes = "tp"
+    vocab: MeshAxes = "tp"
+    expert: MeshAxes = "ep"
+    expert_gate: MeshAxes = None
+    dp: MeshAxes = "dp"
+    fsdp: MeshAxes = "fsdp"
+    tp: MeshAxes = "tp"
+    ep: MeshAxes = "ep"
+    sp: MeshAxes = "sp"
+    decode: tuple[tuple[str, MeshAxes | Override], ...] | Mapping[str, MeshAxes | Override] = (
+        (semantic.QUERY_LENGTH, REPLICATE),
+        (semantic.LENGTH, REPLICATE),
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name == "decode":
+                continue
+            object.__setattr__(self, field.name, _checked(field.name, getattr(self, field.name)))
+        given = self.decode.items() if isinstance(self.decode, Mapping) else self.decode
+        decode = []
+        for axis, rule in given:
+            if axis not in _FIELDS:
+                raise ValueError(f"decode has the axis {axis!r}, which is no semantic axis; use one of {[*_FIELDS]}")
+            decode.append((axis, rule if isinstance(rule, Override) else _checked(f"decode[{axis}]", rule)))
+        object.__setattr__(self, "decode", tuple(decode))
+
+    def mesh_axes(self, axis: SemanticAxis, mode: str = MODE_TRAIN) -> MeshAxes:
+        """The mesh axes of a semantic axis, or of several together, in a runtime mode.
+
+        Raises:
+            ValueError: ``axis`` is no semantic axis, or ``mode`` no mode.
+        """
+        if axis is None or axis == semantic.EMPTY:
+            return None
+        if not isinstance(axis, str):
+            names = [name for one in axis for name in _names(self.mesh_axes(one, mode))]
+            return _entry(tuple(dict.fromkeys(names)))
+        if axis not in _FIELDS:
+            raise ValueError(f"axis={axis!r} is no semantic axis; use one of {[*_FIELDS]}")
+        rule: MeshAxes = getattr(self, _FIELDS[axis])
+        if canonicalize_mode(mode) in GENERATION_MODES:
+            override = dict(self.decode).get(axis, INHERIT)
+            return rule if isinstance(override, Override) else override
+        return rule
+
+    def spec(
+        self,
+        axes: ShardingAxes | Sequence[SemanticAxis],
+        shape: Sequence[int] | None = None,
+        mesh: MeshLike | None = None,
+        mode: str | None = None,
+    ) -> PartitionSpec:
+        """The partition spec of an array.
+
+        A mesh axis cuts one dimension only: the first that names it. With ``mesh`` and ``shape`` the spec is corrected.
+
+        Args:
+            axes: a standard such as `AttnQSharding`, a `DynamicShardingAxes`, or the semantic axis of each dimension.
+            shape: the array's.
+            mesh: that it is to lie on.
+            mode: the runtime mode; None for what ``axes`` say, training for a mere sequence.
+
+        Raises:
+            ValueError: an axis or a mode is unknown, or a mode is to be told by a dimension without ``shape``.
+        """
+        dimensions: Sequence[SemanticAxis] = axes.axes if _has_mode(axes) else axes  # type: ignore[union-attr, assignment]
+        chosen = _mode_of(axes, shape) if mode is None else canonicalize_mode(mode)
+        taken: set[str] = set()
+        entries = []
+        for axis in dimensions:
+            names = tuple(name for name in _names(self.mesh_axes(axis, chosen)) if name not in taken)
+            taken.update(names)
+            entries.append(_entry(names))
+        spec = PartitionSpec(*entries)
+        return spec if mesh is None or shape is None else correct_spec(spec, shape, mesh)
+
+    def sharding(
+        self, axes: ShardingAxes | Sequence[SemanticAxis], shape: Sequence[int], mesh: MeshLike, mode: str | None = None
+    ) -> NamedSharding:
+        """`spec` on its mesh."""
+        return NamedSharding(mesh, self.spec(axes, shape, mesh, mode))
+
+
+_FIELDS: Final[dict[str, str]] = {
+    semantic.BATCH: "batch",
+    semantic.LENGTH: "length",
+    semantic.QUERY_LENGTH: "query_length",
+    semantic.KV_LENGTH: "kv_length",
+    semantic.HEAD: "head",
+    semantic.KV_HEAD: "kv_head",
+    semantic.HEAD_DIM: "head_dim",
+    semantic.KV_HEAD_DIM: "head_dim",
+    semantic.BIAS_HEAD_SEQ: "bias_head_seq",
+    semantic.BIAS_KV_SEQ: "bias_kv_seq",
+    semantic.EMBED: "embed",
+    semantic.MLP_INTERMEDIATE: "mlp_intermediate",
+    semantic.VOCAB: "vocab",
+    semantic.EXPERT: "expert",
+    semantic.EXPERT_GATE: "expert_gate",
+    semantic.DP: "dp",
+    semantic.FSDP: "fsdp",
+    semantic.TP: "tp",
+    semantic.EP: "ep",
+    semantic.SP: "sp",
+}
+
+
+def _checked(name: str, rule: object) -> MeshAxes:
+    if rule is None or (isinstance(rule, str) and rule):
+        return rule
+    if isinstance(rule, (tuple, list)) and all(isinstance(x, str) and x for x in rule) and len(set(rule)) == len(rule):
+        return _entry(tuple(rule))
+    raise ValueError(f"{name}={rule!r} must be the name of a mesh axis, a tuple of different ones, or None")
+
+
+def _names(rule: MeshAxes) -> tuple[str, ...]:
+    return () if rule is None else (rule,) if isinstance(rule, str) else rule
+
+
+def _entry(names: tuple[str, ...]) -> MeshAxes:
+    return None if not names else names[0] if len(names) == 1 else names
+
+
+def _has_mode(axes: object) -> bool:
+    return isinstance(axes, (type, semantic.DynamicShardingAxes))
+
+
+def _mode_of(axes: ShardingAxes | Sequence[SemanticAxis], shape: Sequence[int] | None) -> RUNTIME_MODE_TYPES:
+    mode = axes.mode if _has_mode(axes) else MODE_TRAIN  # type: ignore[union-attr]
+    if not isinstance(mode, int):
+        return canonicalize_mode(mode)
+    if shape is None:
+        raise ValueError(f"the mode is told by dimension {mode}, so the shape is needed; or state mode=...")
+    return MODE_DECODE if shape[mode] == 1 else MODE_TRAIN
+
+
+DEFAULT_RULES: Final = AxisRules()

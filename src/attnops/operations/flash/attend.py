@@ -79,14 +79,13 @@ def _gradients(
     """The gradients, the sinks' last."""
     # Weights come back as exp(score − logsumexp), too large by exp(loss): a factor of the row that cotangents can take.
     factor = jnp.exp(-loss)  # [B, H, T]
-    d_out = (d_out * factor.swapaxes(1, 2)[..., None]).astype(d_out.dtype)
     # A product with ones: XLA's CPU backend sums so many short rows forty times as slowly.
     products = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     ones = jnp.ones((products.shape[3],), jnp.float32)
     mean = jnp.matmul(products, ones, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
-    delta = mean - d_logsumexp * factor
+    delta = (mean - d_logsumexp) * factor
     found = backward(
-        plan, options, wants_bias, query, key, value, arrays, logsumexp, delta, d_out, visits
+        plan, options, wants_bias, query, key, value, arrays, logsumexp, delta, factor, d_out, visits
     )  # fmt: skip
     d_sinks = None
     if arrays.sinks is not None:

@@ -50,6 +50,7 @@ def backward(
     arrays: Arrays,
     logsumexp: jax.Array,
     delta: jax.Array,
+    factor: jax.Array,
     d_out: jax.Array,
     visits: Visits,
 ) -> Gradients:
@@ -64,7 +65,8 @@ def backward(
         value: [B, S, K, Dv].
         arrays: of the call.
         logsumexp: [B, H, T].
-        delta: [B, H, T], what each weight's gradient is measured against: ``d_out · out − d_logsumexp``.
+        delta: [B, H, T], what each weight's gradient is measured against: ``(d_out · out − d_logsumexp) · factor``.
+        factor: [B, H, T], what ``d_out`` is to be multiplied by.
         d_out: [B, T, H, Dv].
         visits: by tiles of keys.
     """
@@ -72,7 +74,7 @@ def backward(
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
     lse = pack_rows(plan, jnp.where(logsumexp == -jnp.inf, jnp.inf, logsumexp), fill=jnp.inf)
-    delta = pack_rows(plan, delta, fill=0.0)
+    delta, factor = (pack_rows(plan, x, fill=0.0) for x in (delta, factor))
 
     def row(i: Any, state: Gradients) -> Gradients:
         group, kv_tile = i // plan.nk, i % plan.nk
@@ -86,6 +88,7 @@ def backward(
             # The scale goes where it went forward, so that the scores are the same to the last bit.
             q_ = plan.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype))  # [L, R, D]
             d_o_ = take(plan, d_o, group, q_tile, plan.bq, d_out.dtype)  # [L, R, Dv]
+            d_o_ = (d_o_ * take_rows(plan, factor, group, q_tile)[:, :, None]).astype(plan.dtype)
             k_seen, k_turned_seen, v_seen = k_, k_turned, v_
             counts = allowed(plan, arrays.mask, where, ragged_queries=True) if masked else None
             if counts is not None and options.hides_tokens:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.dropout import dropout_keep, dropout_mask, dropout_rows, dropout_seed
+from attnops.dropout import ShiftedKey, dropout_keep, dropout_mask, dropout_rows, dropout_seed
 from attnops.testing import oracle
 
 
@@ -14,7 +14,7 @@ from attnops.testing import oracle
 def test_equals_the_oracles_arithmetic(impl):
     key = jax.random.key(5, impl=impl)
     shape = (2, 3, 17, 33)
-    np.testing.assert_array_equal(dropout_mask(key, 0.3, shape), oracle.dropout_keep(dropout_seed(key), 0.3, shape))
+    np.testing.assert_array_equal(dropout_mask(key, 0.3, shape), oracle.dropout_keep(dropout_seed(key)[:2], 0.3, shape))
     raw = jax.random.key_data(key)
     np.testing.assert_array_equal(dropout_mask(raw, 0.3, shape), dropout_mask(key, 0.3, shape))
 
@@ -25,6 +25,13 @@ def test_a_tile_is_a_part_of_the_whole():
     i, j = jnp.arange(8, 16)[:, None], jnp.arange(48, 64)
     tile = dropout_keep(dropout_rows(dropout_seed(key), 1, 3, i), j, 0.5)
     np.testing.assert_array_equal(tile, whole[1, 3, 8:16, 48:])
+
+
+def test_a_shifted_key_is_of_a_part():
+    key = jax.random.key(1)
+    whole = dropout_mask(key, 0.5, (3, 4, 32, 64))
+    part = dropout_mask(ShiftedKey(key, b=1, h=jnp.int32(2), i=5, j=40), 0.5, (2, 2, 20, 24))
+    np.testing.assert_array_equal(part, whole[1:, 2:, 5:25, 40:])
 
 
 def test_known_values():

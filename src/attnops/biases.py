@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import jax
@@ -52,6 +52,8 @@ class Bias(abc.ABC):
 
     # The fields that are no arrays.
     static: ClassVar[tuple[str, ...]] = ("offset",)
+    # See `attnops.masks.Mask.axes`; a dot is a dimension of its own.
+    axes: ClassVar[Mapping[str, str] | None] = None
 
     @abc.abstractmethod
     def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -102,6 +104,8 @@ class ALiBi(RelativeBias):
     slopes: Any
     offset: int | None = None
 
+    axes: ClassVar = {"slopes": "h"}
+
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         slopes = _array(self.slopes)
         _check_shape("ALiBi's slopes", slopes, (H,), "[H]")
@@ -146,6 +150,7 @@ class RelativePosition(RelativeBias):
     offset: int | None = None
 
     static: ClassVar[tuple[str, ...]] = ("bidirectional", "max_distance", "offset")
+    axes: ClassVar = {"table": ".h"}
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         table = _array(self.table)
@@ -214,6 +219,29 @@ class ScoreFn(Bias):
 
     def __repr__(self) -> str:
         return f"ScoreFn({getattr(self.fn, '__name__', self.fn)})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShiftedBias(Bias):
+    """A bound bias, asked about a part of the call that it is bound to.
+
+    Attributes:
+        bias: the bias of the whole call.
+        b: the part's first of the batch, an integer array [].
+        h: its first query head, likewise.
+    """
+
+    bias: Bias
+    b: Any
+    h: Any
+
+    static: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.bias.apply(scores, b + self.b, h + self.h, q, kv)
+
+    def __repr__(self) -> str:
+        return repr(self.bias)
 
 
 def _array(values: Any) -> Any:

@@ -9,6 +9,8 @@ with full avalanche; it needs only 32-bit multiplications, shifts and exclusive 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,14 +21,44 @@ _SPREAD_B, _SPREAD_H, _SPREAD_I, _SPREAD_J = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D,
 _THRESHOLD_BITS = 24
 
 
-def dropout_seed(key: jax.Array) -> jax.Array:
-    """Two uint32 words, [2], from a PRNG key of any implementation (typed, or raw uint32 data)."""
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["key", "b", "h", "i", "j"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class ShiftedKey:
+    """A dropout key for a part of a call: what it counts as 0 is the whole call's (b, h, i, j). A pytree.
+
+    Forwards are given it as ``dropout_key`` where a mesh cuts a call; `dropout_seed` takes it as it takes any key.
+
+    Attributes:
+        key: of the whole call.
+        b: the part's first of the batch, an int or an integer array [].
+        h: its first query head, likewise.
+        i: its first query, likewise.
+        j: its first key, likewise.
+    """
+
+    key: jax.Array
+    b: Any = 0
+    h: Any = 0
+    i: Any = 0
+    j: Any = 0
+
+
+def dropout_seed(key: jax.Array | ShiftedKey) -> jax.Array:
+    """What `dropout_rows` starts from, uint32 [6]: two words of a key, and four of where a part of a call begins.
+
+    Args:
+        key: a PRNG key of any implementation, typed or raw uint32 data; or a `ShiftedKey`.
+    """
+    part = key if isinstance(key, ShiftedKey) else ShiftedKey(key)
+    key = part.key
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     words = data.reshape(-1)
     first = words[0]
     for k in range(1, words.shape[0]):
         first = _mix(first ^ words[k])
-    return jnp.stack([first, words[-1]])
+    spread = (_SPREAD_B, _SPREAD_H, _SPREAD_I, _SPREAD_J)
+    begins = (_u32(x) * jnp.uint32(by) for x, by in zip((part.b, part.h, part.i, part.j), spread, strict=True))
+    return jnp.stack([first, words[-1], *begins])
 
 
 def dropout_threshold(prob: float) -> int:
@@ -38,14 +70,15 @@ def dropout_rows(seed: Any, b: Any, h: Any, i: Any) -> jax.Array:
     """The hash of (key, b, h, i), uint32; what the hashes of a row's elements start from.
 
     Args:
-        seed: [2] uint32, see `dropout_seed`.
+        seed: [6] uint32, see `dropout_seed`.
         b: index in the batch, any integer shape that broadcasts with the others.
         h: index of the query head.
         i: index of the query.
     """
-    x = _mix(seed[0] + _u32(b) * jnp.uint32(_SPREAD_B))
-    x = _mix((x ^ seed[1]) + _u32(h) * jnp.uint32(_SPREAD_H))
-    return _mix(x + _u32(i) * jnp.uint32(_SPREAD_I))
+    x = _mix(seed[0] + (_u32(b) * jnp.uint32(_SPREAD_B) + seed[2]))
+    x = _mix((x ^ seed[1]) + (_u32(h) * jnp.uint32(_SPREAD_H) + seed[3]))
+    # Where keys begin is added here, once a row: kernels count keys from 0.
+    return _mix(x + (_u32(i) * jnp.uint32(_SPREAD_I) + seed[4])) + seed[5]
 
 
 def dropout_keep(rows: jax.Array, j: Any, prob: float) -> jax.Array:
@@ -62,7 +95,7 @@ def dropout_keep(rows: jax.Array, j: Any, prob: float) -> jax.Array:
     return upper >= jnp.int32(dropout_threshold(prob))
 
 
-def dropout_mask(key: jax.Array, prob: float, shape: tuple[int, int, int, int]) -> jax.Array:
+def dropout_mask(key: jax.Array | ShiftedKey, prob: float, shape: tuple[int, int, int, int]) -> jax.Array:
     """The whole mask, boolean [B, H, T, S], True where a weight is kept. O(B·H·T·S) memory: for reference use."""
     b, h, i, j = (
         jnp.arange(size).reshape([-1 if axis == own else 1 for axis in range(4)]) for own, size in enumerate(shape)

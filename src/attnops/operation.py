@@ -21,7 +21,8 @@ from attnops.metadata import OperationMetadata
 from attnops.output import OperationOutput
 from attnops.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
-from attnops.request import Limits, Reason, Request
+from attnops.request import AttentionRequest, Limits, Reason, Request
+from attnops.sharding.boundary import find_boundary, run_in_parts
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
 
@@ -163,7 +164,11 @@ class BaseOperation(abc.ABC):
         options = call.options
         if "mode" in named_options(type(self), forward):
             options = options | {"mode": call.request.mode}
-        return self.finish(call, function(*call.args, **options))
+        return self.finish(call, self.invoke(function, call, options))
+
+    def invoke(self, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+        """What a forward gives for a call."""
+        return function(*call.args, **options)
 
     def finish(self, call: Call, result: Any) -> Any:
         """What the caller gets of a forward's result."""
@@ -279,6 +284,16 @@ class OperationImpl(BaseOperation):
         """See `attnops.binding.bind_attention`."""
         return bind_attention(self.metadata, query, key, value, options)
 
+    def invoke(self, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+        """What a forward gives for a call; under a mesh each device runs it on a part, see `attnops.sharding`."""
+        assert isinstance(call.request, AttentionRequest)
+        boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
+        if boundary is None:
+            return super().invoke(function, call, options)
+        if boundary.sequence:
+            self._gathers(boundary.sequence)
+        return run_in_parts(boundary, function, call.args, options)
+
     def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
         """Bring a forward's result to what the caller asked for, tagged for checkpoint policies.
 
@@ -307,6 +322,14 @@ class OperationImpl(BaseOperation):
             BTHD: which of the two.
         """
         return resolve_mode(self.metadata, query.shape[1 if BTHD else 2])
+
+    def _gathers(self, axes: tuple[str, ...]) -> None:
+        reason = Reason("mesh", ", ".join(axes), "cuts the sequence, all of which every device then gathers",
+                        "create 'ring', of attnops-ring; or AxisRules(query_length=None, kv_length=None)")  # fmt: skip
+        name = type(self).__name__
+        if self.metadata.on_unsupported == "error":
+            raise UnsupportedError(f"{name} exchanges no keys between devices:\n  - {reason}", [reason])
+        _warn_gathers(name, str(reason))
 
     repeat_kv_heads = staticmethod(repeat_kv_heads)
 
@@ -370,6 +393,11 @@ def decide(operation: BaseOperation, request: Request) -> str:
         reasons = reasons + [dataclasses.replace(r, limit=f"{r.limit} (native forward)") for r in native]
     listed = "".join(f"\n  - {reason}" for reason in reasons)
     raise UnsupportedError(f"{name} can't serve {request}:{listed}", reasons)
+
+
+@functools.cache
+def _warn_gathers(name: str, reason: str) -> None:
+    warnings.warn(f"{name} exchanges no keys between devices: {reason}", UnsupportedWarning, stacklevel=6)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ class _Pair(Mask):
     left: Mask
     right: Mask
 
+    axes: ClassVar = {}
     symbol = ""
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
@@ -95,6 +96,8 @@ class Not(Mask):
 
     mask: Mask
 
+    axes: ClassVar = {}
+
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         return type(self)(self.mask.bind(B, H, T, S))
 
@@ -130,6 +133,8 @@ class At(Mask):
     mask: Mask
     q_positions: Any
     kv_positions: Any
+
+    axes: ClassVar = {"q_positions": "bt", "kv_positions": "bs"}
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         given = (("q_positions", self.q_positions, T), ("kv_positions", self.kv_positions, S))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,10 @@ class Mask(abc.ABC):
 
     # numpy's operators then leave `array & mask` to the mask.
     __array_ufunc__ = None
+
+    # By field that may hold an array, once bound: what its dimensions are, letters of "bhts", each of that size or 1;
+    # so a part of a call can have its own part of them. None: it asks about b and h in some other way.
+    axes: ClassVar[Mapping[str, str] | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +17,8 @@ from attnops.masks.tiles import Grid, TileCoverage, below, same_number
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Full(Mask):
     """Every query sees every key."""
+
+    axes: ClassVar = {}
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q == q) & (kv == kv)
@@ -37,6 +39,8 @@ class Full(Mask):
 
 class _Positional(Mask):
     """A mask of positions: query i stands at ``i + offset``, key j at ``j``."""
+
+    axes: ClassVar = dict.fromkeys(("left", "right", "size", "length", "offset"), "bh")
 
     offset: Any
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +42,8 @@ class Segments(_Tokens):
 
     q_ids: Any
     kv_ids: Any = None
+
+    axes: ClassVar = {"q_ids": "bt", "kv_ids": "bs"}
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, length: int) -> Segments:
@@ -97,6 +99,8 @@ class Lengths(_Tokens):
     kv_lengths: Any
     q_lengths: Any = None
 
+    axes: ClassVar = {"kv_lengths": "b", "q_lengths": "b"}
+
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         given = []
         for name in ("kv_lengths", "q_lengths"):
@@ -138,6 +142,8 @@ class KeyPadding(_Tokens):
 
     is_token: Any
 
+    axes: ClassVar = {"is_token": "bs"}
+
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         values = token_array("KeyPadding's is_token", self.is_token, B, S)
         if np.dtype(values.dtype).kind not in "iub":
@@ -167,6 +173,8 @@ class Dense(_Tokens):
     """
 
     array: Any
+
+    axes: ClassVar = {"array": "bhts"}
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         from attnops.binding import check_boolean, check_broadcastable

@@ -288,7 +288,7 @@ def dropout_keep(words: Any, prob: float, shape: tuple[int, int, int, int]) -> A
     """Which weights the portable dropout keeps, boolean [B, H, T, S], in the integers of Python's own arithmetic.
 
     Args:
-        words: the two 32-bit words of `attnops.dropout.dropout_seed`.
+        words: the first two words of `attnops.dropout.dropout_seed`, 32 bits each.
         prob: the probability that a weight is dropped.
         shape: (B, H, T, S).
     """

@@ -102,7 +102,7 @@ class Problem:
             known = mask if self.visible is None else self.visible
             options["mask"] = np.asarray(known.dense(*self.shape) if isinstance(known, Mask) else known)
         if self.options.get("dropout_key") is not None and self.metadata.dropout_prob:
-            words = dropout_seed(self.options["dropout_key"])
+            words = dropout_seed(self.options["dropout_key"])[:2]  # a whole call begins at 0
             prob = options["dropout_prob"] = self.metadata.dropout_prob
             options["keep"] = oracle.dropout_keep(words, prob, self.shape)
         return options

@@ -26,6 +26,7 @@ class TestFlashOnTPU(OperationConformance):
     refuses = frozenset({"float16", "weights"})
 
 
+@pytest.mark.slow
 def test_relative_position_by_either_rotation() -> None:
     """Of `UNKNOWN`, whose hardware has no strided rotation, the suite has it."""
     assert not UNKNOWN.strided_rotation

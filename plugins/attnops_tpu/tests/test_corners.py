@@ -48,6 +48,7 @@ def test_derivatives_of_ones_own_are_refused_for_each_score(kind: str) -> None:
         TPU(x, x, x, bias=ScoreFn(lambda s, b, h, q, kv: rounded(s)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [["MQA", "Causal"], ["GQA", "mask per head", "D ≠ Dv"]])
 def test_heads_that_take_turns(features: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = tile_sizes._candidates
@@ -69,6 +70,7 @@ def test_many_heads_fit_the_least_memory() -> None:
     assert tiles.split == 1 or tiles.split < 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 def test_more_tiles_than_scalar_memory_holds(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are then computed some at a time, and so are the gradients of a bias."""

@@ -13,7 +13,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The interpreter takes seconds a problem: some of the suite's checks are quick here, every pair is exhaustive."""
     suite = [item for item in items if item.path == HERE / "test_conformance.py" and item.cls is not None]
     sampled = [item for item in suite if "test_sampled_pair" in item.name]
-    quick = sampled[::7] + [item for item in suite if "refusals" in item.name]
+    quick = sampled[::12] + [item for item in suite if "refusals" in item.name]
     for item in suite:
         if item not in quick:
             item.add_marker(pytest.mark.slow)

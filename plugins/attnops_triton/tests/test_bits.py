@@ -48,13 +48,16 @@ def inputs() -> list[jax.Array]:
     return [draw(B, T, H, D), draw(B, S, K, D), draw(B, S, K, D)]
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "name", ["by batch and head", *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x != "by batch and head")]
+)
 def test_right(name: str) -> None:
     mask = MASKS[name]
     assert not is_translatable(mask.bind(B, H, T, S))
     agree(INTERPRETED, lambda operation, *x: call(operation, *x, mask=mask), *inputs())
 
 
+@pytest.mark.slow
 def test_right_where_the_coverage_is_traced() -> None:
     lengths = jnp.array([S, 20])
 
@@ -65,6 +68,7 @@ def test_right_where_the_coverage_is_traced() -> None:
     agree(INTERPRETED, attend, *inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["array", "distance"])
 def test_gradients_of_biases_with_an_element_for_each_score(kind: str) -> None:
     bias = draw(1, H, T, S) if kind == "array" else draw(32, H)
@@ -76,6 +80,7 @@ def test_gradients_of_biases_with_an_element_for_each_score(kind: str) -> None:
     agree(INTERPRETED, attend, *inputs(), bias)
 
 
+@pytest.mark.slow
 def test_each_slice_has_its_own_bits() -> None:
     tables = jnp.asarray(np.random.default_rng(1).random((3, 1, 97)) > 0.4)
 

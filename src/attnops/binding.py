@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import Bias, ScoreFn
+from attnops.dropout import ShiftedKey
 from attnops.kernels.elementwise import of_bias, of_mask
 from attnops.masks.base import Mask
 from attnops.masks.tokens import Dense
@@ -238,6 +239,7 @@ def _dropout(metadata: OperationMetadata, mode: str, given: dict[str, Any]) -> f
             )
         return 0.0
     key = given["dropout_key"]
+    key = key.key if isinstance(key, ShiftedKey) else key
     is_key = hasattr(key, "dtype") and (
         (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ())
         or (key.dtype == np.uint32 and len(key.shape) == 1)

@@ -282,7 +282,11 @@ class OperationImpl(BaseOperation):
 
     def bind(self, query: Any, key: Any, value: Any, **options: Any) -> Call:
         """See `attnops.binding.bind_attention`."""
-        return bind_attention(self.metadata, query, key, value, options)
+        call = bind_attention(self.metadata, query, key, value, options)
+        assert isinstance(call.request, AttentionRequest)
+        boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
+        axes = () if boundary is None else boundary.sequence
+        return call._replace(request=call.request.replace(sequence_axes=axes)) if axes else call
 
     def invoke(self, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """What a forward gives for a call; under a mesh each device runs it on a part, see `attnops.sharding`."""

@@ -90,6 +90,7 @@ class AttentionRequest(Request):
         dropout_prob: the probability of dropout; 0 where the call has none.
         return_lse: whether the logsumexp is asked for.
         return_weights: whether the attention weights are asked for.
+        sequence_axes: the mesh axes that the metadata's rules cut queries or keys by.
     """
 
     batch: int
@@ -114,6 +115,7 @@ class AttentionRequest(Request):
     dropout_prob: float = 0.0
     return_lse: bool = False
     return_weights: bool = False
+    sequence_axes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         shape = (

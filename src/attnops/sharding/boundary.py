@@ -39,7 +39,7 @@ class Boundary:
         batch: the mesh axes that cut the batch.
         heads: that cut query heads.
         kv_heads: that cut key and value heads: the same, or none where they do not divide.
-        sequence: that the rules would have cut queries or keys.
+        lengths: that the rules would have cut queries, and keys.
     """
 
     mesh: MeshLike
@@ -47,7 +47,12 @@ class Boundary:
     batch: Entry
     heads: Entry
     kv_heads: Entry
-    sequence: tuple[str, ...]
+    lengths: tuple[Entry, Entry]
+
+    @property
+    def sequence(self) -> tuple[str, ...]:
+        """The mesh axes, of more than one device, that would have cut queries or keys."""
+        return tuple(n for n in get_names_from_partition_spec(self.lengths) if self.mesh.shape[n] > 1)
 
 
 def find_boundary(mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest) -> Boundary | None:
@@ -81,22 +86,26 @@ def find_boundary(mesh: MeshLike | None, rules: AxisRules, request: AttentionReq
         batch=entry(BATCH, request.batch),
         heads=heads,
         kv_heads=kv_heads if kv_heads == heads else None,
-        sequence=tuple(n for n in get_names_from_partition_spec(lengths) if free[n] > 1),
+        lengths=lengths,
     )
 
 
 def run_in_parts(
-    boundary: Boundary, function: Callable[..., OperationOutput], args: tuple[Any, Any, Any], options: Mapping[str, Any]
+    boundary: Boundary,
+    function: Callable[..., OperationOutput],
+    args: tuple[Any, Any, Any],
+    options: Mapping[str, Any],
+    lengths: tuple[Entry, Entry] = (None, None),
 ) -> OperationOutput:
     """What ``function(*args, **options)`` gives, each device computing its batches and heads.
-
-    Sequences are whole on every device: those that are cut are gathered.
 
     Args:
         boundary: see `find_boundary`.
         function: a forward.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
         options: those of the contract, bound; others as they are, the same on every device.
+        lengths: the mesh axes that cut queries, and keys. Without, every device has whole sequences: those that are cut
+            are gathered. With them, query, key, value and outputs are cut; masks and biases are not.
     """
     H, K = args[0].shape[2], args[1].shape[2]
     cuts = {"b": boundary.batch, "h": boundary.heads}
@@ -105,8 +114,8 @@ def run_in_parts(
         sized = zip(letters, shape, strict=False)
         return PartitionSpec(*(cuts.get(letter) if size > 1 else None for letter, size in sized))
 
-    q_spec = PartitionSpec(boundary.batch, None, boundary.heads)
-    kv_spec = PartitionSpec(boundary.batch, None, boundary.kv_heads)
+    q_spec = PartitionSpec(boundary.batch, lengths[0], boundary.heads)
+    kv_spec = PartitionSpec(boundary.batch, lengths[1], boundary.kv_heads)
     given = {"args": args, **options}
     specs: dict[str, Any] = {"args": (q_spec, kv_spec, kv_spec)}
     for name, option in options.items():
@@ -141,8 +150,8 @@ def run_in_parts(
 
     fields = {
         "attention_outputs": q_spec,
-        "attention_weights": PartitionSpec(boundary.batch, boundary.heads),
-        "logsumexp": PartitionSpec(boundary.batch, boundary.heads),
+        "attention_weights": PartitionSpec(boundary.batch, boundary.heads, lengths[0]),
+        "logsumexp": PartitionSpec(boundary.batch, boundary.heads, lengths[0]),
     }
     asked = {"attention_weights": "return_weights", "logsumexp": "return_lse"}
     wanted = [name for name in fields if name not in asked or asked[name] in options]

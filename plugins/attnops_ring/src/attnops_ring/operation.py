@@ -1,0 +1,249 @@
+"""RingAttention: the operation for sequences that a mesh cuts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request, UnsupportedError
+from attnops.binding import Call
+from attnops.kernels.varying import equally_varying
+from attnops.masks import Mask, block_map
+from attnops.operation import OperationImpl
+from attnops.sharding import KV_LENGTH, QUERY_LENGTH, AxisRules, get_names_from_partition_spec
+from attnops.sharding.boundary import Boundary, find_boundary, run_in_parts
+from attnops_ring.block import Extras, Inner, Partial, block
+from attnops_ring.gather import (
+    all_gather,
+    heads_for_tokens,
+    in_order,
+    in_sequence,
+    some_heads,
+    spread_kv_heads,
+    tokens_for_heads,
+)
+from attnops_ring.orders import Order, check_order, stretches
+from attnops_ring.reduce import reduced
+from attnops_ring.ring import ring
+
+STRATEGIES: Final = ("ring", "all_gather", "ulysses", "usp")
+
+
+class RingAttention(OperationImpl):
+    """Attention over a sequence that the mesh's axes cut; devices compute by the operation ``flash``.
+
+    Options of a call beside the contract's:
+        strategy: ``"ring"``: keys and values go round; O((T + S) / n) memory. ``"all_gather"``: every device gathers
+            them; O(S) memory. ``"ulysses"``: devices exchange tokens for heads, of which there must be a multiple of n;
+            O((T + S) / n) memory. ``"usp"``: the sequence is cut by two mesh axes or more, the last of which exchange
+            tokens for heads, while keys and values go round the first; ``order`` is of the first's devices.
+        order: how the caller laid out the tokens, see `attnops_ring.orders`; masks and biases speak of the sequence as
+            it was. Both T and S are in that order.
+    """
+
+    limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None)}
+
+    @classmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        """See `attnops.BaseOperation.get_impl_name`."""
+        return "ring"
+
+    @classmethod
+    def preference(cls, request: Request) -> float | None:
+        """First where a mesh cuts the sequence, never else."""
+        return 5.0 if isinstance(request, AttentionRequest) and request.sequence_axes else None
+
+    def invoke(self, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+        """See `attnops.operation.OperationImpl.invoke`: parts are of the sequence too."""
+        assert isinstance(call.request, AttentionRequest)
+        boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
+        axes = () if boundary is None else cut_by(boundary, self.metadata.axis_rules, call.request)
+        if boundary is None or not axes:
+            return self._refuse(call)
+        order, strategy = options.get("order", "contiguous"), options.get("strategy", "ring")
+        check_order(order)
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy={strategy!r} is unknown; use one of {list(STRATEGIES)}")
+        rest = {name: x for name, x in options.items() if name not in ("order", "strategy")}
+        return _run(self, boundary, axes, call, rest, order, strategy)
+
+    def _refuse(self, call: Call) -> Any:
+        reason = Reason("mesh", str(self.metadata.mesh), "has no axis that cuts the sequence",
+                        "create 'flash'; or cut it, by AxisRules' query_length and kv_length")  # fmt: skip
+        raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
+
+    def forward_native(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: Mask | None = None,
+        bias: Any = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+        return_lse: bool = False,
+        strategy: str = "ring",
+        order: str = "contiguous",
+    ) -> OperationOutput:
+        """See `attnops.OperationImpl.__call__`; run by `invoke` alone."""
+        raise NotImplementedError
+
+
+def _run(
+    operation: RingAttention,
+    boundary: Boundary,
+    axis: tuple[str, ...],
+    call: Call,
+    options: dict[str, Any],
+    order: Order,
+    strategy: str,
+) -> OperationOutput:
+    query, key, value = call.args
+    T, S = query.shape[1], key.shape[1]
+    if operation.metadata.axis_rules.mesh_axes(QUERY_LENGTH, call.request.mode) is None:
+        strategy = "reduce"  # a few queries, which every device has
+    sizes = [boundary.mesh.shape[name] for name in axis]
+    _check_heads(boundary, call.request, sizes, strategy)
+    # Of "usp" the first axis is the ring.
+    devices, n = sizes[0] if strategy == "usp" else math.prod(sizes), stretches(order)
+    multiple = math.prod(sizes) * n
+    Tp, Sp = (-(-length // multiple) * multiple for length in (T, S))
+    if strategy == "reduce":
+        Tp = T
+    if order != "contiguous" and (Tp, Sp) != (T, S):
+        raise ValueError(f"T={T} and S={S} must be multiples of {multiple} for order={order!r}; pad before reordering")
+    if order == "striped" and strategy != "ulysses" and "dropout_key" in options:
+        reason = Reason("dropout_key", "given", "a striped order would not draw the unsharded mask", "use zigzag")
+        raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
+    inner = Inner(
+        metadata=operation.metadata.replace(mesh=None, layout="BTHD", mode=call.request.mode),
+        scale=options.pop("softmax_scale", None), cap=options.pop("logits_soft_cap", None), T=T, S=S,
+        stride=devices if order == "striped" else 1, devices=devices, stretches=n, is_padded=Sp != S,
+    )  # fmt: skip
+    hops = devices if order == "striped" else needed_hops(options.get("mask"), inner, query.shape, Tp, Sp)
+    function = functools.partial(_part, inner, axis, hops, strategy, order)
+    padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
+    found = run_in_parts(boundary, function, padded, options, (None if strategy == "reduce" else axis, axis))
+    lse = found.logsumexp
+    return OperationOutput(
+        found.attention_outputs[:, :T].astype(query.dtype), None, None if lse is None else lse[:, :, :T]
+    )  # fmt: skip
+
+
+def _check_heads(boundary: Boundary, request: Any, sizes: list[int], strategy: str) -> None:
+    """Refuse what devices can't share."""
+    if strategy not in ("ulysses", "usp"):
+        return
+    across = math.prod(sizes[1:] if strategy == "usp" else sizes)
+    heads = request.heads // math.prod(
+        boundary.mesh.shape[name] for name in get_names_from_partition_spec((boundary.heads,))
+    )
+    found = []
+    if strategy == "usp" and len(sizes) < 2:
+        found.append(Reason("strategy", strategy, "needs two mesh axes that cut the sequence", "use 'ring'"))
+    if heads % across:
+        found.append(Reason("H", heads, f"a device's query heads must be a multiple of {across}", "use 'ring'"))
+    if found:
+        listed = "".join(f"\n  - {reason}" for reason in found)
+        raise UnsupportedError(f"RingAttention can't serve {request}:{listed}", found)
+
+
+def cut_by(boundary: Boundary, rules: AxisRules, request: AttentionRequest) -> tuple[str, ...]:
+    """The mesh axes that cut the keys, and queries if those are cut; lengths that do not divide are padded."""
+    wanted = rules.spec([KV_LENGTH], mode=request.mode)
+    free = boundary.mesh.shape
+    taken = get_names_from_partition_spec((boundary.batch, boundary.heads))
+    names = (name for name in get_names_from_partition_spec(wanted) if name not in taken)
+    return tuple(name for name in names if free.get(name, 1) > 1)
+
+
+def _part(
+    inner: Inner, axis: tuple[str, ...], hops: int, strategy: str, order: Order, query: Any, key: Any, value: Any, *,
+    mask: Any = None, bias: Any = None, sinks: Any = None, dropout_key: Any = None, return_lse: bool = False,
+) -> OperationOutput:  # fmt: skip
+    """What one device computes, inside `jax.shard_map`."""
+    given = (query, key, value, Extras(mask, bias, dropout_key))
+    if strategy == "reduce":
+        found = reduced(inner, axis, *given)
+    else:
+        given = equally_varying(given)
+        if strategy == "ring":
+            found = ring(inner, axis, hops, *given)
+        elif strategy == "all_gather":
+            found = all_gather(inner, axis, order, *given)
+        else:
+            found = _by_heads(inner, axis, hops, strategy, order, *given)
+    if sinks is not None:
+        found = _with_sinks(found, sinks)
+    return OperationOutput(found.out, None, found.lse if return_lse else None)
+
+
+def _by_heads(
+    inner: Inner, axis: tuple[str, ...], hops: int, strategy: str, order: Order, query: jax.Array, key: jax.Array,
+    value: jax.Array, extras: Extras,
+) -> Partial:  # fmt: skip
+    """Tokens for heads (Jacobs et al. 2023, arXiv:2309.14509), then all at once, or round the first axis."""
+    around, across = (axis[:1], axis[1:]) if strategy == "usp" else ((), axis)
+    n = lax.axis_size(across)
+    B, _, H, _ = query.shape
+    q, k, v = (
+        heads_for_tokens(x, across) for x in (query, *(spread_kv_heads(x, H, n) for x in (key, value)))
+    )  # fmt: skip
+    some = some_heads(extras, lax.axis_index(across) * (H // n), B, H // n)
+    if strategy == "usp":
+        found = ring(inner, around, hops, q, k, v, equally_varying((some, q))[0])
+    else:
+        q, k, v = (in_sequence(x, inner.devices, order) for x in (q, k, v))
+        whole = dataclasses.replace(inner, devices=1, stretches=1, stride=1)
+        found = block(whole, q, k, v, some, 0, 0)
+        out, lse = in_order(found.out, inner.devices, order), in_order(found.lse.swapaxes(1, 2), inner.devices, order)
+        found = Partial(out, lse.swapaxes(1, 2))
+    lse = tokens_for_heads(found.lse.swapaxes(1, 2)[..., None], across)[..., 0].swapaxes(1, 2)
+    return Partial(tokens_for_heads(found.out, across), lse)
+
+
+def _with_sinks(found: Partial, sinks: jax.Array) -> Partial:
+    """A sink [H] is one more logit, whose value is 0; a row that saw nothing takes no part."""
+    saw = found.lse > -jnp.inf
+    level = jnp.where(saw, found.lse, 0.0)
+    total = jnp.logaddexp(level, sinks.astype(jnp.float32)[None, :, None])
+    share = jnp.where(saw, jnp.exp(level - total), 0.0)
+    return Partial(found.out * share.swapaxes(1, 2)[..., None], jnp.where(saw, total, -jnp.inf))
+
+
+def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int, Sp: int) -> int:
+    """How many devices' keys a device must see, its own among them, by what is known of the mask when tracing.
+
+    Args:
+        mask: bound, or None.
+        inner: how the devices compute; their stretches have no stride.
+        shape: of the query, [B, T, H, D].
+        Tp: queries, padding included.
+        Sp: keys, likewise.
+    """
+    n, parts = inner.devices, inner.devices * inner.stretches
+    if mask is None:
+        return n
+    known = block_map(mask, (shape[0], shape[2], inner.T, inner.S), Tp // parts, Sp // parts)
+    if not known.is_static:
+        return n
+    due = np.asarray(known.coverage).max(axis=(0, 1)) > 0
+    due = np.pad(due, [(0, parts - size) for size in due.shape])
+    where = [[i, 2 * n - 1 - i] if inner.stretches == 2 else [i] for i in range(n)]
+    needed = [any(due[np.ix_(where[i], where[(i - r) % n])].any() for i in range(n)) for r in range(n)]
+    return max((r for r in range(n) if needed[r]), default=0) + 1
+
+
+def _padded(x: jax.Array, length: int) -> jax.Array:
+    return x if x.shape[1] == length else jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))

@@ -1,0 +1,34 @@
+"""Few queries over many keys that devices share, as in decoding: one reduction (flash-decoding, across devices)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.kernels.varying import equally_varying
+from attnops_ring.block import Extras, Inner, Partial, block
+
+
+def reduced(
+    inner: Inner, axis: tuple[str, ...], query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
+) -> Partial:
+    """Attention of queries that every device has over keys of which each has a part, in `jax.shard_map`.
+
+    Args:
+        inner: how devices compute.
+        axis: the mesh axes that cut the keys.
+        query: [B, T, H, D], the same on all of them.
+        key: [B, s, K, D], this device's.
+        value: [B, s, K, Dv].
+        extras: what scores depend on beside these.
+    """
+    query, key, value, extras = equally_varying((query, key, value, extras))
+    own = block(inner, query, key, value, extras, 0, lax.axis_index(axis))
+    highest = lax.pmax(lax.stop_gradient(own.lse), axis)
+    base = jnp.where(highest == -jnp.inf, 0.0, highest)
+    weight = jnp.exp(own.lse - base)
+    out, total = lax.psum((own.out * weight.swapaxes(1, 2)[..., None], weight), axis)
+    seen = total > 0
+    total = jnp.where(seen, total, 1.0)
+    return Partial(out / total.swapaxes(1, 2)[..., None], jnp.where(seen, base + jnp.log(total), -jnp.inf))

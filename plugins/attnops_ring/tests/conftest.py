@@ -1,0 +1,9 @@
+"""What the tests of attnops-ring need: eight devices."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)

@@ -1,0 +1,205 @@
+"""Every strategy and order gives what one device gives, by the oracle and the tolerance rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops_ring import positions, reorder, restore
+from attnops_ring.block import Inner
+from attnops_ring.operation import STRATEGIES, needed_hops
+from attnops_ring.orders import ORDERS
+
+from attnops import OperationMetadata, OperationRegistry, UnsupportedError, explain
+from attnops.masks import Causal, MaskFn, SlidingWindow
+from attnops.sharding import AxisRules, create_mesh
+from attnops.testing.features import combine
+from attnops.testing.problem import FAST_COMPILE
+
+TWO_AXES = AxisRules(query_length=("r", "u"), kv_length=("r", "u"))
+
+
+def check(names: tuple[str, ...], cp: int, strategy: str, order: str, batch: int = 1, **fields: Any) -> None:
+    """Outputs and gradients on ``cp`` devices along the sequence, and ``batch`` along the batch, are the oracle's."""
+    ring = cp // 2 if strategy == "usp" else cp
+    axes = ((batch, ring, 2), ("dp", "r", "u")) if strategy == "usp" else ((batch, cp), ("dp", "sp"))
+    mesh = create_mesh(*axes, devices=jax.devices()[: batch * cp])
+    rules = TWO_AXES if strategy == "usp" else AxisRules()
+    spec = dataclasses.replace(combine(names), **fields)
+    problem = spec.problem(OperationMetadata(mesh=mesh, axis_rules=rules, on_unsupported="error"))
+    operation = OperationRegistry.create("ring", problem.metadata)
+
+    class Reordered:
+        """What a model does that reorders its tokens."""
+
+        metadata = problem.metadata
+
+        def __call__(self, *qkv: Any, **options: Any) -> Any:
+            axis = 1 if problem.metadata.layout == "BTHD" else 2
+            out = operation(*(reorder(x, ring, order, axis) for x in qkv), strategy=strategy, order=order, **options)
+            lse = None if out.logsumexp is None else restore(out.logsumexp, ring, order, axis=2)
+            return out.replace(attention_outputs=restore(out.attention_outputs, ring, order, axis), logsumexp=lse)
+
+    class AsItIs(Reordered):
+        def __call__(self, *qkv: Any, **options: Any) -> Any:
+            return operation(*qkv, strategy=strategy, order=order, **options)
+
+    problem.check((AsItIs if order == "contiguous" else Reordered)(), compiler_options=FAST_COMPILE)  # type: ignore[arg-type]
+
+
+# Features of the suite, each in the company of others.
+FEATURES = {
+    "documents": ("Segments", "GQA", "logsumexp"),
+    "traced documents": ("traced Segments", "MQA", "soft cap"),
+    "window": ("SlidingWindow", "ALiBi", "sinks"),
+    "window per head": ("mask per head", "bias [1, H, T, S]"),
+    "window per batch": ("mask per batch", "ScoreFn"),
+    "function": ("MaskFn", "RelativePosition", "D ≠ Dv"),
+    "lengths": ("Lengths", "bias [B, 1, 1, S]"),
+    "positions": ("mask.at(positions)", "logsumexp"),
+    "dense": ("Dense", "bias [B, H, T, S]"),
+    "rows that see nothing": ("fully masked rows", "sinks", "logsumexp"),
+    "tiles that see nothing": ("fully masked tiles", "GQA"),
+    "not, or": ("~mask", "bfloat16"),
+    "padding": ("NaN behind KeyPadding", "layout BHTD"),
+}
+# Beside those: lengths that do not divide, which only the contiguous order takes.
+CONTIGUOUS = {
+    "T < S": ("KeyPadding", "T < S"),
+    "T > S": ("Causal", "T > S", "dropout"),
+    "odd lengths": ("Causal", "odd lengths", "GQA"),
+}
+QUICK = {("ring", "contiguous", "window"), ("ring", "zigzag", "documents"), ("ulysses", "contiguous", "documents"),
+         ("usp", "contiguous", "T < S")}  # fmt: skip
+
+
+def cases() -> list[Any]:
+    """Every feature for the ring; for the others some."""
+    found = []
+    for s, strategy in enumerate(STRATEGIES):
+        for o, order in enumerate(ORDERS):
+            names = list(FEATURES) + list(CONTIGUOUS) * (order == "contiguous")
+            for i, name in enumerate(names):
+                quick = (strategy, order, name) in QUICK
+                if not quick and (i + s + o) % (2 if strategy == "ring" else 5):
+                    continue
+                found.append(pytest.param(strategy, order, name, marks=() if quick else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "order", "name"), cases())
+def test_right_on_four_devices(strategy: str, order: str, name: str) -> None:
+    check((FEATURES | CONTIGUOUS)[name], 4, strategy, order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [2, 8])
+@pytest.mark.parametrize("order", ORDERS)
+def test_right_on_other_numbers_of_devices(cp: int, order: str) -> None:
+    check(("Causal", "GQA", "sinks", "logsumexp"), cp, "ring", order, T=(3, 0), block=16)
+
+
+@pytest.mark.slow
+def test_batch_and_heads_are_cut_too() -> None:
+    check(FEATURES["documents"], 2, "ring", "zigzag", batch=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "order"), [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "striped")])
+def test_dropout_is_the_unsharded_ones(strategy: str, order: str) -> None:
+    check(("Causal", "dropout", "GQA"), 4, strategy, order)
+
+
+def test_one_query_over_keys_that_devices_share() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, n, h, 16)), jnp.float32) for n, h in ((1, 4), (40, 2), (40, 2)))
+    mask = SlidingWindow(30, 0)
+    expected = OperationRegistry.create("attnops:vanilla")(q, k, v, mask=mask, sinks=jnp.ones(4), return_lse=True)
+    mesh = create_mesh((2, 4), ("dp", "sp"), devices=jax.devices())
+    found = OperationRegistry.create("ring", OperationMetadata(mesh=mesh))(
+        q, k, v, mask=mask, sinks=jnp.ones(4), return_lse=True
+    )  # fmt: skip
+    np.testing.assert_allclose(found.attention_outputs, expected.attention_outputs, atol=2e-6)
+    np.testing.assert_allclose(found.logsumexp, expected.logsumexp, atol=2e-6)
+
+
+def test_auto_takes_the_ring_where_the_sequence_is_cut() -> None:
+    x = jnp.ones((1, 64, 2, 16))
+    for axes, chosen in ((("sp",), "attnops-ring:ring"), (("dp",), "attnops:flash")):
+        metadata = OperationMetadata(mesh=create_mesh((2,), axes, devices=jax.devices()[:2]))
+        request = OperationRegistry.create("auto", metadata).request(x, x, x, mask=Causal())
+        assert explain(request, metadata=metadata).chosen.name == chosen
+
+
+def inner(devices: int, stretches: int, length: int) -> Inner:
+    return Inner(OperationMetadata(), None, None, length, length, 1, devices, stretches, False)
+
+
+@pytest.mark.parametrize(
+    ("mask", "stretches", "hops"),
+    [
+        (None, 1, 8),
+        (Causal(), 1, 8),
+        (Causal() & SlidingWindow(9, 0), 1, 2),
+        (Causal() & SlidingWindow(100, 0), 1, 3),
+        (Causal() & SlidingWindow(129, 0), 1, 4),
+        (SlidingWindow(9, 9), 1, 8),  # the keys ahead are those of the device behind, all round the ring
+        (MaskFn(lambda b, h, q, kv: q == kv), 1, 8),
+    ],
+)
+def test_windows_end_the_ring_early(mask: Any, stretches: int, hops: int) -> None:
+    bound = None if mask is None else mask.bind(1, 2, 512, 512)
+    assert needed_hops(bound, inner(8, stretches, 512), (1, 512, 2, 16), 512, 512) == hops
+
+
+def test_bytes_sent_are_those_of_the_kv_heads() -> None:
+    """One permute each of keys and values a hop, and none of them repeated for the query heads."""
+    mesh = create_mesh((4,), ("sp",), devices=jax.devices()[:4])
+    ring = OperationRegistry.create("ring", OperationMetadata(mesh=mesh))
+    q, kv = jax.ShapeDtypeStruct((1, 64, 8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.bfloat16)
+    text = jax.jit(lambda q, k, v: ring(q, k, v, mask=Causal()).attention_outputs).lower(q, kv, kv).as_text()
+    sent = re.findall(r"collective_permute.*?-> tensor<([^>]*)>", text)
+    assert sent == ["1x16x2x16xbf16"] * 2, "in the loop once each, and nowhere else"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders(order: Any) -> None:
+    x = jnp.arange(32).reshape(1, 32)
+    laid = reorder(x, 4, order)
+    assert (restore(laid, 4, order) == x).all()
+    assert (laid[0] == positions(32, 4, order)).all()
+    causal = np.tril(np.ones((32, 32)))[positions(32, 4, order)].sum(1).reshape(4, 8).sum(1)
+    assert causal.max() <= {"contiguous": 2, "zigzag": 1, "striped": 1.2}[order] * causal.mean()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ({"order": "spiral"}, ValueError, r"order='spiral' is unknown; use one of"),
+        ({"strategy": "star"}, ValueError, r"strategy='star' is unknown; use one of"),
+        ({"strategy": "ulysses"}, UnsupportedError, r"H=2: a device's query heads must be a multiple of 4; use 'ring'"),
+        ({"strategy": "usp"}, UnsupportedError, r"needs two mesh axes"),
+        ({"order": "zigzag", "length": 60}, ValueError, r"T=60 and S=60 must be multiples of 8"),
+        ({"return_weights": True}, UnsupportedError, r"return_weights"),
+        ({"orde": "zigzag"}, TypeError, r"no option 'orde'"),
+    ],
+)
+def test_refusals(call: dict[str, Any], error: type[Exception], message: str) -> None:
+    mesh = create_mesh((4,), ("sp",), devices=jax.devices()[:4])
+    ring = OperationRegistry.create("ring", OperationMetadata(mesh=mesh, on_unsupported="error"))
+    x = jnp.ones((1, call.pop("length", 64), 2, 16))
+    with pytest.raises(error, match=message):
+        ring(x, x, x, mask=Causal(), **call)
+
+
+def test_without_a_mesh_it_says_what_to_do() -> None:
+    x = jnp.ones((1, 16, 2, 16))
+    with pytest.raises(UnsupportedError, match=r"has no axis that cuts the sequence; create 'flash'"):
+        OperationRegistry.create("ring")(x, x, x)
+    with pytest.raises(ValueError, match=r"length=10 must be a multiple of 8"):
+        positions(10, 4, "zigzag")

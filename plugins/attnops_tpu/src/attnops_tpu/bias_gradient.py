@@ -41,7 +41,7 @@ def bias_gradients(
         if arrays.table is not None and by_distance is not None:
             d_table = _summed(by_distance, arrays.table)
     if arrays.array is not None:
-        d_array = _array_gradient(plan, inputs, arrays, by_score)
+        d_array = _array_gradient(plan, inputs, arrays, by_score).astype(arrays.array.dtype)
     return Arrays(mask=None, dense=None, bias=d_values, table=d_table, array=d_array)  # type: ignore[arg-type]
 
 

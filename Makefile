@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-# Triton is for Linux alone, and jax-triton is behind the newest JAX.
-PLUGINS ?= plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
+# Triton is for Linux alone, and jax-triton not yet for the newest JAX.
+PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
 TESTS := tests examples $(PLUGINS)
 # What exports to CUDA from a host without it; its dependencies, which are CUDA, are for hosts that have it.
 LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import attnops
 from attnops.masks import Causal, Segments
+from attnops.sharding import create_mesh
 
 # Hashable, as it is static under `jit`: q [B, T, H, D], k and v [B, T, K, D], segments [B, T] integers -> [B, T, H, D].
 Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -22,9 +23,11 @@ def create_operation(name: str, block: int | None = None) -> attnops.OperationIm
         UnknownOperationError: no installed distribution has it.
         UnsupportedError: it is not attention over query, key and value.
     """
+    # One for sequences that a mesh cuts has theirs cut among all devices there are.
+    mesh = create_mesh((-1,), ("sp",)) if name.rpartition(":")[2] == "ring" else None
     # One that can't serve this model is to say so, and not to hand over to its native forward, whose curve would then
     # stand under its name.
-    metadata = attnops.OperationMetadata(on_unsupported="error", block_q=block, block_k=block)
+    metadata = attnops.OperationMetadata(on_unsupported="error", block_q=block, block_k=block, mesh=mesh)
     operation = attnops.OperationRegistry.create(name, metadata)
     if not isinstance(operation, attnops.OperationImpl):
         raise attnops.UnsupportedError(f"{type(operation).__name__} does not take query, key and value alone")

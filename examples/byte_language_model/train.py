@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
 import attnops
 
 if __package__:
@@ -29,6 +31,8 @@ PLOT = Path("losses.png")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script and return its exit status: `run`'s, or 2 with one line for what only the user can mend."""
     options = _parser().parse_args(arguments)
+    if options.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     # Asked before the training, not after it.
     if options.plot is not None and not has_matplotlib:
@@ -62,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         help="names, with commas; the others are compared with the first; default %(default)s",
     )
     parser.add_argument("--block", type=_positive, help="queries and keys a tile; default: each operation's own table")
+    parser.add_argument(
+        "--cpu-devices", type=_positive, help="as how many devices the CPU counts; `ring` cuts sequences among them"
+    )
     parser.add_argument("--plot", type=Path, help=f"where to write the curves; default {PLOT}, if matplotlib is there")
     return parser
 

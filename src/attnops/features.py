@@ -72,6 +72,8 @@ def support(operation: type[OperationImpl], feature: str, platform: str) -> str:
     forward = forward_for(operation, platform)
     made = operation(OperationMetadata(platform=platform))
     request = feature_request(feature, platform)
+    if any(reason.argument == "mesh" for reason in made.reasons(request)):
+        request = request.replace(sequence_axes=("sp",))  # one for sequences that a mesh cuts
     if forward != "native" and not made.reasons(request):
         return "kernel"
     return "refused" if made._reasons("native", request) else "native"

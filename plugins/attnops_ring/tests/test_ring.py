@@ -199,7 +199,7 @@ def test_refusals(call: dict[str, Any], error: type[Exception], message: str) ->
 
 def test_without_a_mesh_it_says_what_to_do() -> None:
     x = jnp.ones((1, 16, 2, 16))
-    with pytest.raises(UnsupportedError, match=r"has no axis that cuts the sequence; create 'flash'"):
+    with pytest.raises(UnsupportedError, match=r"mesh=none, or whole sequences: must cut the keys; create 'flash'"):
         OperationRegistry.create("ring")(x, x, x)
     with pytest.raises(ValueError, match=r"length=10 must be a multiple of 8"):
         positions(10, 4, "zigzag")

@@ -39,7 +39,7 @@ class Boundary:
         batch: the mesh axes that cut the batch.
         heads: that cut query heads.
         kv_heads: that cut key and value heads: the same, or none where they do not divide.
-        lengths: that the rules would have cut queries, and keys.
+        lengths: that the rules cut queries, and keys, whether these divide or not.
     """
 
     mesh: MeshLike
@@ -47,12 +47,12 @@ class Boundary:
     batch: Entry
     heads: Entry
     kv_heads: Entry
-    lengths: tuple[Entry, Entry]
+    lengths: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
 
     @property
     def sequence(self) -> tuple[str, ...]:
-        """The mesh axes, of more than one device, that would have cut queries or keys."""
-        return tuple(n for n in get_names_from_partition_spec(self.lengths) if self.mesh.shape[n] > 1)
+        """The mesh axes that the rules cut queries or keys by."""
+        return tuple(get_names_from_partition_spec(self.lengths))
 
 
 def find_boundary(mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest) -> Boundary | None:
@@ -79,14 +79,21 @@ def find_boundary(mesh: MeshLike | None, rules: AxisRules, request: AttentionReq
         return cut  # type: ignore[no-any-return]
 
     heads, kv_heads = entry(HEAD, request.heads), entry(KV_HEAD, request.kv_heads)
-    lengths = (entry(QUERY_LENGTH, request.query_length), entry(KV_LENGTH, request.key_length))
+    batch = entry(BATCH, request.batch)
+    taken = get_names_from_partition_spec((batch, heads))
+
+    def wanted(axis: str) -> tuple[str, ...] | None:
+        """What the rules cut a length by, whether it divides or not."""
+        names = get_names_from_partition_spec(rules.spec([axis], mode=request.mode))
+        return tuple(name for name in names if free.get(name, 1) > 1 and name not in taken) or None
+
     return Boundary(
         mesh=found,
         is_ambient=not ambient.empty,
-        batch=entry(BATCH, request.batch),
+        batch=batch,
         heads=heads,
         kv_heads=kv_heads if kv_heads == heads else None,
-        lengths=lengths,
+        lengths=(wanted(QUERY_LENGTH), wanted(KV_LENGTH)),
     )
 
 

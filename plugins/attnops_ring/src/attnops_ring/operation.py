@@ -18,7 +18,7 @@ from attnops.binding import Call
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
 from attnops.operation import OperationImpl
-from attnops.sharding import KV_LENGTH, QUERY_LENGTH, AxisRules, get_names_from_partition_spec
+from attnops.sharding import get_names_from_partition_spec
 from attnops.sharding.boundary import Boundary, find_boundary, run_in_parts
 from attnops_ring.block import Extras, Inner, Partial, block
 from attnops_ring.gather import (
@@ -65,20 +65,21 @@ class RingAttention(OperationImpl):
         """See `attnops.operation.OperationImpl.invoke`: parts are of the sequence too."""
         assert isinstance(call.request, AttentionRequest)
         boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
-        axes = () if boundary is None else cut_by(boundary, self.metadata.axis_rules, call.request)
-        if boundary is None or not axes:
-            return self._refuse(call)
+        assert boundary is not None
+        assert boundary.lengths[1] is not None  # else it was refused
         order, strategy = options.get("order", "contiguous"), options.get("strategy", "ring")
         check_order(order)
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy={strategy!r} is unknown; use one of {list(STRATEGIES)}")
         rest = {name: x for name, x in options.items() if name not in ("order", "strategy")}
-        return _run(self, boundary, axes, call, rest, order, strategy)
+        return _run(self, boundary, boundary.lengths[1], call, rest, order, strategy)
 
-    def _refuse(self, call: Call) -> Any:
-        reason = Reason("mesh", str(self.metadata.mesh), "has no axis that cuts the sequence",
-                        "create 'flash'; or cut it, by AxisRules' query_length and kv_length")  # fmt: skip
-        raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
+    def _reasons(self, forward: str, request: Request) -> list[Reason]:
+        found = super()._reasons(forward, request)
+        if isinstance(request, AttentionRequest) and not request.sequence_axes:
+            found.append(Reason("mesh", "none, or whole sequences", "must cut the keys",
+                                "create 'flash'; or cut them, by metadata.mesh and AxisRules' kv_length"))  # fmt: skip
+        return found
 
     def forward_native(
         self,
@@ -111,7 +112,7 @@ def _run(
 ) -> OperationOutput:
     query, key, value = call.args
     T, S = query.shape[1], key.shape[1]
-    if operation.metadata.axis_rules.mesh_axes(QUERY_LENGTH, call.request.mode) is None:
+    if boundary.lengths[0] is None:
         strategy = "reduce"  # a few queries, which every device has
     sizes = [boundary.mesh.shape[name] for name in axis]
     _check_heads(boundary, call.request, sizes, strategy)
@@ -157,15 +158,6 @@ def _check_heads(boundary: Boundary, request: Any, sizes: list[int], strategy: s
     if found:
         listed = "".join(f"\n  - {reason}" for reason in found)
         raise UnsupportedError(f"RingAttention can't serve {request}:{listed}", found)
-
-
-def cut_by(boundary: Boundary, rules: AxisRules, request: AttentionRequest) -> tuple[str, ...]:
-    """The mesh axes that cut the keys, and queries if those are cut; lengths that do not divide are padded."""
-    wanted = rules.spec([KV_LENGTH], mode=request.mode)
-    free = boundary.mesh.shape
-    taken = get_names_from_partition_spec((boundary.batch, boundary.heads))
-    names = (name for name in get_names_from_partition_spec(wanted) if name not in taken)
-    return tuple(name for name in names if free.get(name, 1) > 1)
 
 
 def _part(

@@ -132,7 +132,9 @@ def _run(
         scale=options.pop("softmax_scale", None), cap=options.pop("logits_soft_cap", None), T=T, S=S,
         stride=devices if order == "striped" else 1, devices=devices, stretches=n, is_padded=Sp != S,
     )  # fmt: skip
-    hops = devices if order == "striped" else needed_hops(options.get("mask"), inner, query.shape, Tp, Sp)
+    hops = devices
+    if strategy in ("ring", "usp") and order != "striped":
+        hops = needed_hops(options.get("mask"), inner, query.shape, Tp, Sp)
     function = functools.partial(_part, inner, axis, hops, strategy, order)
     padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
     found = run_in_parts(boundary, function, padded, options, (None if strategy == "reduce" else axis, axis))

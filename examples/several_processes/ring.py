@@ -1,0 +1,78 @@
+"""Attention over a sequence that processes share, forward and backward, held against one device's.
+
+On each of two hosts (on a cluster that JAX knows, such as a TPU pod or Slurm, all three options can be left out)::
+
+    python examples/several_processes/ring.py --coordinator 10.0.0.1:1234 --processes 2 --index 0
+    python examples/several_processes/ring.py --coordinator 10.0.0.1:1234 --processes 2 --index 1
+
+Every process prints how far its part is from what one device computes, and exits with 1 if that is more than rounding.
+Needs ``pip install attnops attnops-ring``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal, Segments
+from attnops.sharding import create_mesh
+
+BOUND = 2e-5
+
+
+def main() -> int:
+    """Run, compare, and say so."""
+    options = _options()
+    jax.distributed.initialize(
+        options.coordinator, options.processes, options.index, heartbeat_timeout_seconds=options.heartbeat
+    )
+    devices = jax.device_count()
+    mesh = create_mesh((1, -1), ("dp", "sp"))
+    metadata = OperationMetadata(mesh=mesh)
+    length = 32 * devices
+    rng = np.random.default_rng(0)  # the same in every process
+    q, k, v, d_out = (rng.normal(size=(1, length, h, 16)).astype(np.float32) for h in (4, 2, 2, 4))
+    ids = (np.arange(length) * 3 // length)[None]  # three documents
+
+    def both(operation: Any, *qkv: Any) -> Any:
+        def attend(*qkv: Any) -> Any:
+            return operation(*qkv, mask=Causal() & Segments(ids)).attention_outputs
+
+        out, pull_back = jax.vjp(attend, *qkv[:3])
+        return out, *pull_back(qkv[3])
+
+    spec = NamedSharding(mesh, metadata.get_shardings(q, k).query)
+    given = [jax.make_array_from_callback(x.shape, spec, lambda index, x=x: x[index]) for x in (q, k, v, d_out)]
+    found = jax.jit(lambda *x: both(OperationRegistry.create("ring", metadata), *x))(*given)
+    with jax.default_device(jax.local_devices()[0]):
+        expected = jax.jit(lambda *x: both(OperationRegistry.create("attnops:vanilla"), *x))(
+            *map(jnp.asarray, (q, k, v, d_out))
+        )
+    worst = 0.0
+    for ours, theirs in zip(found, expected, strict=True):
+        for shard in ours.addressable_shards:
+            worst = max(worst, float(np.abs(np.asarray(shard.data) - np.asarray(theirs)[shard.index]).max()))
+    print(f"process {jax.process_index()} of {jax.process_count()}, {devices} devices: {worst:.1e} from one device")
+    return int(not worst <= BOUND)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--coordinator", help="host:port of process 0")
+    parser.add_argument("--processes", type=int, help="how many there are")
+    parser.add_argument("--index", type=int, help="which of them this is")
+    parser.add_argument(
+        "--heartbeat", type=int, default=100, help="seconds after which a silent process counts as dead"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Several OS processes over `jax.distributed` on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "several_processes" / "ring.py"
+HEARTBEAT = 10  # seconds
+
+
+def start(n: int, indices: list[int], devices: int = 1) -> list[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--coordinator",
+        address,
+        "--processes",
+        str(n),
+        "--heartbeat",
+        str(HEARTBEAT),
+    ]
+    return [
+        subprocess.Popen(
+            [*command, "--index", str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for i in indices
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_processes_agree_with_one(processes: int, devices: int) -> None:
+    started = start(processes, list(range(processes)), devices)
+    for i, process in enumerate(started):
+        printed, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, printed
+        assert re.search(rf"process {i} of {processes}, {processes * devices} devices: \S+ from one device", printed)
+
+
+@pytest.mark.slow
+def test_a_killed_peer_ends_the_others() -> None:
+    """With an error, and within the runtime's timeout: not a hang."""
+    first, second = start(2, [0, 1])
+    time.sleep(4)  # both have begun: importing alone takes longer than a second
+    second.kill()
+    begun = time.monotonic()
+    printed, _ = first.communicate(timeout=120)
+    assert first.returncode != 0, printed
+    assert time.monotonic() - begun < 100
+    second.communicate()

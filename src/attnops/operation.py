@@ -164,10 +164,10 @@ class BaseOperation(abc.ABC):
         options = call.options
         if "mode" in named_options(type(self), forward):
             options = options | {"mode": call.request.mode}
-        return self.finish(call, self.invoke(function, call, options))
+        return self.finish(call, self.invoke(forward, function, call, options))
 
-    def invoke(self, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
-        """What a forward gives for a call."""
+    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+        """What a forward, of this name, gives for a call."""
         return function(*call.args, **options)
 
     def finish(self, call: Call, result: Any) -> Any:
@@ -288,12 +288,13 @@ class OperationImpl(BaseOperation):
         axes = () if boundary is None else boundary.sequence
         return call._replace(request=call.request.replace(sequence_axes=axes)) if axes else call
 
-    def invoke(self, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """What a forward gives for a call; under a mesh each device runs it on a part, see `attnops.sharding`."""
         assert isinstance(call.request, AttentionRequest)
         boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
-        if boundary is None:
-            return super().invoke(function, call, options)
+        # JAX has no gradient of a `jax.shard_map` in another; what is plain JAX, its compiler can cut by itself.
+        if boundary is None or (boundary.is_nested and forward == "native"):
+            return super().invoke(forward, function, call, options)
         if boundary.sequence:
             self._gathers(boundary.sequence)
         return run_in_parts(boundary, function, call.args, options)

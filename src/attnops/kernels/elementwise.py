@@ -21,6 +21,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from attnops.biases import Bias
+from attnops.kernels.varying import equally_varying
 from attnops.masks.base import Mask
 from attnops.masks.tokens import Dense
 
@@ -356,4 +357,5 @@ def _run(steps: Sequence[Step], known: dict[int, Any], result: int | Literal, bi
 def _bind(step: Step, inputs: list[Any]) -> Any:
     bound = step.primitive.get_bind_params(step.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX 0.10.2 has no functions beside
-    return step.primitive.bind(*functions, *map(jnp.asarray, inputs), **params)
+    # In `jax.shard_map` a primitive does not by itself make what it takes vary alike.
+    return step.primitive.bind(*functions, *equally_varying([*map(jnp.asarray, inputs)]), **params)

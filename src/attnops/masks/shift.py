@@ -46,6 +46,14 @@ class Shifted(Mask):
         """See `Mask.allowed`."""
         return self.mask.allowed(b + self.b, h + self.h, q, kv)
 
+    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+        """See `Mask.at`."""
+        return dataclasses.replace(self, mask=self.mask.at(q_positions, kv_positions))
+
+    def with_offset(self, offset: Any) -> Shifted:
+        """The same of a mask whose queries stand at another offset."""
+        return dataclasses.replace(self, mask=self.mask.with_offset(offset))  # type: ignore[attr-defined]
+
     def tiles(self, grid: Grid) -> TileCoverage:
         """See `Mask.tiles`."""
 

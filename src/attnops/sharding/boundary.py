@@ -50,13 +50,18 @@ class Boundary:
     lengths: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
 
     @property
+    def is_nested(self) -> bool:
+        """Whether an enclosing `jax.shard_map` has cut some axes already."""
+        return self.is_ambient and bool(self.mesh.manual_axes)  # type: ignore[union-attr]
+
+    @property
     def sequence(self) -> tuple[str, ...]:
         """The mesh axes that the rules cut queries or keys by."""
         return tuple(get_names_from_partition_spec(self.lengths))
 
 
 def find_boundary(mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest) -> Boundary | None:
-    """How a mesh cuts a call; None where there is no mesh of more than one device.
+    """How a mesh cuts a call; None where there is no mesh of more than one device, or it cuts nothing.
 
     Args:
         mesh: the metadata's; where one is set, that one counts.
@@ -72,14 +77,14 @@ def find_boundary(mesh: MeshLike | None, rules: AxisRules, request: AttentionReq
     if math.prod(free.values()) == 1:
         return None
 
-    def entry(axis: str, size: int) -> Entry:
-        wanted = rules.spec([axis], mode=request.mode)[0]
+    def cut(wanted: Any, size: int) -> Entry:
         names = tuple(name for name in get_names_from_partition_spec((wanted,)) if name in free)
-        cut = correct_spec(PartitionSpec(names), (size,), found)[0] if names else None
-        return cut  # type: ignore[no-any-return]
+        return correct_spec(PartitionSpec(names), (size,), found)[0] if names else None  # type: ignore[no-any-return]
 
-    heads, kv_heads = entry(HEAD, request.heads), entry(KV_HEAD, request.kv_heads)
-    batch = entry(BATCH, request.batch)
+    # Together: what cuts the batch does not cut heads as well.
+    spec = rules.spec([BATCH, HEAD], mode=request.mode)
+    batch, heads = cut(spec[0], request.batch), cut(spec[1], request.heads)
+    kv_heads = cut(rules.spec([BATCH, KV_HEAD], mode=request.mode)[1], request.kv_heads)
     taken = get_names_from_partition_spec((batch, heads))
 
     def wanted(axis: str) -> tuple[str, ...] | None:
@@ -87,13 +92,16 @@ def find_boundary(mesh: MeshLike | None, rules: AxisRules, request: AttentionReq
         names = get_names_from_partition_spec(rules.spec([axis], mode=request.mode))
         return tuple(name for name in names if free.get(name, 1) > 1 and name not in taken) or None
 
+    lengths = wanted(QUERY_LENGTH), wanted(KV_LENGTH)
+    if (batch, heads, *lengths) == (None, None, None, None):
+        return None  # no rule speaks of this mesh, or nothing divides: the compiler may do as it likes
     return Boundary(
         mesh=found,
         is_ambient=not ambient.empty,
         batch=batch,
         heads=heads,
         kv_heads=kv_heads if kv_heads == heads else None,
-        lengths=(wanted(QUERY_LENGTH), wanted(KV_LENGTH)),
+        lengths=lengths,
     )
 
 
@@ -153,6 +161,8 @@ def run_in_parts(
         if "dropout_key" in rest:
             rest["dropout_key"] = ShiftedKey(rest["dropout_key"], place.b, place.h)
         found = function(query, key, value, **rest)
+        if not isinstance(found, OperationOutput):
+            raise TypeError(f"a forward returned a {type(found).__name__}, but must return OperationOutput")
         return tuple(getattr(found, name) for name in wanted)
 
     fields = {
@@ -167,7 +177,8 @@ def run_in_parts(
         **_where(boundary),
     )  # fmt: skip
     moved = [_placed(boundary, x, spec) for x, spec in zip(operands.values(), operand_specs, strict=True)]
-    return OperationOutput(**dict(zip(wanted, mapped(*moved), strict=True)))
+    # Compiled in any case: outside `jax.jit` JAX can't differentiate a kernel's rule inside `jax.shard_map`.
+    return OperationOutput(**dict(zip(wanted, jax.jit(mapped)(*moved), strict=True)))
 
 
 def _is_operand(leaf: Any, spec: PartitionSpec) -> bool:
@@ -188,8 +199,6 @@ def _placed(boundary: Boundary, x: Any, spec: PartitionSpec) -> Any:
     mesh = boundary.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, spec))
-    if isinstance(x, jax.core.Tracer):
-        return x
     return jax.device_put(x, NamedSharding(mesh, spec)) if isinstance(mesh, jax.sharding.Mesh) else x
 
 

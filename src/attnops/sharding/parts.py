@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import PartitionSpec
 
 from attnops.biases import Bias, ShiftedBias
@@ -42,6 +43,9 @@ def specs_of(value: Any, spec_of: SpecOf) -> Any:
     """
     if not isinstance(value, (Mask, Bias)):
         return spec_of(value.shape, "bhts") if hasattr(value, "shape") else value
+    if value.axes is None:
+        # It is asked about the whole call, and so has all of its arrays, those of what it wraps too.
+        return jax.tree.map(lambda x: PartitionSpec(), value)
     return _map(
         value, lambda name, x: spec_of(x.shape, (value.axes or {}).get(name, "")), lambda x: specs_of(x, spec_of)
     )
@@ -59,14 +63,12 @@ def part_of(value: Any, place: Place) -> Any:
 
 
 def _map(value: Any, array: Callable[[str, Any], Any], inner: Callable[[Any], Any]) -> Any:
-    """``value`` with its arrays and its masks replaced; arrays in tuples are of the field that holds the tuple."""
+    """``value``, which states its axes, with its arrays and its masks replaced."""
     found = object.__new__(type(value))  # not through __init__, which checks arrays
     for field in dataclasses.fields(value):
         x = getattr(value, field.name)
         if isinstance(x, (Mask, Bias)):
             x = inner(x)
-        elif isinstance(x, tuple):
-            x = tuple(array(field.name, item) if hasattr(item, "shape") else item for item in x)
         elif hasattr(x, "shape"):
             x = array(field.name, x)
         object.__setattr__(found, field.name, x)

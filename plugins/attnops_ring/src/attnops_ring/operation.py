@@ -61,7 +61,7 @@ class RingAttention(OperationImpl):
         """First where a mesh cuts the sequence, never else."""
         return 5.0 if isinstance(request, AttentionRequest) and request.sequence_axes else None
 
-    def invoke(self, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """See `attnops.operation.OperationImpl.invoke`: parts are of the sequence too."""
         assert isinstance(call.request, AttentionRequest)
         boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)

@@ -109,7 +109,10 @@ def backward(
         )
         return (carry[0] + _together(plan, dk), carry[1] + _together(plan, dv)), dq
 
-    dk, dv = (jnp.zeros((plan.B, plan.K, d, plan.Sp), jnp.float32) for d in (plan.D, plan.Dv))
+    # Like keys, so that in `jax.shard_map` they vary as these do.
+    dk, dv = (
+        jnp.zeros_like(inputs.k, shape=(plan.B, plan.K, d, plan.Sp), dtype=jnp.float32) for d in (plan.D, plan.Dv)
+    )
     (dk, dv), dq = lax.scan(sweep, (dk, dv), (entries, steps, first))
     dq = jnp.moveaxis(dq, 0, 3).reshape(plan.B, plan.H, plan.D, -1)[..., : plan.Tp]
     return dq, dk.astype(plan.dtype), dv.astype(plan.dtype)

@@ -183,7 +183,7 @@ def _inline(write: Writer, jaxpr: Any, constants: list[Value], inputs: list[Valu
         if name in _CALLS and body is not None:
             closed = [_literal(value, jnp.result_type(value)) for value in getattr(body, "consts", [])]
             results = _inline(write, getattr(body, "jaxpr", body), closed, found)
-        elif name in _IDENTITIES:
+        elif name in _IDENTITIES or (name == "reduce_sum" and not eqn.params["axes"]):
             results = found
         elif name in _TABLE:
             if found and all(value.literal for value in found):

@@ -297,7 +297,7 @@ class OperationImpl(BaseOperation):
             return super().invoke(forward, function, call, options)
         if boundary.sequence:
             self._gathers(boundary.sequence)
-        return run_in_parts(boundary, function, call.args, options)
+        return run_in_parts(boundary, function, call.args, options, is_interpreted=call.request.interpret)
 
     def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
         """Bring a forward's result to what the caller asked for, tagged for checkpoint policies.

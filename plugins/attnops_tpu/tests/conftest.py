@@ -7,6 +7,10 @@ import pytest
 from attnops_tpu.aot import environment
 
 os.environ.update(environment())
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
 HERE = Path(__file__).parent
 
 

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.launch import Launched
 from attnops_triton.targets import SHARED_MEMORY
 
-from attnops.masks import Causal
-from attnops.testing.catalogue import CASES, Case
+from attnops.masks import Causal, Dense, MaskFn
+from attnops.testing.catalogue import CASES as ALL
+from attnops.testing.catalogue import Case
 
+SEEN = np.random.default_rng(0).random((4, 97)) > 0.5
+
+
+def scattered() -> MaskFn:
+    """A mask that has no form in Triton, and comes as bits."""
+    return MaskFn(lambda b, h, q, kv: jnp.asarray(SEEN)[h % 4, (q * 31 + kv) % 97])
+
+
+BIAS = (jax.ShapeDtypeStruct((1, 8, 2048, 2048), jnp.float32),)
+MASK = (jax.ShapeDtypeStruct((1, 1, 2048, 2048), jnp.bool_),)
+# Beside the catalogue: what takes most of shared memory.
+CASES = ALL | {f"bits, D {D}": Case(D=D, mask=scattered) for D in (64, 128, 256)} | {
+    "bits and bias": Case(mask=lambda: Causal() & scattered(), bias=jnp.asarray, learnt=BIAS),
+    "dense mask and bias": Case(mask=Dense, traced=MASK, bias=jnp.asarray, learnt=BIAS),
+    "dense mask and bias, D 256": Case(D=256, mask=Dense, traced=MASK, bias=jnp.asarray, learnt=BIAS),
+}  # fmt: skip
 # Each variant of the table: D and Dv, dtype.
 VARIANTS = [
     *((D, D, dtype) for D in (64, 80, 96, 128, 256) for dtype in ("bfloat16", "float16")),

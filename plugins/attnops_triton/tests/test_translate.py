@@ -27,6 +27,11 @@ FUNCTIONS = {
     "sign": lambda s, d: s * jnp.sign(s) + lax.rem(s, jnp.float32(0.7)),
     "select": lambda s, d: jnp.where((d > 3) & ~(d % 2 == 0) | (s < -1), s * 0.5, s + 1),
     "integers": lambda s, d: s + (d // 3 - (-d) % 5 + (d ^ 3)).astype(jnp.float32) * 0.1,
+    "an integer's power": lambda s, d: s * 0.9 ** jnp.abs(d) + 1e5 * jnp.tanh(s / 1e5),
+    "float16": lambda s, d: s * jnp.tanh(jnp.float16(0.1) * d.astype(jnp.float16)).astype(jnp.float32),
+    "unsigned": lambda s, d: (
+        s + ((d.astype(jnp.uint32) ^ jnp.uint32(2**31 + 5)) > jnp.uint32(2**31)).astype(jnp.float32)
+    ),
     "gelu": lambda s, d: jax.nn.gelu(s, approximate=True) + jax.nn.silu(s),
 }
 

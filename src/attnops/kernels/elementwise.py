@@ -150,7 +150,7 @@ class Elementwise:
             if step.primitive.name in _IDENTITIES:
                 return inputs if step.primitive.multiple_results else inputs[0]
             shape = np.broadcast_shapes(*map(jnp.shape, inputs))
-            inputs = [jnp.broadcast_to(x, shape) for x in inputs]
+            inputs = equally_varying([jnp.broadcast_to(x, shape) for x in inputs])
             other = instead.get(step.primitive.name)
             return step.primitive.bind(*inputs, **step.params) if other is None else other(*inputs)
 

@@ -111,6 +111,7 @@ def run_in_parts(
     args: tuple[Any, Any, Any],
     options: Mapping[str, Any],
     lengths: tuple[Entry, Entry] = (None, None),
+    is_interpreted: bool = False,
 ) -> OperationOutput:
     """What ``function(*args, **options)`` gives, each device computing its batches and heads.
 
@@ -121,6 +122,7 @@ def run_in_parts(
         options: those of the contract, bound; others as they are, the same on every device.
         lengths: the mesh axes that cut queries, and keys. Without, every device has whole sequences: those that are cut
             are gathered. With them, query, key, value and outputs are cut; masks and biases are not.
+        is_interpreted: whether kernels are; Pallas's interpreter mixes what varies over devices with what does not.
     """
     H, K = args[0].shape[2], args[1].shape[2]
     cuts = {"b": boundary.batch, "h": boundary.heads}
@@ -174,7 +176,7 @@ def run_in_parts(
     wanted = [name for name in fields if name not in asked or asked[name] in options]
     mapped: Any = jax.shard_map(
         part, in_specs=tuple(operand_specs), out_specs=tuple(fields[name] for name in wanted),
-        **_where(boundary),
+        check_vma=not is_interpreted, **_where(boundary),
     )  # fmt: skip
     moved = [_placed(boundary, x, spec) for x, spec in zip(operands.values(), operand_specs, strict=True)]
     # Compiled in any case: outside `jax.jit` JAX can't differentiate a kernel's rule inside `jax.shard_map`.

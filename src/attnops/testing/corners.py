@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import ScoreFn
-from attnops.masks import Causal, Lengths, SlidingWindow
+from attnops.errors import UnsupportedError
+from attnops.masks import Causal, Lengths, MaskFn, SlidingWindow
 from attnops.metadata import OperationMetadata
 from attnops.registry import OperationRegistry
-from attnops.testing.runner import Subject
+from attnops.sharding import create_mesh
+from attnops.testing.runner import NotRunError, Subject
 
 T, D = 40, 8
 
@@ -163,6 +165,48 @@ def unequal_tiles(subject: Subject) -> None:
         agree(subject, call, draw(2, T, 4, D), draw(2, 56, 2, D), draw(2, 56, 2, D), draw(1, 4, 1, 56), tile=tile)
 
 
+def large_soft_cap(subject: Subject) -> None:
+    """A cap far above the scores changes them as little as rounding does: nothing of its curve cancels."""
+
+    def call(operation: Any, q: Any) -> Any:
+        return operation(q, q, q, logits_soft_cap=1e5, mask=Causal()).attention_outputs
+
+    agree(subject, call, draw(1, 24, 1, D))
+
+
+def unsigned_lookups(subject: Subject) -> None:
+    """What a function looks up keeps its dtype: unsigned numbers above 2 ** 31 are no negative ones."""
+    numbers = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, 24, dtype=np.uint32))
+
+    def call(operation: Any, q: Any) -> Any:
+        mask = MaskFn(lambda b, h, q, kv, x: (x[q] <= x[kv]) | (q == kv), (numbers,))
+        return operation(q, q, q, mask=mask).attention_outputs
+
+    agree(subject, call, draw(1, 24, 1, D))
+
+
+# What arrays and functions beside query and key there are, each cut with them in its own way.
+_ON_A_MESH: Final = (("Lengths", "ALiBi"), ("mask per head", "ScoreFn"), ("mask per batch", "sinks"), ("MaskFn", "GQA"))
+
+
+def mesh(subject: Subject) -> None:
+    """Under a mesh that cuts batch and heads it is right; needs four devices."""
+    devices = jax.devices()
+    if len(devices) < 4:
+        raise NotRunError(f"there are {len(devices)} devices; `jax_num_cpu_devices` makes them 4")
+    given = subject.base.replace(mesh=create_mesh((2, 2), ("dp", "tp"), devices=devices[:4]))
+    refused = []
+    for names in _ON_A_MESH:
+        problem = subject.problem(names, metadata=given)
+        operation = subject.make(problem.metadata)
+        if reasons := problem.reasons(operation):
+            refused += reasons
+            continue
+        problem.check(operation, subject.gradients, subject.compiler_options)
+    if len(refused) == len(_ON_A_MESH):
+        raise UnsupportedError("it refuses all that a mesh cuts", refused)
+
+
 CORNERS: Final[dict[str, Callable[[Subject], None]]] = {
     "partial vmap": partial_vmap,
     "nested vmap": nested_vmap,
@@ -172,4 +216,7 @@ CORNERS: Final[dict[str, Callable[[Subject], None]]] = {
     "functions of less": functions,
     "own derivatives": own_derivatives,
     "unequal tiles": unequal_tiles,
+    "mesh": mesh,
+    "large soft cap": large_soft_cap,
+    "unsigned lookups": unsigned_lookups,
 }

@@ -109,6 +109,7 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], visits: Visits) -
     if scoring.sinks:
         write(
             f"sink = tl.load({base('sinks', tile.shapes['sinks'])}) * {number(1 / plan.unit)}",
+            "sink = tl.minimum(sink, 3e38)",
             "top = tl.maximum(m, sink)",
             f"shrink = tl.exp2((m - top) * {unit})",
             f"l = l * shrink + tl.exp2((sink - top) * {unit})",

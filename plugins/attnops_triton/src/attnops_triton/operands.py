@@ -41,7 +41,8 @@ class Operand(NamedTuple):
 
 def value_layout(x: jax.Array) -> jax.Array:
     """A value [B or 1, H or 1, T or 1, S or 1] as kernels take it, [B or 1, H or 1, n], 32 bits wide."""
-    x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+    if x.dtype != jnp.uint32:
+        x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
     return x.reshape(*x.shape[:2], -1)
 
 

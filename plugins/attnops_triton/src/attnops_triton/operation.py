@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_triton.translate import PRIMITIVES
 from attnops_triton.versions import missing
+
+# Scores of the largest tile that may be stated.
+LARGEST: Final = 128 * 128
 
 
 class TritonFlashAttention(FlashAttention):
@@ -50,10 +53,16 @@ class TritonFlashAttention(FlashAttention):
     def unsupported(self, request: Request) -> Iterable[Reason]:
         """See `attnops.BaseOperation.unsupported`."""
         yield from missing(request.interpret)
+        if not request.interpret:
+            yield from _too_old()
         for name in ("block_q", "block_k"):
             block = getattr(self.metadata, name)
             if block is not None and (block < 16 or block & (block - 1)):
                 yield Reason(name, block, "must be a power of two of at least 16", "leave it out for the table's")
+        area = (self.metadata.block_q or 64) * (self.metadata.block_k or 64)
+        if area > LARGEST:
+            yield Reason("block_q · block_k", area, f"must be at most {LARGEST}, for what a program may hold",
+                         "leave them out for the table's")  # fmt: skip
         if isinstance(request, AttentionRequest) and request.interpret and request.dtypes[0] == "bfloat16":
             yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
                          "interpret float32 or float16")  # fmt: skip
@@ -89,6 +98,8 @@ class TritonFlashAttention(FlashAttention):
         dtype = asked if query.dtype == key.dtype == value.dtype else jnp.dtype(jnp.float32)
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
+        if self.metadata.interpret:
+            mask, bias = jax.tree.map(_wide, (mask, bias))
         # A mask that has no form in Triton comes as bits, for the tiles that it is PARTIAL on.
         packed = mask is not None and not is_translatable(mask)
         written = None if packed else mask
@@ -96,7 +107,8 @@ class TritonFlashAttention(FlashAttention):
         if mask is not None:
             scoring = dataclasses.replace(scoring, hides_tokens=mask.hides_tokens(T, S))
         arch = "" if self.metadata.interpret else current() or device_arch()
-        tiles = choose(arch, dtype.itemsize, max(D, Dv), self.metadata.block_q, self.metadata.block_k)
+        by_score = packed or scoring.dense > 0 or scoring.array
+        tiles = choose(arch, dtype.itemsize, max(D, Dv), self.metadata.block_q, self.metadata.block_k, by_score)
         plan = Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, scale=D**-0.5 if softmax_scale is None else softmax_scale,
@@ -107,3 +119,18 @@ class TritonFlashAttention(FlashAttention):
         query, key, value, given, tiles_to_visit = equally_varying((query, key, value, given, maps(plan, mask)))
         out, lse = attend(plan, query, key, value, given, tiles_to_visit)
         return OperationOutput(out.astype(asked), None, lse if return_lse else None)
+
+
+def _too_old() -> Iterable[Reason]:
+    """What the GPU at hand lacks, where there is one."""
+    from attnops_triton.compat import device_arch
+    from attnops_triton.targets import current
+
+    arch = current() or device_arch()
+    if arch.startswith("sm_") and int(arch.removeprefix("sm_")) < 80:
+        yield Reason("GPU", arch, "must be at least sm_80, whose products and memory the kernels are written for")
+
+
+def _wide(x: Any) -> Any:
+    """Triton's interpreter has no bfloat16."""
+    return x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x

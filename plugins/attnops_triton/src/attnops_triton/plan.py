@@ -79,14 +79,14 @@ class Plan:
         """What scores, as a kernel holds them, are multiplied by to become natural exponents.
 
         Plain products keep their scale for the exponent, where it costs nothing; a negative one would turn the maximum
-        into a minimum.
+        into a minimum, and by a tiny one a sink can't be divided.
         """
         return 1.0 if self.scales_first else self.scale
 
     @property
     def scales_first(self) -> bool:
         """Whether the scale is multiplied in before anything else."""
-        return self.scoring.changes_scores or self.scale <= 0
+        return self.scoring.changes_scores or not 1e-20 < self.scale < 1e20
 
     @property
     def itemsize(self) -> int:

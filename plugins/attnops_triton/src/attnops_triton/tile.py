@@ -19,7 +19,7 @@ from attnops_triton.bits import WORD
 from attnops_triton.operands import Operand, base
 from attnops_triton.plan import LOG2E, Plan, cdiv
 from attnops_triton.source import Writer, number
-from attnops_triton.translate import TYPES, derivative, traced, translate
+from attnops_triton.translate import TYPES, derivative, tanh, traced, translate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +165,8 @@ class Tile:
             write(f"s = s * {number(float(self.plan.scale))}")
         if scoring.cap is not None:
             cap = float(scoring.cap)
-            write(
-                f"e = tl.exp2(tl.abs(s) * {number(-2 * LOG2E / cap)})",
-                "curve = (1.0 - e) / (1.0 + e)",
-                "curve = tl.where(s < 0, -curve, curve)",
-                f"s = {number(cap)} * curve",
-            )
+            write(f"x = s * {number(1 / cap)}")
+            write(f"curve = {tanh(write, 'x')}", f"s = {number(cap)} * curve")
         if scoring.bias is not None:
             (changed,) = translate(write, traced(scoring.bias, 0), self._arguments("bias", scoring.bias))
             write("unbiased = s", f"s = {changed} + tl.full({self.shape}, 0.0, tl.float32)")
@@ -250,9 +246,11 @@ class Tile:
         if not self.plan.scoring.hides_tokens:
             return
         over = 1 if (axis == "kv") == self.transposed else 0
-        self.write(f"any_{axis} = tl.reduce(ok.to(tl.int32), {over}, largest)[:, None] > 0")
+        # By bits: a choice between registers that a product reads makes the compiler give up on some architectures.
+        bits, dtype = f"tl.int{8 * self.plan.itemsize}", f"tl.{self.plan.dtype}"
+        self.write(f"any_{axis} = (0 - tl.reduce(ok.to(tl.int32), {over}, largest)).to({bits})[:, None]")
         for name in names:
-            self.write(f"{name} = tl.where(any_{axis}, {name}, 0.0)")
+            self.write(f"{name} = ({name}.to({bits}, bitcast=True) & any_{axis}).to({dtype}, bitcast=True)")
 
     def pull_back(self) -> list[int]:
         """From ``ds``, the gradient of the changed scores, to that of the products without the scale.

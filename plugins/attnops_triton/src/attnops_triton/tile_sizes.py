@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Final
 
 from attnops_triton.plan import Tiles
@@ -67,7 +68,9 @@ for _arch, _by_size in TABLE.items():
     }  # fmt: skip
 
 
-def choose(arch: str, itemsize: int, dim: int, block_q: int | None, block_k: int | None) -> tuple[Tiles, ...]:
+def choose(
+    arch: str, itemsize: int, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False
+) -> tuple[Tiles, ...]:
     """The tiles of each pass.
 
     Args:
@@ -76,12 +79,16 @@ def choose(arch: str, itemsize: int, dim: int, block_q: int | None, block_k: int
         dim: the larger of D and Dv.
         block_q: what the metadata states, for all passes.
         block_k: likewise.
+        by_score: whether the forward loads elements of its own for each score: masks and biases that are arrays. They
+            take shared memory, so that the table's tiles of keys are halved.
     """
     by_dim = TABLE[known(arch)][itemsize]
     row = by_dim[min(limit for limit in by_dim if dim <= limit)]
-    *passes, by_score = (T(block_q or t.bq, block_k or t.bk, t.warps, t.stages) for t in row)
-    square = min(by_score.bq, by_score.bk)
-    return (*passes, T(square, square, by_score.warps, by_score.stages))
+    if by_score:
+        row = (dataclasses.replace(row[0], bk=max(16, row[0].bk // 2)), *row[1:])
+    *passes, last = (T(block_q or t.bq, block_k or t.bk, t.warps, t.stages) for t in row)
+    square = min(last.bq, last.bk)
+    return (*passes, T(square, square, last.warps, last.stages))
 
 
 def known(arch: str) -> str:

@@ -23,7 +23,7 @@ _IDENTITIES: Final = frozenset(
 TYPES: Final[Mapping[str, str]] = {
     "float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.bfloat16", "int8": "tl.int8",
     "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64", "uint8": "tl.uint8", "uint16": "tl.uint16",
-    "uint32": "tl.uint32", "uint64": "tl.uint64", "bool": "tl.int1",
+    "uint32": "tl.uint32", "uint64": "tl.uint64", "float64": "tl.float64", "bool": "tl.int1",
 }  # fmt: skip
 
 
@@ -86,10 +86,19 @@ def _power(write: Writer, x: str, y: int) -> str:
     return f"{square} * {x}" if y % 2 else square
 
 
-def _tanh(write: Writer, params: Any, a: Value) -> str:
-    e = _named(write, f"tl.exp(-2.0 * tl.abs({a.text}))")
+def tanh(write: Writer, x: str) -> str:
+    """The hyperbolic tangent of float32; near 0 by its series, where the exponentials would cancel."""
+    e = _named(write, f"tl.exp(-2.0 * tl.abs({x}))")
     size = _named(write, f"(1.0 - {e}) / (1.0 + {e})")
-    return f"tl.where({a.text} < 0, -{size}, {size})"
+    square = _named(write, f"{x} * {x}")
+    terms = f"0.3333333333 - {square} * (0.1333333333 - {square} * 0.05396825397)"
+    series = _named(write, f"{x} * (1.0 - {square} * ({terms}))")
+    far = _named(write, f"tl.where({x} < 0, -{size}, {size})")
+    return f"tl.where(tl.abs({x}) < 0.15, {series}, {far})"
+
+
+def _tanh(write: Writer, params: Any, a: Value) -> str:
+    return tanh(write, a.text)
 
 
 def _log1p(write: Writer, params: Any, a: Value) -> str:
@@ -118,6 +127,8 @@ def _round(write: Writer, params: Any, a: Value) -> str:
 
 
 def _pow(write: Writer, params: Any, a: Value, b: Value) -> str:
+    if not b.floating:
+        b = Value(f"({float(b.text.strip('()'))})" if b.literal else f"{b.text}.to(tl.float32)", "float32", b.literal)
     size = _named(write, f"tl.exp2({b.text} * tl.log2(tl.abs({a.text})))")
     whole = f"{b.text} == tl.floor({b.text})"
     odd = f"{b.text} - 2.0 * tl.floor({b.text} * 0.5) == 1.0"
@@ -140,6 +151,11 @@ _TABLE: Final[Mapping[str, Callable[..., str]]] = {
     "square": _plain("{0} * {0}"), "pow": _pow,
     "sign": _plain("tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))"),
 }  # fmt: skip
+# What Triton computes in float32 alone.
+_FLOAT32: Final = frozenset(
+    ["floor", "ceil", "round", "exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh",
+     "logistic", "erf", "pow"]
+)  # fmt: skip
 # What a `MaskFn` or a `ScoreFn` may be made of.
 PRIMITIVES: Final = frozenset(_TABLE) - {"add_any"} | {"stop_gradient"}
 
@@ -186,14 +202,24 @@ def _inline(write: Writer, jaxpr: Any, constants: list[Value], inputs: list[Valu
         elif name in _IDENTITIES or (name == "reduce_sum" and not eqn.params["axes"]):
             results = found
         elif name in _TABLE:
+            # A literal is an int32 or a float32 to Triton; and functions are there for float32 alone.
+            found = [_spread(write, v) if v.literal and v.dtype.startswith("uint") else v for v in found]
+            narrow = name in _FLOAT32 and eqn.outvars[0].aval.dtype.itemsize == 2
+            found = [_widened(v) for v in found] if narrow else found
             if found and all(value.literal for value in found):
                 found = [_spread(write, value) for value in found]
             text = _named(write, _TABLE[name](write, eqn.params, *found))
+            text = _named(write, f"{text}.to({TYPES[eqn.outvars[0].aval.dtype.name]})") if narrow else text
             results = [Value(text, eqn.outvars[0].aval.dtype.name)]
         else:
             raise NotImplementedError(f"{name} has no form in Triton")
         names |= dict(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _widened(value: Value) -> Value:
+    """A 16-bit number as float32."""
+    return value if value.literal or not value.floating else Value(f"{value.text}.to(tl.float32)", "float32")
 
 
 def _spread(write: Writer, value: Value) -> Value:

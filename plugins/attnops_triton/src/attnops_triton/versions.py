@@ -32,8 +32,8 @@ def missing(interpret: bool) -> Iterable[Reason]:
     triton, jax_triton, jax = (version_of(name) for name in ("triton", "jax-triton", "jax"))
     if triton is None:
         yield Reason("triton", "not installed", "the kernels are written in it", INSTALL)
-    elif release(triton) < (3, 6):
-        yield Reason("triton", triton, "must be at least 3.6", INSTALL)
+    elif not (3, 6) <= release(triton) < (3, 10):
+        yield Reason("triton", triton, "must be at least 3.6 and below 3.10", "pip install 'triton>=3.6,<3.10'")
     if interpret:
         return
     if jax_triton is None:
@@ -48,7 +48,11 @@ def missing(interpret: bool) -> Iterable[Reason]:
     if not old and triton is not None and release(triton) < (3, 7):
         yield Reason("jax-triton", found, "jax-triton 0.4 needs triton 3.7 or later",
                      "pip install 'triton>=3.7', or jax-triton==0.3.1")  # fmt: skip
-    if release(jax_triton) < (0, 3):
+    if old and jax is not None and not (0, 10) <= release(jax) < (0, 12):
+        yield Reason("jax-triton", found, "works with jax 0.10 and 0.11", "pip install 'jax>=0.10,<0.12'")
+    if release(jax_triton) >= (0, 5):
+        yield Reason("jax-triton", found, "must be below 0.5", INSTALL)
+    if release(jax_triton) < (0, 3, 1):
         hint = "pip install jax-triton==0.3.1" if sys.version_info < (3, 12) else INSTALL
         yield Reason("jax-triton", found, "must be at least 0.3.1", hint)
 

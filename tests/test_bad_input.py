@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import OperationMetadata, OperationRegistry
+from attnops import OperationMetadata, OperationRegistry, registry
 from attnops.masks import Causal
 
 
@@ -140,10 +140,11 @@ def test_metadata(fields, text):
         OperationMetadata(**fields)
 
 
-def test_unknown_operation():
+def test_unknown_operation(monkeypatch):
     with pytest.raises(ValueError, match=r"impl_name='vanila' is not an installed operation.*did you mean 'vanilla'\?"):
         OperationRegistry.create("vanila")
-    with pytest.raises(ValueError, match="pip install attnops-ring"):
-        OperationRegistry.create("ring")
+    monkeypatch.setitem(registry.ELSEWHERE, "paged", "attnops-paged")
+    with pytest.raises(ValueError, match="pip install attnops-paged"):
+        OperationRegistry.create("paged")
     with pytest.raises(ValueError, match="platform='abacus' is unknown"):
         OperationRegistry.get("vanilla", "abacus")

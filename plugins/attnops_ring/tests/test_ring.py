@@ -79,16 +79,17 @@ QUICK = {("ring", "contiguous", "window"), ("ring", "zigzag", "documents"), ("ul
 
 
 def cases() -> list[Any]:
-    """Every feature for the ring; for the others some."""
+    """Every feature for every strategy and order; some of them are for every run."""
     found = []
     for s, strategy in enumerate(STRATEGIES):
         for o, order in enumerate(ORDERS):
             names = list(FEATURES) + list(CONTIGUOUS) * (order == "contiguous")
             for i, name in enumerate(names):
                 quick = (strategy, order, name) in QUICK
-                if not quick and (i + s + o) % (2 if strategy == "ring" else 5):
-                    continue
-                found.append(pytest.param(strategy, order, name, marks=() if quick else pytest.mark.slow))
+                marks = [] if quick else [pytest.mark.slow]
+                if not quick and (i + s + o) % (4 if strategy == "ring" else 8):
+                    marks.append(pytest.mark.exhaustive)
+                found.append(pytest.param(strategy, order, name, marks=marks))
     return found
 
 

@@ -19,9 +19,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     suite = [item for item in items if item.path == HERE / "test_conformance.py"]
     quick = [item for item in suite if "test_sampled_pair" in item.name][::20]
     quick += [item for item in suite if item.name == "test_behaviour[refusals are listed]"]
+    features = [item for item in suite if "test_feature" in item.name]
     for item in suite:
-        # Each feature alone is slow; in pairs they take too long for every run. Of memory the compiler says more.
-        if ("_pair" in item.name or "memory_growth" in item.name) and item not in quick:
+        # Every other feature alone is slow; in pairs they take too long for every run. Of memory the compiler says more.
+        again = "_pair" in item.name or "memory_growth" in item.name or item in features[1::2]
+        if again and item not in quick:
             item.add_marker(pytest.mark.exhaustive)
         if item.cls is not None and item not in quick:
             item.add_marker(pytest.mark.slow)

@@ -59,7 +59,11 @@ def test_compiles(name: str, generation: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal", "window", "documents", "lengths", "ALiBi", "relative position", "MaskFn"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal", "documents", "relative position",
+     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("window", "lengths", "ALiBi", "MaskFn"))],
+)  # fmt: skip
 def test_temporaries_grow_linearly(name: str) -> None:
     case = CASES[name]
 

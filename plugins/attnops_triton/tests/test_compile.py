@@ -41,12 +41,20 @@ QUICK = {((64, 64, "bfloat16"), "gfx942"), ((128, 128, "bfloat16"), "sm_80"), ((
 QUICK_CASES = {("relative position", "sm_80"), ("ScoreFn", "sm_90")}
 
 
+def marks_of(variant: tuple[int, int, str], arch: str) -> list[pytest.MarkDecorator]:
+    """Each row of the table is compiled by the slow tests; dims and dtypes that share one, by the exhaustive ones too."""
+    if (variant, arch) in QUICK:
+        return []
+    in_row = variant[0] not in (80, 96) and variant[2] != "float16" and arch != "sm_86"
+    return [pytest.mark.slow] if in_row else [pytest.mark.slow, pytest.mark.exhaustive]
+
+
 def marks(i: int, name: str, arch: str) -> list[pytest.MarkDecorator]:
-    """Each case is compiled for one architecture among the slow tests, and for the others among the exhaustive ones."""
+    """Every third case is compiled for one architecture among the slow tests, all for all among the exhaustive ones."""
     if (name, arch) in QUICK_CASES:
         return []
-    own = list(SHARED_MEMORY)[i % len(SHARED_MEMORY)]
-    return [pytest.mark.slow] if arch == own else [pytest.mark.slow, pytest.mark.exhaustive]
+    own = list(SHARED_MEMORY)[i // 3 % len(SHARED_MEMORY)]
+    return [pytest.mark.slow] if arch == own and i % 3 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
@@ -57,11 +65,7 @@ def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
 
 @pytest.mark.parametrize(
     ("D", "Dv", "dtype", "arch"),
-    [
-        pytest.param(*variant, arch, marks=() if (variant, arch) in QUICK else pytest.mark.slow)
-        for arch in SHARED_MEMORY
-        for variant in VARIANTS
-    ],
+    [pytest.param(*variant, arch, marks=marks_of(variant, arch)) for arch in SHARED_MEMORY for variant in VARIANTS],
 )
 def test_variants_of_the_table(D: int, Dv: int, dtype: str, arch: str) -> None:
     found = compiled(Case(D=D, Dv=Dv, dtype=jnp.dtype(dtype), mask=Causal), arch)

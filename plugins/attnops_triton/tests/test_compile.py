@@ -42,7 +42,7 @@ QUICK_CASES = {("relative position", "sm_80"), ("ScoreFn", "sm_90")}
 
 
 def marks_of(variant: tuple[int, int, str], arch: str) -> list[pytest.MarkDecorator]:
-    """Each row of the table is compiled by the slow tests; dims and dtypes that share one, by the exhaustive ones too."""
+    """Each row of the table is compiled by the slow tests; dims and dtypes that share one, by the exhaustive ones."""
     if (variant, arch) in QUICK:
         return []
     in_row = variant[0] not in (80, 96) and variant[2] != "float16" and arch != "sm_86"

@@ -18,8 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     suite = [item for item in items if item.path == HERE / "test_conformance.py" and item.cls is not None]
     sampled = [item for item in suite if "test_sampled_pair" in item.name]
     quick = sampled[::12] + [item for item in suite if "refusals" in item.name]
+    features = [item for item in suite if "test_feature" in item.name]
     for item in suite:
         if item not in quick:
             item.add_marker(pytest.mark.slow)
-            if "_pair" in item.name:
+            # Every other feature alone is for every run.
+            if "_pair" in item.name or item in features[1::2]:
                 item.add_marker(pytest.mark.exhaustive)

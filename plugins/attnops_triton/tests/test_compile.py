@@ -45,7 +45,7 @@ def marks_of(variant: tuple[int, int, str], arch: str) -> list[pytest.MarkDecora
     """Each row of the table is compiled by the slow tests; dims and dtypes that share one, by the exhaustive ones."""
     if (variant, arch) in QUICK:
         return []
-    in_row = variant[0] not in (80, 96) and variant[2] != "float16" and arch != "sm_86"
+    in_row = variant[0] not in (80, 96) and arch != "sm_86" and (variant[2] == "bfloat16" or variant[0] == 64)
     return [pytest.mark.slow] if in_row else [pytest.mark.slow, pytest.mark.exhaustive]
 
 

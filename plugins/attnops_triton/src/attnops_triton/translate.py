@@ -148,7 +148,7 @@ _TABLE: Final[Mapping[str, Callable[..., str]]] = {
     "expm1": _expm1, "log": _plain("tl.log({})"), "log1p": _log1p, "sqrt": _plain("tl.sqrt({})"),
     "rsqrt": _plain("tl.rsqrt({})"), "sin": _plain("tl.sin({})"), "cos": _plain("tl.cos({})"), "tanh": _tanh,
     "logistic": _plain("1.0 / (1.0 + tl.exp(-{}))"), "erf": _plain("tl.erf({})"), "integer_pow": _integer_pow,
-    "square": _plain("{0} * {0}"), "pow": _pow,
+    "square": _plain("{0} * {0}"), "one_minus_square": _plain("1.0 - {0} * {0}"), "pow": _pow,
     "sign": _plain("tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))"),
 }  # fmt: skip
 # What Triton computes in float32 alone.

@@ -116,14 +116,17 @@ def test_dropout_is_the_unsharded_ones(strategy: str, order: str) -> None:
     check(("Causal", "dropout", "GQA"), 4, strategy, order)
 
 
-def test_one_query_over_keys_that_devices_share() -> None:
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("T", [1, 3])
+def test_queries_over_keys_that_devices_share(T: int, order: str) -> None:
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, n, h, 16)), jnp.float32) for n, h in ((1, 4), (40, 2), (40, 2)))
+    q, k, v = (jnp.asarray(rng.normal(size=(2, n, h, 16)), jnp.float32) for n, h in ((T, 4), (40, 2), (40, 2)))
     mask = SlidingWindow(30, 0)
     expected = OperationRegistry.create("attnops:vanilla")(q, k, v, mask=mask, sinks=jnp.ones(4), return_lse=True)
     mesh = create_mesh((2, 4), ("dp", "sp"), devices=jax.devices())
-    found = OperationRegistry.create("ring", OperationMetadata(mesh=mesh))(
-        q, k, v, mask=mask, sinks=jnp.ones(4), return_lse=True
+    metadata = OperationMetadata(mesh=mesh, axis_rules=AxisRules(query_length=None))
+    found = OperationRegistry.create("ring", metadata)(
+        q, reorder(k, 4, order), reorder(v, 4, order), mask=mask, sinks=jnp.ones(4), return_lse=True, order=order
     )  # fmt: skip
     np.testing.assert_allclose(found.attention_outputs, expected.attention_outputs, atol=2e-6)
     np.testing.assert_allclose(found.logsumexp, expected.logsumexp, atol=2e-6)
@@ -196,6 +199,15 @@ def test_refusals(call: dict[str, Any], error: type[Exception], message: str) ->
     x = jnp.ones((1, call.pop("length", 64), 2, 16))
     with pytest.raises(error, match=message):
         ring(x, x, x, mask=Causal(), **call)
+
+
+@pytest.mark.parametrize("rules", [{"kv_length": None}, {"query_length": "a", "kv_length": "sp"}])
+def test_rules_that_it_can_not_follow(rules: dict[str, Any]) -> None:
+    mesh = create_mesh((2, 2), ("a", "sp"), devices=jax.devices()[:4])
+    metadata = OperationMetadata(mesh=mesh, axis_rules=AxisRules(**rules))
+    x = jnp.ones((1, 16, 2, 16))
+    with pytest.raises(UnsupportedError, match=r"must cut keys, and queries by the same axes"):
+        OperationRegistry.create("ring", metadata)(x, x, x)
 
 
 def test_without_a_mesh_it_says_what_to_do() -> None:

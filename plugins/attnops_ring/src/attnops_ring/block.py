@@ -54,6 +54,7 @@ class Inner:
         stretches: that each of them has.
         is_padded: whether there may be keys beyond the last.
         keys_are_whole: whether keys are all of the sequence's, in its order.
+        queries_are_whole: whether queries are, likewise.
     """
 
     metadata: OperationMetadata
@@ -66,6 +67,7 @@ class Inner:
     stretches: int
     is_padded: bool
     keys_are_whole: bool = False
+    queries_are_whole: bool = False
 
     def stretch(self, device: Any, number: int, size: int, length: int) -> Stretch:
         """A stretch of a device: for two, one from the front, and its mirror from the back."""
@@ -109,11 +111,12 @@ def block(
         here: the device's number, an integer array [].
         there: likewise.
     """
-    n, n_kv = inner.stretches, 1 if inner.keys_are_whole else inner.stretches
+    n = 1 if inner.queries_are_whole else inner.stretches
+    n_kv = 1 if inner.keys_are_whole else inner.stretches
     t, s = query.shape[1] // n, key.shape[1] // n_kv
     rows = []
     for i in range(n):
-        q = inner.stretch(here, i, t, inner.T)
+        q = Stretch(0, t, 1, inner.T) if inner.queries_are_whole else inner.stretch(here, i, t, inner.T)
         q_ = query[:, i * t : (i + 1) * t]
         parts = []
         for j in range(n_kv):

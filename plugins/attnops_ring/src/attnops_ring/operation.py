@@ -45,8 +45,10 @@ class RingAttention(OperationImpl):
             them; O(S) memory. ``"ulysses"``: devices exchange tokens for heads, of which there must be a multiple of n;
             O((T + S) / n) memory. ``"usp"``: the sequence is cut by two mesh axes or more, the last of which exchange
             tokens for heads, while keys and values go round the first; ``order`` is of the first's devices.
+            Queries that the rules do not cut, as in decoding, are on every device, and one reduction joins what these
+            find among their keys, whatever the strategy.
         order: how the caller laid out the tokens, see `attnops_ring.orders`; masks and biases speak of the sequence as
-            it was. Both T and S are in that order.
+            it was. Both T and S are in that order; of queries that are not cut, S alone.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None)}
@@ -65,14 +67,19 @@ class RingAttention(OperationImpl):
         """See `attnops.operation.OperationImpl.invoke`: parts are of the sequence too."""
         assert isinstance(call.request, AttentionRequest)
         boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
-        assert boundary is not None
-        assert boundary.lengths[1] is not None  # else it was refused
+        assert boundary is not None  # else it was refused
+        by_query, by_key = boundary.lengths
+        if by_key is None or by_query not in (None, by_key):
+            rule = "must cut keys, and queries by the same axes or not at all"
+            reason = Reason("axis_rules", f"query_length={by_query}, kv_length={by_key}", rule,
+                            "state both rules alike, or query_length=None")  # fmt: skip
+            raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
         order, strategy = options.get("order", "contiguous"), options.get("strategy", "ring")
         check_order(order)
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy={strategy!r} is unknown; use one of {list(STRATEGIES)}")
         rest = {name: x for name, x in options.items() if name not in ("order", "strategy")}
-        return _run(self, boundary, boundary.lengths[1], call, rest, order, strategy)
+        return _run(self, boundary, by_key, call, rest, order, strategy)
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:
         found = super()._reasons(forward, request)
@@ -131,13 +138,15 @@ def _run(
         metadata=operation.metadata.replace(mesh=None, layout="BTHD", mode=call.request.mode),
         scale=options.pop("softmax_scale", None), cap=options.pop("logits_soft_cap", None), T=T, S=S,
         stride=devices if order == "striped" else 1, devices=devices, stretches=n, is_padded=Sp != S,
+        queries_are_whole=strategy == "reduce",
     )  # fmt: skip
     hops = devices
     if strategy in ("ring", "usp") and order != "striped":
         hops = needed_hops(options.get("mask"), inner, query.shape, Tp, Sp)
     function = functools.partial(_part, inner, axis, hops, strategy, order)
     padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
-    found = run_in_parts(boundary, function, padded, options, (None if strategy == "reduce" else axis, axis))
+    lengths = None if strategy == "reduce" else axis, axis
+    found = run_in_parts(boundary, function, padded, options, lengths, is_interpreted=call.request.interpret)
     lse = found.logsumexp
     return OperationOutput(
         found.attention_outputs[:, :T].astype(query.dtype), None, None if lse is None else lse[:, :, :T]

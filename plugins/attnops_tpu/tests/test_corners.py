@@ -62,7 +62,7 @@ def test_heads_that_take_turns(features: list[str], monkeypatch: pytest.MonkeyPa
 
 
 def test_many_heads_fit_the_least_memory() -> None:
-    problem = tile_sizes.Problem(T=1024, S=1024, G=128, D=576, Dv=512, itemsize=2)
+    problem = tile_sizes.Problem(T=1024, S=1024, G=128, D=576, Dv=512, itemsize=2, out_itemsize=2)
     for name in ("v4", "v5p", "v6e"):
         with target(name):
             tiles = tile_sizes.choose(OperationMetadata(), problem, lambda bq, bk: None)

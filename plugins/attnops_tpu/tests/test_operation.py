@@ -54,25 +54,25 @@ def test_generation() -> None:
 
 
 def test_tiles_fit_the_least_memory_and_the_mask() -> None:
-    problem = Problem(T=8192, S=8192, G=1, D=128, Dv=128, itemsize=2)
+    problem = Problem(T=8192, S=8192, G=1, D=128, Dv=128, itemsize=2, out_itemsize=2)
     with target("v6e"):
         large = choose(OperationMetadata(), problem, lambda bq, bk: None)
         # A window leaves few tiles whole; small ones waste less of it.
         small = choose(OperationMetadata(), problem, lambda bq, bk: (8192 // bq) * (1 + 128 // bk + 1))
     assert large.bq * large.bk > small.bq * small.bk
-    wide = Problem(T=8192, S=8192, G=8, D=576, Dv=512, itemsize=4)
+    wide = Problem(T=8192, S=8192, G=8, D=576, Dv=512, itemsize=4, out_itemsize=4)
     assert choose(OperationMetadata(), wide, lambda bq, bk: None).bq < large.bq
     given = choose(OperationMetadata(block_q=128, block_k=384), problem, lambda bq, bk: None)
     assert (given.bq, given.bk) == (128, 384)
     # Where nothing fits the table's budget, what is given stays given.
-    huge = Problem(T=8192, S=8192, G=1, D=576, Dv=512, itemsize=4, bytes_a_score=4000)
+    huge = Problem(T=8192, S=8192, G=1, D=576, Dv=512, itemsize=4, out_itemsize=4, bytes_a_score=4000)
     one = choose(OperationMetadata(block_k=256), huge, lambda bq, bk: None)
     assert (one.bq, one.bk) == (128, 256)
 
 
 def test_tiles_can_be_numbered() -> None:
     tokens = 4 << 20
-    problem = Problem(T=tokens, S=tokens, G=1, D=64, Dv=64, itemsize=2)
+    problem = Problem(T=tokens, S=tokens, G=1, D=64, Dv=64, itemsize=2, out_itemsize=2)
     # By its count alone the smallest would be chosen.
     found = choose(OperationMetadata(), problem, lambda bq, bk: bq * bk)
     assert -(-tokens // min(found.bq, found.bk)) <= MOST_TILES

@@ -11,19 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops import OperationMetadata, OperationRegistry
+from attnops.kernels.parts import Partial, Share, joined, none_seen, partial, share
 from attnops_ring.pieces import Stretch, piece_of_bias, piece_of_key, piece_of_mask, sees_any
-
-
-class Partial(NamedTuple):
-    """What is known of a softmax when some of its keys have been seen.
-
-    Attributes:
-        out: the output so far, float32 [B, t, H, Dv].
-        lse: its logsumexp, float32 [B, H, t]; −inf where nothing was seen.
-    """
-
-    out: jax.Array
-    lse: jax.Array
 
 
 class Extras(NamedTuple):
@@ -76,25 +65,24 @@ class Inner:
         place = device if number == 0 else 2 * self.devices - 1 - device
         return Stretch(place * size, size, 1, length)
 
+    def queries(self, query: jax.Array, device: Any) -> list[Stretch]:
+        """The stretches of a device's queries."""
+        if self.queries_are_whole:
+            return [Stretch(0, query.shape[1], 1, self.T)]
+        n = self.stretches
+        return [self.stretch(device, i, query.shape[1] // n, self.T) for i in range(n)]
 
-def none_seen(query: jax.Array, value: jax.Array) -> Partial:
-    """Of a softmax before it has seen a key."""
-    B, t, H, _ = query.shape
-    out = jnp.zeros_like(query, shape=(B, t, H, value.shape[3]), dtype=jnp.float32)
-    return Partial(out, jnp.full_like(query, -jnp.inf, shape=(B, H, t), dtype=jnp.float32))
+    def keys(self, key: jax.Array, device: Any) -> list[Stretch]:
+        """Those of its keys."""
+        if self.keys_are_whole:
+            return [Stretch(0, key.shape[1], 1, self.S)]
+        n = self.stretches
+        return [self.stretch(device, i, key.shape[1] // n, self.S) for i in range(n)]
 
-
-def joined(a: Partial, b: Partial) -> Partial:
-    """Two softmaxes over different keys as one over all of them."""
-    top = lax.stop_gradient(jnp.maximum(a.lse, b.lse))
-    base = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = [jnp.exp(x.lse - base) for x in (a, b)]
-    total = weights[0] + weights[1]
-    seen = total > 0
-    safe = jnp.where(seen, total, 1.0)
-    shares = ((w / safe).swapaxes(1, 2)[..., None] for w in weights)
-    out = sum(x.out * share for x, share in zip((a, b), shares, strict=True))
-    return Partial(out, jnp.where(seen, base + jnp.log(safe), -jnp.inf))  # type: ignore[arg-type]
+    @property
+    def operation(self) -> Any:
+        """What computes."""
+        return OperationRegistry.create("flash", self.metadata)
 
 
 def block(
@@ -111,36 +99,114 @@ def block(
         here: the device's number, an integer array [].
         there: likewise.
     """
-    n = 1 if inner.queries_are_whole else inner.stretches
-    n_kv = 1 if inner.keys_are_whole else inner.stretches
-    t, s = query.shape[1] // n, key.shape[1] // n_kv
     rows = []
-    for i in range(n):
-        q = Stretch(0, t, 1, inner.T) if inner.queries_are_whole else inner.stretch(here, i, t, inner.T)
-        q_ = query[:, i * t : (i + 1) * t]
+    for i, q in enumerate(inner.queries(query, here)):
         parts = []
-        for j in range(n_kv):
-            kv = Stretch(0, s, 1, inner.S) if inner.keys_are_whole else inner.stretch(there, j, s, inner.S)
+        for j, kv in enumerate(inner.keys(key, there)):
             mask = piece_of_mask(extras.mask, q, kv, inner.is_padded)
-            given = (q_, key[:, j * s : (j + 1) * s], value[:, j * s : (j + 1) * s])
-            parts.append(_piece(inner, given, mask, extras, q, kv))
+
+            def compute(qkv: Any, mask: Any, extras: Extras, q: Stretch = q, kv: Stretch = kv) -> Partial:
+                return partial(inner.operation, *qkv, **_options(inner, mask, extras, q, kv))
+
+            given = q.cut(query, i), kv.cut(key, j), kv.cut(value, j)
+            due = sees_any(mask, q.size, kv.size)
+            if due is True:
+                parts.append(compute(given, mask, extras))
+            else:
+                parts.append(lax.cond(due, compute, lambda qkv, *_: none_seen(qkv[0], qkv[2]), given, mask, extras))
         rows.append(functools.reduce(joined, parts))
-    return rows[0] if n == 1 else Partial(
+    return rows[0] if len(rows) == 1 else Partial(
         jnp.concatenate([row.out for row in rows], axis=1), jnp.concatenate([row.lse for row in rows], axis=2)
     )  # fmt: skip
 
 
-def _piece(inner: Inner, qkv: tuple[Any, Any, Any], mask: Any, extras: Extras, q: Stretch, kv: Stretch) -> Partial:
-    operation: Any = OperationRegistry.create("flash", inner.metadata)
+class Gradients(NamedTuple):
+    """Gradients, all float32; of a bias, for each of its arrays that may have one, else None.
 
-    def compute(qkv: tuple[Any, Any, Any], mask: Any, extras: Extras) -> Partial:
-        found = operation(
-            *qkv, mask=mask, bias=piece_of_bias(extras.bias, q, kv), softmax_scale=inner.scale,
-            logits_soft_cap=inner.cap, dropout_key=piece_of_key(extras.dropout_key, q, kv), return_lse=True,
-        )  # fmt: skip
-        return Partial(found.attention_outputs.astype(jnp.float32), found.logsumexp)
+    Attributes:
+        query: [B, t, H, D].
+        key: [B, s, K, D].
+        value: [B, s, K, Dv].
+        bias: of the bias's structure, or None where none is wanted.
+    """
 
-    due = sees_any(mask, q.size, kv.size)
-    if due is True:
-        return compute(qkv, mask, extras)
-    return lax.cond(due, compute, lambda qkv, mask, extras: none_seen(qkv[0], qkv[2]), qkv, mask, extras)
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: Any
+
+
+def no_gradients(query: jax.Array, key: jax.Array, value: jax.Array, bias: Any) -> Gradients:
+    """To begin a sum with."""
+
+    def wide(x: Any) -> Any:
+        return jnp.zeros_like(x, dtype=jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else None
+
+    return Gradients(wide(query), wide(key), wide(value), jax.tree.map(wide, bias))
+
+
+def added(total: Any, more: Any) -> Any:
+    """A sum of float32 gradients and further ones, of any dtype; None where there is none."""
+    return jax.tree.map(
+        lambda a, b: None if a is None else a + b.astype(jnp.float32), total, more, is_leaf=lambda x: x is None
+    )
+
+
+def block_gradients(
+    inner: Inner, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras, here: Any, there: Any,
+    lse: jax.Array, cotangents: Share, wants_bias: bool,
+) -> Gradients:  # fmt: skip
+    """What `block` gives to the gradients of a softmax over all devices' keys, whose logsumexp is known.
+
+    Args:
+        inner: see `block`.
+        query: likewise.
+        key: likewise.
+        value: likewise.
+        extras: likewise.
+        here: likewise.
+        there: likewise.
+        lse: [B, H, t], of all keys.
+        cotangents: of what these keys give to the output, and of their weight.
+        wants_bias: whether the bias has a gradient.
+    """
+    bias = extras.bias if wants_bias else None
+    total = no_gradients(query, key, value, bias)
+    for i, q in enumerate(inner.queries(query, here)):
+        rows = slice(i * q.size, (i + 1) * q.size)
+        d = Share(cotangents.out[:, rows], cotangents.weight[:, :, rows])
+        for j, kv in enumerate(inner.keys(key, there)):
+            mask = piece_of_mask(extras.mask, q, kv, inner.is_padded)
+
+            def compute(
+                total: Gradients, qkv: Any, lse: Any, d: Share, mask: Any, extras: Extras, q: Stretch = q,
+                kv: Stretch = kv, rows: slice = rows, i: int = i, j: int = j,
+            ) -> Gradients:  # fmt: skip
+                def given(query: Any, key: Any, value: Any, bias: Any) -> Share:
+                    with_bias = extras._replace(bias=bias) if wants_bias else extras
+                    return share(inner.operation, query, key, value, lse, **_options(inner, mask, with_bias, q, kv))
+
+                more = jax.vjp(given, *qkv, extras.bias if wants_bias else None)[1](d)
+                columns = slice(j * kv.size, (j + 1) * kv.size)
+                return Gradients(
+                    total.query.at[:, rows].add(more[0].astype(jnp.float32)),
+                    total.key.at[:, columns].add(more[1].astype(jnp.float32)),
+                    total.value.at[:, columns].add(more[2].astype(jnp.float32)),
+                    added(total.bias, more[3]),
+                )
+
+            operands = total, (q.cut(query, i), kv.cut(key, j), kv.cut(value, j)), lse[:, :, rows], d, mask, extras
+            due = sees_any(mask, q.size, kv.size)
+            total = compute(*operands) if due is True else lax.cond(due, compute, lambda total, *_: total, *operands)
+    return total
+
+
+def _options(inner: Inner, mask: Any, extras: Extras, q: Stretch, kv: Stretch) -> dict[str, Any]:
+    """Of the call for a stretch of queries and one of keys."""
+    return {
+        "mask": mask,
+        "bias": piece_of_bias(extras.bias, q, kv),
+        "softmax_scale": inner.scale,
+        "logits_soft_cap": inner.cap,
+        "dropout_key": piece_of_key(extras.dropout_key, q, kv),
+    }

@@ -11,8 +11,9 @@ import numpy as np
 from jax import lax
 
 from attnops.biases import Bias, ShiftedBias
+from attnops.kernels.parts import Partial
 from attnops.masks.shift import Shifted
-from attnops_ring.block import Extras, Inner, Partial, block
+from attnops_ring.block import Extras, Inner, block
 from attnops_ring.orders import Order, positions
 
 Axis = str | tuple[str, ...]

@@ -15,12 +15,13 @@ from jax import lax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request, UnsupportedError
 from attnops.binding import Call
+from attnops.kernels.parts import Partial
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
 from attnops.operation import OperationImpl
 from attnops.sharding import get_names_from_partition_spec
 from attnops.sharding.boundary import Boundary, find_boundary, run_in_parts
-from attnops_ring.block import Extras, Inner, Partial, block
+from attnops_ring.block import Extras, Inner, block
 from attnops_ring.gather import (
     all_gather,
     heads_for_tokens,

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attnops.kernels.parts import Partial
 from attnops.kernels.varying import equally_varying
-from attnops_ring.block import Extras, Inner, Partial, block
+from attnops_ring.block import Extras, Inner, block
 
 
 def reduced(

@@ -10,10 +10,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
-from attnops_ring.block import Extras, Inner, Partial, block, joined, none_seen
+from attnops.kernels.parts import Partial, Share, joined, none_seen
+from attnops.kernels.rules import cotangents, is_differentiated
+from attnops_ring.block import Extras, Gradients, Inner, added, block, block_gradients
 
 Axis = str | tuple[str, ...]
 
@@ -60,59 +62,49 @@ def _forward(
 def _forward_rule(
     inner: Inner, axis: Axis, hops: int, query: Any, key: Any, value: Any, extras: Any
 ) -> tuple[Partial, tuple[Any, ...]]:
+    # What is saved must be arrays; a flag is said by the structure.
+    flag = (None,) * is_differentiated(extras.bias)
+    query, key, value, extras = custom_vjp_primal_tree_values((query, key, value, extras))
     found = _forward(inner, axis, hops, query, key, value, extras)
-    return found, (query, key, value, extras, found)
+    return found, (query, key, value, extras, found, flag)
 
 
-def _backward_rule(inner: Inner, axis: Axis, hops: int, saved: Any, d: Partial) -> tuple[Any, ...]:
-    query, key, value, extras, found = saved
-    d_out, d_lse = d
+def _backward_rule(inner: Inner, axis: Axis, hops: int, saved: Any, given: Any) -> tuple[Any, ...]:
+    query, key, value, extras, found, flag = saved
+    d_out, d_lse = cotangents(given, query)
     n, here = inner.devices, lax.axis_index(axis)
-    level = jnp.where(found.lse == -jnp.inf, 0.0, found.lse)
-    # What each weight's gradient is measured against, [B, H, t].
-    delta = (d_out * found.out).sum(-1).swapaxes(1, 2) - d_lse
+    wants_bias = bool(flag)
+    d = Share(d_out, d_lse - (d_out * found.out).sum(-1).swapaxes(1, 2))
 
-    def gradients(k: Any, v: Any, r: Any) -> tuple[Any, Any, Any, Any]:
-        part, pull_back = jax.vjp(
-            lambda q, k, v, bias: block(inner, q, k, v, extras._replace(bias=bias), here, (here - r) % n),
-            query, k, v, extras.bias,
-        )  # fmt: skip
-        share = jnp.exp(part.lse - level)  # of the softmax
-        of_rows = share.swapaxes(1, 2)[..., None] * d_out
-        of_lse = (part.out * of_rows).sum(-1).swapaxes(1, 2) - share * delta
-        return pull_back(Partial(of_rows, of_lse))  # type: ignore[return-value]
-
-    def wide(x: Any) -> Any:
-        """Sums are float32; what has no gradient has none."""
-        return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.float32) if _learns(leaf) else None, x)
-
-    def added(total: Any, more: Any) -> Any:
-        return jax.tree.map(
-            lambda a, b: None if a is None else a + b.astype(jnp.float32), total, more, is_leaf=lambda x: x is None
-        )
+    def gradients(k: Any, v: Any, r: Any) -> Gradients:
+        return block_gradients(inner, query, k, v, extras, here, (here - r) % n, found.lse, d, wants_bias)
 
     def hop(r: Any, state: Any) -> Any:
-        k, v, dk, dv, dq, d_bias = state
+        k, v, total = state
+        # Sent before the computation that hides it: keys to whoever computes them next, and to whoever does now what
+        # this device has found for those that it had before. The last hop's keys go home, for nothing.
         sent = passed_on((k, v), axis, 1, n)
+        dk, dv = passed_on((total.key, total.value), axis, 1, n)
         more = gradients(k, v, r)
-        dk, dv = passed_on((added(dk, more[1]), added(dv, more[2])), axis, 1, n)
-        return (*sent, dk, dv, added(dq, more[0]), added(d_bias, more[3]))
+        total = Gradients(total.query + more.query, dk + more.key, dv + more.value, added(total.bias, more.bias))
+        return (*sent, total)
 
-    start = (key, value, wide(key), wide(value), wide(query), wide(extras.bias))
-    k, v, dk, dv, dq, d_bias = lax.fori_loop(0, hops - 1, hop, start)
-    more = gradients(k, v, hops - 1)
+    k, v = passed_on((key, value), axis, 1, n) if hops > 1 else (key, value)
+    _, _, total = lax.fori_loop(1, hops, hop, (k, v, gradients(key, value, 0)))
     # Home again, from the last device that they were on.
-    dk, dv = passed_on((added(dk, more[1]), added(dv, more[2])), axis, -(hops - 1), n)
-    dq, d_bias = added(dq, more[0]), added(d_bias, more[3])
-    d_bias = jax.tree.map(
-        lambda g, leaf: None if g is None else g.astype(leaf.dtype), d_bias, extras.bias, is_leaf=lambda x: x is None
-    )
+    dk, dv = passed_on((total.key, total.value), axis, -(hops - 1), n)
+    dq, d_bias = total.query, total.bias
+    d_bias = jax.tree.map(_as, d_bias, extras.bias, is_leaf=_is_none) if wants_bias else None
     d_extras = Extras(None, d_bias, None)
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), d_extras
 
 
-def _learns(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
-ring.defvjp(_forward_rule, _backward_rule)
+def _as(gradient: jax.Array | None, x: jax.Array) -> jax.Array | None:
+    return None if gradient is None else gradient.astype(x.dtype)
+
+
+ring.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -7,9 +7,11 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
+from attnops.kernels.parts import Partial, Share, refuse_gradient_of_total, share_of
+from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_tpu.backward import Inputs, backward
 from attnops_tpu.bias_gradient import bias_gradients
@@ -55,34 +57,77 @@ def _forward(
 
 
 def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> tuple[Any, Any]:
-    biases = arrays.bias, arrays.table, arrays.array
-    leaves = jax.tree.leaves(biases, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
-    wants_bias = any(leaf.perturbed for leaf in leaves)
+    flag = (None,) * is_differentiated((arrays.bias, arrays.table, arrays.array))
     query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
     run = not_differentiable(functools.partial(_forward, plan), _ONCE)
     out, lse, loss = run(query, key, value, arrays, maps)
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
     out, lse, loss = tag(out, OUTPUT_NAME), tag(lse, LOGSUMEXP_NAME), tag(loss, LOGSUMEXP_NAME)
-    return (out, lse), (query, key, value, arrays, maps, out, lse, loss, (None,) * wants_bias)
+    return (out, lse), (query, key, value, arrays, maps, out, lse, loss, flag)
 
 
-def _backward_rule(plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    *arguments, flag = saved
-    d_out, d_lse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    gradients = not_differentiable(functools.partial(_gradients, plan, bool(flag)), _ONCE)
-    d_query, d_key, d_value, d_arrays = gradients(*arguments, d_out, d_lse)
-    return d_query, d_key, d_value, d_arrays, None
+def _backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
+    *call, out, lse, loss, flag = saved
+    d_out, d_lse = cotangents(given, call[0])
+
+    def gradients(call: Any, out: Any, lse: Any, loss: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
+        # The weights that kernels compute from the rounded logsumexp are too large by 1 / share, [B, H, T]. They are
+        # linear in what they are multiplied by, which is where that is made good.
+        share = jnp.exp2(-loss)
+        d_out = d_out.astype(jnp.float32) * share.swapaxes(1, 2)[..., None]
+        delta = (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse * share
+        return _gradients(plan, bool(flag), call, lse, delta, d_out)
+
+    return *not_differentiable(gradients, _ONCE)(tuple(call), out, lse, loss, d_out, d_lse), None
+
+
+attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_share(
+    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps, total: jax.Array
+) -> Share:
+    """What these keys give to a softmax whose logsumexp is ``total`` [B, H, T], see `attnops.kernels.parts`."""
+    return share_of(Partial(*_forward(plan, query, key, value, arrays, maps)[:2]), total)
+
+
+def _share_forward_rule(
+    plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any, total: Any
+) -> tuple[Any, Any]:
+    flag = (None,) * is_differentiated((arrays.bias, arrays.table, arrays.array))
+    total = refuse_gradient_of_total(total)
+    query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
+    # Nothing of the output is saved, so that the compiler leaves the kernel out where gradients alone are wanted.
+    run = not_differentiable(functools.partial(attend_share, plan), _ONCE)
+    return run(query, key, value, arrays, maps, total), (query, key, value, arrays, maps, total, flag)
+
+
+def _share_backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
+    *call, total, flag = saved
+    d_out, d_weight = cotangents(given, call[0])
+    run = not_differentiable(functools.partial(_gradients, plan, bool(flag)), _ONCE)
+    return *run(tuple(call), total, -d_weight, d_out), None, None
+
+
+attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)
 
 
 def _gradients(
-    plan: Plan, wants_bias: bool, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps,
-    out: jax.Array, lse: jax.Array, loss: jax.Array, d_out: jax.Array, d_lse: jax.Array,
+    plan: Plan, wants_bias: bool, call: tuple[jax.Array, jax.Array, jax.Array, Arrays, Maps],
+    lse: jax.Array, delta: jax.Array, d_out: jax.Array,
 ) -> tuple[Any, ...]:  # fmt: skip
-    # The weights that kernels compute from the rounded logsumexp are too large by 1 / share, [B, H, T]. They are linear
-    # in what they are multiplied by, which is where that is made good.
-    share = jnp.exp2(-loss)
-    d_out = d_out.astype(jnp.float32) * share.swapaxes(1, 2)[..., None]
-    delta = (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse * share
+    """The gradients of query, key, value and arrays.
+
+    Args:
+        plan: of the call.
+        wants_bias: whether a bias is differentiated.
+        call: query, key, value, arrays and maps, as `attend` has them.
+        lse: [B, H, T], what weights are computed from.
+        delta: [B, H, T], what each weight's gradient is measured against.
+        d_out: [B, T, H, Dv].
+    """
+    query, key, value, arrays, maps = call
     inputs = Inputs(
         q=_features_first(_scaled(plan, query), plan.Tp),
         k=_heads_first(key, plan.Sp),
@@ -104,9 +149,6 @@ def _gradients(
         weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[:, :, None] - lse))
         d_arrays = d_arrays._replace(sinks=-(weight * delta).sum((0, 2))[None])
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), d_arrays
-
-
-attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _scaled(plan: Plan, query: jax.Array) -> jax.Array:

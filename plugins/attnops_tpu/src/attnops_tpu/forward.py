@@ -60,7 +60,7 @@ class _State(NamedTuple):
 def forward(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, spans: tuple[Visits, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output [B, H, Tp, Dv] in the query's dtype and logsumexp [B, H, 1, Tp] float32.
+    """Output [B, H, Tp, Dv] in the plan's dtype for it and logsumexp [B, H, 1, Tp] float32.
 
     Third, of the logsumexp's shape, is what the logsumexp lost in rounding, as an exponent of two: at a score of 1e5 it
     is of the size of the weights' logarithms.
@@ -151,7 +151,7 @@ def _rows(
     return pl.pallas_call(
         kernel,
         out_shape=[
-            output(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.dtype),
+            output(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.out_dtype),
             *[output(q, (plan.B, plan.H, 1, plan.Tp), jnp.float32)] * 2,
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -12,6 +12,7 @@ from jax import lax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
+from attnops.kernels.parts import check_total, dtype_of_output
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
@@ -70,26 +71,35 @@ class TPUFlashAttention(FlashAttention):
         sinks: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         return_lse: bool = False,
+        output_dtype: jax.typing.DTypeLike | None = None,
+        total_lse: jax.Array | None = None,
     ) -> OperationOutput:
-        """See `attnops.OperationImpl.__call__`."""
+        """See `attnops.OperationImpl.__call__`, and `attnops.kernels.parts` for the last two options."""
         # Pallas is imported where it is used: the plugin is listed on machines that lack what it needs.
         from attnops.kernels.scoring import describe
-        from attnops_tpu.attend import attend
+        from attnops_tpu.attend import attend, attend_share
         from attnops_tpu.generations import generation
         from attnops_tpu.plan import Plan
         from attnops_tpu.prepare import arrays, by_score, count_maps, maps, visited
         from attnops_tpu.tile_sizes import Problem, choose
 
-        asked, scale = query.dtype, query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        asked, scale = (
+            dtype_of_output(query, output_dtype),
+            query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
+        )
         features = value.shape[3]
         dtype = jnp.bfloat16 if query.dtype == key.dtype == value.dtype == jnp.bfloat16 else jnp.float32
         query, key, value = (_whole_registers(x.astype(dtype)) for x in (query, key, value))
         (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
+        check_total(total_lse, (B, H, T), sinks=sinks)
+        # Rounded here where the rest is rounded: a kernel in float32 whose output is not float32.
+        out_dtype = asked if asked == jnp.float32 else dtype
         dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
         scoring, bias = describe((T, S), mask, bias, logits_soft_cap, dropout_prob, sinks is not None)
         array = bias if scoring.array and not isinstance(bias, Bias) else None
         problem = Problem(
-            T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize, changes_scores=scoring.changes_scores,
+            T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize, out_itemsize=jnp.dtype(out_dtype).itemsize,
+            changes_scores=scoring.changes_scores,
             maps=count_maps(mask, (B, H, T, S)),
             # Two buffers of each; the gradient of a bias takes a sum and two buffers in float32.
             bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
@@ -99,17 +109,18 @@ class TPUFlashAttention(FlashAttention):
         one_pass = dtype == jnp.bfloat16 or self.metadata.precision == lax.Precision.DEFAULT
         precision = lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST
         plan = Plan(
-            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), scoring=scoring, precision=precision,
-            scale=scale, interpret=self.metadata.interpret,
+            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), out_dtype=jnp.dtype(out_dtype),
+            scoring=scoring, precision=precision, scale=scale, interpret=self.metadata.interpret,
             strided_rotation=generation().strided_rotation,
             **tiles._asdict(),
         )  # fmt: skip
         tiles_to_visit = maps(plan, mask)
         if array is not None:
             tiles_to_visit = tiles_to_visit._replace(by_score=by_score(plan, mask, array.shape))
-        given = (query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit)
-        out, lse = attend(plan, *equally_varying(given))
-        return OperationOutput(out[..., :features].astype(asked), None, lse if return_lse else None)
+        arguments = (query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit, total_lse)
+        given = equally_varying(arguments)
+        out, rows = attend(plan, *given[:-1]) if total_lse is None else attend_share(plan, *given)
+        return OperationOutput(out[..., :features].astype(asked), None, rows if return_lse else None)
 
 
 def _whole_registers(x: jax.Array) -> jax.Array:

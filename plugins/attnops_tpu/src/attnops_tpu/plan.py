@@ -25,6 +25,7 @@ class Plan:
         forward: how the forward pass computes a tile.
         backward: how the backward pass does.
         dtype: of query, key and value.
+        out_dtype: of the output.
         scale: the softmax scale.
         precision: of products.
         scoring: see `Scoring`.
@@ -48,6 +49,7 @@ class Plan:
     forward: Parts
     backward: Parts
     dtype: Any
+    out_dtype: Any
     scale: float
     precision: Any
     scoring: Scoring

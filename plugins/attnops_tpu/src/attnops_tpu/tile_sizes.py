@@ -96,6 +96,7 @@ class Problem(NamedTuple):
         G: query heads a kv head.
         D, Dv: head dims.
         itemsize: bytes an element of query, key and value.
+        out_itemsize: of the output.
         changes_scores: whether scores have a cap or a bias.
         bytes_a_score: of arrays of T × S elements, and what their gradients need.
         maps: batches and heads that the mask's tiles tell apart.
@@ -107,6 +108,7 @@ class Problem(NamedTuple):
     D: int
     Dv: int
     itemsize: int
+    out_itemsize: int
     changes_scores: bool = False
     bytes_a_score: int = 0
     maps: int = 1
@@ -173,7 +175,9 @@ def _bytes(problem: Problem, bq: int, bk: int, span: int, where: Generation) -> 
     D, Dv, n = problem.D, problem.Dv, problem.itemsize
     wide_D, wide_Dv = (_whole(d, LANES) for d in (D, Dv))
     scores = bq * bk * problem.bytes_a_score
-    forward = 2 * n * (D * bq + wide_D * bk + Dv * bk + Dv * bq) + 4 * (bk * bq + Dv * bq) + scores
+    forward = (
+        2 * n * (D * bq + wide_D * bk + Dv * bk) + 2 * problem.out_itemsize * Dv * bq + 4 * (bk * bq + Dv * bq) + scores
+    )
     backward = 2 * n * (D * bq + (wide_D + D) * bk + wide_Dv * bk + Dv * bq) + scores
     backward += (4 + 2 * n) * (D + Dv) * bk + 2 * 4 * problem.G * D * span + 16 * 256 * 256 * 4
     return max(forward, backward) + 40 * max(bq, bk) * LANES // 4

@@ -7,9 +7,11 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
+from attnops.kernels.parts import Partial, Share, refuse_gradient_of_total, share_of
+from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_triton.backward import Inputs, by_key, by_query
 from attnops_triton.bias_gradient import array_gradient, table_gradient
@@ -49,31 +51,76 @@ def attend(
 
 
 def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> tuple[Any, Any]:
-    biases = arrays.bias, arrays.table, arrays.array
-    leaves = jax.tree.leaves(biases, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
-    wants_bias = any(leaf.perturbed for leaf in leaves)
+    flag = (None,) * is_differentiated((arrays.bias, arrays.table, arrays.array))
     query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
     run = not_differentiable(functools.partial(forward, plan), _SECOND)
     out, level, rest = run(query, key, value, arrays, maps.forward)
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
     out, level, rest = tag(out, OUTPUT_NAME), tag(level, LOGSUMEXP_NAME), tag(rest, LOGSUMEXP_NAME)
-    saved = (query, key, value, arrays, maps, out, level, rest, (None,) * wants_bias)
-    return (out, _logsumexp(plan, level, rest)), saved
+    return (out, _logsumexp(plan, level, rest)), (query, key, value, arrays, maps, out, level, rest, flag)
 
 
-def _backward_rule(plan: Plan, saved: Any, cotangents: Any) -> tuple[Any, ...]:
-    *arguments, flag = saved
-    d_out, d_lse = (jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    gradients = not_differentiable(functools.partial(_gradients, plan, bool(flag)), _SECOND)
-    d_query, d_key, d_value, d_arrays = gradients(*arguments, d_out, d_lse)
-    return d_query, d_key, d_value, d_arrays, None
+def _backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
+    *call, out, level, rest, flag = saved
+    d_out, d_lse = cotangents(given, call[0])
+
+    def gradients(call: Any, out: Any, level: Any, rest: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
+        delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse  # [B, H, T]
+        return _gradients(plan, bool(flag), call, level, rest, delta, d_out)
+
+    return *not_differentiable(gradients, _SECOND)(tuple(call), out, level, rest, d_out, d_lse), None
+
+
+attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend_share(
+    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps, total: jax.Array
+) -> Share:
+    """What these keys give to a softmax whose logsumexp is ``total`` [B, H, T], see `attnops.kernels.parts`."""
+    out, level, rest = forward(plan, query, key, value, arrays, maps.forward)
+    return share_of(Partial(out, _logsumexp(plan, level, rest)), total)
+
+
+def _share_forward_rule(
+    plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any, total: Any
+) -> tuple[Any, Any]:
+    flag = (None,) * is_differentiated((arrays.bias, arrays.table, arrays.array))
+    total = refuse_gradient_of_total(total)
+    query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
+    # Nothing of the output is saved, so that the compiler leaves the kernel out where gradients alone are wanted.
+    run = not_differentiable(functools.partial(attend_share, plan), _SECOND)
+    return run(query, key, value, arrays, maps, total), (query, key, value, arrays, maps, total, flag)
+
+
+def _share_backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
+    *call, total, flag = saved
+    d_out, d_weight = cotangents(given, call[0])
+    run = not_differentiable(functools.partial(_gradients, plan, bool(flag)), _SECOND)
+    level = total * (1 / plan.unit)
+    return *run(tuple(call), level, jnp.zeros_like(level), -d_weight, d_out), None, None
+
+
+attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)
 
 
 def _gradients(
-    plan: Plan, wants_bias: bool, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps,
-    out: jax.Array, level: jax.Array, rest: jax.Array, d_out: jax.Array, d_lse: jax.Array,
+    plan: Plan, wants_bias: bool, call: tuple[jax.Array, jax.Array, jax.Array, Arrays, Maps],
+    level: jax.Array, rest: jax.Array, delta: jax.Array, d_out: jax.Array,
 ) -> tuple[Any, ...]:  # fmt: skip
-    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse  # [B, H, T]
+    """The gradients of query, key, value and arrays.
+
+    Args:
+        plan: of the call.
+        wants_bias: whether a bias is differentiated.
+        call: query, key, value, arrays and maps, as `attend` has them.
+        level: [B, H, T], of the logsumexp that weights are computed from, see `forward`.
+        rest: [B, H, T], likewise.
+        delta: [B, H, T], what each weight's gradient is measured against.
+        d_out: [B, T, H, Dv].
+    """
+    query, key, value, arrays, maps = call
     # A row that saw nothing has weights exp(score − inf) = 0.
     above = jnp.where(level == -jnp.inf, jnp.inf, level)
     inputs = Inputs(query, key, value, d_out.astype(query.dtype), above, rest, delta)
@@ -99,9 +146,6 @@ def _gradients(
         share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[:, :, None] - lse))
         d_arrays = d_arrays._replace(sinks=-(share * delta).sum((0, 2))[None])
     return dq, dk, dv, d_arrays
-
-
-attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _logsumexp(plan: Plan, level: jax.Array, rest: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ def forward(
     if arrays.sinks is not None:
         operands.append(Operand("sinks", arrays.sinks))
     outputs = {
-        "out": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.Dv), jnp.dtype(plan.dtype)),
+        "out": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.Dv), jnp.dtype(plan.out_dtype)),
         "level": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
         "rest": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
@@ -121,7 +121,7 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], visits: Visits) -
     write("l = tl.where(seen, l, 1.0)", "factor = tl.where(seen, factor / l, 0.0)")
     for i in pieces:
         write(f"acc_{i} = acc_{i} * factor[:, None]")
-    tile.store_rows("out", "acc", "q", plan.H, "h", plan.Dv, dtype(plan))
+    tile.store_rows("out", "acc", "q", plan.H, "h", plan.Dv, f"tl.{plan.out_dtype}")
     masked = f", mask=qi < {plan.T}" if ragged else ""
     shape = (plan.B, plan.H, plan.T)
     write(f'tl.store({base("level", shape)} + qi, tl.where(seen, m, float("-inf")){masked})')

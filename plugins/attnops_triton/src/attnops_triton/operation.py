@@ -80,12 +80,15 @@ class TritonFlashAttention(FlashAttention):
         sinks: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         return_lse: bool = False,
+        output_dtype: jax.typing.DTypeLike | None = None,
+        total_lse: jax.Array | None = None,
     ) -> OperationOutput:
-        """See `attnops.OperationImpl.__call__`."""
+        """See `attnops.OperationImpl.__call__`, and `attnops.kernels.parts` for the last two options."""
         # Triton is imported where it is used: the plugin is listed on machines that lack it.
+        from attnops.kernels.parts import check_total, dtype_of_output
         from attnops.kernels.scoring import describe
         from attnops.kernels.varying import equally_varying
-        from attnops_triton.attend import attend
+        from attnops_triton.attend import attend, attend_share
         from attnops_triton.bits import is_translatable
         from attnops_triton.compat import device_arch
         from attnops_triton.plan import Plan
@@ -94,8 +97,10 @@ class TritonFlashAttention(FlashAttention):
         from attnops_triton.tile_sizes import choose
 
         (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
-        asked = query.dtype
-        dtype = asked if query.dtype == key.dtype == value.dtype else jnp.dtype(jnp.float32)
+        asked = dtype_of_output(query, output_dtype)
+        check_total(total_lse, (B, H, T), sinks=sinks)
+        dtype = query.dtype if query.dtype == key.dtype == value.dtype else jnp.dtype(jnp.float32)
+        out_dtype = asked if asked == jnp.float32 else dtype
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
         if self.metadata.interpret:
@@ -111,14 +116,15 @@ class TritonFlashAttention(FlashAttention):
         tiles = choose(arch, dtype.itemsize, max(D, Dv), self.metadata.block_q, self.metadata.block_k, by_score)
         plan = Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
-            by_score=tiles[3], dtype=dtype.name, scale=D**-0.5 if softmax_scale is None else softmax_scale,
+            by_score=tiles[3], dtype=dtype.name, out_dtype=jnp.dtype(out_dtype).name,
+            scale=D**-0.5 if softmax_scale is None else softmax_scale,
             tf32=self.metadata.precision == lax.Precision.DEFAULT, scoring=scoring, packed=packed, arch=arch,
             interpret=self.metadata.interpret,
         )  # fmt: skip
         given = arrays(plan, written, bias, sinks, dropout_key)
-        query, key, value, given, tiles_to_visit = equally_varying((query, key, value, given, maps(plan, mask)))
-        out, lse = attend(plan, query, key, value, given, tiles_to_visit)
-        return OperationOutput(out.astype(asked), None, lse if return_lse else None)
+        arguments = equally_varying((query, key, value, given, maps(plan, mask), total_lse))
+        out, rows = attend(plan, *arguments[:-1]) if total_lse is None else attend_share(plan, *arguments)
+        return OperationOutput(out.astype(asked), None, rows if return_lse else None)
 
 
 def _too_old() -> Iterable[Reason]:

@@ -41,6 +41,7 @@ class Plan:
         by_key: tiles of the pass over keys' and values' gradients.
         by_score: tiles of the gradients of biases with an element for each score, or distance.
         dtype: the name of the dtype of query, key and value.
+        out_dtype: of the output's.
         scale: the softmax scale.
         tf32: whether products of float32 may be rounded to TF32.
         scoring: see `attnops.kernels.scoring.Scoring`.
@@ -62,6 +63,7 @@ class Plan:
     by_key: Tiles
     by_score: Tiles
     dtype: str
+    out_dtype: str
     scale: float
     tf32: bool
     scoring: Scoring

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero, custom_vjp_primal_tree_values
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
+from attnops.kernels.parts import Partial, Share, refuse_gradient_of_total, share_of
+from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.operations.flash.backward import Gradients, backward
 from attnops.operations.flash.forward import forward
-from attnops.operations.flash.layout import zeros
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options
 from attnops.operations.flash.visits import Visits
@@ -34,31 +35,35 @@ def _attend(
 def _forward_rule(
     plan: Plan, options: Options, query: Any, key: Any, value: Any, arrays: Any, visits: Any
 ) -> tuple[Any, Any]:
-    # A bias that nobody differentiates, one given as data, costs the backward pass nothing.
-    leaves = jax.tree.leaves(arrays.bias, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
-    wants_bias = any(leaf.perturbed for leaf in leaves)
+    # What is saved must be arrays; a flag is said by the structure.
+    flag = (None,) * is_differentiated(arrays.bias)
     primals = query, key, value, arrays, visits
     query, key, value, arrays, visits = custom_vjp_primal_tree_values(primals)
     out, logsumexp, loss = forward(plan, options, query, key, value, arrays, visits[0])
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
     out, logsumexp, loss = tag(out, OUTPUT_NAME), tag(logsumexp, LOGSUMEXP_NAME), tag(loss, LOGSUMEXP_NAME)
-    # What is saved must be arrays; a flag is said by the structure.
-    return (out, logsumexp), (query, key, value, arrays, visits[1], out, logsumexp, loss, (None,) * wants_bias)
+    return (out, logsumexp), (query, key, value, arrays, visits[1], out, logsumexp, loss, flag)
 
 
-def _backward_rule(plan: Plan, options: Options, saved: Any, cotangents: Any) -> tuple[Any, ...]:
+def _backward_rule(plan: Plan, options: Options, saved: Any, given: Any) -> tuple[Any, ...]:
     *arguments, flag = saved
-    query = arguments[0]
-    d_out, d_logsumexp = (zeros(query, x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    gradients = not_differentiable(
-        functools.partial(_gradients, plan, options, bool(flag)),
+    run = _once(functools.partial(_gradients, plan, options, bool(flag)))
+    found, d_sinks = run(*arguments, *cotangents(given, arguments[0]))
+    return _of_call(found, flag, d_sinks)
+
+
+def _once(gradients: Any) -> Any:
+    return not_differentiable(
+        gradients,
         "flash computes its gradients in a loop that has none of its own, but a second derivative was asked for; "
         "vanilla has one",
     )
-    (d_query, d_key, d_value, d_bias), d_sinks = gradients(*arguments, d_out, d_logsumexp)
-    # None stands for no gradient: the mask's arrays and the seed have none.
-    d_arrays = Arrays(mask=None, bias=d_bias if flag else None, sinks=d_sinks, seed=None)  # type: ignore[arg-type]
-    return d_query, d_key, d_value, d_arrays, None
+
+
+def _of_call(found: Gradients, flag: Any, d_sinks: jax.Array | None) -> tuple[Any, ...]:
+    """Those of query, key, value, arrays and visits; None stands for none: the mask's arrays and the seed have none."""
+    d_arrays = Arrays(mask=None, bias=found.bias if flag else None, sinks=d_sinks, seed=None)  # type: ignore[arg-type]
+    return found.query, found.key, found.value, d_arrays, None
 
 
 def _gradients(
@@ -84,9 +89,7 @@ def _gradients(
     ones = jnp.ones((products.shape[3],), jnp.float32)
     mean = jnp.matmul(products, ones, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
     delta = (mean - d_logsumexp) * factor
-    found = backward(
-        plan, options, wants_bias, query, key, value, arrays, logsumexp, delta, factor, d_out, visits
-    )  # fmt: skip
+    found = backward(plan, options, wants_bias, query, key, value, arrays, visits, logsumexp, delta, factor, d_out)
     d_sinks = None
     if arrays.sinks is not None:
         # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
@@ -96,5 +99,37 @@ def _gradients(
 
 
 _attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend_share(
+    plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays,
+    visits: BothVisits, total: jax.Array,
+) -> Share:  # fmt: skip
+    """What these keys give to a softmax whose logsumexp is ``total`` [B, H, T], see `attnops.kernels.parts`."""
+    return share_of(Partial(*forward(plan, options, query, key, value, arrays, visits[0])[:2]), total)
+
+
+def _share_forward_rule(
+    plan: Plan, options: Options, query: Any, key: Any, value: Any, arrays: Any, visits: Any, total: Any
+) -> tuple[Any, Any]:
+    flag = (None,) * is_differentiated(arrays.bias)
+    total = refuse_gradient_of_total(total)
+    query, key, value, arrays, visits = custom_vjp_primal_tree_values((query, key, value, arrays, visits))
+    # Nothing of the output is saved, so that the compiler leaves it out where gradients alone are wanted.
+    out = _attend_share(plan, options, query, key, value, arrays, visits, total)
+    return out, (query, key, value, arrays, visits[1], total, flag)
+
+
+def _share_backward_rule(plan: Plan, options: Options, saved: Any, given: Any) -> tuple[Any, ...]:
+    *arguments, total, flag = saved
+    d_out, d_weight = cotangents(given, arguments[0])
+    run = _once(functools.partial(backward, plan, options, bool(flag)))
+    found = run(*arguments, total, -d_weight, jnp.ones_like(total), d_out)
+    return *_of_call(found, flag, None), None
+
+
+_attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)
 # Compiled once for equal shapes and options, also where the caller does not compile.
 attend = jax.jit(_attend, static_argnums=(0, 1))
+attend_share = jax.jit(_attend_share, static_argnums=(0, 1))

@@ -48,11 +48,11 @@ def backward(
     key: jax.Array,
     value: jax.Array,
     arrays: Arrays,
+    visits: Visits,
     logsumexp: jax.Array,
     delta: jax.Array,
     factor: jax.Array,
     d_out: jax.Array,
-    visits: Visits,
 ) -> Gradients:
     """The gradients of query, key, value and bias; O(T) temporaries.
 
@@ -64,11 +64,11 @@ def backward(
         key: [B, S, K, D].
         value: [B, S, K, Dv].
         arrays: of the call.
+        visits: by tiles of keys.
         logsumexp: [B, H, T].
         delta: [B, H, T], what each weight's gradient is measured against: ``(d_out · out − d_logsumexp) · factor``.
         factor: [B, H, T], what ``d_out`` is to be multiplied by.
         d_out: [B, T, H, Dv].
-        visits: by tiles of keys.
     """
     q, d_o = pack(query, plan.nq * plan.bq), pack(d_out, plan.nq * plan.bq)
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))

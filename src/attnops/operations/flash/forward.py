@@ -33,12 +33,11 @@ class _Softmax(NamedTuple):
 def forward(
     plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: Visits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output [B, T, H, Dv] in the query's dtype; logsumexp and what it lost to rounding, [B, H, T] float32.
+    """Output [B, T, H, Dv] in the plan's dtype for it; logsumexp and what it lost to rounding, [B, H, T] float32.
 
     O(T) temporaries. The loss counts where scores are large: beside −1e38, as model code hides keys by a bias, the
     logarithm of a sum is nothing, yet the backward pass needs it.
     """
-    dtype = query.dtype
     q = pack(query, plan.nq * plan.bq)
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)
@@ -47,7 +46,7 @@ def forward(
 
     def row(i: Any, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         group, q_tile = i // plan.nq, i % plan.nq
-        q_ = plan.fold_scale(take(plan, q, group, q_tile, plan.bq, dtype))  # [L, R, D]
+        q_ = plan.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype))  # [L, R, D]
 
         def step(kv_tile: Any, carry: _Softmax, masked: bool) -> _Softmax:
             accumulated, top, total = carry
@@ -78,15 +77,15 @@ def forward(
         out, *rows = _finish(accumulated, unit * top, total, None if sinks is None else sinks[group])
         outs, logsumexps, losses = state
         return (
-            put(plan, outs, group, q_tile, plan.bq, out, dtype),
+            put(plan, outs, group, q_tile, plan.bq, out, plan.out_dtype),
             put_rows(plan, logsumexps, group, q_tile, rows[0]),
             put_rows(plan, losses, group, q_tile, rows[1]),
         )
 
     rows = zeros(query, (plan.B * plan.K, plan.nq, plan.R))
-    state = empty(q, plan.H, plan.Dv, dtype), rows, rows
+    state = empty(q, plan.H, plan.Dv, plan.out_dtype), rows, rows
     out, logsumexp, loss = lax.fori_loop(0, plan.groups * plan.nq, row, state)
-    return unpack(out, plan.T, dtype), unpack_rows(plan, logsumexp), unpack_rows(plan, loss)
+    return unpack(out, plan.T, plan.out_dtype), unpack_rows(plan, logsumexp), unpack_rows(plan, loss)
 
 
 def _finite(top: jax.Array) -> jax.Array:

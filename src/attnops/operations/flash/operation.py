@@ -12,11 +12,12 @@ from jax import lax
 
 from attnops.biases import Bias
 from attnops.dropout import dropout_seed
+from attnops.kernels.parts import check_total, dtype_of_output
 from attnops.kernels.varying import equally_varying
 from attnops.masks.base import Mask
 from attnops.masks.tiles import Coverage, block_map
 from attnops.operation import OperationImpl
-from attnops.operations.flash.attend import attend
+from attnops.operations.flash.attend import attend, attend_share
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options
 from attnops.operations.flash.tile_bias import tile_bias
@@ -70,12 +71,18 @@ class FlashAttention(OperationImpl):
         dropout_key: jax.Array | None = None,
         return_lse: bool = False,
         return_weights: bool = False,
+        output_dtype: jax.typing.DTypeLike | None = None,
+        total_lse: jax.Array | None = None,
     ) -> OperationOutput:
-        """See `OperationImpl.__call__`."""
+        """See `OperationImpl.__call__`, and `attnops.kernels.parts` for the last two options."""
+        out_dtype = dtype_of_output(query, output_dtype)
+        shape = query.shape[0], query.shape[2], query.shape[1]
+        check_total(total_lse, shape, sinks=sinks, return_weights=return_weights)
         if return_weights:
             return VanillaAttention(self.metadata).forward_native(
-                query, key, value, mask=mask, bias=bias, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
-                sinks=sinks, dropout_key=dropout_key, return_lse=return_lse, return_weights=True,
+                query.astype(out_dtype), key, value, mask=mask, bias=bias, softmax_scale=softmax_scale,
+                logits_soft_cap=logits_soft_cap, sinks=sinks, dropout_key=dropout_key, return_lse=return_lse,
+                return_weights=True,
             )  # fmt: skip
         (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
         dtype = jnp.dtype(jnp.bfloat16 if query.dtype == key.dtype == value.dtype == jnp.bfloat16 else jnp.float32)
@@ -89,7 +96,7 @@ class FlashAttention(OperationImpl):
         )  # fmt: skip
         plan = Plan(
             B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, bq=block_q, bk=block_k, lanes=lanes, maps=coverage.shape[:2],
-            dtype=dtype,
+            dtype=dtype, out_dtype=out_dtype,
             scale=D**-0.5 if softmax_scale is None else softmax_scale,
             precision=lax.Precision.HIGHEST if self.metadata.precision is None else self.metadata.precision,
         )  # fmt: skip
@@ -108,8 +115,9 @@ class FlashAttention(OperationImpl):
         )
         flat = coverage.reshape(-1, *coverage.shape[2:])
         both = visits(flat), visits(flat.swapaxes(1, 2))
-        out, logsumexp = attend(plan, options, *equally_varying((query, key, value, arrays, both)))
-        return OperationOutput(out, None, logsumexp if return_lse else None)
+        given = equally_varying((query, key, value, arrays, both, total_lse))
+        out, rows = attend(plan, options, *given[:-1]) if total_lse is None else attend_share(plan, options, *given)
+        return OperationOutput(out.astype(out_dtype), None, rows if return_lse else None)
 
 
 def _coverage(mask: Mask | None, shape: tuple[int, int, int, int], K: int, block_q: int, block_k: int) -> Any:

@@ -1,0 +1,122 @@
+"""What a program for several TPUs sends while it computes: its scheduled instructions, in their order.
+
+    compiled, program = scheduled(jax.jit(f).trace(...).lower(lowering_platforms=("tpu",)), "v5p")
+    for events in exchanges(program).values():
+        print(" ".join(map(str, events)))
+
+A transfer begins at its "start" and must have ended at its "done"; what stands between hides it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from attnops_tpu.generations import target
+
+_HEAD: Final = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_NAME: Final = re.compile(r"^(?:ROOT )?%([\w.\-]+) = ")
+_COLLECTIVE: Final = re.compile(
+    r" ((?:collective-permute|all-gather|all-reduce|all-to-all|reduce-scatter))(-start|-done)?\(%?([\w.\-]+)"
+)
+_CALLED: Final = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?((?:%[\w.\-]+(?:, )?)+)")
+_KERNEL: Final = 'custom_call_target="tpu_custom_call"'
+
+
+class Event(NamedTuple):
+    """An instruction.
+
+    Attributes:
+        kind: ``"start"`` or ``"done"`` of a transfer, ``"whole"`` for one that nothing hides, or ``"kernel"``.
+        what: the collective operation; the kernel's name, or that of the instruction that runs kernels.
+        name: of the transfer, the same at its start and its end.
+    """
+
+    kind: str
+    what: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.what}"
+
+
+def scheduled(lowered: Any, generation: str) -> tuple[Any, str]:
+    """A lowered program compiled for TPUs, and its instructions as text, in the order in which they run.
+
+    Args:
+        lowered: a `jax.stages.Lowered` for ``"tpu"``, placed on `attnops_tpu.aot.devices`.
+        generation: of these devices.
+
+    Returns:
+        The `jax.stages.Compiled`; and the text, which its own ``as_text`` can't give where operations are asynchronous.
+    """
+    with tempfile.TemporaryDirectory(prefix="attnops_") as folder, target(generation):
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        found = max(Path(folder).glob("*.after_codegen.txt"), key=lambda path: path.stat().st_size)
+        return compiled, found.read_text()
+
+
+def exchanges(program: str) -> dict[str, list[Event]]:
+    """By computation that sends anything, such as a loop's body: its transfers and its kernels, in their order.
+
+    Args:
+        program: see `scheduled`.
+    """
+    bodies = _bodies(program)
+
+    @functools.cache
+    def computes(computation: str) -> bool:
+        """Whether a computation runs a kernel, or one that it calls does."""
+        return any(_KERNEL in line or any(map(computes, _called(line))) for line in bodies.get(computation, ()))
+
+    def event(line: str) -> Event | None:
+        named = _NAME.match(line)
+        if named is None:
+            return None
+        collective = _COLLECTIVE.search(line)
+        if collective:
+            what, phase, operand = collective.groups()
+            return Event((phase or "-whole")[1:], what, operand if phase == "-done" else named[1])
+        if _KERNEL in line or any(map(computes, _called(line))):
+            return Event("kernel", named[1].split(".")[0], named[1])
+        return None
+
+    found = {name: [e for line in lines if (e := event(line))] for name, lines in bodies.items()}
+    return {name: events for name, events in found.items() if any(e.kind != "kernel" for e in events)}
+
+
+def exposed(events: list[Event]) -> list[Event]:
+    """The transfers, by their starts, that no kernel hides: what a device waits for.
+
+    Args:
+        events: of one computation, see `exchanges`.
+    """
+    found = []
+    for i, event in enumerate(events):
+        if event.kind == "whole":
+            found.append(event)
+        if event.kind == "start":
+            end = next(j for j, e in enumerate(events) if e.kind == "done" and e.name == event.name)
+            if not any(e.kind == "kernel" for e in events[i:end]):
+                found.append(event)
+    return found
+
+
+def _bodies(program: str) -> dict[str, list[str]]:
+    """The instructions of each computation, a line each."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in program.splitlines():
+        head = _HEAD.match(line)
+        if head:
+            lines = found[head[1]] = []
+        else:
+            lines.append(line.strip())
+    return found
+
+
+def _called(line: str) -> list[str]:
+    return [name.strip(" %") for names in _CALLED.findall(line) for name in names.split(",") if name.strip()]

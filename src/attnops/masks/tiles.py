@@ -89,9 +89,12 @@ class Grid:
 
 def _extent(values: Any, first: Any, last: Any) -> tuple[Any, Any]:
     check_by_token(values)
-    block = int((last - first).max()) + 1
-    index = np.minimum(first[:, None] + np.arange(block), last[:, None])
-    tiles = values[:, index]
+    block, length = int((last - first).max()) + 1, values.shape[1]
+    if np.array_equal(first, np.arange(0, length, block)) and last[-1] == length - 1:
+        xp = _numpy_of([values])
+        tiles = xp.pad(values, ((0, 0), (0, -length % block)), mode="edge").reshape(-1, len(first), block)
+    else:
+        tiles = values[:, np.minimum(first[:, None] + np.arange(block), last[:, None])]
     return tiles.min(axis=-1), tiles.max(axis=-1)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from attnops.biases import Bias
 from attnops.dropout import ShiftedKey
-from attnops.masks import Full, KeyPadding, Mask
+from attnops.masks import Causal, Full, KeyPadding, Mask, SlidingWindow
 from attnops.masks.algebra import And, At, Not, Or
 from attnops.masks.shift import Shifted
 from attnops.masks.tiles import Grid, TileCoverage
@@ -83,6 +83,9 @@ def _piece(mask: Mask, q: Stretch, kv: Stretch) -> Mask:
     if axes is None or (getattr(offset, "ndim", 0) == 2 and offset.shape[1] > 1):
         # Of a function nothing is known; and a token has one position, not one a head.
         return Asked(mask, q.index[None], kv.index[None])
+    if isinstance(mask, (Causal, SlidingWindow)) and q.stride == kv.stride == 1:
+        # Of a difference of positions alone: where the stretches begin says all.
+        return mask.with_offset(offset + q.first - kv.first)
     if any(set(letters) & {"t", "s"} for letters in axes.values()):
         changes = {}
         for name, letters in axes.items():

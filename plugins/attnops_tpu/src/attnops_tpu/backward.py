@@ -30,6 +30,7 @@ from attnops_tpu.operands import (
     by_query,
     columns_of_key,
     compiler_params,
+    cost,
     output,
     rows_of_key,
     score_operands,
@@ -192,6 +193,7 @@ def _span(
             ],
         ),
         compiler_params=compiler_params(plan, 4),
+        cost_estimate=cost(plan, visits.longest, 3 * plan.D + 2 * plan.Dv),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_backward",
     )(visits.entries, first, *(operand.array for operand in operands))

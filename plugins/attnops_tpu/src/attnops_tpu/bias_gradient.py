@@ -138,6 +138,7 @@ def _value_gradients(
             + [pl.BlockSpec((None, None, 1, n), lambda b, h, step, entries: (b, h, 0, 0)) for n in lengths],
         ),
         compiler_params=compiler_params(plan, 3),
+        cost_estimate=cost(plan, visits.longest, plan.D + plan.Dv),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_bias_gradient",
     )(visits.entries, *(operand.array for operand in operands))

@@ -24,6 +24,7 @@ from attnops_tpu.operands import (
     Place,
     by_query,
     compiler_params,
+    cost,
     output,
     rows_of_key,
     rows_of_query,
@@ -169,6 +170,7 @@ def _rows(
             ],
         ),
         compiler_params=compiler_params(plan, 3),
+        cost_estimate=cost(plan, visits.longest, plan.D + plan.Dv),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_forward",
     )(visits.entries, *(operand.array for operand in (*of_scores, *of_values)))

@@ -133,6 +133,23 @@ def compiler_params(plan: Plan, axes: int) -> pltpu.CompilerParams:
     )
 
 
+def cost(plan: Plan, visits: int, dims: int) -> pl.CostEstimate:
+    """What the compiler is told that a kernel takes, so that it puts it between the start and the end of a transfer.
+
+    Args:
+        plan: of the call.
+        visits: tiles of a batch and query head, at most.
+        dims: the products' inner or outer head dims, all together.
+    """
+    tiles = plan.B * plan.H * visits
+    scores = tiles * plan.bq * plan.bk
+    return pl.CostEstimate(
+        flops=2 * scores * dims,
+        transcendentals=scores,
+        bytes_accessed=tiles * (plan.bq + plan.bk) * (plan.D + plan.Dv) * plan.dtype.itemsize,
+    )
+
+
 def output(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """A kernel's output, which varies over the same mesh axes as an input, inside `jax.shard_map`."""
     aval: Any = jax.typeof(like)

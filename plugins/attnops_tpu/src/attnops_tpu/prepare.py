@@ -68,8 +68,11 @@ def maps(plan: Plan, mask: Mask | None) -> Maps:
 
 def visited(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int) -> int | None:
     """How many tiles of a head the mask leaves; None where only run time knows."""
+    # Asked for every candidate: of a traced mask nothing but one tile is looked at.
+    if not block_map(mask, shape, *shape[2:]).is_static:
+        return None
     known = block_map(mask, shape, block_q, block_k)
-    return int(known.count(Coverage.PARTIAL) + known.count(Coverage.FULL)) if known.is_static else None
+    return int(known.count(Coverage.PARTIAL) + known.count(Coverage.FULL))
 
 
 def count_maps(mask: Mask | None, shape: tuple[int, int, int, int]) -> int:

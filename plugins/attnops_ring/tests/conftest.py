@@ -1,8 +1,10 @@
-"""What the tests of attnops-ring need: eight devices."""
+"""What the tests of attnops-ring need: eight devices, and a TPU compiler that asks for no TPU, before JAX starts."""
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+from attnops_tpu.aot import environment
+
+os.environ.update(environment())
 
 import jax
 

@@ -11,6 +11,7 @@ With others, which lack them, the functions here compute the same by what they h
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -89,17 +90,16 @@ def none_seen(query: jax.Array, value: jax.Array) -> Partial:
     return Partial(out, jnp.full_like(query, -jnp.inf, shape=(B, H, t), dtype=jnp.float32))
 
 
-def joined(a: Partial, b: Partial) -> Partial:
-    """Two softmaxes over different keys as one over all of them."""
-    top = lax.stop_gradient(jnp.maximum(a.lse, b.lse))
+def joined(*parts: Partial) -> Partial:
+    """Softmaxes over different keys as one over all of them; in the layout "BTHD"."""
+    top = lax.stop_gradient(functools.reduce(jnp.maximum, (x.lse for x in parts)))
     base = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = [jnp.exp(x.lse - base) for x in (a, b)]
-    total = weights[0] + weights[1]
+    weights = [jnp.exp(x.lse - base) for x in parts]
+    total = functools.reduce(jnp.add, weights)
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)
-    shares = ((w / safe).swapaxes(1, 2)[..., None] for w in weights)
-    out = sum(x.out * share for x, share in zip((a, b), shares, strict=True))
-    return Partial(out, jnp.where(seen, base + jnp.log(safe), -jnp.inf))  # type: ignore[arg-type]
+    shares = [x.out * (w / safe).swapaxes(1, 2)[..., None] for x, w in zip(parts, weights, strict=True)]
+    return Partial(functools.reduce(jnp.add, shares), jnp.where(seen, base + jnp.log(safe), -jnp.inf))
 
 
 def share_of(part: Partial, total_lse: jax.Array, layout: str = "BTHD") -> Share:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,8 @@ from jax import lax
 from attnops import OperationMetadata, OperationRegistry
 from attnops.kernels.parts import Partial, Share, joined, none_seen, partial, share
 from attnops_ring.pieces import Stretch, piece_of_bias, piece_of_key, piece_of_mask, sees_any
+
+Arrays = Sequence[jax.Array]
 
 
 class Extras(NamedTuple):
@@ -58,26 +60,28 @@ class Inner:
     keys_are_whole: bool = False
     queries_are_whole: bool = False
 
-    def stretch(self, device: Any, number: int, size: int, length: int) -> Stretch:
+    def _stretch(self, device: Any, number: int, size: int, length: int) -> Stretch:
         """A stretch of a device: for two, one from the front, and its mirror from the back."""
         if self.stride > 1:
             return Stretch(device, size, self.stride, length)
         place = device if number == 0 else 2 * self.devices - 1 - device
         return Stretch(place * size, size, 1, length)
 
-    def queries(self, query: jax.Array, device: Any) -> list[Stretch]:
-        """The stretches of a device's queries."""
-        if self.queries_are_whole:
-            return [Stretch(0, query.shape[1], 1, self.T)]
-        n = self.stretches
-        return [self.stretch(device, i, query.shape[1] // n, self.T) for i in range(n)]
+    def queries(self, query: jax.Array) -> list[jax.Array]:
+        """A device's queries by stretch."""
+        return jnp.split(query, 1 if self.queries_are_whole else self.stretches, axis=1)
 
-    def keys(self, key: jax.Array, device: Any) -> list[Stretch]:
-        """Those of its keys."""
-        if self.keys_are_whole:
-            return [Stretch(0, key.shape[1], 1, self.S)]
-        n = self.stretches
-        return [self.stretch(device, i, key.shape[1] // n, self.S) for i in range(n)]
+    def keys(self, x: jax.Array) -> list[jax.Array]:
+        """A device's keys, or values, by stretch."""
+        return jnp.split(x, 1 if self.keys_are_whole else self.stretches, axis=1)
+
+    def of_queries(self, device: Any, number: int, size: int) -> Stretch:
+        """Where queries stand."""
+        return Stretch(0, size, 1, self.T) if self.queries_are_whole else self._stretch(device, number, size, self.T)
+
+    def of_keys(self, device: Any, number: int, size: int) -> Stretch:
+        """Where keys stand."""
+        return Stretch(0, size, 1, self.S) if self.keys_are_whole else self._stretch(device, number, size, self.S)
 
     @property
     def operation(self) -> Any:
@@ -86,63 +90,67 @@ class Inner:
 
 
 def block(
-    inner: Inner, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras, here: Any, there: Any
-) -> Partial:
+    inner: Inner, queries: Arrays, keys: Arrays, values: Arrays, extras: Extras, here: Any, there: Any,
+    seen: Sequence[Partial] | None = None,
+) -> list[Partial]:  # fmt: skip
     """Of the queries of device ``here`` over the keys of device ``there``; stretches that see nothing are skipped.
 
     Args:
         inner: how.
-        query: [B, t, H, D].
-        key: [B, s, K, D].
-        value: [B, s, K, Dv].
+        queries: by stretch, each [B, t, H, D].
+        keys: likewise, [B, s, K, D].
+        values: likewise, [B, s, K, Dv].
         extras: what scores depend on beside these.
         here: the device's number, an integer array [].
         there: likewise.
+        seen: what the queries have seen before, by stretch.
+
+    Returns:
+        What they have seen now, by stretch.
     """
     rows = []
-    for i, q in enumerate(inner.queries(query, here)):
-        parts = []
-        for j, kv in enumerate(inner.keys(key, there)):
+    for i, query in enumerate(queries):
+        q = inner.of_queries(here, i, query.shape[1])
+        parts = [] if seen is None else [seen[i]]
+        for j, (key, value) in enumerate(zip(keys, values, strict=True)):
+            kv = inner.of_keys(there, j, key.shape[1])
             mask = piece_of_mask(extras.mask, q, kv, inner.is_padded)
 
             def compute(qkv: Any, mask: Any, extras: Extras, q: Stretch = q, kv: Stretch = kv) -> Partial:
                 return partial(inner.operation, *qkv, **_options(inner, mask, extras, q, kv))
 
-            given = q.cut(query, i), kv.cut(key, j), kv.cut(value, j)
+            given = (query, key, value), mask, extras
             due = sees_any(mask, q.size, kv.size)
             if due is True:
-                parts.append(compute(given, mask, extras))
+                parts.append(compute(*given))
             else:
-                parts.append(lax.cond(due, compute, lambda qkv, *_: none_seen(qkv[0], qkv[2]), given, mask, extras))
-        rows.append(functools.reduce(joined, parts))
-    return rows[0] if len(rows) == 1 else Partial(
-        jnp.concatenate([row.out for row in rows], axis=1), jnp.concatenate([row.lse for row in rows], axis=2)
-    )  # fmt: skip
+                parts.append(lax.cond(due, compute, lambda qkv, *_: none_seen(qkv[0], qkv[2]), *given))
+        rows.append(parts[0] if len(parts) == 1 else joined(*parts))
+    return rows
+
+
+def whole(rows: Sequence[Any]) -> Any:
+    """`Partial` or `Share` of all of a device's queries, of those of its stretches."""
+    if len(rows) == 1:
+        return rows[0]
+    first, second = zip(*rows, strict=True)
+    return type(rows[0])(jnp.concatenate(first, axis=1), jnp.concatenate(second, axis=2))
 
 
 class Gradients(NamedTuple):
-    """Gradients, all float32; of a bias, for each of its arrays that may have one, else None.
+    """Gradients, all float32.
 
     Attributes:
-        query: [B, t, H, D].
-        key: [B, s, K, D].
-        value: [B, s, K, Dv].
-        bias: of the bias's structure, or None where none is wanted.
+        queries: by stretch, each [B, t, H, D].
+        keys: likewise, [B, s, K, D].
+        values: likewise, [B, s, K, Dv].
+        bias: of the bias's structure, None for an array that has none; or None where none is wanted.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
+    queries: list[jax.Array]
+    keys: list[jax.Array]
+    values: list[jax.Array]
     bias: Any
-
-
-def no_gradients(query: jax.Array, key: jax.Array, value: jax.Array, bias: Any) -> Gradients:
-    """To begin a sum with."""
-
-    def wide(x: Any) -> Any:
-        return jnp.zeros_like(x, dtype=jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else None
-
-    return Gradients(wide(query), wide(key), wide(value), jax.tree.map(wide, bias))
 
 
 def added(total: Any, more: Any) -> Any:
@@ -153,52 +161,53 @@ def added(total: Any, more: Any) -> Any:
 
 
 def block_gradients(
-    inner: Inner, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras, here: Any, there: Any,
-    lse: jax.Array, cotangents: Share, wants_bias: bool,
+    inner: Inner, queries: Arrays, keys: Arrays, values: Arrays, extras: Extras, here: Any, there: Any,
+    totals: Sequence[jax.Array], cotangents: Sequence[Share], wants_bias: bool,
 ) -> Gradients:  # fmt: skip
     """What `block` gives to the gradients of a softmax over all devices' keys, whose logsumexp is known.
 
     Args:
         inner: see `block`.
-        query: likewise.
-        key: likewise.
-        value: likewise.
+        queries: likewise.
+        keys: likewise.
+        values: likewise.
         extras: likewise.
         here: likewise.
         there: likewise.
-        lse: [B, H, t], of all keys.
-        cotangents: of what these keys give to the output, and of their weight.
+        totals: the logsumexp over all keys, by stretch of queries, each [B, H, t].
+        cotangents: by stretch of queries, of what these keys give to the output, and of their weight.
         wants_bias: whether the bias has a gradient.
     """
-    bias = extras.bias if wants_bias else None
-    total = no_gradients(query, key, value, bias)
-    for i, q in enumerate(inner.queries(query, here)):
-        rows = slice(i * q.size, (i + 1) * q.size)
-        d = Share(cotangents.out[:, rows], cotangents.weight[:, :, rows])
-        for j, kv in enumerate(inner.keys(key, there)):
+    learnt = extras.bias if wants_bias else None
+    found = Gradients(*(jax.tree.map(_wide_zeros, x) for x in (list(queries), list(keys), list(values), learnt)))
+    for i, query in enumerate(queries):
+        q = inner.of_queries(here, i, query.shape[1])
+        for j, (key, value) in enumerate(zip(keys, values, strict=True)):
+            kv = inner.of_keys(there, j, key.shape[1])
             mask = piece_of_mask(extras.mask, q, kv, inner.is_padded)
 
             def compute(
-                total: Gradients, qkv: Any, lse: Any, d: Share, mask: Any, extras: Extras, q: Stretch = q,
-                kv: Stretch = kv, rows: slice = rows, i: int = i, j: int = j,
-            ) -> Gradients:  # fmt: skip
-                def given(query: Any, key: Any, value: Any, bias: Any) -> Share:
-                    with_bias = extras._replace(bias=bias) if wants_bias else extras
-                    return share(inner.operation, query, key, value, lse, **_options(inner, mask, with_bias, q, kv))
+                before: Any, qkv: Any, total: Any, d: Share, mask: Any, extras: Extras,
+                q: Stretch = q, kv: Stretch = kv,
+            ) -> Any:  # fmt: skip
+                def given(query_: Any, key_: Any, value_: Any, bias: Any) -> Share:
+                    options = _options(inner, mask, extras._replace(bias=bias) if wants_bias else extras, q, kv)
+                    return share(inner.operation, query_, key_, value_, total, **options)
 
-                more = jax.vjp(given, *qkv, extras.bias if wants_bias else None)[1](d)
-                columns = slice(j * kv.size, (j + 1) * kv.size)
-                return Gradients(
-                    total.query.at[:, rows].add(more[0].astype(jnp.float32)),
-                    total.key.at[:, columns].add(more[1].astype(jnp.float32)),
-                    total.value.at[:, columns].add(more[2].astype(jnp.float32)),
-                    added(total.bias, more[3]),
-                )
+                return added(before, jax.vjp(given, *qkv, extras.bias if wants_bias else None)[1](d))
 
-            operands = total, (q.cut(query, i), kv.cut(key, j), kv.cut(value, j)), lse[:, :, rows], d, mask, extras
+            before = found.queries[i], found.keys[j], found.values[j], found.bias
+            operands = before, (query, key, value), totals[i], cotangents[i], mask, extras
             due = sees_any(mask, q.size, kv.size)
-            total = compute(*operands) if due is True else lax.cond(due, compute, lambda total, *_: total, *operands)
-    return total
+            after = compute(*operands) if due is True else lax.cond(due, compute, lambda before, *_: before, *operands)
+            found.queries[i], found.keys[j], found.values[j] = after[:3]
+            found = found._replace(bias=after[3])
+    return found
+
+
+def _wide_zeros(x: jax.Array) -> jax.Array | None:
+    """To begin a sum with; None for what has no gradient."""
+    return jnp.zeros_like(x, dtype=jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else None
 
 
 def _options(inner: Inner, mask: Any, extras: Extras, q: Stretch, kv: Stretch) -> dict[str, Any]:
@@ -210,3 +219,12 @@ def _options(inner: Inner, mask: Any, extras: Extras, q: Stretch, kv: Stretch) -
         "logits_soft_cap": inner.cap,
         "dropout_key": piece_of_key(extras.dropout_key, q, kv),
     }
+
+
+def at_once(
+    inner: Inner, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras, here: Any, there: Any
+) -> Partial:
+    """`block`, of and for tokens that are not taken apart."""
+    stretches = inner.queries(query), inner.keys(key), inner.keys(value)
+    found: Partial = whole(block(inner, *stretches, extras, here, there))
+    return found

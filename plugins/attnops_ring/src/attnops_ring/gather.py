@@ -13,7 +13,7 @@ from jax import lax
 from attnops.biases import Bias, ShiftedBias
 from attnops.kernels.parts import Partial
 from attnops.masks.shift import Shifted
-from attnops_ring.block import Extras, Inner, block
+from attnops_ring.block import Extras, Inner, at_once
 from attnops_ring.orders import Order, positions
 
 Axis = str | tuple[str, ...]
@@ -34,7 +34,7 @@ def all_gather(
         extras: what scores depend on beside these.
     """
     k, v = (in_sequence(lax.all_gather(x, axis, axis=1, tiled=True), inner.devices, order) for x in (key, value))
-    return block(dataclasses.replace(inner, keys_are_whole=True), query, k, v, extras, lax.axis_index(axis), 0)
+    return at_once(dataclasses.replace(inner, keys_are_whole=True), query, k, v, extras, lax.axis_index(axis), 0)
 
 
 def heads_for_tokens(x: jax.Array, axis: Axis) -> jax.Array:

@@ -21,7 +21,7 @@ from attnops.masks import Mask, block_map
 from attnops.operation import OperationImpl
 from attnops.sharding import get_names_from_partition_spec
 from attnops.sharding.boundary import Boundary, find_boundary, run_in_parts
-from attnops_ring.block import Extras, Inner, block
+from attnops_ring.block import Extras, Inner, at_once
 from attnops_ring.gather import (
     all_gather,
     heads_for_tokens,
@@ -210,7 +210,7 @@ def _by_heads(
     else:
         q, k, v = (in_sequence(x, inner.devices, order) for x in (q, k, v))
         whole = dataclasses.replace(inner, devices=1, stretches=1, stride=1)
-        found = block(whole, q, k, v, some, 0, 0)
+        found = at_once(whole, q, k, v, some, 0, 0)
         out, lse = in_order(found.out, inner.devices, order), in_order(found.lse.swapaxes(1, 2), inner.devices, order)
         found = Partial(out, lse.swapaxes(1, 2))
     lse = tokens_for_heads(found.lse.swapaxes(1, 2)[..., None], across)[..., 0].swapaxes(1, 2)

@@ -41,10 +41,6 @@ class Stretch:
         """`positions`, where padding stands at the last token."""
         return jnp.minimum(self.positions, self.length - 1)
 
-    def cut(self, x: Any, number: int) -> Any:
-        """Of the device's [B, t, heads, d] this stretch's, its first, or second, …"""
-        return x[:, number * self.size : (number + 1) * self.size]
-
 
 def piece_of_mask(mask: Mask | None, q: Stretch, kv: Stretch, is_padded: bool) -> Mask | None:
     """A bound mask for a stretch of queries and one of keys.

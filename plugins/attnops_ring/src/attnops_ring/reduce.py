@@ -8,7 +8,7 @@ from jax import lax
 
 from attnops.kernels.parts import Partial
 from attnops.kernels.varying import equally_varying
-from attnops_ring.block import Extras, Inner, block
+from attnops_ring.block import Extras, Inner, at_once
 
 
 def reduced(
@@ -25,7 +25,7 @@ def reduced(
         extras: what scores depend on beside these.
     """
     query, key, value, extras = equally_varying((query, key, value, extras))
-    own = block(inner, query, key, value, extras, 0, lax.axis_index(axis))
+    own = at_once(inner, query, key, value, extras, 0, lax.axis_index(axis))
     highest = lax.pmax(lax.stop_gradient(own.lse), axis)
     base = jnp.where(highest == -jnp.inf, 0.0, highest)
     weight = jnp.exp(own.lse - base)

@@ -10,12 +10,13 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
-from attnops.kernels.parts import Partial, Share, joined, none_seen
+from attnops.kernels.parts import Partial, Share, none_seen
 from attnops.kernels.rules import cotangents, is_differentiated
-from attnops_ring.block import Extras, Gradients, Inner, added, block, block_gradients
+from attnops_ring.block import Extras, Inner, added, block, block_gradients, whole
 
 Axis = str | tuple[str, ...]
 
@@ -48,15 +49,19 @@ def _forward(
     inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> Partial:
     n, here = inner.devices, lax.axis_index(axis)
+    # By stretch from here on, so that no hop takes them apart again.
+    queries, keys, values = inner.queries(query), inner.keys(key), inner.keys(value)
 
-    def hop(r: Any, state: tuple[Any, Any, Partial]) -> tuple[Any, Any, Partial]:
+    def hop(r: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         k, v, seen = state
         # Sent before the computation that hides it.
         sent = passed_on((k, v), axis, 1, n)
-        return (*sent, joined(seen, block(inner, query, k, v, extras, here, (here - r) % n)))
+        return (*sent, block(inner, queries, k, v, extras, here, (here - r) % n, seen))
 
-    k, v, seen = lax.fori_loop(0, hops - 1, hop, (key, value, none_seen(query, value)))
-    return joined(seen, block(inner, query, k, v, extras, here, (here - (hops - 1)) % n))
+    seen = [none_seen(x, value) for x in queries]
+    k, v, seen = lax.fori_loop(0, hops - 1, hop, (keys, values, seen))
+    found: Partial = whole(block(inner, queries, k, v, extras, here, (here - (hops - 1)) % n, seen))
+    return found
 
 
 def _forward_rule(
@@ -73,30 +78,34 @@ def _backward_rule(inner: Inner, axis: Axis, hops: int, saved: Any, given: Any) 
     query, key, value, extras, found, flag = saved
     d_out, d_lse = cotangents(given, query)
     n, here = inner.devices, lax.axis_index(axis)
-    wants_bias = bool(flag)
-    d = Share(d_out, d_lse - (d_out * found.out).sum(-1).swapaxes(1, 2))
+    queries, of_rows = inner.queries(query), inner.queries(d_out)
+    d_weight = d_lse - (d_out * found.out).sum(-1).swapaxes(1, 2)
+    totals, of_weights = (jnp.split(x, len(queries), axis=2) for x in (found.lse, d_weight))
+    d = [Share(*x) for x in zip(of_rows, of_weights, strict=True)]
 
-    def gradients(k: Any, v: Any, r: Any) -> Gradients:
-        return block_gradients(inner, query, k, v, extras, here, (here - r) % n, found.lse, d, wants_bias)
+    def gradients(k: jax.Array, v: jax.Array, r: Any) -> tuple[Any, jax.Array, jax.Array]:
+        """Of queries and bias; of keys, which are a device's all together; and of values."""
+        more = block_gradients(
+            inner, queries, inner.keys(k), inner.keys(v), extras, here, (here - r) % n, totals, d, bool(flag)
+        )  # fmt: skip
+        return (more.queries, more.bias), jnp.concatenate(more.keys, axis=1), jnp.concatenate(more.values, axis=1)
 
     def hop(r: Any, state: Any) -> Any:
-        k, v, total = state
+        k, v, (of_queries, dk, dv) = state
         # Sent before the computation that hides it: keys to whoever computes them next, and to whoever does now what
-        # this device has found for those that it had before. The last hop's keys go home, for nothing.
-        sent = passed_on((k, v), axis, 1, n)
-        dk, dv = passed_on((total.key, total.value), axis, 1, n)
+        # this device has found for those that it had before. The last hop's keys go home, for nothing. Four arrays,
+        # as XLA has no more than five transfers under way.
+        k_sent, v_sent, dk, dv = passed_on((k, v, dk, dv), axis, 1, n)
         more = gradients(k, v, r)
-        total = Gradients(total.query + more.query, dk + more.key, dv + more.value, added(total.bias, more.bias))
-        return (*sent, total)
+        return k_sent, v_sent, (added(of_queries, more[0]), dk + more[1], dv + more[2])
 
     k, v = passed_on((key, value), axis, 1, n) if hops > 1 else (key, value)
-    _, _, total = lax.fori_loop(1, hops, hop, (k, v, gradients(key, value, 0)))
+    _, _, ((dq, d_bias), dk, dv) = lax.fori_loop(1, hops, hop, (k, v, gradients(key, value, 0)))
     # Home again, from the last device that they were on.
-    dk, dv = passed_on((total.key, total.value), axis, -(hops - 1), n)
-    dq, d_bias = total.query, total.bias
-    d_bias = jax.tree.map(_as, d_bias, extras.bias, is_leaf=_is_none) if wants_bias else None
-    d_extras = Extras(None, d_bias, None)
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), d_extras
+    dk, dv = passed_on((dk, dv), axis, -(hops - 1), n)
+    d_bias = jax.tree.map(_as, d_bias, extras.bias, is_leaf=_is_none) if flag else None
+    d_query = jnp.concatenate(dq, axis=1).astype(query.dtype)
+    return d_query, dk.astype(key.dtype), dv.astype(value.dtype), Extras(None, d_bias, None)
 
 
 def _is_none(x: Any) -> bool:

@@ -15,7 +15,7 @@ from attnops.kernels.vmap import folds_batch, one_by_one
 from attnops.masks import Coverage
 from attnops_tpu.backward import Inputs, input_operands, known, products, scores, weights_and_gradients
 from attnops_tpu.interpreter import interpret_params
-from attnops_tpu.operands import Arrays, Place, compiler_params, output, rows_of_spans
+from attnops_tpu.operands import Arrays, Place, compiler_params, cost, output, rows_of_spans
 from attnops_tpu.plan import Plan
 from attnops_tpu.tile import Part, sheared, turned_back
 from attnops_tpu.visits import Visits

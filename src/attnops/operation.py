@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar, Final, final
 
 import jax
@@ -111,9 +111,13 @@ class BaseOperation(abc.ABC):
     def unsupported(self, request: Request) -> Iterable[Reason]:
         """Further reasons not to run this platform's own forward; for what `limits` can't say.
 
-        Not asked where the native forward runs. Must depend on ``request`` and the metadata alone.
+        Not asked where the native forward runs. Must depend on ``request``, the metadata and `circumstances` alone.
         """
         return ()
+
+    def circumstances(self) -> Hashable:
+        """What `unsupported` depends on beside the request, such as a device that is compiled for but not at hand."""
+        return None
 
     @final
     def reasons(self, request: Request) -> list[Reason]:
@@ -377,13 +381,17 @@ def all_options(cls: type[BaseOperation]) -> frozenset[str]:
     return frozenset().union(*(named_options(cls, forward_for(cls, platform)) for platform in PLATFORMS))
 
 
-@functools.lru_cache(maxsize=4096)
 def decide(operation: BaseOperation, request: Request) -> str:
     """The forward that serves ``request``: the platform's, or the native one if the metadata allows it.
 
     Raises:
         UnsupportedError: neither may or can, with all reasons.
     """
+    return _decide(operation, request, operation.circumstances())
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide(operation: BaseOperation, request: Request, circumstances: Hashable) -> str:
     forward = forward_for(type(operation), request.platform)
     reasons = operation._reasons(forward, request)
     if not reasons:
@@ -407,5 +415,5 @@ def _warn_gathers(name: str, reason: str) -> None:
 
 @functools.cache
 def _warn_once(name: str, reason: str) -> None:
-    # Points at the caller of the operation, past this, decide, run and __call__.
-    warnings.warn(f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=5)
+    # Points at the caller of the operation, past this, _decide, decide, run and __call__.
+    warnings.warn(f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=6)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.launch import Launched
-from attnops_triton.targets import SHARED_MEMORY
+from attnops_triton.targets import SHARED_MEMORY, target
 
+from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.masks import Causal, Dense, MaskFn
 from attnops.testing.catalogue import CASES as ALL
 from attnops.testing.catalogue import Case
@@ -57,6 +60,10 @@ def marks(i: int, name: str, arch: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if arch == own and i % 3 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
+# Float32 with a head dim of 576 is refused where shared memory does not hold it.
+REFUSED = {((576, 512, "float32"), "sm_86")}
+
+
 def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
     return [
         (x, compile_for(x, arch)) for x in kernels(case.program("attnops-triton:flash", "cuda"), case.example, arch)
@@ -65,7 +72,12 @@ def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
 
 @pytest.mark.parametrize(
     ("D", "Dv", "dtype", "arch"),
-    [pytest.param(*variant, arch, marks=marks_of(variant, arch)) for arch in SHARED_MEMORY for variant in VARIANTS],
+    [
+        pytest.param(*variant, arch, marks=marks_of(variant, arch))
+        for arch in SHARED_MEMORY
+        for variant in VARIANTS
+        if (variant, arch) not in REFUSED
+    ],
 )
 def test_variants_of_the_table(D: int, Dv: int, dtype: str, arch: str) -> None:
     found = compiled(Case(D=D, Dv=Dv, dtype=jnp.dtype(dtype), mask=Causal), arch)
@@ -95,6 +107,21 @@ def test_variants_of_the_table(D: int, Dv: int, dtype: str, arch: str) -> None:
 def test_features(name: str, arch: str) -> None:
     for launched, binary in compiled(CASES[name], arch):
         assert binary.shared <= SHARED_MEMORY[arch], f"{launched.kernel.name} takes {binary.shared} of shared memory"
+
+
+@pytest.mark.parametrize(("variant", "arch"), sorted(REFUSED))
+def test_what_shared_memory_does_not_hold_is_refused(variant: tuple[int, int, str], arch: str) -> None:
+    D, Dv, dtype = variant
+    q, v = (jax.ShapeDtypeStruct((1, 64, 1, d), jnp.dtype(dtype)) for d in (D, Dv))
+    operation: Any = OperationRegistry.create("flash", OperationMetadata(platform="cuda", on_unsupported="error"))
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return operation(q, k, v).attention_outputs
+
+    with target(arch), pytest.raises(UnsupportedError, match=r"head_dim=576: the smallest tiles .* 139264 bytes"):
+        jax.eval_shape(run, q, q, v)
+    with target("sm_90"):
+        jax.eval_shape(run, q, q, v)
 
 
 def test_an_architecture_is_part_of_what_is_cached() -> None:

@@ -121,7 +121,7 @@ def test_table() -> None:
     assert [known(arch) for arch in ("sm_87", "sm_89", "sm_90", "sm_103", "sm_120", "gfx950", "")] == [
         "sm_80", "sm_86", "sm_90", "sm_100", "sm_86", "gfx942", "sm_90"
     ]  # fmt: skip
-    *_, by_score = choose("sm_90", 2, 128, 64, 32)
+    *_, by_score = choose("sm_90", "bfloat16", 128, 64, 32)
     assert by_score.bq == by_score.bk, "diagonals are of square tiles"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 import jax
@@ -19,6 +19,8 @@ from attnops_triton.versions import missing
 
 # Scores of the largest tile that may be stated.
 LARGEST: Final = 128 * 128
+# What is computed in 16 bits; all else in float32.
+_HALVES: Final = ({"bfloat16"}, {"float16"})
 
 
 class TritonFlashAttention(FlashAttention):
@@ -50,11 +52,17 @@ class TritonFlashAttention(FlashAttention):
         is_plain = request.mask_kinds <= {"Causal"} and request.query_length == request.key_length
         return 3.0 if request.bias_kind or (request.mask_kinds and not is_plain) else 1.0
 
+    def circumstances(self) -> Hashable:
+        """See `attnops.BaseOperation.circumstances`: the GPU that kernels are compiled for."""
+        from attnops_triton.targets import current
+
+        return current()
+
     def unsupported(self, request: Request) -> Iterable[Reason]:
         """See `attnops.BaseOperation.unsupported`."""
         yield from missing(request.interpret)
         if not request.interpret:
-            yield from _too_old()
+            yield from _too_little(request)
         for name in ("block_q", "block_k"):
             block = getattr(self.metadata, name)
             if block is not None and (block < 16 or block & (block - 1)):
@@ -113,7 +121,7 @@ class TritonFlashAttention(FlashAttention):
             scoring = dataclasses.replace(scoring, hides_tokens=mask.hides_tokens(T, S))
         arch = "" if self.metadata.interpret else current() or device_arch()
         by_score = packed or scoring.dense > 0 or scoring.array
-        tiles = choose(arch, dtype.itemsize, max(D, Dv), self.metadata.block_q, self.metadata.block_k, by_score)
+        tiles = choose(arch, dtype.name, max(D, Dv), self.metadata.block_q, self.metadata.block_k, by_score)
         plan = Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, out_dtype=jnp.dtype(out_dtype).name,
@@ -127,14 +135,21 @@ class TritonFlashAttention(FlashAttention):
         return OperationOutput(out.astype(asked), None, rows if return_lse else None)
 
 
-def _too_old() -> Iterable[Reason]:
+def _too_little(request: Request) -> Iterable[Reason]:
     """What the GPU at hand lacks, where there is one."""
     from attnops_triton.compat import device_arch
-    from attnops_triton.targets import current
+    from attnops_triton.targets import SHARED_MEMORY, current
+    from attnops_triton.tile_sizes import known
 
     arch = current() or device_arch()
     if arch.startswith("sm_") and int(arch.removeprefix("sm_")) < 80:
         yield Reason("GPU", arch, "must be at least sm_80, whose products and memory the kernels are written for")
+    elif arch.startswith("sm_") and isinstance(request, AttentionRequest) and set(request.dtypes) not in _HALVES:
+        # Products in float32 take their operands from shared memory: tiles of query, key, value and output, 16 tokens.
+        least, most = 4 * 16 * 2 * (request.head_dim + request.value_head_dim), SHARED_MEMORY[known(arch)]
+        if least > most:
+            yield Reason("head_dim", request.head_dim, f"the smallest tiles in float32 take {least} bytes of shared "
+                         f"memory, and {arch} has {most}", "cast query, key and value to bfloat16")  # fmt: skip
 
 
 def _wide(x: Any) -> Any:

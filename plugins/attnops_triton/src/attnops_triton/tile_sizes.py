@@ -67,22 +67,29 @@ for _arch, _by_size in TABLE.items():
         limit: tuple(T(t.bq, t.bk, 4, 1) for t in row) for limit, row in _SINGLE.items()  # type: ignore[misc]
     }  # fmt: skip
 
+# Where float16 takes more registers than bfloat16, so that the row above would spill.
+_FLOAT16: Final[dict[str, dict[int, Row]]] = {
+    "gfx942": {128: (*TABLE["gfx942"][2][128][:2], T(32, 64, 4, 1), TABLE["gfx942"][2][128][3])},
+}
+
 
 def choose(
-    arch: str, itemsize: int, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False
+    arch: str, dtype: str, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False
 ) -> tuple[Tiles, ...]:
     """The tiles of each pass.
 
     Args:
         arch: such as ``"sm_90"``; one that the table lacks gets the nearest one's.
-        itemsize: bytes an element of query, key and value.
+        dtype: of query, key and value.
         dim: the larger of D and Dv.
         block_q: what the metadata states, for all passes.
         block_k: likewise.
         by_score: whether the forward loads elements of its own for each score: masks and biases that are arrays. They
             take shared memory, so that the table's tiles of keys are halved.
     """
-    by_dim = TABLE[known(arch)][itemsize]
+    by_dim = TABLE[known(arch)][4 if dtype == "float32" else 2]
+    if dtype == "float16":
+        by_dim = by_dim | _FLOAT16.get(known(arch), {})
     row = by_dim[min(limit for limit in by_dim if dim <= limit)]
     if by_score:
         row = (dataclasses.replace(row[0], bk=max(16, row[0].bk // 2)), *row[1:])

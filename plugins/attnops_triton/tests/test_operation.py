@@ -157,3 +157,21 @@ def test_a_second_derivative_is_refused() -> None:
     x = jnp.ones((1, 16, 1, 8))
     with pytest.raises(NotDifferentiableError, match="vanilla has one"):
         jax.grad(lambda y: jax.grad(lambda z: operation(z, x, x).attention_outputs.sum())(y).sum())(x)
+
+
+def test_small_cotangents_in_float16() -> None:
+    """Gradients of single scores lie below what float16 holds."""
+    rng = np.random.default_rng(0)
+    q, k, v, d = (jnp.asarray(rng.normal(size=(1, 256, 1, 32)) * size, jnp.float16) for size in (1, 1, 1, 1e-4))
+
+    def gradients(name: str, platform: str, *given: Any) -> Any:
+        metadata = OperationMetadata(platform=platform, interpret=platform == "cuda", on_unsupported="error")
+        operation: Any = OperationRegistry.create(name, metadata)
+        return jax.vjp(lambda *qkv: operation(*qkv).attention_outputs, *given[:3])[1](given[3])
+
+    wide = [x.astype(jnp.float32) for x in (q, k, v, d)]
+    expected = gradients("attnops:vanilla", "cpu", *wide)
+    rounded = gradients("attnops:vanilla", "cpu", q, k, v, d)
+    found = gradients("attnops-triton:flash", "cuda", q, k, v, d)
+    for exact, other, own in zip(expected, rounded, found, strict=True):
+        assert abs(own - exact).max() <= 2 * abs(other - exact).max()

@@ -120,6 +120,25 @@ def _gradients(
         delta: [B, H, T], what each weight's gradient is measured against.
         d_out: [B, T, H, Dv].
     """
+    if plan.dtype != "float16":
+        return _kernels(plan, wants_bias, call, level, rest, delta, d_out)
+    # Its numbers end at 6e-8, where gradients of scores may well lie: cotangents are brought to about 1 by a power of
+    # two, in which gradients are linear, and gradients, in float32, back from it.
+    top = jnp.abs(d_out.astype(jnp.float32)).max()
+    scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.where((top > 0) & jnp.isfinite(top), top, 1.0))))
+    found = _kernels(plan, wants_bias, call, level, rest, delta * scale, d_out.astype(jnp.float32) * scale)
+    (*d_qkv, d_arrays), given = found, (*call[:3], call[3])
+    return tuple(
+        jax.tree.map(lambda d, x: None if d is None else (d / scale).astype(x.dtype), d, x, is_leaf=lambda d: d is None)
+        for d, x in zip((*d_qkv, d_arrays), given, strict=True)
+    )
+
+
+def _kernels(
+    plan: Plan, wants_bias: bool, call: tuple[jax.Array, jax.Array, jax.Array, Arrays, Maps],
+    level: jax.Array, rest: jax.Array, delta: jax.Array, d_out: jax.Array,
+) -> tuple[Any, ...]:  # fmt: skip
+    """`_gradients`, as kernels give them."""
     query, key, value, arrays, maps = call
     # A row that saw nothing has weights exp(score − inf) = 0.
     above = jnp.where(level == -jnp.inf, jnp.inf, level)

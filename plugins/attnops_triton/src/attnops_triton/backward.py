@@ -84,7 +84,7 @@ def _by_query(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits, wanted
     @folds_batch
     def run(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) -> Any:
         operands = [*input_operands(plan, inputs, arrays), *visit_operands(visits)]
-        outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.dtype))}
+        outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
         write = Writer()
         programs = _write_by_query(write, plan, operands, visits, wanted)
@@ -99,7 +99,7 @@ def _by_key(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits, wanted: 
     def run(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) -> Any:
         operands = [*input_operands(plan, inputs, arrays), *visit_operands(visits)]
         shapes = {"dk": (plan.B, plan.S, plan.K, plan.D), "dv": (plan.B, plan.S, plan.K, plan.Dv)}
-        outputs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(plan.dtype)) for name, shape in shapes.items()}
+        outputs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(plan.gradient_dtype)) for name, shape in shapes.items()}
         outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
         write = Writer()
         programs = _write_by_key(write, plan, operands, visits, wanted)
@@ -181,7 +181,7 @@ def _write_by_query(write: Writer, plan: Plan, operands: list[Operand], visits: 
     visit_loops(write, visits, "kv0", bk, body)
     for i in range(len(plan.pieces(plan.D))):
         write(f"dq_{i} = dq_{i} * {number(float(plan.scale))}")
-    tile.store_rows("dq", "dq", "q", plan.H, "h", plan.D, dtype(plan))
+    tile.store_rows("dq", "dq", "q", plan.H, "h", plan.D, f"tl.{plan.gradient_dtype}")
     for i in wanted:
         masked = f", mask=qi < {plan.T}" if ragged else ""
         write(f"tl.store({base(f'dq_bias{i}', (plan.B, plan.H, plan.T))} + qi, dq_bias{i}{masked})")
@@ -242,6 +242,6 @@ def _write_by_key(write: Writer, plan: Plan, operands: list[Operand], visits: Vi
             write(f"tl.store({base(f'dk_bias{i}', (plan.B, plan.H, plan.S))} + ki, dk_bias{i}{masked})")
     for i in range(len(plan.pieces(plan.D))):
         write(f"dk_{i} = dk_{i} * {number(float(plan.scale))}")
-    tile.store_rows("dk", "dk", "kv", plan.K, "k", plan.D, dtype(plan))
-    tile.store_rows("dv", "dv", "kv", plan.K, "k", plan.Dv, dtype(plan))
+    tile.store_rows("dk", "dk", "kv", plan.K, "k", plan.D, f"tl.{plan.gradient_dtype}")
+    tile.store_rows("dv", "dv", "kv", plan.K, "k", plan.Dv, f"tl.{plan.gradient_dtype}")
     return programs

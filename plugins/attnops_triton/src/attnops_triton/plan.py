@@ -95,6 +95,11 @@ class Plan:
         """Bytes an element of query, key and value."""
         return 4 if self.dtype == "float32" else 2
 
+    @property
+    def gradient_dtype(self) -> str:
+        """What kernels give gradients of query, key and value in; those of float16 are scaled, see `attend`."""
+        return "float32" if self.dtype == "float16" else self.dtype
+
     def pieces(self, dim: int) -> list[tuple[int, int]]:
         """(start, width) of the pieces that a head dim is cut into, see `parts`."""
         return parts(dim, 64 if self.dtype == "float32" else 512)

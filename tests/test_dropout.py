@@ -32,6 +32,8 @@ def test_a_shifted_key_is_of_a_part():
     whole = dropout_mask(key, 0.5, (3, 4, 32, 64))
     part = dropout_mask(ShiftedKey(key, b=1, h=jnp.int32(2), i=5, j=40), 0.5, (2, 2, 20, 24))
     np.testing.assert_array_equal(part, whole[1:, 2:, 5:25, 40:])
+    apart = dropout_mask(ShiftedKey(key, i=1, j=2, i_step=4, j_step=3), 0.5, (3, 4, 7, 20))
+    np.testing.assert_array_equal(apart, whole[:, :, 1:29:4, 2:62:3])
 
 
 def test_known_values():

@@ -21,7 +21,9 @@ _SPREAD_B, _SPREAD_H, _SPREAD_I, _SPREAD_J = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D,
 _THRESHOLD_BITS = 24
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["key", "b", "h", "i", "j"], meta_fields=[])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["key", "b", "h", "i", "j"], meta_fields=["i_step", "j_step"]
+)
 @dataclasses.dataclass(frozen=True)
 class ShiftedKey:
     """A dropout key for a part of a call: what it counts as 0 is the whole call's (b, h, i, j). A pytree.
@@ -34,6 +36,8 @@ class ShiftedKey:
         h: its first query head, likewise.
         i: its first query, likewise.
         j: its first key, likewise.
+        i_step: how far apart its queries stand in the whole call.
+        j_step: how far apart its keys do; what evaluates `dropout_keep` needs it, see `dropout_step`.
     """
 
     key: jax.Array
@@ -41,10 +45,17 @@ class ShiftedKey:
     h: Any = 0
     i: Any = 0
     j: Any = 0
+    i_step: int = 1
+    j_step: int = 1
+
+
+def dropout_step(key: jax.Array | ShiftedKey | None) -> int:
+    """What `dropout_keep` multiplies the index of a key by."""
+    return key.j_step if isinstance(key, ShiftedKey) else 1
 
 
 def dropout_seed(key: jax.Array | ShiftedKey) -> jax.Array:
-    """What `dropout_rows` starts from, uint32 [6]: two words of a key, and four of where a part of a call begins.
+    """What `dropout_rows` starts from, uint32 [7]: two words of a key, and five of where a part of a call stands.
 
     Args:
         key: a PRNG key of any implementation, typed or raw uint32 data; or a `ShiftedKey`.
@@ -58,7 +69,7 @@ def dropout_seed(key: jax.Array | ShiftedKey) -> jax.Array:
         first = _mix(first ^ words[k])
     spread = (_SPREAD_B, _SPREAD_H, _SPREAD_I, _SPREAD_J)
     begins = (_u32(x) * jnp.uint32(by) for x, by in zip((part.b, part.h, part.i, part.j), spread, strict=True))
-    return jnp.stack([first, words[-1], *begins])
+    return jnp.stack([first, words[-1], *begins, jnp.uint32(_SPREAD_I * part.i_step % 2**32)])
 
 
 def dropout_threshold(prob: float) -> int:
@@ -70,7 +81,7 @@ def dropout_rows(seed: Any, b: Any, h: Any, i: Any) -> jax.Array:
     """The hash of (key, b, h, i), uint32; what the hashes of a row's elements start from.
 
     Args:
-        seed: [6] uint32, see `dropout_seed`.
+        seed: [7] uint32, see `dropout_seed`.
         b: index in the batch, any integer shape that broadcasts with the others.
         h: index of the query head.
         i: index of the query.
@@ -78,21 +89,27 @@ def dropout_rows(seed: Any, b: Any, h: Any, i: Any) -> jax.Array:
     x = _mix(seed[0] + (_u32(b) * jnp.uint32(_SPREAD_B) + seed[2]))
     x = _mix((x ^ seed[1]) + (_u32(h) * jnp.uint32(_SPREAD_H) + seed[3]))
     # Where keys begin is added here, once a row: kernels count keys from 0.
-    return _mix(x + (_u32(i) * jnp.uint32(_SPREAD_I) + seed[4])) + seed[5]
+    return _mix(x + (_u32(i) * seed[6] + seed[4])) + seed[5]
 
 
-def dropout_keep(rows: jax.Array, j: Any, prob: float) -> jax.Array:
+def dropout_keep(rows: jax.Array, j: Any, prob: float, step: int = 1) -> jax.Array:
     """Whether each weight is kept, boolean.
 
     Args:
         rows: uint32, see `dropout_rows`.
         j: index of the key; broadcasts with ``rows``.
         prob: the probability that a weight is dropped, in [0, 1).
+        step: see `dropout_step`.
     """
-    x = _mix(rows + _u32(j) * jnp.uint32(_SPREAD_J))
+    x = _mix(rows + _u32(j) * jnp.uint32(spread_of_keys(step)))
     # Compared as int32: unsigned comparisons are missing on some accelerators, and 24 bits fit.
     upper = (x >> jnp.uint32(32 - _THRESHOLD_BITS)).astype(jnp.int32)
     return upper >= jnp.int32(dropout_threshold(prob))
+
+
+def spread_of_keys(step: int) -> int:
+    """What the index of a key is multiplied by in 32 bits, before it is hashed."""
+    return _SPREAD_J * step % 2**32
 
 
 def dropout_mask(key: jax.Array | ShiftedKey, prob: float, shape: tuple[int, int, int, int]) -> jax.Array:
@@ -100,7 +117,7 @@ def dropout_mask(key: jax.Array | ShiftedKey, prob: float, shape: tuple[int, int
     b, h, i, j = (
         jnp.arange(size).reshape([-1 if axis == own else 1 for axis in range(4)]) for own, size in enumerate(shape)
     )
-    return dropout_keep(dropout_rows(dropout_seed(key), b, h, i), j, prob)
+    return dropout_keep(dropout_rows(dropout_seed(key), b, h, i), j, prob, dropout_step(key))
 
 
 def _u32(x: Any) -> jax.Array:

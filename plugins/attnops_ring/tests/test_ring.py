@@ -111,7 +111,7 @@ def test_batch_and_heads_are_cut_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "order"), [("ring", "contiguous"), ("ring", "zigzag"), ("ulysses", "striped")])
+@pytest.mark.parametrize(("strategy", "order"), [*(("ring", order) for order in ORDERS), ("ulysses", "striped")])
 def test_dropout_is_the_unsharded_ones(strategy: str, order: str) -> None:
     check(("Causal", "dropout", "GQA"), 4, strategy, order)
 

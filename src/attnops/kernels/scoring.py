@@ -24,6 +24,7 @@ class Scoring:
         table: whether there is a bias by distance.
         array: whether there is a bias of T × S elements.
         dropout_prob: the probability of dropout.
+        dropout_step: see `attnops.dropout.dropout_step`.
         hides_tokens: whether some tokens may be seen by nobody, and so hold anything, NaN too.
         sinks: whether there are sinks.
     """
@@ -35,6 +36,7 @@ class Scoring:
     table: bool = False
     array: bool = False
     dropout_prob: float = 0.0
+    dropout_step: int = 1
     hides_tokens: bool = False
     sinks: bool = False
 
@@ -74,6 +76,7 @@ def describe(
     cap: float | None,
     dropout_prob: float,
     sinks: bool,
+    dropout_step: int = 1,
 ) -> tuple[Scoring, Any]:
     """What is done to scores, and the bias in a form that kernels take: none, an array of T × S elements, or a `Bias`.
 
@@ -84,6 +87,7 @@ def describe(
         cap: the soft cap.
         dropout_prob: 0 for none.
         sinks: whether there are any.
+        dropout_step: see `attnops.dropout.dropout_step`.
     """
     if bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1:
         bias = SpreadArray(bias)
@@ -97,6 +101,7 @@ def describe(
         table=table,
         array=bias is not None and not isinstance(bias, Bias),
         dropout_prob=dropout_prob,
+        dropout_step=dropout_step,
         hides_tokens=mask is not None and mask.hides_tokens(*lengths),
         sinks=sinks,
     )

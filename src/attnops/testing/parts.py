@@ -42,16 +42,19 @@ def check_parts(name: str, platform: str, features: str, **fields: Any) -> None:
     )
     d_lse = jnp.asarray(rng.normal(size=(2, 4, _T)), jnp.float32)
     bias = jnp.asarray(rng.normal(size=(1, 4, _T, _S)), jnp.float32) if features == "bias" else None
-    dropout_key = jax.random.key(3) if prob else None
     # Query i stands at i + 20: it sees the second part from the 20th row on.
     offset = _CUT - 20
+
+    def key_of(first: int) -> Any:
+        # As if the queries were every fifth of a longer call's, and the keys every other.
+        return ShiftedKey(jax.random.key(3), i=3, j=2 * first, i_step=5, j_step=2) if prob else None
 
     def options(first: int, last: int, bias: Any) -> dict[str, Any]:
         return {
             "mask": Causal(offset=offset - first),
             "bias": None if bias is None else bias[..., first:last],
             "logits_soft_cap": 2.0 if features == "bias" else None,
-            "dropout_key": None if dropout_key is None else ShiftedKey(dropout_key, j=first),
+            "dropout_key": key_of(first),
         }
 
     def whole(q: Any, k: Any, v: Any, bias: Any) -> Any:

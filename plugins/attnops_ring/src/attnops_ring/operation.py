@@ -18,7 +18,7 @@ from attnops.binding import Call
 from attnops.kernels.parts import Partial
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
-from attnops.operation import OperationImpl
+from attnops.operation import OperationImpl, all_options
 from attnops.sharding import get_names_from_partition_spec
 from attnops.sharding.boundary import Boundary, find_boundary, run_in_parts
 from attnops_ring.block import Extras, Inner, at_once
@@ -132,15 +132,17 @@ def _run(
         Tp = T
     if order != "contiguous" and (Tp, Sp) != (T, S):
         raise ValueError(f"T={T} and S={S} must be multiples of {multiple} for order={order!r}; pad before reordering")
-    if order == "striped" and strategy != "ulysses" and "dropout_key" in options:
-        reason = Reason("dropout_key", "given", "a striped order would not draw the unsharded mask", "use zigzag")
-        raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
     inner = Inner(
         metadata=operation.metadata.replace(mesh=None, layout="BTHD", mode=call.request.mode),
         scale=options.pop("softmax_scale", None), cap=options.pop("logits_soft_cap", None), T=T, S=S,
         stride=devices if order == "striped" else 1, devices=devices, stretches=n, is_padded=Sp != S,
         queries_are_whole=strategy == "reduce",
     )  # fmt: skip
+    serving: type[OperationImpl] = type(inner.operation)
+    if order == "striped" and "dropout_key" in options and "total_lse" not in all_options(serving):
+        # What serves parts knows of tokens that stand apart too, see `attnops.dropout.dropout_step`.
+        reason = Reason("dropout_key", "given", f"{serving.__name__} draws for neighbours", "use zigzag")
+        raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
     hops = devices
     if strategy in ("ring", "usp") and order != "striped":
         hops = needed_hops(options.get("mask"), inner, query.shape, Tp, Sp)

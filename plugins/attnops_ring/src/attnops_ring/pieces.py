@@ -162,8 +162,12 @@ def piece_of_bias(bias: Any, q: Stretch, kv: Stretch) -> Any:
 
 
 def piece_of_key(key: ShiftedKey | None, q: Stretch, kv: Stretch) -> ShiftedKey | None:
-    """A dropout key for stretches without stride."""
-    return None if key is None else dataclasses.replace(key, i=key.i + q.first, j=key.j + kv.first)
+    """A dropout key for a stretch of queries and one of keys."""
+    if key is None:
+        return None
+    return dataclasses.replace(
+        key, i=key.i + q.first, j=key.j + kv.first, i_step=key.i_step * q.stride, j_step=key.j_step * kv.stride
+    )  # fmt: skip
 
 
 def sees_any(mask: Mask | None, t: int, s: int) -> Any:

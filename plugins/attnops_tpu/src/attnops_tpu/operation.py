@@ -12,6 +12,7 @@ from jax import lax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
+from attnops.dropout import dropout_step
 from attnops.kernels.parts import check_total, dtype_of_output
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask
@@ -95,7 +96,9 @@ class TPUFlashAttention(FlashAttention):
         # Rounded here where the rest is rounded: a kernel in float32 whose output is not float32.
         out_dtype = asked if asked == jnp.float32 else dtype
         dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
-        scoring, bias = describe((T, S), mask, bias, logits_soft_cap, dropout_prob, sinks is not None)
+        scoring, bias = describe(
+            (T, S), mask, bias, logits_soft_cap, dropout_prob, sinks is not None, dropout_step(dropout_key)
+        )  # fmt: skip
         array = bias if scoring.array and not isinstance(bias, Bias) else None
         problem = Problem(
             T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize, out_itemsize=jnp.dtype(out_dtype).itemsize,

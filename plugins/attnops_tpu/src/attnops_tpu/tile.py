@@ -108,7 +108,7 @@ class Part:
         if not prob:
             return lambda weights: weights
         rows = lax.bitcast_convert_type(self.refs["dropout"][:, self.queries], jnp.uint32)
-        keep = dropout_keep(rows, self._indices()[1], prob)
+        keep = dropout_keep(rows, self._indices()[1], prob, self.plan.scoring.dropout_step)
         return lambda weights: jnp.where(keep, weights * (1 / (1 - prob)), 0.0)
 
     def values(self, prefix: str, function: Elementwise) -> list[Any]:

@@ -12,6 +12,7 @@ from jax import lax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
+from attnops.dropout import dropout_step
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_triton.translate import PRIMITIVES
@@ -116,7 +117,9 @@ class TritonFlashAttention(FlashAttention):
         # A mask that has no form in Triton comes as bits, for the tiles that it is PARTIAL on.
         packed = mask is not None and not is_translatable(mask)
         written = None if packed else mask
-        scoring, bias = describe((T, S), written, bias, logits_soft_cap, dropout_prob, sinks is not None)
+        scoring, bias = describe(
+            (T, S), written, bias, logits_soft_cap, dropout_prob, sinks is not None, dropout_step(dropout_key)
+        )  # fmt: skip
         if mask is not None:
             scoring = dataclasses.replace(scoring, hides_tokens=mask.hides_tokens(T, S))
         arch = "" if self.metadata.interpret else current() or device_arch()

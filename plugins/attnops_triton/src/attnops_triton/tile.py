@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from attnops.dropout import dropout_threshold
+from attnops.dropout import dropout_threshold, spread_of_keys
 from attnops.kernels.elementwise import Elementwise
 from attnops_triton.bits import WORD
 from attnops_triton.operands import Operand, base
@@ -233,8 +233,9 @@ class Tile:
 
     def keep(self) -> None:
         """``keep``, which weights dropout leaves."""
+        spread = spread_of_keys(self.plan.scoring.dropout_step)
         self.write(
-            f"x = dropout + (ki.to(tl.uint32) * {0x27D4EB2F}){self.beside('kv')}",
+            f"x = dropout + (ki.to(tl.uint32) * {spread}){self.beside('kv')}",
             f"x = (x ^ (x >> 16)) * {0x85EBCA6B}",
             f"x = (x ^ (x >> 13)) * {0xC2B2AE35}",
             "x = x ^ (x >> 16)",

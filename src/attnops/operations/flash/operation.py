@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from attnops.biases import Bias
-from attnops.dropout import dropout_seed
+from attnops.dropout import dropout_seed, dropout_step
 from attnops.kernels.parts import check_total, dtype_of_output
 from attnops.kernels.varying import equally_varying
 from attnops.masks.base import Mask
@@ -105,6 +105,7 @@ class FlashAttention(OperationImpl):
             cap=logits_soft_cap,
             bias=tiles,
             dropout_prob=0.0 if dropout_key is None else self.metadata.dropout_prob,
+            dropout_step=dropout_step(dropout_key),
             hides_tokens=mask is not None and mask.hides_tokens(T, S),
         )
         arrays = Arrays(

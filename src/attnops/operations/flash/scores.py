@@ -24,12 +24,14 @@ class Options:
         cap: the soft cap.
         bias: how the bias is taken tile by tile.
         dropout_prob: the probability of dropout.
+        dropout_step: see `attnops.dropout.dropout_step`.
         hides_tokens: whether some tokens may be seen by nobody, and so hold anything, NaN too.
     """
 
     cap: float | None = None
     bias: TileBias | None = None
     dropout_prob: float = 0.0
+    dropout_step: int = 1
     hides_tokens: bool = False
 
     @property
@@ -45,7 +47,7 @@ class Arrays(NamedTuple):
         mask: the bound mask.
         bias: the leaves of the tile bias.
         sinks: [H] float32.
-        seed: of dropout, [2] uint32.
+        seed: of dropout, see `attnops.dropout.dropout_seed`.
     """
 
     mask: Mask | None = None
@@ -98,5 +100,5 @@ def dropout_factor(
         return lambda weights: weights
     # Once a row; the barrier keeps it out of the loop over a tile's elements.
     rows = lax.optimization_barrier(dropout_rows(seed, where.b, where.h, where.q))
-    keep = dropout_keep(rows, where.kv, options.dropout_prob)
+    keep = dropout_keep(rows, where.kv, options.dropout_prob, options.dropout_step)
     return lambda weights: jnp.where(keep, weights * (1 / (1 - options.dropout_prob)), 0.0)

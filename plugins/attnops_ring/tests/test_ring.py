@@ -18,6 +18,7 @@ from attnops_ring.orders import ORDERS
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError, explain
 from attnops.masks import Causal, MaskFn, SlidingWindow
 from attnops.sharding import AxisRules, create_mesh
+from attnops.testing.features import FEATURES as FEATURES_OF_THE_SUITE
 from attnops.testing.features import combine
 from attnops.testing.problem import FAST_COMPILE
 
@@ -26,8 +27,9 @@ TWO_AXES = AxisRules(query_length=("r", "u"), kv_length=("r", "u"))
 
 def check(names: tuple[str, ...], cp: int, strategy: str, order: str, batch: int = 1, **fields: Any) -> None:
     """Outputs and gradients on ``cp`` devices along the sequence, and ``batch`` along the batch, are the oracle's."""
-    ring = cp // 2 if strategy == "usp" else cp
-    axes = ((batch, ring, 2), ("dp", "r", "u")) if strategy == "usp" else ((batch, cp), ("dp", "sp"))
+    across = min(cp, 2) if strategy == "usp" else 1
+    ring = cp // across
+    axes = ((batch, ring, across), ("dp", "r", "u")) if strategy == "usp" else ((batch, cp), ("dp", "sp"))
     mesh = create_mesh(*axes, devices=jax.devices()[: batch * cp])
     rules = TWO_AXES if strategy == "usp" else AxisRules()
     spec = dataclasses.replace(combine(names), **fields)
@@ -99,7 +101,25 @@ def test_right_on_four_devices(strategy: str, order: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cp", [2, 8])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("feature", list(FEATURES_OF_THE_SUITE))
+def test_every_feature_of_the_suite(feature: str, strategy: str, order: str) -> None:
+    """On 1, 2, 4 and 8 devices in turn; what has lengths of its own, in the order that takes any."""
+    sizes = (1, 2, 4, 4) if strategy == "ulysses" else (1, 2, 4, 8)  # of 4 heads
+    cp = sizes[(list(FEATURES_OF_THE_SUITE).index(feature) + STRATEGIES.index(strategy) + ORDERS.index(order)) % 4]
+    fields = {} if feature in ("T < S", "T > S", "T = 1", "odd lengths") else {"T": (3, 0)}
+    order = order if fields else "contiguous"
+    if feature == "weights":
+        with pytest.raises(UnsupportedError, match=r"return_weights"):
+            check((feature,), max(cp, 2), strategy, order, **fields)
+    else:
+        check((feature,), cp, strategy, order, **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [1, 2, 8])
 @pytest.mark.parametrize("order", ORDERS)
 def test_right_on_other_numbers_of_devices(cp: int, order: str) -> None:
     check(("Causal", "GQA", "sinks", "logsumexp"), cp, "ring", order, T=(3, 0), block=16)

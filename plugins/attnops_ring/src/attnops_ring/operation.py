@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request, UnsupportedError
+from attnops import AttentionRequest, Limits, OperationOutput, OperationRegistry, Reason, Request, UnsupportedError
 from attnops.binding import Call
 from attnops.kernels.parts import Partial
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
 from attnops.operation import OperationImpl, all_options
 from attnops.sharding import get_names_from_partition_spec
+from attnops.sharding.axes import KV_LENGTH
 from attnops.sharding.boundary import Boundary, find_boundary, run_in_parts
 from attnops_ring.block import Extras, Inner, at_once
 from attnops_ring.gather import (
@@ -64,27 +65,39 @@ class RingAttention(OperationImpl):
         """First where a mesh cuts the sequence, never else."""
         return 5.0 if isinstance(request, AttentionRequest) and request.sequence_axes else None
 
+    def circumstances(self) -> bool:
+        """Whether there is a mesh in which the rules' axes have one device."""
+        ambient = jax.sharding.get_abstract_mesh()
+        mesh = self.metadata.mesh if ambient.empty else ambient
+        names = get_names_from_partition_spec(self.metadata.axis_rules.spec([KV_LENGTH]))
+        sizes = [mesh.shape[name] for name in names if name in mesh.shape] if mesh is not None else []
+        return bool(sizes) and math.prod(sizes) == 1
+
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """See `attnops.operation.OperationImpl.invoke`: parts are of the sequence too."""
         assert isinstance(call.request, AttentionRequest)
+        order, strategy = options.get("order", "contiguous"), options.get("strategy", "ring")
+        check_order(order)
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy={strategy!r} is unknown; use one of {list(STRATEGIES)}")
+        rest = {name: x for name, x in options.items() if name not in ("order", "strategy")}
         boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
-        assert boundary is not None  # else it was refused
+        if boundary is None or not boundary.sequence:
+            # One device along the sequence, so that a model runs as it is; every order is the same there.
+            metadata = self.metadata.replace(layout="BTHD", mode=call.request.mode)
+            found: OperationOutput = OperationRegistry.create("flash", metadata)(*call.args, **rest)
+            return found
         by_query, by_key = boundary.lengths
         if by_key is None or by_query not in (None, by_key):
             rule = "must cut keys, and queries by the same axes or not at all"
             reason = Reason("axis_rules", f"query_length={by_query}, kv_length={by_key}", rule,
                             "state both rules alike, or query_length=None")  # fmt: skip
             raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
-        order, strategy = options.get("order", "contiguous"), options.get("strategy", "ring")
-        check_order(order)
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy={strategy!r} is unknown; use one of {list(STRATEGIES)}")
-        rest = {name: x for name, x in options.items() if name not in ("order", "strategy")}
         return _run(self, boundary, by_key, call, rest, order, strategy)
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:
         found = super()._reasons(forward, request)
-        if isinstance(request, AttentionRequest) and not request.sequence_axes:
+        if isinstance(request, AttentionRequest) and not request.sequence_axes and not self.circumstances():
             found.append(Reason("mesh", "none, or whole sequences", "must cut the keys",
                                 "create 'flash'; or cut them, by metadata.mesh and AxisRules' kv_length"))  # fmt: skip
         return found

@@ -1,0 +1,189 @@
+"""attnops-ring beside the ``ringattention`` package and tokamax's ring: exact or not, what is sent, how long it takes.
+
+Run ``python benchmarks/ring_peers.py`` (``--devices 8``, ``--length 4096``, ``--rounds 5``, ``--json FILE``) on a host
+with a few GB of memory. Times are of the host's CPU devices, which share its cores: they say how much is computed, not
+how well it is hidden. Bytes are counted in the program that each library traces, times the rounds of its loops. What is
+not installed, or has no form for a CPU, says so. Needs ``pip install 'attnops[cli]' attnops-ring``, and for the peers
+``ringattention`` and ``tokamax``.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+AXIS = "sp"
+Attention = Callable[[Any, Any, Any], Any]
+
+
+def attnops(mesh: Mesh, length: int, order: str) -> Attention:
+    """Of tokens in that order: their being laid out is a model's, once."""
+    from attnops import OperationMetadata, OperationRegistry
+    from attnops.masks import Causal
+
+    ring: Any = OperationRegistry.create("ring", OperationMetadata(mesh=mesh))
+    return lambda q, k, v: ring(q, k, v, mask=Causal(), order=order).attention_outputs
+
+
+def ringattention(mesh: Mesh, length: int, order: str) -> Attention:
+    """Liu's own (Apache-2.0), in plain JAX; its heads are all of one number."""
+    import jax.lib
+
+    if not hasattr(jax.lib, "xla_bridge"):
+        # It asks this, which newer JAX no longer has, for the platform.
+        from jax.extend import backend
+
+        jax.lib.xla_bridge = backend
+    from ringattention import ringattention_jax
+
+    chunk = min(512, length // mesh.size)
+    options = {
+        "causal_block_size": 1, "deterministic": True, "dropout_rng": None, "attn_pdrop": 0.0,
+        "query_chunk_size": chunk, "key_chunk_size": chunk, "dtype": jnp.float32,
+        "policy": jax.checkpoint_policies.nothing_saveable, "precision": None, "prevent_cse": True,
+    }  # fmt: skip
+
+    def part(q: Any, k: Any, v: Any) -> Any:
+        return ringattention_jax(q, k, v, None, None, None, AXIS, True, options)
+
+    spec = PartitionSpec(None, AXIS)
+    inside = jax.shard_map(part, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    return lambda q, k, v: inside(q, *(jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v)))
+
+
+def tokamax(mesh: Mesh, length: int, order: str) -> Attention:
+    """Its experimental ring over splash attention, for TPUs: traced, not run. The mask is an array of T × T."""
+    from tokamax._src.ops.experimental.tpu.splash_attention import ring_attention_kernel, splash_attention_mask
+
+    kernel = ring_attention_kernel.make_ring_attention(
+        splash_attention_mask.make_causal_mask((length, length)), is_mqa=False, ring_axis=AXIS,
+        q_seq_shards=mesh.size, kv_seq_shards=mesh.size,
+    )  # fmt: skip
+    spec = PartitionSpec(None, AXIS)
+    inside = jax.shard_map(
+        lambda kernel, q, k, v: kernel(q, k, v, None), mesh=mesh, out_specs=spec, check_vma=False,
+        in_specs=(kernel.manual_sharding_spec(), spec, spec, spec),
+    )  # fmt: skip
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        k, v = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (k, v))
+        return inside(kernel, *(x[0].swapaxes(0, 1) for x in (q, k, v))).swapaxes(0, 1)[None]
+
+    return run
+
+
+CONTENDERS = {
+    "attnops-ring, zigzag": (attnops, "zigzag"),
+    "attnops-ring, contiguous": (attnops, "contiguous"),
+    "ringattention": (ringattention, "contiguous"),
+    "tokamax": (tokamax, "contiguous"),
+}
+
+
+def bytes_sent(jaxpr: Any, times: int = 1) -> int:
+    """Bytes that a device sends to its neighbour, in all rounds of loops; of branches, the most."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "ppermute":
+            total += times * sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
+            continue
+        rounds = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+        inner = [bytes_sent(getattr(x, "jaxpr", x), rounds) for x in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ) if hasattr(getattr(x, "jaxpr", x), "eqns")]  # fmt: skip
+        total += max(inner, default=0) if equation.primitive.name == "cond" else sum(inner)
+    return total
+
+
+def main(
+    devices: Annotated[int, typer.Option(help="Along the sequence.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens.")] = 4096,
+    rounds: Annotated[int, typer.Option(help="Timings of each; the median counts.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
+) -> None:
+    """Check, count, time, and print."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    from attnops_ring import reorder, restore
+
+    from attnops import OperationRegistry
+    from attnops.masks import Causal
+
+    mesh = Mesh(np.array(jax.devices()[:devices]), (AXIS,))
+    rng = np.random.default_rng(0)
+    given = [jnp.asarray(rng.normal(size=(1, length, n, HEAD_DIM)), jnp.float32)
+             for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]  # fmt: skip
+    flash: Any = OperationRegistry.create("flash")
+
+    def both(attention: Attention) -> Callable[..., Any]:
+        def run(q: Any, k: Any, v: Any, d_out: Any) -> Any:
+            out, pull_back = jax.vjp(attention, q, k, v)
+            return out, *pull_back(d_out)
+
+        return run
+
+    exact = jax.jit(both(lambda q, k, v: flash(q, k, v, mask=Causal()).attention_outputs))(*given)
+    place = NamedSharding(mesh, PartitionSpec(None, AXIS))
+    kv_bytes = 2 * (length // devices) * KV_HEADS * HEAD_DIM * 4
+    rows, timed = [], {}
+    for name, (make, order) in CONTENDERS.items():
+        row: dict[str, Any] = {"ring": name}
+        rows.append(row)
+        try:
+            attention = make(mesh, length, order)
+            sent = bytes_sent(jax.make_jaxpr(attention)(*given[:3]).jaxpr)
+            row["K and V sent forward"] = sent / kv_bytes
+            row["both ways"] = bytes_sent(jax.make_jaxpr(both(attention))(*given).jaxpr) / kv_bytes
+            arguments = [jax.device_put(reorder(x, devices, order), place) for x in given]  # type: ignore[arg-type]
+            forward, backward = jax.jit(attention), jax.jit(both(attention))
+            found = [restore(x, devices, order) for x in backward(*arguments)]  # type: ignore[arg-type]
+            row["largest error"] = max(
+                float(abs(x - y).max() / abs(y).max()) for x, y in zip(found, exact, strict=True)
+            )  # fmt: skip
+            timed[name] = [(forward, arguments[:3]), (backward, arguments)]
+        except Exception as error:
+            row["note"] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds + 1):  # the first compiles
+        for name, programs in timed.items():
+            for i, (program, arguments) in enumerate(programs):
+                start = time.perf_counter()
+                jax.block_until_ready(program(*arguments))
+                seconds.setdefault((name, i), []).append(time.perf_counter() - start)
+    for row in rows:
+        for i, column in enumerate(("forward, ms", "forward and backward, ms")):
+            if (row["ring"], i) in seconds:
+                row[column] = statistics.median(seconds[row["ring"], i][1:]) * 1e3
+    table = Table(
+        title=f"causal, {length} tokens on {devices} host devices, {HEADS} heads over {KV_HEADS} of {HEAD_DIM}, "
+        "float32; sent: times a device's K and V"
+    )
+    columns = ["ring", "K and V sent forward", "both ways", "largest error", "forward, ms", "forward and backward, ms",
+               "note"]  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("ring", "note") else "right")
+    for row in rows:
+        cells = (row.get(column, "") for column in columns)
+        table.add_row(*(f"{x:.3g}" if isinstance(x, float) and x < 1e-3 else f"{x:,.1f}" if isinstance(x, float) else x
+                        for x in cells))  # fmt: skip
+    Console(width=160).print(table)
+    if json:
+        json.write_text(json_module.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

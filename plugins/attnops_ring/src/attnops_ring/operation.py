@@ -67,11 +67,18 @@ class RingAttention(OperationImpl):
 
     def circumstances(self) -> bool:
         """Whether there is a mesh in which the rules' axes have one device."""
-        ambient = jax.sharding.get_abstract_mesh()
-        mesh = self.metadata.mesh if ambient.empty else ambient
-        names = get_names_from_partition_spec(self.metadata.axis_rules.spec([KV_LENGTH]))
-        sizes = [mesh.shape[name] for name in names if name in mesh.shape] if mesh is not None else []
+        sizes = [self._mesh().shape[name] for name in self._axes()]
         return bool(sizes) and math.prod(sizes) == 1
+
+    def _mesh(self) -> Any:
+        ambient = jax.sharding.get_abstract_mesh()
+        return self.metadata.mesh if ambient.empty else ambient
+
+    def _axes(self) -> tuple[str, ...]:
+        """The mesh axes that the rules name for keys, those of one device too."""
+        mesh = self._mesh()
+        names = get_names_from_partition_spec(self.metadata.axis_rules.spec([KV_LENGTH]))
+        return tuple(name for name in names if mesh is not None and name in mesh.shape)
 
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """See `attnops.operation.OperationImpl.invoke`: parts are of the sequence too."""
@@ -93,6 +100,13 @@ class RingAttention(OperationImpl):
             reason = Reason("axis_rules", f"query_length={by_query}, kv_length={by_key}", rule,
                             "state both rules alike, or query_length=None")  # fmt: skip
             raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
+        if strategy == "usp":
+            named = self._axes()
+            if len(named) > 1 and named[0] not in by_key:
+                # One device round the ring, where every order is the same.
+                strategy, order = "ulysses", "contiguous"
+            elif len(named) > 1 and by_key == named[:1]:
+                strategy = "ring"
         return _run(self, boundary, by_key, call, rest, order, strategy)
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:

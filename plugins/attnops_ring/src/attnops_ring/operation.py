@@ -83,17 +83,11 @@ class RingAttention(OperationImpl):
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """See `attnops.operation.OperationImpl.invoke`: parts are of the sequence too."""
         assert isinstance(call.request, AttentionRequest)
-        order, strategy = options.get("order", "contiguous"), options.get("strategy", "ring")
-        check_order(order)
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy={strategy!r} is unknown; use one of {list(STRATEGIES)}")
-        rest = {name: x for name, x in options.items() if name not in ("order", "strategy")}
         boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
         if boundary is None or not boundary.sequence:
-            # One device along the sequence, so that a model runs as it is; every order is the same there.
-            metadata = self.metadata.replace(layout="BTHD", mode=call.request.mode)
-            found: OperationOutput = OperationRegistry.create("flash", metadata)(*call.args, **rest)
-            return found
+            return super().invoke(forward, function, call, options)
+        order, strategy = _checked(options.get("order", "contiguous"), options.get("strategy", "ring"))
+        rest = {name: x for name, x in options.items() if name not in ("order", "strategy", "mode")}
         by_query, by_key = boundary.lengths
         if by_key is None or by_query not in (None, by_key):
             rule = "must cut keys, and queries by the same axes or not at all"
@@ -128,12 +122,27 @@ class RingAttention(OperationImpl):
         logits_soft_cap: float | None = None,
         sinks: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
+        mode: str | None = None,
         return_lse: bool = False,
         strategy: str = "ring",
         order: str = "contiguous",
     ) -> OperationOutput:
-        """See `attnops.OperationImpl.__call__`; run by `invoke` alone."""
-        raise NotImplementedError
+        """See `attnops.OperationImpl.__call__`. Of one device, which has the whole sequence in any order."""
+        _checked(order, strategy)
+        metadata = self.metadata.replace(mesh=None, layout="BTHD", mode=mode)
+        flash: Any = OperationRegistry.create("flash", metadata)
+        found: OperationOutput = flash(
+            query, key, value, mask=mask, bias=bias, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
+            sinks=sinks, dropout_key=dropout_key, return_lse=return_lse,
+        )  # fmt: skip
+        return found
+
+
+def _checked(order: str, strategy: str) -> tuple[Order, str]:
+    check_order(order)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r} is unknown; use one of {list(STRATEGIES)}")
+    return order, strategy  # type: ignore[return-value]
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -33,8 +34,22 @@ def all_gather(
         value: [B, s, K, Dv].
         extras: what scores depend on beside these.
     """
-    k, v = (in_sequence(lax.all_gather(x, axis, axis=1, tiled=True), inner.devices, order) for x in (key, value))
+    k, v = (in_sequence(_gathered(axis, x), inner.devices, order) for x in (key, value))
     return at_once(dataclasses.replace(inner, keys_are_whole=True), query, k, v, extras, lax.axis_index(axis), 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(axis: Axis, x: jax.Array) -> jax.Array:
+    """[B, s, K, d] of every device, one after the other; the devices' gradients are added up in float32."""
+    return lax.all_gather(x, axis, axis=1, tiled=True)
+
+
+def _gathered_backward(axis: Axis, saved: None, d: jax.Array) -> tuple[jax.Array]:
+    total = lax.psum_scatter(d.astype(jnp.float32), axis, scatter_dimension=1, tiled=True)
+    return (total.astype(d.dtype),)
+
+
+_gathered.defvjp(lambda axis, x: (_gathered(axis, x), None), _gathered_backward)
 
 
 def heads_for_tokens(x: jax.Array, axis: Axis) -> jax.Array:

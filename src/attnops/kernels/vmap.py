@@ -43,47 +43,46 @@ def folds_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
     `Foldable` things. So are the results, none of which is shared.
     """
 
-    def called(plan: Plan, *arguments: Any) -> Any:
-        @custom_vmap
-        def run(*arguments: Any) -> Any:
-            return kernel(plan, *arguments)
+    def mapped(called: Callable[..., Any], plan: Plan, n: int, in_batched: Any, arguments: Any) -> Any:
+        larger = dataclasses.replace(plan, B=n * plan.B)  # type: ignore[type-var]
+        tree: Any
+        leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, Foldable))
+        batched = tree.flatten_up_to(tuple(in_batched))
+        folded = [_fold(x, b, n, plan.B) for x, b in zip(leaves, batched, strict=True)]
+        found = called(larger, *jax.tree.unflatten(tree, folded))
+        return jax.tree.map(lambda x: x.reshape(n, plan.B, *x.shape[1:]), found)
 
-        @run.def_vmap
-        def _(axis_size: int, in_batched: Any, *arguments: Any) -> Any:
-            larger = dataclasses.replace(plan, B=axis_size * plan.B)  # type: ignore[type-var]
-            tree: Any
-            leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, Foldable))
-            batched = tree.flatten_up_to(tuple(in_batched))
-            folded = [_fold(x, b, axis_size, plan.B) for x, b in zip(leaves, batched, strict=True)]
-            found = called(larger, *jax.tree.unflatten(tree, folded))
-            found = jax.tree.map(lambda x: x.reshape(axis_size, plan.B, *x.shape[1:]), found)
-            return found, jax.tree.map(lambda _: True, found)
-
-        return run(*arguments)
-
-    return called
+    return _with_rule(kernel, mapped)
 
 
 def one_by_one(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel(plan, *arguments)``, mapped as a loop, for results that batches share."""
 
-    def called(plan: Plan, *arguments: Any) -> Any:
+    def mapped(called: Callable[..., Any], plan: Plan, n: int, in_batched: Any, arguments: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arguments)
+        batched = jax.tree.leaves(in_batched)
+
+        def body(some: list[Any]) -> Any:
+            rest = iter(some)
+            each = [next(rest) if b else x for x, b in zip(leaves, batched, strict=True)]
+            return called(plan, *jax.tree.unflatten(tree, each))
+
+        return jax.lax.map(body, [x for x, b in zip(leaves, batched, strict=True) if b])
+
+    return _with_rule(kernel, mapped)
+
+
+def _with_rule(kernel: Callable[..., Any], mapped: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` whose mapped calls are ``mapped(itself, plan, slices, which are mapped, arguments)``."""
+
+    def called(plan: Any, *arguments: Any) -> Any:
         @custom_vmap
         def run(*arguments: Any) -> Any:
             return kernel(plan, *arguments)
 
         @run.def_vmap
         def _(axis_size: int, in_batched: Any, *arguments: Any) -> Any:
-            leaves, tree = jax.tree.flatten(arguments)
-            batched = jax.tree.leaves(in_batched)
-            mapped = [x for x, b in zip(leaves, batched, strict=True) if b]
-
-            def body(some: list[Any]) -> Any:
-                rest = iter(some)
-                each = [next(rest) if b else x for x, b in zip(leaves, batched, strict=True)]
-                return called(plan, *jax.tree.unflatten(tree, each))
-
-            found = jax.lax.map(body, mapped)
+            found = mapped(called, plan, axis_size, in_batched, arguments)
             return found, jax.tree.map(lambda _: True, found)
 
         return run(*arguments)

@@ -299,6 +299,8 @@ class OperationImpl(BaseOperation):
         # JAX has no gradient of a `jax.shard_map` in another; what is plain JAX, its compiler can cut by itself.
         if boundary is None or (boundary.is_nested and forward == "native"):
             return super().invoke(forward, function, call, options)
+        if "whole" in options:
+            raise ValueError("whole is of a device's part of a call; give it inside jax.shard_map, with no mesh")
         if boundary.sequence:
             self._gathers(boundary.sequence)
         return run_in_parts(boundary, function, call.args, options, is_interpreted=call.request.interpret)

@@ -14,9 +14,10 @@ from attnops_ring import positions, reorder, restore
 from attnops_ring.block import Inner
 from attnops_ring.operation import STRATEGIES, needed_hops
 from attnops_ring.orders import ORDERS
+from attnops_ring.pieces import Stretch, piece_of_mask, sees_any
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError, explain
-from attnops.masks import Causal, MaskFn, SlidingWindow
+from attnops.masks import Causal, KeyPadding, MaskFn, Segments, SlidingWindow
 from attnops.sharding import AxisRules, create_mesh
 from attnops.testing.features import FEATURES as FEATURES_OF_THE_SUITE
 from attnops.testing.features import combine
@@ -69,12 +70,14 @@ FEATURES = {
     "tiles that see nothing": ("fully masked tiles", "GQA"),
     "not, or": ("~mask", "bfloat16"),
     "padding": ("NaN behind KeyPadding", "layout BHTD"),
+    "very low scores": ("bias near finfo.min", "GQA"),
 }
 # Beside those: lengths that do not divide, which only the contiguous order takes.
 CONTIGUOUS = {
     "T < S": ("KeyPadding", "T < S"),
     "T > S": ("Causal", "T > S", "dropout"),
     "odd lengths": ("Causal", "odd lengths", "GQA"),
+    "odd lengths, NaN": ("NaN behind Causal(offset)", "odd lengths"),
 }
 QUICK = {("ring", "contiguous", "window"), ("ring", "zigzag", "documents"), ("ulysses", "contiguous", "documents"),
          ("usp", "contiguous", "T < S")}  # fmt: skip
@@ -236,3 +239,77 @@ def test_without_a_mesh_it_says_what_to_do() -> None:
         OperationRegistry.create("ring")(x, x, x)
     with pytest.raises(ValueError, match=r"length=10 must be a multiple of 8"):
         positions(10, 4, "zigzag")
+
+
+def both(function: Any, *arguments: Any) -> Any:
+    """What a function gives, and its gradients for cotangents of its own making."""
+    out, pull_back = jax.vjp(function, *arguments)
+    return out, pull_back(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+
+def same(found: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5 * abs(y).max())
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_queries_beyond_the_last_see_nothing_of_their_own(strategy: str) -> None:
+    """They would see keys that no query sees, and that may hold NaN."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, n, 4, 8)), jnp.float32) for n in (6, 8, 8))
+    mesh = create_mesh((4,), ("sp",), devices=jax.devices()[:4])
+    ring: Any = OperationRegistry.create("ring", OperationMetadata(mesh=mesh))
+    vanilla: Any = OperationRegistry.create("attnops:vanilla")
+    hidden = [x.at[:, 6:].set(jnp.nan) for x in (k, v)]
+    mask = Causal(offset=0)
+    found = both(lambda *qkv: ring(*qkv, mask=mask, strategy=strategy).attention_outputs, q, *hidden)
+    same(found, both(lambda *qkv: vanilla(*qkv, mask=mask).attention_outputs, q, k, v))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_masks_of_mapped_arrays(strategy: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(3, 1, 16, 4, 8)), jnp.float32) for _ in range(3))
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, size=(3, 1, 16))))
+    mesh = create_mesh((4,), ("sp",), devices=jax.devices()[:4])
+    ring: Any = OperationRegistry.create("ring", OperationMetadata(mesh=mesh))
+    vanilla: Any = OperationRegistry.create("attnops:vanilla")
+
+    def of(operation: Any, **options: Any) -> Any:
+        def run(q: Any, k: Any, v: Any, ids: Any) -> Any:
+            return operation(q, k, v, mask=Causal() & Segments(ids), **options).attention_outputs
+
+        return jax.jit(lambda *qkv: both(lambda *qkv: jax.vmap(run)(*qkv, ids), *qkv))
+
+    same(of(ring, strategy=strategy)(q, k, v), of(vanilla)(q, k, v))
+
+
+def test_lengths_that_do_not_divide_on_explicit_axes() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 15, 2, 8)), jnp.float32) for _ in range(3))
+    expected = OperationRegistry.create("attnops:vanilla")(q, k, v, mask=Causal(), return_lse=True)
+    mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        ring: Any = OperationRegistry.create("ring")
+        for run in (ring, jax.jit(lambda *qkv, **options: ring(*qkv, **options), static_argnames="return_lse")):
+            found = run(q, k, v, mask=Causal(), return_lse=True)
+            same((found.attention_outputs, found.logsumexp), (expected.attention_outputs, expected.logsumexp))
+
+
+def test_one_key() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 8)), jnp.float32) for n in (9, 1, 1))
+    mesh = create_mesh((4,), ("sp",), devices=jax.devices()[:4])
+    mask = KeyPadding(jnp.array([[True], [False]]))
+    expected = OperationRegistry.create("attnops:vanilla")(q, k, v, mask=mask).attention_outputs
+    for strategy in ("ring", "all_gather"):
+        ring: Any = OperationRegistry.create("ring", OperationMetadata(mesh=mesh))
+        same(ring(q, k, v, mask=mask, strategy=strategy).attention_outputs, expected)
+
+
+def test_stretches_that_a_mask_of_positions_hides_are_skipped() -> None:
+    mask = Causal().at(np.arange(64)).bind(1, 1, 64, 64)
+    early, late = (Stretch(first, 16, 1, 64) for first in (0, 48))
+    for q, kv, seen in ((early, late, False), (late, early, True)):
+        piece = piece_of_mask(mask, q, kv, is_padded=False, queries_are_padded=False)
+        assert bool(sees_any(piece, 16, 16)) is seen

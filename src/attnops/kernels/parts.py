@@ -1,23 +1,27 @@
 """Attention over some of a softmax's keys, for what joins the parts: devices round a ring, shards of a cache, pages.
 
 An operation serves it by two options of its forwards, which `flash` and its plugins have:
-    output_dtype: the output's dtype, the query's or float32, whatever the query's; so that parts join unrounded.
-    total_lse: [B, H, T] float32, the logsumexp over all keys, of which the call's are some; −inf for a row that sees
-        none of them. The output is then ``Σ exp(s − total_lse) · v`` over the call's keys, and ``logsumexp`` holds
-        their weight, ``Σ exp(s − total_lse)``. Gradients come from ``total_lse`` alone, so that a backward pass over
-        parts computes no forward again; it has no gradient itself.
-With others, which lack them, the functions here compute the same by what they have.
+    as_part: the output is float32 whatever the query is, and ``logsumexp`` [B, H, T, 2] has beside itself what it lost
+        in rounding: of scores of 1e9, as a bias that hides keys makes them, the logarithm of a sum is nothing, yet it
+        says how many keys a part has.
+    whole: a `Whole`, what is known of the softmax over all keys, of which the call's are some. The output is then
+        ``Σ exp(s − lse) · v`` over the call's keys, float32, and ``logsumexp`` [B, H, T] holds their weight,
+        ``Σ exp(s − lse)``. Gradients come from the whole's logsumexp alone, so that a backward pass over parts computes
+        no forward again; it has no gradient itself.
+With others, which lack them, the functions here compute the same by what they have, to the precision of a logsumexp,
+whose rounding is an error of the weights: 1e-4 where scores are 1e3. Arrays are in the layout "BTHD".
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import CustomVJPPrimal
+from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
 
 from attnops.errors import NotDifferentiableError
 from attnops.operation import OperationImpl, decide, named_options
@@ -27,19 +31,21 @@ class Partial(NamedTuple):
     """A softmax of which some keys have been seen.
 
     Attributes:
-        out: the output so far, float32, in the operation's layout.
+        out: the output so far, float32 [B, T, H, Dv].
         lse: its logsumexp, float32 [B, H, T]; −inf where nothing was seen.
+        rest: what that lost in rounding, to be added to it, float32 [B, H, T]; it has no gradient.
     """
 
     out: jax.Array
     lse: jax.Array
+    rest: jax.Array
 
 
 class Share(NamedTuple):
     """What some keys give to a softmax over more.
 
     Attributes:
-        out: what they add to the output, float32, in the operation's layout.
+        out: what they add to the output, float32 [B, T, H, Dv].
         weight: of the whole's 1, float32 [B, H, T].
     """
 
@@ -47,119 +53,195 @@ class Share(NamedTuple):
     weight: jax.Array
 
 
+class Whole(NamedTuple):
+    """What is known of a softmax over more keys than a call's.
+
+    Attributes:
+        lse: see `Partial`.
+        rest: likewise.
+        query: float32 zeros of the query's shape, or None. Where they are given, they get the query's gradient,
+            unrounded, and the query gets none.
+        key: likewise.
+        value: likewise.
+    """
+
+    lse: jax.Array
+    rest: jax.Array
+    query: jax.Array | None = None
+    key: jax.Array | None = None
+    value: jax.Array | None = None
+
+
 def partial(operation: OperationImpl, query: Any, key: Any, value: Any, **options: Any) -> Partial:
     """Attention over these keys alone.
 
     Args:
-        operation: any.
+        operation: any, of the layout "BTHD".
         query: see `OperationImpl.__call__`.
         key: likewise.
         value: likewise.
         **options: of the call; no sinks, which belong to the whole.
     """
-    if _serves_parts(operation, query, key, value, options):
-        options = options | {"output_dtype": jnp.float32}
-    found = operation(query, key, value, return_lse=True, **options)
-    assert found.logsumexp is not None
-    return Partial(found.attention_outputs.astype(jnp.float32), found.logsumexp)
+    serves = _serves_parts(operation, query, key, value, options)
+    found = operation(query, key, value, return_lse=True, **(options | {"as_part": True} if serves else options))
+    lse = found.logsumexp
+    assert lse is not None
+    if serves:
+        return Partial(found.attention_outputs, lse[..., 0], lax.stop_gradient(lse[..., 1]))
+    return Partial(found.attention_outputs.astype(jnp.float32), lse, jnp.zeros_like(lse))
 
 
-def share(operation: OperationImpl, query: Any, key: Any, value: Any, total_lse: jax.Array, **options: Any) -> Share:
+def share(operation: OperationImpl, query: Any, key: Any, value: Any, whole: Whole, **options: Any) -> Share:
     """What these keys give to a softmax whose logsumexp over all keys is known.
 
     Args:
-        operation: any.
-        query: see `OperationImpl.__call__`.
+        operation: see `partial`.
+        query: likewise.
         key: likewise.
         value: likewise.
-        total_lse: [B, H, T] float32, see `attnops.kernels.parts`.
-        **options: of the call; no sinks, which belong to the whole.
+        whole: that softmax.
+        **options: see `partial`.
     """
-    if _serves_parts(operation, query, key, value, options):
-        options = options | {"output_dtype": jnp.float32, "total_lse": total_lse}
-        found = operation(query, key, value, return_lse=True, **options)
-        assert found.logsumexp is not None
-        return Share(found.attention_outputs, found.logsumexp)
-    return share_of(partial(operation, query, key, value, **options), total_lse, operation.metadata.layout)
+    if not _serves_parts(operation, query, key, value, options):
+        return share_of(partial(operation, query, key, value, **options), whole)
+    found = operation(query, key, value, return_lse=True, whole=whole, **options)
+    assert found.logsumexp is not None
+    return Share(found.attention_outputs, found.logsumexp)
+
+
+def share_gradients(
+    operation: OperationImpl, query: Any, key: Any, value: Any, whole: Whole, cotangents: Share, learnt: Any,
+    options: Callable[[Any], dict[str, Any]],
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:  # fmt: skip
+    """The gradients of `share`: those of query, key and value in float32, and that of ``learnt``.
+
+    Args:
+        operation: see `share`.
+        query: likewise.
+        key: likewise.
+        value: likewise.
+        whole: likewise.
+        cotangents: of what `share` gives.
+        learnt: a pytree of arrays.
+        options: what `share` is called with, from ``learnt``.
+    """
+    if _serves_parts(operation, query, key, value, options(learnt)):
+        zeros = [jnp.zeros_like(x, dtype=jnp.float32) for x in (query, key, value)]
+
+        def given(q: Any, k: Any, v: Any, learnt: Any) -> Share:
+            return share(operation, query, key, value, Whole(whole.lse, whole.rest, q, k, v), **options(learnt))
+
+        return jax.vjp(given, *zeros, learnt)[1](cotangents)  # type: ignore[return-value]
+    *d_qkv, d_learnt = jax.vjp(
+        lambda q, k, v, learnt: share(operation, q, k, v, whole, **options(learnt)), query, key, value, learnt
+    )[1](cotangents)
+    return *(x.astype(jnp.float32) for x in d_qkv), d_learnt  # type: ignore[return-value]
 
 
 def none_seen(query: jax.Array, value: jax.Array) -> Partial:
     """Of a softmax before it has seen a key."""
     B, t, H, _ = query.shape
     out = jnp.zeros_like(query, shape=(B, t, H, value.shape[3]), dtype=jnp.float32)
-    return Partial(out, jnp.full_like(query, -jnp.inf, shape=(B, H, t), dtype=jnp.float32))
+    rest = jnp.zeros_like(query, shape=(B, H, t), dtype=jnp.float32)
+    return Partial(out, rest - jnp.inf, rest)
 
 
 def joined(*parts: Partial) -> Partial:
-    """Softmaxes over different keys as one over all of them; in the layout "BTHD"."""
-    top = lax.stop_gradient(functools.reduce(jnp.maximum, (x.lse for x in parts)))
-    base = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = [jnp.exp(x.lse - base) for x in parts]
+    """Softmaxes over different keys as one over all of them."""
+    top = functools.reduce(jnp.maximum, (x.lse for x in parts))
+    weights = [relative(x.lse, x.rest, top) for x in parts]
     total = functools.reduce(jnp.add, weights)
+    scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1.0), 0.0)
+    shares = [x.out * (w * scale).swapaxes(1, 2)[..., None] for x, w in zip(parts, weights, strict=True)]
+    return Partial(functools.reduce(jnp.add, shares), *logarithm(top, total))
+
+
+def relative(lse: jax.Array, rest: jax.Array, top: jax.Array) -> jax.Array:
+    """The sum of exponentials that a logsumexp stands for, over ``exp(top)``; 0 where nothing was seen."""
+    # Numbers near one another are subtracted without rounding; what they lost before is added to what is left.
+    base = lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top))
+    return jnp.exp((lse - base) + rest)
+
+
+def logarithm(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``top + log(total)`` rounded, and what that lost; −inf and 0 where the total is 0."""
     seen = total > 0
-    safe = jnp.where(seen, total, 1.0)
-    shares = [x.out * (w / safe).swapaxes(1, 2)[..., None] for x, w in zip(parts, weights, strict=True)]
-    return Partial(functools.reduce(jnp.add, shares), jnp.where(seen, base + jnp.log(safe), -jnp.inf))
+    base, log = lax.stop_gradient(jnp.where(seen, top, 0.0)), jnp.log(jnp.where(seen, total, 1.0))
+    lse = base + log
+    rest = jnp.where(seen, lax.stop_gradient((base - lse) + log), 0.0)
+    return jnp.where(seen, lse, -jnp.inf), rest
 
 
-def share_of(part: Partial, total_lse: jax.Array, layout: str = "BTHD") -> Share:
+def share_of(part: Partial, whole: Whole) -> Share:
     """A softmax of some keys as a share of one over more."""
     # A row that saw nothing has −inf, and where nobody did the whole has too.
-    weight = jnp.exp(part.lse - jnp.where(total_lse == -jnp.inf, 0.0, total_lse))
-    return Share(part.out * (weight if layout == "BHTD" else weight.swapaxes(1, 2))[..., None], weight)
+    base = jnp.where(whole.lse == -jnp.inf, 0.0, whole.lse)
+    weight = jnp.exp((part.lse - base) + (part.rest - whole.rest))
+    return Share(part.out * weight.swapaxes(1, 2)[..., None], weight)
 
 
-def dtype_of_output(query: jax.Array, asked: Any) -> Any:
-    """What forwards do with ``output_dtype``.
-
-    Raises:
-        ValueError: it is neither the query's nor float32.
-    """
-    dtype = query.dtype if asked is None else jnp.dtype(asked)
-    if dtype not in (query.dtype, jnp.float32):
-        raise ValueError(f"output_dtype={dtype}, but must be float32 or the query's {query.dtype}; cast the output")
-    return dtype
+def two_parts(lse: jax.Array, rest: jax.Array) -> jax.Array:
+    """What ``logsumexp`` is with ``as_part``, [B, H, T, 2]."""
+    return jnp.stack([lse, lax.stop_gradient(rest)], axis=-1)
 
 
-def check_total(total_lse: Any, shape: tuple[int, int, int], *, sinks: Any, return_weights: bool = False) -> None:
-    """Refuse a ``total_lse`` that does not fit the call.
+def check_parts(as_part: bool, whole: Any, shape: tuple[int, int, int], *, sinks: Any, weights: bool = False) -> None:
+    """Refuse what does not go with the options of parts.
 
     Args:
-        total_lse: as given, or None.
+        as_part: as given.
+        whole: likewise.
         shape: [B, H, T].
         sinks: of the call.
-        return_weights: of the call.
+        weights: whether the call asks for them.
 
     Raises:
-        ValueError: its shape or dtype, or what is asked for beside it.
+        ValueError: what is asked for beside them, or a shape or dtype.
     """
-    if total_lse is None:
+    if not as_part and whole is None:
         return
-    if total_lse.shape != shape or total_lse.dtype != jnp.float32:
-        raise ValueError(
-            f"total_lse is {total_lse.dtype} {total_lse.shape}, but must be float32 [B, H, T]={shape}"
-        )  # fmt: skip
-    for name, given in (("sinks", sinks is not None), ("return_weights", return_weights)):
+    option = "as_part" if whole is None else "whole"
+    for name, given in (("sinks", sinks is not None), ("return_weights", weights)):
         if given:
-            raise ValueError(
-                f"{name} can't be given with total_lse, for which they belong to the whole; leave them out"
-            )
+            raise ValueError(f"{name} can't be given with {option}, as it belongs to all keys together; leave it out")
+    if whole is None:
+        return
+    if not isinstance(whole, Whole):
+        raise ValueError(f"whole is a {type(whole).__name__}, but must be an attnops.kernels.parts.Whole")
+    for name, x in (("lse", whole.lse), ("rest", whole.rest)):
+        if getattr(x, "shape", None) != shape or x.dtype != jnp.float32:
+            found = f"{x.dtype} {x.shape}" if hasattr(x, "shape") else repr(x)
+            raise ValueError(f"whole.{name} is {found}, but must be float32 [B, H, T]={shape}")
 
 
-def refuse_gradient_of_total(total_lse: CustomVJPPrimal) -> jax.Array:
-    """The value of a ``total_lse`` in a rule with symbolic zeros.
+def value_of_whole(whole: Whole) -> Whole:
+    """A `Whole` in a rule with symbolic zeros.
 
     Raises:
-        NotDifferentiableError: its gradient is asked for.
+        NotDifferentiableError: the gradient of the logsumexp is asked for.
     """
-    if total_lse.perturbed:
+    if any(isinstance(x, CustomVJPPrimal) and x.perturbed for x in whole[:2]):
         raise NotDifferentiableError(
-            "total_lse has no gradient, but one was asked for; it is known when gradients are computed: give "
-            "jax.lax.stop_gradient(total_lse), and the gradient of logsumexp to what gave it"
+            "the logsumexp of the whole has no gradient, but one was asked for (a second derivative, if whoever joins "
+            "the parts gives it): vanilla has one"
         )
-    return total_lse.value  # type: ignore[no-any-return]
+    found: Whole = custom_vjp_primal_tree_values(whole)
+    return found
+
+
+def cotangents_of_share(gradients: tuple[Any, Any, Any], given: tuple[Any, Any, Any], whole: Whole) -> Any:
+    """Those of query, key and value, and that of the whole, of which one has the gradients: see `Whole`.
+
+    Args:
+        gradients: of query, key and value, float32.
+        given: query, key and value.
+        whole: as given.
+    """
+    if whole.query is None:
+        return tuple(d.astype(x.dtype) for d, x in zip(gradients, given, strict=True)), None
+    return (None, None, None), Whole(None, None, *gradients)  # type: ignore[arg-type]
 
 
 def _serves_parts(operation: OperationImpl, query: Any, key: Any, value: Any, options: dict[str, Any]) -> bool:
     request = operation.prepare(query, key, value, **options).request
-    return {"output_dtype", "total_lse"} <= named_options(type(operation), decide(operation, request))
+    return {"as_part", "whole"} <= named_options(type(operation), decide(operation, request))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,6 @@ from attnops.sharding.rules import AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
 
 Entry = MeshAxes
-# The dimensions of the options that are arrays, beside masks and biases, which know their own.
-_LETTERS: Final = {"sinks": "h", "total_lse": "bh"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +139,8 @@ def run_in_parts(
         if name in ("mask", "bias"):
             specs[name] = specs_of(option, spec_of)
         else:
-            letters = _LETTERS.get(name, "")
-            specs[name] = jax.tree.map(lambda x, by=letters: spec_of(jnp.shape(x), by), option)  # type: ignore[misc]
+            by_head = "h" if name == "sinks" else ""
+            specs[name] = jax.tree.map(lambda x, by=by_head: spec_of(jnp.shape(x), by), option)  # type: ignore[misc]
     leaves, tree = jax.tree.flatten(given)
     leaf_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     is_operand = [_is_operand(x, spec) for x, spec in zip(leaves, leaf_specs, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.dropout import ShiftedKey
-from attnops.kernels.parts import partial, share, share_of
+from attnops.kernels.parts import Partial, Share, Whole, joined, partial, share, share_gradients, share_of
 from attnops.masks import Causal
 from attnops.metadata import OperationMetadata
 from attnops.registry import OperationRegistry
@@ -25,7 +26,8 @@ def check_parts(name: str, platform: str, features: str, **fields: Any) -> None:
     Args:
         name: of the operation.
         platform: where its forward is asked for.
-        features: ``"plain"``, a causal mask; ``"bias"``, a bias and a soft cap too; ``"dropout"``, dropout too.
+        features: ``"plain"``, a causal mask; ``"bias"``, a bias and a soft cap too; ``"low"``, a bias that puts some
+            rows at −1e9, where a logsumexp does not say how many keys there are; ``"dropout"``, dropout too.
         **fields: of the metadata.
 
     Raises:
@@ -41,7 +43,12 @@ def check_parts(name: str, platform: str, features: str, **fields: Any) -> None:
         for n, h, d in ((_T, 4, 16), (_S, 2, 16), (_S, 2, 24), (_T, 4, 24))
     )
     d_lse = jnp.asarray(rng.normal(size=(2, 4, _T)), jnp.float32)
-    bias = jnp.asarray(rng.normal(size=(1, 4, _T, _S)), jnp.float32) if features == "bias" else None
+    bias = None
+    if features in ("bias", "low"):
+        values = rng.normal(size=(1, 4, _T, _S))
+        if features == "low":
+            values[:, :, 30:34] = -1e9
+        bias = jnp.asarray(values, jnp.float32)
     # Query i stands at i + 20: it sees the second part from the 20th row on.
     offset = _CUT - 20
 
@@ -65,24 +72,33 @@ def check_parts(name: str, platform: str, features: str, **fields: Any) -> None:
     expected = pull_back((d_out, d_lse))
     # The weight's cotangent: what the rest of the row's softmax takes back.
     d_weight = d_lse - (d_out * out).sum(-1).swapaxes(1, 2)
-    total, d_query, d_keys, d_values, d_bias = jnp.zeros_like(out), jnp.zeros_like(q), [], [], []
-    weights = jnp.zeros_like(lse)
-    for first, last in ((0, _CUT), (_CUT, _S)):
-        own = k[:, first:last], v[:, first:last]
+    spans = (0, _CUT), (_CUT, _S)
 
-        def part(q: Any, k: Any, v: Any, bias: Any, first: int = first, last: int = last) -> Any:
-            return share(operation, q, k, v, lse, **options(first, last, bias))
+    @jax.jit
+    def alone(q: Any, k: Any, v: Any, bias: Any) -> list[Partial]:
+        return [partial(operation, q, k[:, a:b], v[:, a:b], **options(a, b, bias)) for a, b in spans]
 
-        found, pull_back = jax.vjp(part, q, *own, bias)
-        alone = jax.jit(lambda q, k, v, f=first, n=last: partial(operation, q, k, v, **options(f, n, bias)))(q, *own)
-        for x, y in zip(found, share_of(alone, lse), strict=True):
+    @jax.jit
+    def of_parts(q: Any, k: Any, v: Any, bias: Any, whole: Whole) -> Any:
+        found = []
+        for a, b in spans:
+            given = operation, q, k[:, a:b], v[:, a:b], whole
+            d = share_gradients(*given, Share(d_out, d_weight), bias, functools.partial(options, a, b))
+            found.append((share(*given, **options(a, b, bias)), d))
+        return found
+
+    parts = alone(q, k, v, bias)
+    total_out, total_lse, total_rest = joined(*parts)
+    whole_ = Whole(total_lse, total_rest)
+    _same("the parts joined", total_out, out)
+    _same("their logsumexp", total_lse, lse)
+    shares, gradients = zip(*of_parts(q, k, v, bias, whole_), strict=True)
+    for found, part in zip(shares, parts, strict=True):
+        for x, y in zip(found, share_of(part, whole_), strict=True):
             _same("a share", x, y)
-        total, weights = total + found.out, weights + found.weight
-        d = pull_back(type(found)(d_out, d_weight))
-        d_query += d[0]
-        d_keys.append(d[1])
-        d_values.append(d[2])
-        d_bias.append(d[3])
+    total, weights = (sum(x) for x in zip(*shares, strict=True))
+    d_query = sum(d[0] for d in gradients)
+    d_keys, d_values, d_bias = ([d[i] for d in gradients] for i in (1, 2, 3))
     _same("the output", total, out)
     _same("the weight of all", weights, jnp.ones_like(weights))
     _same("query's gradient", d_query, expected[0])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.kernels.parts import Partial, Share, joined, none_seen, partial, share
+from attnops.kernels.parts import Partial, Share, Whole, joined, none_seen, partial, share_gradients
 from attnops_ring.pieces import Stretch, piece_of_bias, piece_of_key, piece_of_mask, sees_any
 
 Arrays = Sequence[jax.Array]
@@ -46,6 +46,7 @@ class Inner:
         is_padded: whether there may be keys beyond the last.
         keys_are_whole: whether keys are all of the sequence's, in its order.
         queries_are_whole: whether queries are, likewise.
+        queries_are_padded: whether there may be queries beyond the last.
     """
 
     metadata: OperationMetadata
@@ -59,6 +60,7 @@ class Inner:
     is_padded: bool
     keys_are_whole: bool = False
     queries_are_whole: bool = False
+    queries_are_padded: bool = False
 
     def _stretch(self, device: Any, number: int, size: int, length: int) -> Stretch:
         """A stretch of a device: for two, one from the front, and its mirror from the back."""
@@ -114,13 +116,13 @@ def block(
         parts = [] if seen is None else [seen[i]]
         for j, (key, value) in enumerate(zip(keys, values, strict=True)):
             kv = inner.of_keys(there, j, key.shape[1])
-            mask = piece_of_mask(extras.mask, q, kv, inner.is_padded)
+            mask = piece_of_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
 
             def compute(qkv: Any, mask: Any, extras: Extras, q: Stretch = q, kv: Stretch = kv) -> Partial:
                 return partial(inner.operation, *qkv, **_options(inner, mask, extras, q, kv))
 
             given = (query, key, value), mask, extras
-            due = sees_any(mask, q.size, kv.size)
+            due = for_any(sees_any(mask, q.size, kv.size))
             if due is True:
                 parts.append(compute(*given))
             else:
@@ -129,12 +131,12 @@ def block(
     return rows
 
 
-def whole(rows: Sequence[Any]) -> Any:
-    """`Partial` or `Share` of all of a device's queries, of those of its stretches."""
+def together(rows: Sequence[Partial]) -> Partial:
+    """`Partial` of all of a device's queries, of those of its stretches."""
     if len(rows) == 1:
         return rows[0]
-    first, second = zip(*rows, strict=True)
-    return type(rows[0])(jnp.concatenate(first, axis=1), jnp.concatenate(second, axis=2))
+    outs, *others = zip(*rows, strict=True)
+    return Partial(jnp.concatenate(outs, axis=1), *(jnp.concatenate(x, axis=2) for x in others))
 
 
 class Gradients(NamedTuple):
@@ -162,7 +164,7 @@ def added(total: Any, more: Any) -> Any:
 
 def block_gradients(
     inner: Inner, queries: Arrays, keys: Arrays, values: Arrays, extras: Extras, here: Any, there: Any,
-    totals: Sequence[jax.Array], cotangents: Sequence[Share], wants_bias: bool,
+    wholes: Sequence[Whole], cotangents: Sequence[Share], wants_bias: bool,
 ) -> Gradients:  # fmt: skip
     """What `block` gives to the gradients of a softmax over all devices' keys, whose logsumexp is known.
 
@@ -174,7 +176,7 @@ def block_gradients(
         extras: likewise.
         here: likewise.
         there: likewise.
-        totals: the logsumexp over all keys, by stretch of queries, each [B, H, t].
+        wholes: the softmax over all keys, by stretch of queries.
         cotangents: by stretch of queries, of what these keys give to the output, and of their weight.
         wants_bias: whether the bias has a gradient.
     """
@@ -184,21 +186,23 @@ def block_gradients(
         q = inner.of_queries(here, i, query.shape[1])
         for j, (key, value) in enumerate(zip(keys, values, strict=True)):
             kv = inner.of_keys(there, j, key.shape[1])
-            mask = piece_of_mask(extras.mask, q, kv, inner.is_padded)
+            mask = piece_of_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
 
             def compute(
-                before: Any, qkv: Any, total: Any, d: Share, mask: Any, extras: Extras,
+                before: Any, qkv: Any, whole: Whole, d: Share, mask: Any, extras: Extras,
                 q: Stretch = q, kv: Stretch = kv,
             ) -> Any:  # fmt: skip
-                def given(query_: Any, key_: Any, value_: Any, bias: Any) -> Share:
-                    options = _options(inner, mask, extras._replace(bias=bias) if wants_bias else extras, q, kv)
-                    return share(inner.operation, query_, key_, value_, total, **options)
+                def options(bias: Any) -> dict[str, Any]:
+                    return _options(inner, mask, extras._replace(bias=bias) if wants_bias else extras, q, kv)
 
-                return added(before, jax.vjp(given, *qkv, extras.bias if wants_bias else None)[1](d))
+                learnt = extras.bias if wants_bias else None
+                query, key, value = qkv
+                more = share_gradients(inner.operation, query, key, value, whole, d, learnt, options)
+                return added(before, more)
 
             before = found.queries[i], found.keys[j], found.values[j], found.bias
-            operands = before, (query, key, value), totals[i], cotangents[i], mask, extras
-            due = sees_any(mask, q.size, kv.size)
+            operands = before, (query, key, value), wholes[i], cotangents[i], mask, extras
+            due = for_any(sees_any(mask, q.size, kv.size))
             after = compute(*operands) if due is True else lax.cond(due, compute, lambda before, *_: before, *operands)
             found.queries[i], found.keys[j], found.values[j] = after[:3]
             found = found._replace(bias=after[3])
@@ -208,6 +212,22 @@ def block_gradients(
 def _wide_zeros(x: jax.Array) -> jax.Array | None:
     """To begin a sum with; None for what has no gradient."""
     return jnp.zeros_like(x, dtype=jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else None
+
+
+def for_any(due: Any) -> Any:
+    """A condition under which to compute, of mapped calls the same for all: else `jax.vmap` would compute both ways."""
+    if due is True:
+        return True
+
+    @jax.custom_batching.custom_vmap
+    def any_of(due: jax.Array) -> jax.Array:
+        return due
+
+    @any_of.def_vmap
+    def _(size: int, in_batched: Any, due: jax.Array) -> tuple[jax.Array, bool]:
+        return for_any(due.any(0)), False
+
+    return any_of(due)
 
 
 def _options(inner: Inner, mask: Any, extras: Extras, q: Stretch, kv: Stretch) -> dict[str, Any]:
@@ -226,5 +246,4 @@ def at_once(
 ) -> Partial:
     """`block`, of and for tokens that are not taken apart."""
     stretches = inner.queries(query), inner.keys(key), inner.keys(value)
-    found: Partial = whole(block(inner, *stretches, extras, here, there))
-    return found
+    return together(block(inner, *stretches, extras, here, there))

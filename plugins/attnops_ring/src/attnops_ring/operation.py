@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 from attnops import AttentionRequest, Limits, OperationOutput, OperationRegistry, Reason, Request, UnsupportedError
 from attnops.binding import Call
-from attnops.kernels.parts import Partial
+from attnops.kernels.parts import Partial, joined
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
 from attnops.operation import OperationImpl, all_options
@@ -172,10 +173,10 @@ def _run(
         metadata=operation.metadata.replace(mesh=None, layout="BTHD", mode=call.request.mode),
         scale=options.pop("softmax_scale", None), cap=options.pop("logits_soft_cap", None), T=T, S=S,
         stride=devices if order == "striped" else 1, devices=devices, stretches=n, is_padded=Sp != S,
-        queries_are_whole=strategy == "reduce",
+        queries_are_whole=strategy == "reduce", queries_are_padded=Tp != T,
     )  # fmt: skip
     serving: type[OperationImpl] = type(inner.operation)
-    if order == "striped" and "dropout_key" in options and "total_lse" not in all_options(serving):
+    if order == "striped" and "dropout_key" in options and "whole" not in all_options(serving):
         # What serves parts knows of tokens that stand apart too, see `attnops.dropout.dropout_step`.
         reason = Reason("dropout_key", "given", f"{serving.__name__} draws for neighbours", "use zigzag")
         raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
@@ -186,10 +187,10 @@ def _run(
     padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
     lengths = None if strategy == "reduce" else axis, axis
     found = run_in_parts(boundary, function, padded, options, lengths, is_interpreted=call.request.interpret)
-    lse = found.logsumexp
-    return OperationOutput(
-        found.attention_outputs[:, :T].astype(query.dtype), None, None if lse is None else lse[:, :, :T]
-    )  # fmt: skip
+    out, lse = found.attention_outputs, found.logsumexp
+    if Tp != T:
+        out, lse = _first(boundary, out, 1, T), None if lse is None else _first(boundary, lse, 2, T)
+    return OperationOutput(out.astype(query.dtype), None, lse)
 
 
 def _check_heads(boundary: Boundary, request: Any, sizes: list[int], strategy: str) -> None:
@@ -250,18 +251,18 @@ def _by_heads(
         whole = dataclasses.replace(inner, devices=1, stretches=1, stride=1)
         found = at_once(whole, q, k, v, some, 0, 0)
         out, lse = in_order(found.out, inner.devices, order), in_order(found.lse.swapaxes(1, 2), inner.devices, order)
-        found = Partial(out, lse.swapaxes(1, 2))
-    lse = tokens_for_heads(found.lse.swapaxes(1, 2)[..., None], across)[..., 0].swapaxes(1, 2)
-    return Partial(tokens_for_heads(found.out, across), lse)
+        rest = in_order(found.rest.swapaxes(1, 2), inner.devices, order)
+        found = Partial(out, lse.swapaxes(1, 2), rest.swapaxes(1, 2))
+    lse, rest = (
+        tokens_for_heads(x.swapaxes(1, 2)[..., None], across)[..., 0].swapaxes(1, 2) for x in (found.lse, found.rest)
+    )
+    return Partial(tokens_for_heads(found.out, across), lse, rest)
 
 
 def _with_sinks(found: Partial, sinks: jax.Array) -> Partial:
     """A sink [H] is one more logit, whose value is 0; a row that saw nothing takes no part."""
-    saw = found.lse > -jnp.inf
-    level = jnp.where(saw, found.lse, 0.0)
-    total = jnp.logaddexp(level, sinks.astype(jnp.float32)[None, :, None])
-    share = jnp.where(saw, jnp.exp(level - total), 0.0)
-    return Partial(found.out * share.swapaxes(1, 2)[..., None], jnp.where(saw, total, -jnp.inf))
+    sink = jnp.where(found.lse > -jnp.inf, sinks.astype(jnp.float32)[None, :, None], -jnp.inf)
+    return joined(found, Partial(jnp.zeros_like(found.out), sink, jnp.zeros_like(sink)))
 
 
 def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int, Sp: int) -> int:
@@ -285,6 +286,15 @@ def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int
     where = [[i, 2 * n - 1 - i] if inner.stretches == 2 else [i] for i in range(n)]
     needed = [any(due[np.ix_(where[i], where[(i - r) % n])].any() for i in range(n)) for r in range(n)]
     return max((r for r in range(n) if needed[r]), default=0) + 1
+
+
+def _first(boundary: Boundary, x: jax.Array, axis: int, length: int) -> jax.Array:
+    """The first tokens of an array, its padding left out."""
+    if any(kind == AxisType.Explicit for kind in boundary.mesh.axis_types):
+        # Such axes can't cut what does not divide.
+        whole = [None if i == axis else entry for i, entry in enumerate(jax.typeof(x).sharding.spec)]
+        x = jax.sharding.reshard(x, PartitionSpec(*whole))
+    return lax.slice_in_dim(x, 0, length, axis=axis)
 
 
 def _padded(x: jax.Array, length: int) -> jax.Array:

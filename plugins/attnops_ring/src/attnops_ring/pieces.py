@@ -42,7 +42,7 @@ class Stretch:
         return jnp.minimum(self.positions, self.length - 1)
 
 
-def piece_of_mask(mask: Mask | None, q: Stretch, kv: Stretch, is_padded: bool) -> Mask | None:
+def piece_of_mask(mask: Mask | None, q: Stretch, kv: Stretch, is_padded: bool, queries_are_padded: bool) -> Mask | None:
     """A bound mask for a stretch of queries and one of keys.
 
     Args:
@@ -50,28 +50,30 @@ def piece_of_mask(mask: Mask | None, q: Stretch, kv: Stretch, is_padded: bool) -
         q: the queries.
         kv: the keys.
         is_padded: whether there may be keys beyond the last, which are hidden.
+        queries_are_padded: whether there may be queries beyond the last, which must see nothing that no other sees.
     """
-    found = None if mask is None else _piece(mask, q, kv)
+    found = None if mask is None else _piece(mask, q, kv, may_shift=not queries_are_padded)
     if not is_padded:
         return found
     inside = KeyPadding((kv.positions < kv.length)[None])
     return inside if found is None else And(found, inside)
 
 
-def _piece(mask: Mask, q: Stretch, kv: Stretch) -> Mask:
+def _piece(mask: Mask, q: Stretch, kv: Stretch, may_shift: bool) -> Mask:
+    """The stretches' part; ``may_shift`` says that an offset may stand for positions, beyond the last query too."""
     if isinstance(mask, (And, Or)):
-        return type(mask)(_piece(mask.left, q, kv), _piece(mask.right, q, kv))
+        return type(mask)(_piece(mask.left, q, kv, may_shift), _piece(mask.right, q, kv, may_shift))
     if isinstance(mask, Not):
-        return Not(_piece(mask.mask, q, kv))
+        return Not(_piece(mask.mask, q, kv, may_shift))
     if isinstance(mask, Shifted):
-        return dataclasses.replace(mask, mask=_piece(mask.mask, q, kv))
+        return dataclasses.replace(mask, mask=_piece(mask.mask, q, kv, may_shift))
     if isinstance(mask, Full):
         return mask
     if isinstance(mask, At):
-        found = _piece(mask.mask, q, kv)
+        found = _piece(mask.mask, q, kv, may_shift=False)
         if not isinstance(found, At):
             return Asked(mask, q.index[None], kv.index[None])
-        given = (_tokens(x, by.index, 1) for x, by in ((mask.q_positions, q), (mask.kv_positions, kv)))
+        given = (_tokens(x, by, 1) for x, by in ((mask.q_positions, q), (mask.kv_positions, kv)))
         at = (own if x is None else x for x, own in zip(given, (found.q_positions, found.kv_positions), strict=True))
         return At(found.mask, *at)
     axes = mask.axes
@@ -79,7 +81,7 @@ def _piece(mask: Mask, q: Stretch, kv: Stretch) -> Mask:
     if axes is None or (getattr(offset, "ndim", 0) == 2 and offset.shape[1] > 1):
         # Of a function nothing is known; and a token has one position, not one a head.
         return Asked(mask, q.index[None], kv.index[None])
-    if isinstance(mask, (Causal, SlidingWindow)) and q.stride == kv.stride == 1:
+    if may_shift and isinstance(mask, (Causal, SlidingWindow)) and q.stride == kv.stride == 1:
         # Of a difference of positions alone: where the stretches begin says all.
         return mask.with_offset(offset + q.first - kv.first)
     if any(set(letters) & {"t", "s"} for letters in axes.values()):
@@ -88,7 +90,7 @@ def _piece(mask: Mask, q: Stretch, kv: Stretch) -> Mask:
             x = getattr(mask, name)
             for letter, by in (("t", q), ("s", kv)):
                 if x is not None and letter in letters:
-                    x = _tokens(x, by.index, letters.index(letter))
+                    x = _tokens(x, by, letters.index(letter))
             changes[name] = x
         return dataclasses.replace(mask, **changes)  # type: ignore[type-var]
     at_zero = mask.with_offset(0) if hasattr(mask, "with_offset") else mask
@@ -158,7 +160,7 @@ def piece_of_bias(bias: Any, q: Stretch, kv: Stretch) -> Any:
         return None
     if isinstance(bias, Bias):
         return PieceOfBias(bias, q.index, kv.index)
-    return _tokens(_tokens(bias, q.index, 2), kv.index, 3)
+    return _tokens(_tokens(bias, q, 2), kv, 3)
 
 
 def piece_of_key(key: ShiftedKey | None, q: Stretch, kv: Stretch) -> ShiftedKey | None:
@@ -177,6 +179,8 @@ def sees_any(mask: Mask | None, t: int, s: int) -> Any:
     return jnp.asarray(mask.tiles(Grid.make([0], t, t, [0], s, s)).some).any()
 
 
-def _tokens(x: Any, index: Any, axis: int) -> Any:
-    """The tokens of an array along an axis; one that has one for all stays."""
-    return x if x is None or x.shape[axis] == 1 else jnp.take(jnp.asarray(x), index, axis=axis)
+def _tokens(x: Any, stretch: Stretch, axis: int) -> Any:
+    """The tokens of an array along an axis; one that has one for all of several stays."""
+    if x is None or (x.shape[axis] == 1 and stretch.length > 1):
+        return x
+    return jnp.take(jnp.asarray(x), stretch.index, axis=axis)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.kernels.parts import Partial
+from attnops.kernels.parts import Partial, logarithm, relative
 from attnops.kernels.varying import equally_varying
 from attnops_ring.block import Extras, Inner, at_once
 
@@ -26,10 +26,8 @@ def reduced(
     """
     query, key, value, extras = equally_varying((query, key, value, extras))
     own = at_once(inner, query, key, value, extras, 0, lax.axis_index(axis))
-    highest = lax.pmax(lax.stop_gradient(own.lse), axis)
-    base = jnp.where(highest == -jnp.inf, 0.0, highest)
-    weight = jnp.exp(own.lse - base)
+    top = lax.pmax(lax.stop_gradient(own.lse), axis)
+    weight = relative(own.lse, own.rest, top)
     out, total = lax.psum((own.out * weight.swapaxes(1, 2)[..., None], weight), axis)
-    seen = total > 0
-    total = jnp.where(seen, total, 1.0)
-    return Partial(out / total.swapaxes(1, 2)[..., None], jnp.where(seen, base + jnp.log(total), -jnp.inf))
+    seen = jnp.where(total > 0, total, 1.0)
+    return Partial(out / seen.swapaxes(1, 2)[..., None], *logarithm(top, total))

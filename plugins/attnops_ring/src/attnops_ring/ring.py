@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
-from attnops.kernels.parts import Partial, Share, none_seen
+from attnops.kernels.parts import Partial, Share, Whole, none_seen
 from attnops.kernels.rules import cotangents, is_differentiated
-from attnops_ring.block import Extras, Inner, added, block, block_gradients, whole
+from attnops_ring.block import Extras, Inner, added, block, block_gradients, together
 
 Axis = str | tuple[str, ...]
 
@@ -60,8 +60,7 @@ def _forward(
 
     seen = [none_seen(x, value) for x in queries]
     k, v, seen = lax.fori_loop(0, hops - 1, hop, (keys, values, seen))
-    found: Partial = whole(block(inner, queries, k, v, extras, here, (here - (hops - 1)) % n, seen))
-    return found
+    return together(block(inner, queries, k, v, extras, here, (here - (hops - 1)) % n, seen))
 
 
 def _forward_rule(
@@ -76,17 +75,18 @@ def _forward_rule(
 
 def _backward_rule(inner: Inner, axis: Axis, hops: int, saved: Any, given: Any) -> tuple[Any, ...]:
     query, key, value, extras, found, flag = saved
-    d_out, d_lse = cotangents(given, query)
+    d_out, d_lse = cotangents(given[:2], query)
     n, here = inner.devices, lax.axis_index(axis)
     queries, of_rows = inner.queries(query), inner.queries(d_out)
     d_weight = d_lse - (d_out * found.out).sum(-1).swapaxes(1, 2)
-    totals, of_weights = (jnp.split(x, len(queries), axis=2) for x in (found.lse, d_weight))
+    lse, rest, of_weights = (jnp.split(x, len(queries), axis=2) for x in (found.lse, found.rest, d_weight))
+    wholes = [Whole(*x) for x in zip(lse, rest, strict=True)]
     d = [Share(*x) for x in zip(of_rows, of_weights, strict=True)]
 
     def gradients(k: jax.Array, v: jax.Array, r: Any) -> tuple[Any, jax.Array, jax.Array]:
         """Of queries and bias; of keys, which are a device's all together; and of values."""
         more = block_gradients(
-            inner, queries, inner.keys(k), inner.keys(v), extras, here, (here - r) % n, totals, d, bool(flag)
+            inner, queries, inner.keys(k), inner.keys(v), extras, here, (here - r) % n, wholes, d, bool(flag)
         )  # fmt: skip
         return (more.queries, more.bias), jnp.concatenate(more.keys, axis=1), jnp.concatenate(more.values, axis=1)
 

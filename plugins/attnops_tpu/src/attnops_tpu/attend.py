@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
-from attnops.kernels.parts import Partial, Share, refuse_gradient_of_total, share_of
+from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, share_of, value_of_whole
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_tpu.backward import Inputs, backward
@@ -22,6 +22,9 @@ from attnops_tpu.tile import held
 from attnops_tpu.visits import Visits
 
 _ONCE: Final = "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one"
+
+
+LN2: Final = 0.6931471805599453
 
 
 class Maps(NamedTuple):
@@ -41,9 +44,18 @@ class Maps(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
     plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps
-) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, H, Dv] and logsumexp [B, H, T] of query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]."""
-    return _forward(plan, query, key, value, arrays, maps)[:2]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output [B, T, H, Dv], logsumexp [B, H, T], and what that lost in rounding, which has no gradient.
+
+    Args:
+        plan: of the call.
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        arrays: what scores depend on beside these.
+        maps: the tiles to visit.
+    """
+    return _forward(plan, query, key, value, arrays, maps)
 
 
 def _forward(
@@ -53,7 +65,7 @@ def _forward(
     q, k, v = _heads_first(_scaled(plan, query), plan.Tp), _heads_first(key, plan.Sp), _heads_first(value, plan.Sp)
     out, *rows = forward(plan, q, k, v, arrays, maps.forward)
     lse, loss = (x[:, :, 0, : plan.T] for x in rows)
-    return out[:, :, : plan.T].swapaxes(1, 2), lse, loss
+    return out[:, :, : plan.T].swapaxes(1, 2), lse, loss * LN2
 
 
 def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> tuple[Any, Any]:
@@ -63,17 +75,17 @@ def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, map
     out, lse, loss = run(query, key, value, arrays, maps)
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
     out, lse, loss = tag(out, OUTPUT_NAME), tag(lse, LOGSUMEXP_NAME), tag(loss, LOGSUMEXP_NAME)
-    return (out, lse), (query, key, value, arrays, maps, out, lse, loss, flag)
+    return (out, lse, loss), (query, key, value, arrays, maps, out, lse, loss, flag)
 
 
 def _backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
     *call, out, lse, loss, flag = saved
-    d_out, d_lse = cotangents(given, call[0])
+    d_out, d_lse = cotangents(given[:2], call[0])
 
     def gradients(call: Any, out: Any, lse: Any, loss: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
         # The weights that kernels compute from the rounded logsumexp are too large by 1 / share, [B, H, T]. They are
         # linear in what they are multiplied by, which is where that is made good.
-        share = jnp.exp2(-loss)
+        share = jnp.exp(-loss)
         d_out = d_out.astype(jnp.float32) * share.swapaxes(1, 2)[..., None]
         delta = (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse * share
         return _gradients(plan, bool(flag), call, lse, delta, d_out)
@@ -86,28 +98,35 @@ attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_share(
-    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps, total: jax.Array
+    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps, whole: Whole
 ) -> Share:
-    """What these keys give to a softmax whose logsumexp is ``total`` [B, H, T], see `attnops.kernels.parts`."""
-    return share_of(Partial(*_forward(plan, query, key, value, arrays, maps)[:2]), total)
+    """What these keys give to a softmax over more, see `attnops.kernels.parts`."""
+    return share_of(Partial(*_forward(plan, query, key, value, arrays, maps)), whole)
 
 
 def _share_forward_rule(
-    plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any, total: Any
+    plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any, whole: Any
 ) -> tuple[Any, Any]:
     flag = (None,) * is_differentiated((arrays.bias, arrays.table, arrays.array))
-    total = refuse_gradient_of_total(total)
+    whole = value_of_whole(whole)
     query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
     # Nothing of the output is saved, so that the compiler leaves the kernel out where gradients alone are wanted.
     run = not_differentiable(functools.partial(attend_share, plan), _ONCE)
-    return run(query, key, value, arrays, maps, total), (query, key, value, arrays, maps, total, flag)
+    return run(query, key, value, arrays, maps, whole), (query, key, value, arrays, maps, whole, flag)
 
 
 def _share_backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
-    *call, total, flag = saved
+    *call, whole, flag = saved
     d_out, d_weight = cotangents(given, call[0])
-    run = not_differentiable(functools.partial(_gradients, plan, bool(flag)), _ONCE)
-    return *run(tuple(call), total, -d_weight, d_out), None, None
+
+    def gradients(call: Any, whole: Whole, d_out: Any, d_weight: Any) -> tuple[Any, ...]:
+        factor = jnp.exp(-whole.rest)
+        d_out = d_out.astype(jnp.float32) * factor.swapaxes(1, 2)[..., None]
+        return _gradients(plan, bool(flag), call, whole.lse, -d_weight * factor, d_out)
+
+    *found, d_arrays = not_differentiable(gradients, _ONCE)(tuple(call), whole, d_out, d_weight)
+    d_qkv, d_whole = cotangents_of_share(tuple(found), tuple(call[:3]), whole)  # type: ignore[arg-type]
+    return *d_qkv, d_arrays, None, d_whole
 
 
 attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)
@@ -148,7 +167,9 @@ def _gradients(
         # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
         weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[:, :, None] - lse))
         d_arrays = d_arrays._replace(sinks=-(weight * delta).sum((0, 2))[None])
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), d_arrays
+    if not plan.is_part:
+        dq, dk, dv = dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+    return dq, dk, dv, d_arrays
 
 
 def _scaled(plan: Plan, query: jax.Array) -> jax.Array:

@@ -93,9 +93,9 @@ def backward(
         spans: the visits of each span of queries, by tiles of keys; spans are of ``plan.span`` tiles of queries.
     """
     if len(spans) == 1:
-        dtype = plan.dtype if plan.split == 1 else jnp.float32
+        dtype = plan.out_dtype if plan.split == 1 else jnp.float32
         dq, *keys = _span(plan, inputs, arrays, spans[0], jnp.zeros(2, jnp.int32), dtype)
-        dk, dv = (_together(plan, x).astype(plan.dtype) for x in keys)
+        dk, dv = (_together(plan, x).astype(plan.out_dtype) for x in keys)
         return dq, dk, dv
     longest = max(v.longest for v in spans)
     entries = jnp.stack([v.padded(longest) for v in spans])
@@ -116,7 +116,7 @@ def backward(
     )
     (dk, dv), dq = lax.scan(sweep, (dk, dv), (entries, steps, first))
     dq = jnp.moveaxis(dq, 0, 3).reshape(plan.B, plan.H, plan.D, -1)[..., : plan.Tp]
-    return dq, dk.astype(plan.dtype), dv.astype(plan.dtype)
+    return dq, dk.astype(plan.out_dtype), dv.astype(plan.out_dtype)
 
 
 def _together(plan: Plan, x: jax.Array) -> jax.Array:

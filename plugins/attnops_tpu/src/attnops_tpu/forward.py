@@ -61,7 +61,7 @@ class _State(NamedTuple):
 def forward(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, spans: tuple[Visits, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output [B, H, Tp, Dv] in the plan's dtype for it and logsumexp [B, H, 1, Tp] float32.
+    """Output [B, H, Tp, Dv] in the query's dtype, or float32 of a part, and logsumexp [B, H, 1, Tp] float32.
 
     Third, of the logsumexp's shape, is what the logsumexp lost in rounding, as an exponent of two: at a score of 1e5 it
     is of the size of the weights' logarithms.

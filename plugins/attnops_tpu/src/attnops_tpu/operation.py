@@ -13,7 +13,7 @@ from jax import lax
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
 from attnops.dropout import dropout_step
-from attnops.kernels.parts import check_total, dtype_of_output
+from attnops.kernels.parts import Whole, check_parts, two_parts
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
@@ -72,8 +72,8 @@ class TPUFlashAttention(FlashAttention):
         sinks: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         return_lse: bool = False,
-        output_dtype: jax.typing.DTypeLike | None = None,
-        total_lse: jax.Array | None = None,
+        as_part: bool = False,
+        whole: Whole | None = None,
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`, and `attnops.kernels.parts` for the last two options."""
         # Pallas is imported where it is used: the plugin is listed on machines that lack what it needs.
@@ -84,25 +84,23 @@ class TPUFlashAttention(FlashAttention):
         from attnops_tpu.prepare import arrays, by_score, count_maps, maps, visited
         from attnops_tpu.tile_sizes import Problem, choose
 
-        asked, scale = (
-            dtype_of_output(query, output_dtype),
-            query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
-        )
+        asked, scale = query.dtype, query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         features = value.shape[3]
         dtype = jnp.bfloat16 if query.dtype == key.dtype == value.dtype == jnp.bfloat16 else jnp.float32
         query, key, value = (_whole_registers(x.astype(dtype)) for x in (query, key, value))
         (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
-        check_total(total_lse, (B, H, T), sinks=sinks)
-        # Rounded here where the rest is rounded: a kernel in float32 whose output is not float32.
-        out_dtype = asked if asked == jnp.float32 else dtype
+        check_parts(as_part, whole, (B, H, T), sinks=sinks)
+        if whole is not None:
+            whole = Whole(*whole[:2], *(None if x is None else _whole_registers(x) for x in whole[2:]))
+        is_part = as_part or whole is not None
         dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
         scoring, bias = describe(
             (T, S), mask, bias, logits_soft_cap, dropout_prob, sinks is not None, dropout_step(dropout_key)
         )  # fmt: skip
         array = bias if scoring.array and not isinstance(bias, Bias) else None
         problem = Problem(
-            T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize, out_itemsize=jnp.dtype(out_dtype).itemsize,
-            changes_scores=scoring.changes_scores,
+            T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize,
+            out_itemsize=4 if is_part else query.dtype.itemsize, changes_scores=scoring.changes_scores,
             maps=count_maps(mask, (B, H, T, S)),
             # Two buffers of each; the gradient of a bias takes a sum and two buffers in float32.
             bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
@@ -112,7 +110,7 @@ class TPUFlashAttention(FlashAttention):
         one_pass = dtype == jnp.bfloat16 or self.metadata.precision == lax.Precision.DEFAULT
         precision = lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST
         plan = Plan(
-            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), out_dtype=jnp.dtype(out_dtype),
+            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), is_part=is_part,
             scoring=scoring, precision=precision, scale=scale, interpret=self.metadata.interpret,
             strided_rotation=generation().strided_rotation,
             **tiles._asdict(),
@@ -120,10 +118,15 @@ class TPUFlashAttention(FlashAttention):
         tiles_to_visit = maps(plan, mask)
         if array is not None:
             tiles_to_visit = tiles_to_visit._replace(by_score=by_score(plan, mask, array.shape))
-        arguments = (query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit, total_lse)
+        arguments = (query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit, whole)
         given = equally_varying(arguments)
-        out, rows = attend(plan, *given[:-1]) if total_lse is None else attend_share(plan, *given)
-        return OperationOutput(out[..., :features].astype(asked), None, rows if return_lse else None)
+        if whole is not None:
+            out, rows = attend_share(plan, *given)
+        else:
+            out, rows, rest = attend(plan, *given[:-1])
+            rows = two_parts(rows, rest) if as_part else rows
+        out = out[..., :features]
+        return OperationOutput(out if is_part else out.astype(asked), None, rows if return_lse else None)
 
 
 def _whole_registers(x: jax.Array) -> jax.Array:

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 from attnops.kernels.scoring import Scoring
 from attnops_tpu.tile_sizes import Parts
 
@@ -25,7 +27,7 @@ class Plan:
         forward: how the forward pass computes a tile.
         backward: how the backward pass does.
         dtype: of query, key and value.
-        out_dtype: of the output.
+        is_part: whether the keys are some of a softmax's: results are float32 then, see `attnops.kernels.parts`.
         scale: the softmax scale.
         precision: of products.
         scoring: see `Scoring`.
@@ -49,7 +51,7 @@ class Plan:
     forward: Parts
     backward: Parts
     dtype: Any
-    out_dtype: Any
+    is_part: bool
     scale: float
     precision: Any
     scoring: Scoring
@@ -58,6 +60,11 @@ class Plan:
     strided_rotation: bool
     interpret: bool
     vmem: int
+
+    @property
+    def out_dtype(self) -> Any:
+        """Of the output, and of the gradients of keys and values."""
+        return np.dtype(np.float32) if self.is_part else self.dtype
 
     @property
     def G(self) -> int:

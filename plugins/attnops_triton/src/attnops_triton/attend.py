@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
-from attnops.kernels.parts import Partial, Share, refuse_gradient_of_total, share_of
+from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, share_of, value_of_whole
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_triton.backward import Inputs, by_key, by_query
@@ -44,10 +44,19 @@ class Maps(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
     plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps
-) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, H, Dv] and logsumexp [B, H, T] of query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output [B, T, H, Dv], logsumexp [B, H, T], and what that lost in rounding, which has no gradient.
+
+    Args:
+        plan: of the call.
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        arrays: what scores depend on beside these.
+        maps: the tiles to visit.
+    """
     out, level, rest = forward(plan, query, key, value, arrays, maps.forward)
-    return out, _logsumexp(plan, level, rest)
+    return out, *_logsumexp(plan, level, rest)
 
 
 def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> tuple[Any, Any]:
@@ -57,12 +66,12 @@ def _forward_rule(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, map
     out, level, rest = run(query, key, value, arrays, maps.forward)
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
     out, level, rest = tag(out, OUTPUT_NAME), tag(level, LOGSUMEXP_NAME), tag(rest, LOGSUMEXP_NAME)
-    return (out, _logsumexp(plan, level, rest)), (query, key, value, arrays, maps, out, level, rest, flag)
+    return (out, *_logsumexp(plan, level, rest)), (query, key, value, arrays, maps, out, level, rest, flag)
 
 
 def _backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
     *call, out, level, rest, flag = saved
-    d_out, d_lse = cotangents(given, call[0])
+    d_out, d_lse = cotangents(given[:2], call[0])
 
     def gradients(call: Any, out: Any, level: Any, rest: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
         delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse  # [B, H, T]
@@ -76,30 +85,36 @@ attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_share(
-    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps, total: jax.Array
+    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps, whole: Whole
 ) -> Share:
-    """What these keys give to a softmax whose logsumexp is ``total`` [B, H, T], see `attnops.kernels.parts`."""
+    """What these keys give to a softmax over more, see `attnops.kernels.parts`."""
     out, level, rest = forward(plan, query, key, value, arrays, maps.forward)
-    return share_of(Partial(out, _logsumexp(plan, level, rest)), total)
+    return share_of(Partial(out, *_logsumexp(plan, level, rest)), whole)
 
 
 def _share_forward_rule(
-    plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any, total: Any
+    plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any, whole: Any
 ) -> tuple[Any, Any]:
     flag = (None,) * is_differentiated((arrays.bias, arrays.table, arrays.array))
-    total = refuse_gradient_of_total(total)
+    whole = value_of_whole(whole)
     query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
     # Nothing of the output is saved, so that the compiler leaves the kernel out where gradients alone are wanted.
     run = not_differentiable(functools.partial(attend_share, plan), _SECOND)
-    return run(query, key, value, arrays, maps, total), (query, key, value, arrays, maps, total, flag)
+    return run(query, key, value, arrays, maps, whole), (query, key, value, arrays, maps, whole, flag)
 
 
 def _share_backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
-    *call, total, flag = saved
+    *call, whole, flag = saved
     d_out, d_weight = cotangents(given, call[0])
-    run = not_differentiable(functools.partial(_gradients, plan, bool(flag)), _SECOND)
-    level = total * (1 / plan.unit)
-    return *run(tuple(call), level, jnp.zeros_like(level), -d_weight, d_out), None, None
+
+    def gradients(call: Any, whole: Whole, d_out: Any, d_weight: Any) -> tuple[Any, ...]:
+        level = whole.lse * (1 / plan.unit)
+        rest = jnp.where(level == -jnp.inf, 0.0, ((whole.lse - level * plan.unit) + whole.rest) * (1 / LN2))
+        return _gradients(plan, bool(flag), call, level, rest, -d_weight, d_out)
+
+    *found, d_arrays = not_differentiable(gradients, _SECOND)(tuple(call), whole, d_out, d_weight)
+    d_qkv, d_whole = cotangents_of_share(tuple(found), tuple(call[:3]), whole)  # type: ignore[arg-type]
+    return *d_qkv, d_arrays, None, d_whole
 
 
 attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)
@@ -127,11 +142,11 @@ def _gradients(
     top = jnp.abs(d_out.astype(jnp.float32)).max()
     scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.where((top > 0) & jnp.isfinite(top), top, 1.0))))
     found = _kernels(plan, wants_bias, call, level, rest, delta * scale, d_out.astype(jnp.float32) * scale)
-    (*d_qkv, d_arrays), given = found, (*call[:3], call[3])
-    return tuple(
-        jax.tree.map(lambda d, x: None if d is None else (d / scale).astype(x.dtype), d, x, is_leaf=lambda d: d is None)
-        for d, x in zip((*d_qkv, d_arrays), given, strict=True)
-    )
+
+    def back(d: Any, x: Any) -> Any:
+        return None if d is None else (d / scale).astype(d.dtype if plan.is_part else x.dtype)
+
+    return tuple(jax.tree.map(back, d, x, is_leaf=lambda d: d is None) for d, x in zip(found, call[:4], strict=True))
 
 
 def _kernels(
@@ -161,14 +176,17 @@ def _kernels(
             d_arrays = d_arrays._replace(array=d_array.astype(arrays.array.dtype))
     if arrays.sinks is not None:
         # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
-        lse = _logsumexp(plan, level, rest)
+        lse, _ = _logsumexp(plan, level, rest)
         share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[:, :, None] - lse))
         d_arrays = d_arrays._replace(sinks=-(share * delta).sum((0, 2))[None])
     return dq, dk, dv, d_arrays
 
 
-def _logsumexp(plan: Plan, level: jax.Array, rest: jax.Array) -> jax.Array:
-    return level * plan.unit + rest * LN2
+def _logsumexp(plan: Plan, level: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The logsumexp, and what it lost in rounding."""
+    top, log = level * plan.unit, rest * LN2
+    lse = top + log
+    return lse, jnp.where(lse == -jnp.inf, 0.0, (top - lse) + log)
 
 
 def _summed(gradient: jax.Array, x: jax.Array) -> jax.Array:

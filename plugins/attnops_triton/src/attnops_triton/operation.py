@@ -13,6 +13,7 @@ from jax import lax
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
 from attnops.dropout import dropout_step
+from attnops.kernels.parts import Whole, check_parts, two_parts
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_triton.translate import PRIMITIVES
@@ -89,12 +90,11 @@ class TritonFlashAttention(FlashAttention):
         sinks: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         return_lse: bool = False,
-        output_dtype: jax.typing.DTypeLike | None = None,
-        total_lse: jax.Array | None = None,
+        as_part: bool = False,
+        whole: Whole | None = None,
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`, and `attnops.kernels.parts` for the last two options."""
         # Triton is imported where it is used: the plugin is listed on machines that lack it.
-        from attnops.kernels.parts import check_total, dtype_of_output
         from attnops.kernels.scoring import describe
         from attnops.kernels.varying import equally_varying
         from attnops_triton.attend import attend, attend_share
@@ -106,10 +106,9 @@ class TritonFlashAttention(FlashAttention):
         from attnops_triton.tile_sizes import choose
 
         (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
-        asked = dtype_of_output(query, output_dtype)
-        check_total(total_lse, (B, H, T), sinks=sinks)
+        check_parts(as_part, whole, (B, H, T), sinks=sinks)
+        is_part, asked = as_part or whole is not None, query.dtype
         dtype = query.dtype if query.dtype == key.dtype == value.dtype else jnp.dtype(jnp.float32)
-        out_dtype = asked if asked == jnp.float32 else dtype
         query, key, value = (x.astype(dtype) for x in (query, key, value))
         dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
         if self.metadata.interpret:
@@ -127,15 +126,19 @@ class TritonFlashAttention(FlashAttention):
         tiles = choose(arch, dtype.name, max(D, Dv), self.metadata.block_q, self.metadata.block_k, by_score)
         plan = Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
-            by_score=tiles[3], dtype=dtype.name, out_dtype=jnp.dtype(out_dtype).name,
+            by_score=tiles[3], dtype=dtype.name, is_part=is_part,
             scale=D**-0.5 if softmax_scale is None else softmax_scale,
             tf32=self.metadata.precision == lax.Precision.DEFAULT, scoring=scoring, packed=packed, arch=arch,
             interpret=self.metadata.interpret,
         )  # fmt: skip
         given = arrays(plan, written, bias, sinks, dropout_key)
-        arguments = equally_varying((query, key, value, given, maps(plan, mask), total_lse))
-        out, rows = attend(plan, *arguments[:-1]) if total_lse is None else attend_share(plan, *arguments)
-        return OperationOutput(out.astype(asked), None, rows if return_lse else None)
+        arguments = equally_varying((query, key, value, given, maps(plan, mask), whole))
+        if whole is not None:
+            out, rows = attend_share(plan, *arguments)
+        else:
+            out, rows, rest = attend(plan, *arguments[:-1])
+            rows = two_parts(rows, rest) if as_part else rows
+        return OperationOutput(out if is_part else out.astype(asked), None, rows if return_lse else None)
 
 
 def _too_little(request: Request) -> Iterable[Reason]:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
-from attnops.kernels.parts import Partial, Share, refuse_gradient_of_total, share_of
+from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, share_of, value_of_whole
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.operations.flash.backward import Gradients, backward
 from attnops.operations.flash.forward import forward
@@ -27,9 +27,9 @@ BothVisits = tuple[Visits, Visits]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: BothVisits
-) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, H, Dv] and logsumexp [B, H, T]."""
-    return forward(plan, options, query, key, value, arrays, visits[0])[:2]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output [B, T, H, Dv], logsumexp [B, H, T], and what that lost in rounding, which has no gradient."""
+    return forward(plan, options, query, key, value, arrays, visits[0])
 
 
 def _forward_rule(
@@ -42,13 +42,13 @@ def _forward_rule(
     out, logsumexp, loss = forward(plan, options, query, key, value, arrays, visits[0])
     # Tagged here, where they are saved: outside, a checkpoint policy would name a copy.
     out, logsumexp, loss = tag(out, OUTPUT_NAME), tag(logsumexp, LOGSUMEXP_NAME), tag(loss, LOGSUMEXP_NAME)
-    return (out, logsumexp), (query, key, value, arrays, visits[1], out, logsumexp, loss, flag)
+    return (out, logsumexp, loss), (query, key, value, arrays, visits[1], out, logsumexp, loss, flag)
 
 
 def _backward_rule(plan: Plan, options: Options, saved: Any, given: Any) -> tuple[Any, ...]:
     *arguments, flag = saved
     run = _once(functools.partial(_gradients, plan, options, bool(flag)))
-    found, d_sinks = run(*arguments, *cotangents(given, arguments[0]))
+    found, d_sinks = run(*arguments, *cotangents(given[:2], arguments[0]))
     return _of_call(found, flag, d_sinks)
 
 
@@ -104,29 +104,31 @@ _attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend_share(
     plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays,
-    visits: BothVisits, total: jax.Array,
+    visits: BothVisits, whole: Whole,
 ) -> Share:  # fmt: skip
-    """What these keys give to a softmax whose logsumexp is ``total`` [B, H, T], see `attnops.kernels.parts`."""
-    return share_of(Partial(*forward(plan, options, query, key, value, arrays, visits[0])[:2]), total)
+    """What these keys give to a softmax over more, see `attnops.kernels.parts`."""
+    return share_of(Partial(*forward(plan, options, query, key, value, arrays, visits[0])), whole)
 
 
 def _share_forward_rule(
-    plan: Plan, options: Options, query: Any, key: Any, value: Any, arrays: Any, visits: Any, total: Any
+    plan: Plan, options: Options, query: Any, key: Any, value: Any, arrays: Any, visits: Any, whole: Any
 ) -> tuple[Any, Any]:
     flag = (None,) * is_differentiated(arrays.bias)
-    total = refuse_gradient_of_total(total)
+    whole = value_of_whole(whole)
     query, key, value, arrays, visits = custom_vjp_primal_tree_values((query, key, value, arrays, visits))
     # Nothing of the output is saved, so that the compiler leaves it out where gradients alone are wanted.
-    out = _attend_share(plan, options, query, key, value, arrays, visits, total)
-    return out, (query, key, value, arrays, visits[1], total, flag)
+    out = _attend_share(plan, options, query, key, value, arrays, visits, whole)
+    return out, (query, key, value, arrays, visits[1], whole, flag)
 
 
 def _share_backward_rule(plan: Plan, options: Options, saved: Any, given: Any) -> tuple[Any, ...]:
-    *arguments, total, flag = saved
+    *arguments, whole, flag = saved
     d_out, d_weight = cotangents(given, arguments[0])
     run = _once(functools.partial(backward, plan, options, bool(flag)))
-    found = run(*arguments, total, -d_weight, jnp.ones_like(total), d_out)
-    return *_of_call(found, flag, None), None
+    factor = jnp.exp(-whole.rest)
+    found = run(*arguments, whole.lse, -d_weight * factor, factor, d_out)
+    d_qkv, d_whole = cotangents_of_share((found.query, found.key, found.value), tuple(arguments[:3]), whole)
+    return *d_qkv, *_of_call(found, flag, None)[3:], d_whole
 
 
 _attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)

@@ -32,7 +32,7 @@ from attnops.operations.flash.visits import Visits, for_row
 
 
 class Gradients(NamedTuple):
-    """Gradients, each in its array's dtype; of the bias, by leaf, none where none is wanted."""
+    """Gradients, in their arrays' dtypes, or float32 of a part; of the bias, by leaf, none where none is wanted."""
 
     query: jax.Array
     key: jax.Array
@@ -75,6 +75,9 @@ def backward(
     # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
     lse = pack_rows(plan, jnp.where(logsumexp == -jnp.inf, jnp.inf, logsumexp), fill=jnp.inf)
     delta, factor = (pack_rows(plan, x, fill=0.0) for x in (delta, factor))
+
+    # Of part of a softmax they are added to others', and so not rounded.
+    dtypes = [jnp.dtype(jnp.float32) if plan.is_part else x.dtype for x in (query, key, value)]
 
     def row(i: Any, state: Gradients) -> Gradients:
         group, kv_tile = i // plan.nk, i % plan.nk
@@ -125,22 +128,22 @@ def backward(
         )
         done = for_row(visits, plan.map_of(group), kv_tile, step, start)
         return done._replace(
-            key=put(plan, state.key, group, kv_tile, plan.bk, done.key * plan.rest, key.dtype),
-            value=put(plan, state.value, group, kv_tile, plan.bk, done.value, value.dtype),
+            key=put(plan, state.key, group, kv_tile, plan.bk, done.key * plan.rest, dtypes[1]),
+            value=put(plan, state.value, group, kv_tile, plan.bk, done.value, dtypes[2]),
         )
 
     start = Gradients(
         # Added to many times, so in float32 and as products come; keys' and values' are complete when they are put.
         zeros(query, (plan.groups, plan.nq, plan.lanes, plan.D, plan.R)),
-        empty(k, plan.K, plan.D, key.dtype),
-        empty(v, plan.K, plan.Dv, value.dtype),
+        empty(k, plan.K, plan.D, dtypes[1]),
+        empty(v, plan.K, plan.Dv, dtypes[2]),
         jax.tree.map(lambda leaf: zeros(query, leaf.shape), learnt(arrays.bias)) if wants_bias else (),
     )
     done = lax.fori_loop(0, plan.groups * plan.nk, row, start)
     return Gradients(
-        (unpack_turned(plan, done.query) * plan.scale).astype(query.dtype),
-        unpack(done.key, plan.S, key.dtype),
-        unpack(done.value, plan.S, value.dtype),
+        (unpack_turned(plan, done.query) * plan.scale).astype(dtypes[0]),
+        unpack(done.key, plan.S, dtypes[1]),
+        unpack(done.value, plan.S, dtypes[2]),
         jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), done.bias, learnt(arrays.bias)) if wants_bias else (),
     )
 

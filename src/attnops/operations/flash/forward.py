@@ -33,11 +33,12 @@ class _Softmax(NamedTuple):
 def forward(
     plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: Visits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output [B, T, H, Dv] in the plan's dtype for it; logsumexp and what it lost to rounding, [B, H, T] float32.
+    """Output [B, T, H, Dv]; logsumexp and what it lost to rounding, [B, H, T] float32.
 
-    O(T) temporaries. The loss counts where scores are large: beside −1e38, as model code hides keys by a bias, the
-    logarithm of a sum is nothing, yet the backward pass needs it.
+    The output is in the query's dtype, of a part in float32. O(T) temporaries. The loss counts where scores are large:
+    beside −1e38, as model code hides keys by a bias, the logarithm of a sum is nothing, yet the backward pass needs it.
     """
+    out_dtype = jnp.dtype(jnp.float32) if plan.is_part else query.dtype
     q = pack(query, plan.nq * plan.bq)
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)
@@ -77,15 +78,15 @@ def forward(
         out, *rows = _finish(accumulated, unit * top, total, None if sinks is None else sinks[group])
         outs, logsumexps, losses = state
         return (
-            put(plan, outs, group, q_tile, plan.bq, out, plan.out_dtype),
+            put(plan, outs, group, q_tile, plan.bq, out, out_dtype),
             put_rows(plan, logsumexps, group, q_tile, rows[0]),
             put_rows(plan, losses, group, q_tile, rows[1]),
         )
 
     rows = zeros(query, (plan.B * plan.K, plan.nq, plan.R))
-    state = empty(q, plan.H, plan.Dv, plan.out_dtype), rows, rows
+    state = empty(q, plan.H, plan.Dv, out_dtype), rows, rows
     out, logsumexp, loss = lax.fori_loop(0, plan.groups * plan.nq, row, state)
-    return unpack(out, plan.T, plan.out_dtype), unpack_rows(plan, logsumexp), unpack_rows(plan, loss)
+    return unpack(out, plan.T, out_dtype), unpack_rows(plan, logsumexp), unpack_rows(plan, loss)
 
 
 def _finite(top: jax.Array) -> jax.Array:

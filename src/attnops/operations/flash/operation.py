@@ -12,7 +12,7 @@ from jax import lax
 
 from attnops.biases import Bias
 from attnops.dropout import dropout_seed, dropout_step
-from attnops.kernels.parts import check_total, dtype_of_output
+from attnops.kernels.parts import Whole, check_parts, two_parts
 from attnops.kernels.varying import equally_varying
 from attnops.masks.base import Mask
 from attnops.masks.tiles import Coverage, block_map
@@ -71,16 +71,15 @@ class FlashAttention(OperationImpl):
         dropout_key: jax.Array | None = None,
         return_lse: bool = False,
         return_weights: bool = False,
-        output_dtype: jax.typing.DTypeLike | None = None,
-        total_lse: jax.Array | None = None,
+        as_part: bool = False,
+        whole: Whole | None = None,
     ) -> OperationOutput:
         """See `OperationImpl.__call__`, and `attnops.kernels.parts` for the last two options."""
-        out_dtype = dtype_of_output(query, output_dtype)
         shape = query.shape[0], query.shape[2], query.shape[1]
-        check_total(total_lse, shape, sinks=sinks, return_weights=return_weights)
+        check_parts(as_part, whole, shape, sinks=sinks, weights=return_weights)
         if return_weights:
             return VanillaAttention(self.metadata).forward_native(
-                query.astype(out_dtype), key, value, mask=mask, bias=bias, softmax_scale=softmax_scale,
+                query, key, value, mask=mask, bias=bias, softmax_scale=softmax_scale,
                 logits_soft_cap=logits_soft_cap, sinks=sinks, dropout_key=dropout_key, return_lse=return_lse,
                 return_weights=True,
             )  # fmt: skip
@@ -96,7 +95,7 @@ class FlashAttention(OperationImpl):
         )  # fmt: skip
         plan = Plan(
             B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, bq=block_q, bk=block_k, lanes=lanes, maps=coverage.shape[:2],
-            dtype=dtype, out_dtype=out_dtype,
+            dtype=dtype, is_part=as_part or whole is not None,
             scale=D**-0.5 if softmax_scale is None else softmax_scale,
             precision=lax.Precision.HIGHEST if self.metadata.precision is None else self.metadata.precision,
         )  # fmt: skip
@@ -116,9 +115,13 @@ class FlashAttention(OperationImpl):
         )
         flat = coverage.reshape(-1, *coverage.shape[2:])
         both = visits(flat), visits(flat.swapaxes(1, 2))
-        given = equally_varying((query, key, value, arrays, both, total_lse))
-        out, rows = attend(plan, options, *given[:-1]) if total_lse is None else attend_share(plan, options, *given)
-        return OperationOutput(out.astype(out_dtype), None, rows if return_lse else None)
+        given = equally_varying((query, key, value, arrays, both, whole))
+        if whole is not None:
+            out, rows = attend_share(plan, options, *given)
+        else:
+            out, rows, rest = attend(plan, options, *given[:-1])
+            rows = two_parts(rows, rest) if as_part else rows
+        return OperationOutput(out, None, rows if return_lse else None)
 
 
 def _coverage(mask: Mask | None, shape: tuple[int, int, int, int], K: int, block_q: int, block_k: int) -> Any:

@@ -50,7 +50,7 @@ class Plan:
         lanes: problems a group; a divisor of K, or K times a divisor of B.
         maps: batch and kv heads that the block map tells apart, each 1 or all.
         dtype: of the operands of products: bfloat16 for bfloat16 inputs, else float32.
-        out_dtype: of the output.
+        is_part: whether the keys are some of a softmax's: results are float32 then, see `attnops.kernels.parts`.
         scale: the softmax scale.
         precision: of products.
     """
@@ -67,7 +67,7 @@ class Plan:
     lanes: int
     maps: tuple[int, int]
     dtype: Any
-    out_dtype: Any
+    is_part: bool
     scale: float
     precision: Any
 

@@ -106,3 +106,10 @@ def test_the_whole_has_no_gradient_here() -> None:
     flash: Any = OperationRegistry.create("attnops:flash")
     with pytest.raises(NotDifferentiableError, match=r"the logsumexp of the whole has no gradient"):
         jax.grad(lambda lse: share(flash, x, x, x, Whole(lse, ROWS)).out.sum())(ROWS)
+
+
+def test_gradients_of_a_part_have_the_dtype_of_what_they_are_of() -> None:
+    x = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
+    flash: Any = OperationRegistry.create("attnops:flash")
+    found = jax.grad(lambda *qkv: partial(flash, *qkv).out.sum(), argnums=(0, 1, 2))(x, x, x)
+    assert {d.dtype.name for d in found} == {"bfloat16"}

@@ -238,8 +238,13 @@ def cotangents_of_share(gradients: tuple[Any, Any, Any], given: tuple[Any, Any, 
         whole: as given.
     """
     if whole.query is None:
-        return tuple(d.astype(x.dtype) for d, x in zip(gradients, given, strict=True)), None
+        return rounded(gradients, given), None
     return (None, None, None), Whole(None, None, *gradients)  # type: ignore[arg-type]
+
+
+def rounded(gradients: tuple[Any, Any, Any], given: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Gradients, of a part in float32, in the dtypes of what they are of."""
+    return tuple(d.astype(x.dtype) for d, x in zip(gradients, given, strict=True))  # type: ignore[return-value]
 
 
 def _serves_parts(operation: OperationImpl, query: Any, key: Any, value: Any, options: dict[str, Any]) -> bool:

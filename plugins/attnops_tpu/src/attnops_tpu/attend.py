@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
-from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, share_of, value_of_whole
+from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, rounded, share_of, value_of_whole
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_tpu.backward import Inputs, backward
@@ -90,7 +90,8 @@ def _backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
         delta = (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse * share
         return _gradients(plan, bool(flag), call, lse, delta, d_out)
 
-    return *not_differentiable(gradients, _ONCE)(tuple(call), out, lse, loss, d_out, d_lse), None
+    *found, d_arrays = not_differentiable(gradients, _ONCE)(tuple(call), out, lse, loss, d_out, d_lse)
+    return *rounded(tuple(found), tuple(call[:3])), d_arrays, None  # type: ignore[arg-type]
 
 
 attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -167,8 +168,6 @@ def _gradients(
         # The sink is one more logit, whose value is 0; a row that saw nothing takes no part.
         weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(arrays.sinks[:, :, None] - lse))
         d_arrays = d_arrays._replace(sinks=-(weight * delta).sum((0, 2))[None])
-    if not plan.is_part:
-        dq, dk, dv = dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
     return dq, dk, dv, d_arrays
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
-from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, share_of, value_of_whole
+from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, rounded, share_of, value_of_whole
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_triton.backward import Inputs, by_key, by_query
@@ -77,7 +77,8 @@ def _backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
         delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2) - d_lse  # [B, H, T]
         return _gradients(plan, bool(flag), call, level, rest, delta, d_out)
 
-    return *not_differentiable(gradients, _SECOND)(tuple(call), out, level, rest, d_out, d_lse), None
+    *found, d_arrays = not_differentiable(gradients, _SECOND)(tuple(call), out, level, rest, d_out, d_lse)
+    return *rounded(tuple(found), tuple(call[:3])), d_arrays, None  # type: ignore[arg-type]
 
 
 attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -143,10 +144,13 @@ def _gradients(
     scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.where((top > 0) & jnp.isfinite(top), top, 1.0))))
     found = _kernels(plan, wants_bias, call, level, rest, delta * scale, d_out.astype(jnp.float32) * scale)
 
-    def back(d: Any, x: Any) -> Any:
-        return None if d is None else (d / scale).astype(d.dtype if plan.is_part else x.dtype)
+    *d_qkv, d_arrays = found
 
-    return tuple(jax.tree.map(back, d, x, is_leaf=lambda d: d is None) for d, x in zip(found, call[:4], strict=True))
+    def back(d: Any, x: Any) -> Any:
+        return None if d is None else (d / scale).astype(x.dtype)
+
+    d_arrays = jax.tree.map(back, d_arrays, call[3], is_leaf=lambda d: d is None)
+    return *(d / scale for d in d_qkv), d_arrays
 
 
 def _kernels(

@@ -11,7 +11,7 @@ from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
-from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, share_of, value_of_whole
+from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, rounded, share_of, value_of_whole
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.operations.flash.backward import Gradients, backward
 from attnops.operations.flash.forward import forward
@@ -49,7 +49,8 @@ def _backward_rule(plan: Plan, options: Options, saved: Any, given: Any) -> tupl
     *arguments, flag = saved
     run = _once(functools.partial(_gradients, plan, options, bool(flag)))
     found, d_sinks = run(*arguments, *cotangents(given[:2], arguments[0]))
-    return _of_call(found, flag, d_sinks)
+    d_qkv = rounded((found.query, found.key, found.value), tuple(arguments[:3]))  # type: ignore[arg-type]
+    return *d_qkv, *_of_call(found, flag, d_sinks)
 
 
 def _once(gradients: Any) -> Any:
@@ -61,9 +62,9 @@ def _once(gradients: Any) -> Any:
 
 
 def _of_call(found: Gradients, flag: Any, d_sinks: jax.Array | None) -> tuple[Any, ...]:
-    """Those of query, key, value, arrays and visits; None stands for none: the mask's arrays and the seed have none."""
+    """Those of arrays and visits; None stands for none: the mask's arrays and the seed have none."""
     d_arrays = Arrays(mask=None, bias=found.bias if flag else None, sinks=d_sinks, seed=None)  # type: ignore[arg-type]
-    return found.query, found.key, found.value, d_arrays, None
+    return d_arrays, None
 
 
 def _gradients(
@@ -128,7 +129,7 @@ def _share_backward_rule(plan: Plan, options: Options, saved: Any, given: Any) -
     factor = jnp.exp(-whole.rest)
     found = run(*arguments, whole.lse, -d_weight * factor, factor, d_out)
     d_qkv, d_whole = cotangents_of_share((found.query, found.key, found.value), tuple(arguments[:3]), whole)
-    return *d_qkv, *_of_call(found, flag, None)[3:], d_whole
+    return *d_qkv, *_of_call(found, flag, None), d_whole
 
 
 _attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)

@@ -164,3 +164,21 @@ def test_a_wrong_spec_is_caught(kind: type[Mask], case: str, monkeypatch: pytest
     monkeypatch.setattr(kind, "axes", {})
     with pytest.raises((AssertionError, ValueError, TypeError)):
         check("attnops:flash", problem)
+
+
+def test_vmap_without_jit() -> None:
+    """The batch of a slice is cut, not the mapped axis, which does not divide."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(3, 4, 16, 2, 8)), jnp.float32)
+    mesh = create_mesh((2,), ("dp",), devices=jax.devices()[:2])
+
+    def run(operation: Any) -> Any:
+        def of(x: Any) -> Any:
+            return operation(x, x, x, mask=Causal()).attention_outputs
+
+        return jax.vmap(of)(q), jax.grad(lambda q: jnp.sin(jax.vmap(of)(q)).sum())(q)
+
+    for name in ("vanilla", "flash"):
+        cut = OperationRegistry.create(f"attnops:{name}", OperationMetadata(mesh=mesh))
+        for x, y in zip(run(cut), run(OperationRegistry.create(f"attnops:{name}")), strict=True):
+            np.testing.assert_allclose(x, y, atol=5e-6)

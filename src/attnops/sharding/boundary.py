@@ -180,7 +180,8 @@ def run_in_parts(
     )  # fmt: skip
     moved = [_placed(boundary, x, spec) for x, spec in zip(operands.values(), operand_specs, strict=True)]
     # Compiled in any case: outside `jax.jit` JAX can't differentiate a kernel's rule inside `jax.shard_map`.
-    return OperationOutput(**dict(zip(wanted, jax.jit(mapped)(*moved), strict=True)))
+    compiled = jax.jit(mapped, **_given_at(boundary.mesh, operand_specs))
+    return OperationOutput(**dict(zip(wanted, compiled(*moved), strict=True)))
 
 
 def _is_operand(leaf: Any, spec: PartitionSpec) -> bool:
@@ -201,7 +202,16 @@ def _placed(boundary: Boundary, x: Any, spec: PartitionSpec) -> Any:
     mesh = boundary.mesh
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, spec))
-    return jax.device_put(x, NamedSharding(mesh, spec)) if isinstance(mesh, jax.sharding.Mesh) else x
+    if not isinstance(mesh, jax.sharding.Mesh) or isinstance(x, jax.core.Tracer):
+        return x
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def _given_at(mesh: MeshLike, specs: list[PartitionSpec]) -> dict[str, Any]:
+    """Where `jax.jit` is given its operands: unlike `_placed`, it knows of mapped axes."""
+    if not isinstance(mesh, jax.sharding.Mesh) or any(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return {}
+    return {"in_shardings": tuple(NamedSharding(mesh, spec) for spec in specs)}
 
 
 def _first(entry: Entry, size: int) -> Any:

@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import CustomVJPPrimal, custom_vjp_primal_tree_values
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.errors import NotDifferentiableError
+from attnops.kernels.nograd import not_differentiable
+from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.operation import OperationImpl, decide, named_options
 
 
@@ -214,32 +216,48 @@ def check_parts(as_part: bool, whole: Any, shape: tuple[int, int, int], *, sinks
             raise ValueError(f"whole.{name} is {found}, but must be float32 [B, H, T]={shape}")
 
 
-def value_of_whole(whole: Whole) -> Whole:
-    """A `Whole` in a rule with symbolic zeros.
-
-    Raises:
-        NotDifferentiableError: the gradient of the logsumexp is asked for.
-    """
-    if any(isinstance(x, CustomVJPPrimal) and x.perturbed for x in whole[:2]):
-        raise NotDifferentiableError(
-            "the logsumexp of the whole has no gradient, but one was asked for (a second derivative, if whoever joins "
-            "the parts gives it): vanilla has one"
-        )
-    found: Whole = custom_vjp_primal_tree_values(whole)
-    return found
-
-
-def cotangents_of_share(gradients: tuple[Any, Any, Any], given: tuple[Any, Any, Any], whole: Whole) -> Any:
-    """Those of query, key and value, and that of the whole, of which one has the gradients: see `Whole`.
+def differentiable_share(
+    forward: Callable[..., Partial], gradients: Callable[..., tuple[Any, Any, Any, Any]], learnt: Callable[[Any], Any],
+    second: str,
+) -> Callable[..., Share]:  # fmt: skip
+    """The differentiable ``share(plan, query, key, value, arrays, maps, whole)`` of a kernel; ``plan`` is static.
 
     Args:
-        gradients: of query, key and value, float32.
-        given: query, key and value.
-        whole: as given.
+        forward: ``forward(plan, query, key, value, arrays, maps)``.
+        gradients: ``gradients(plan, wants_bias, (query, key, value, arrays, maps), whole, d_out, d_weight)`` gives
+            those of query, key and value in float32, and of the arrays.
+        learnt: of the arrays, what may have a gradient that costs something.
+        second: what is raised where a second derivative is asked for.
     """
-    if whole.query is None:
-        return rounded(gradients, given), None
-    return (None, None, None), Whole(None, None, *gradients)  # type: ignore[arg-type]
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def differentiable(plan: Any, query: Any, key: Any, value: Any, arrays: Any, maps: Any, whole: Whole) -> Share:
+        return share_of(forward(plan, query, key, value, arrays, maps), whole)
+
+    def forward_rule(plan: Any, *primals: Any) -> tuple[Share, Any]:
+        *_, arrays, _, whole = primals
+        if any(x.perturbed for x in whole[:2]):
+            raise NotDifferentiableError(
+                "the logsumexp of the whole has no gradient, but one was asked for (a second derivative, if whoever "
+                "joins the parts gives it): vanilla has one"
+            )
+        # What is saved must be arrays; a flag is said by the structure.
+        flag = (None,) * is_differentiated(learnt(arrays))
+        given = custom_vjp_primal_tree_values(primals)
+        # Nothing of the output is saved, so that the compiler leaves it out where gradients alone are wanted.
+        return not_differentiable(functools.partial(differentiable, plan), second)(*given), (*given, flag)
+
+    def backward_rule(plan: Any, saved: Any, given: Any) -> tuple[Any, ...]:
+        *call, whole, flag = saved
+        d_out, d_weight = cotangents(given, call[0])
+        run = not_differentiable(functools.partial(gradients, plan, bool(flag)), second)
+        *found, d_arrays = run(tuple(call), whole, d_out, d_weight)
+        if whole.query is None:
+            return *rounded(tuple(found), tuple(call[:3])), d_arrays, None, None  # type: ignore[arg-type]
+        return None, None, None, d_arrays, None, Whole(None, None, *found)  # type: ignore[arg-type]
+
+    differentiable.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+    return differentiable
 
 
 def rounded(gradients: tuple[Any, Any, Any], given: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:

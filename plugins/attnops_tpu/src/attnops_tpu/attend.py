@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
-from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, rounded, share_of, value_of_whole
+from attnops.kernels.parts import Partial, Whole, differentiable_share, rounded
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_tpu.backward import Inputs, backward
@@ -97,40 +97,21 @@ def _backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
 attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_share(
-    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps, whole: Whole
-) -> Share:
-    """What these keys give to a softmax over more, see `attnops.kernels.parts`."""
-    return share_of(Partial(*_forward(plan, query, key, value, arrays, maps)), whole)
+def _part(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> Partial:
+    return Partial(*_forward(plan, query, key, value, arrays, maps))
 
 
-def _share_forward_rule(
-    plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any, whole: Any
-) -> tuple[Any, Any]:
-    flag = (None,) * is_differentiated((arrays.bias, arrays.table, arrays.array))
-    whole = value_of_whole(whole)
-    query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
-    # Nothing of the output is saved, so that the compiler leaves the kernel out where gradients alone are wanted.
-    run = not_differentiable(functools.partial(attend_share, plan), _ONCE)
-    return run(query, key, value, arrays, maps, whole), (query, key, value, arrays, maps, whole, flag)
+def _part_gradients(
+    plan: Plan, wants_bias: bool, call: Any, whole: Whole, d_out: jax.Array, d_weight: jax.Array
+) -> tuple[Any, ...]:
+    factor = jnp.exp(-whole.rest)
+    d_out = d_out.astype(jnp.float32) * factor.swapaxes(1, 2)[..., None]
+    return _gradients(plan, wants_bias, call, whole.lse, -d_weight * factor, d_out)
 
 
-def _share_backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
-    *call, whole, flag = saved
-    d_out, d_weight = cotangents(given, call[0])
-
-    def gradients(call: Any, whole: Whole, d_out: Any, d_weight: Any) -> tuple[Any, ...]:
-        factor = jnp.exp(-whole.rest)
-        d_out = d_out.astype(jnp.float32) * factor.swapaxes(1, 2)[..., None]
-        return _gradients(plan, bool(flag), call, whole.lse, -d_weight * factor, d_out)
-
-    *found, d_arrays = not_differentiable(gradients, _ONCE)(tuple(call), whole, d_out, d_weight)
-    d_qkv, d_whole = cotangents_of_share(tuple(found), tuple(call[:3]), whole)  # type: ignore[arg-type]
-    return *d_qkv, d_arrays, None, d_whole
-
-
-attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)
+attend_share = differentiable_share(
+    _part, _part_gradients, lambda arrays: (arrays.bias, arrays.table, arrays.array), _ONCE
+)  # fmt: skip
 
 
 def _gradients(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
-from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, rounded, share_of, value_of_whole
+from attnops.kernels.parts import Partial, Whole, differentiable_share, rounded
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops_triton.backward import Inputs, by_key, by_query
@@ -84,41 +84,22 @@ def _backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
 attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend_share(
-    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, maps: Maps, whole: Whole
-) -> Share:
-    """What these keys give to a softmax over more, see `attnops.kernels.parts`."""
+def _part(plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any) -> Partial:
     out, level, rest = forward(plan, query, key, value, arrays, maps.forward)
-    return share_of(Partial(out, *_logsumexp(plan, level, rest)), whole)
+    return Partial(out, *_logsumexp(plan, level, rest))
 
 
-def _share_forward_rule(
-    plan: Plan, query: Any, key: Any, value: Any, arrays: Any, maps: Any, whole: Any
-) -> tuple[Any, Any]:
-    flag = (None,) * is_differentiated((arrays.bias, arrays.table, arrays.array))
-    whole = value_of_whole(whole)
-    query, key, value, arrays, maps = custom_vjp_primal_tree_values((query, key, value, arrays, maps))
-    # Nothing of the output is saved, so that the compiler leaves the kernel out where gradients alone are wanted.
-    run = not_differentiable(functools.partial(attend_share, plan), _SECOND)
-    return run(query, key, value, arrays, maps, whole), (query, key, value, arrays, maps, whole, flag)
+def _part_gradients(
+    plan: Plan, wants_bias: bool, call: Any, whole: Whole, d_out: jax.Array, d_weight: jax.Array
+) -> tuple[Any, ...]:
+    level = whole.lse * (1 / plan.unit)
+    rest = jnp.where(level == -jnp.inf, 0.0, ((whole.lse - level * plan.unit) + whole.rest) * (1 / LN2))
+    return _gradients(plan, wants_bias, call, level, rest, -d_weight, d_out)
 
 
-def _share_backward_rule(plan: Plan, saved: Any, given: Any) -> tuple[Any, ...]:
-    *call, whole, flag = saved
-    d_out, d_weight = cotangents(given, call[0])
-
-    def gradients(call: Any, whole: Whole, d_out: Any, d_weight: Any) -> tuple[Any, ...]:
-        level = whole.lse * (1 / plan.unit)
-        rest = jnp.where(level == -jnp.inf, 0.0, ((whole.lse - level * plan.unit) + whole.rest) * (1 / LN2))
-        return _gradients(plan, bool(flag), call, level, rest, -d_weight, d_out)
-
-    *found, d_arrays = not_differentiable(gradients, _SECOND)(tuple(call), whole, d_out, d_weight)
-    d_qkv, d_whole = cotangents_of_share(tuple(found), tuple(call[:3]), whole)  # type: ignore[arg-type]
-    return *d_qkv, d_arrays, None, d_whole
-
-
-attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)
+attend_share = differentiable_share(
+    _part, _part_gradients, lambda arrays: (arrays.bias, arrays.table, arrays.array), _SECOND
+)  # fmt: skip
 
 
 def _gradients(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels.nograd import not_differentiable
-from attnops.kernels.parts import Partial, Share, Whole, cotangents_of_share, rounded, share_of, value_of_whole
+from attnops.kernels.parts import Partial, Whole, differentiable_share, rounded
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.operations.flash.backward import Gradients, backward
 from attnops.operations.flash.forward import forward
@@ -20,6 +20,10 @@ from attnops.operations.flash.scores import Arrays, Options
 from attnops.operations.flash.visits import Visits
 from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 
+_SECOND: Final = (
+    "flash computes its gradients in a loop that has none of its own, but a second derivative was asked for; "
+    "vanilla has one"
+)
 # By tiles of queries, and by tiles of keys for the backward pass.
 BothVisits = tuple[Visits, Visits]
 
@@ -47,18 +51,10 @@ def _forward_rule(
 
 def _backward_rule(plan: Plan, options: Options, saved: Any, given: Any) -> tuple[Any, ...]:
     *arguments, flag = saved
-    run = _once(functools.partial(_gradients, plan, options, bool(flag)))
+    run = not_differentiable(functools.partial(_gradients, plan, options, bool(flag)), _SECOND)
     found, d_sinks = run(*arguments, *cotangents(given[:2], arguments[0]))
     d_qkv = rounded((found.query, found.key, found.value), tuple(arguments[:3]))  # type: ignore[arg-type]
     return *d_qkv, *_of_call(found, flag, d_sinks)
-
-
-def _once(gradients: Any) -> Any:
-    return not_differentiable(
-        gradients,
-        "flash computes its gradients in a loop that has none of its own, but a second derivative was asked for; "
-        "vanilla has one",
-    )
 
 
 def _of_call(found: Gradients, flag: Any, d_sinks: jax.Array | None) -> tuple[Any, ...]:
@@ -102,37 +98,24 @@ def _gradients(
 _attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_share(
-    plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays,
-    visits: BothVisits, whole: Whole,
-) -> Share:  # fmt: skip
-    """What these keys give to a softmax over more, see `attnops.kernels.parts`."""
-    return share_of(Partial(*forward(plan, options, query, key, value, arrays, visits[0])), whole)
+def _part(static: tuple[Plan, Options], query: Any, key: Any, value: Any, arrays: Any, visits: Any) -> Partial:
+    return Partial(*forward(*static, query, key, value, arrays, visits[0]))
 
 
-def _share_forward_rule(
-    plan: Plan, options: Options, query: Any, key: Any, value: Any, arrays: Any, visits: Any, whole: Any
-) -> tuple[Any, Any]:
-    flag = (None,) * is_differentiated(arrays.bias)
-    whole = value_of_whole(whole)
-    query, key, value, arrays, visits = custom_vjp_primal_tree_values((query, key, value, arrays, visits))
-    # Nothing of the output is saved, so that the compiler leaves it out where gradients alone are wanted.
-    out = _attend_share(plan, options, query, key, value, arrays, visits, whole)
-    return out, (query, key, value, arrays, visits[1], whole, flag)
-
-
-def _share_backward_rule(plan: Plan, options: Options, saved: Any, given: Any) -> tuple[Any, ...]:
-    *arguments, whole, flag = saved
-    d_out, d_weight = cotangents(given, arguments[0])
-    run = _once(functools.partial(backward, plan, options, bool(flag)))
+def _part_gradients(
+    static: tuple[Plan, Options], wants_bias: bool, call: Any, whole: Whole, d_out: jax.Array, d_weight: jax.Array
+) -> tuple[Any, ...]:
+    (plan, options), (query, key, value, arrays, visits) = static, call
     factor = jnp.exp(-whole.rest)
-    found = run(*arguments, whole.lse, -d_weight * factor, factor, d_out)
-    d_qkv, d_whole = cotangents_of_share((found.query, found.key, found.value), tuple(arguments[:3]), whole)
-    return *d_qkv, *_of_call(found, flag, None), d_whole
+    delta = -d_weight * factor
+    found = backward(
+        plan, options, wants_bias, query, key, value, arrays, visits[1], whole.lse, delta, factor, d_out
+    )  # fmt: skip
+    d_arrays, _ = _of_call(found, (None,) * wants_bias, None)
+    return found.query, found.key, found.value, d_arrays
 
 
-_attend_share.defvjp(_share_forward_rule, _share_backward_rule, symbolic_zeros=True)
+_share = differentiable_share(_part, _part_gradients, lambda arrays: arrays.bias, _SECOND)
 # Compiled once for equal shapes and options, also where the caller does not compile.
 attend = jax.jit(_attend, static_argnums=(0, 1))
-attend_share = jax.jit(_attend_share, static_argnums=(0, 1))
+attend_share = jax.jit(_share, static_argnums=(0,))

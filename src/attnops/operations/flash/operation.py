@@ -117,7 +117,7 @@ class FlashAttention(OperationImpl):
         both = visits(flat), visits(flat.swapaxes(1, 2))
         given = equally_varying((query, key, value, arrays, both, whole))
         if whole is not None:
-            out, rows = attend_share(plan, options, *given)
+            out, rows = attend_share((plan, options), *given)
         else:
             out, rows, rest = attend(plan, options, *given[:-1])
             rows = two_parts(rows, rest) if as_part else rows

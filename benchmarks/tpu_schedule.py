@@ -172,7 +172,7 @@ def _own_tiles(head_dim: int, generation: str) -> float:
 
     from attnops import OperationMetadata
 
-    problem = Problem(T=LENGTH, S=LENGTH, G=1, D=head_dim, Dv=head_dim, itemsize=2)
+    problem = Problem(T=LENGTH, S=LENGTH, G=1, D=head_dim, Dv=head_dim, itemsize=2, out_itemsize=2)
     with target(generation):
         tiles = choose(OperationMetadata(), problem, lambda block_q, block_k: None)
     return tiles.bq * tiles.bk / TILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -35,6 +36,13 @@ def lowered(topology: str, tokens: int, order: str) -> Any:
 
     with target("v5p"):
         return jax.jit(both).trace(q, kv, kv, q).lower(lowering_platforms=("tpu",))
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Compiled programs are large, and none is needed twice."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.mark.slow

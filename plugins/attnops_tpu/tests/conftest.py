@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     quick += [item for item in suite if item.name == "test_behaviour[refusals are listed]"]
     features = [item for item in suite if "test_feature" in item.name]
     for item in suite:
-        # Every other feature alone is slow; pairs take too long for every run. Of memory the compiler says more.
-        again = "_pair" in item.name or "memory_growth" in item.name or item in features[1::2]
+        # Every third feature alone is slow; pairs take too long for every run. Of memory the compiler says more.
+        again = "_pair" in item.name or "memory_growth" in item.name or item not in features[::3] and item in features
         if again and item not in quick:
             item.add_marker(pytest.mark.exhaustive)
         if item.cls is not None and item not in quick:

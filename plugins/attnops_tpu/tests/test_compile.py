@@ -20,11 +20,11 @@ QUICK = {("everything", "v5p"), ("D 576, Dv 512", "v4"), ("T 1", "tpu7x")}
 
 
 def marks(i: int, name: str, generation: str) -> list[pytest.MarkDecorator]:
-    """Every other case is compiled for one generation among the slow tests, all for all among the exhaustive ones."""
+    """Every third case is compiled for one generation among the slow tests, all for all among the exhaustive ones."""
     if (name, generation) in QUICK:
         return []
-    own = list(TOPOLOGIES)[i // 2 % len(TOPOLOGIES)]
-    return [pytest.mark.slow] if generation == own and i % 2 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
+    own = list(TOPOLOGIES)[i // 3 % len(TOPOLOGIES)]
+    return [pytest.mark.slow] if generation == own and i % 3 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     features = [item for item in suite if "test_feature" in item.name]
     for item in suite:
         # Every third feature alone is slow; pairs take too long for every run. Of memory the compiler says more.
-        again = "_pair" in item.name or "memory_growth" in item.name or item not in features[::3] and item in features
+        again = "_pair" in item.name or "memory_growth" in item.name or (item not in features[::3] and item in features)
         if again and item not in quick:
             item.add_marker(pytest.mark.exhaustive)
         if item.cls is not None and item not in quick:

@@ -92,7 +92,7 @@ def cases() -> list[Any]:
             for i, name in enumerate(names):
                 quick = (strategy, order, name) in QUICK
                 marks = [] if quick else [pytest.mark.slow]
-                if not quick and (i + s + o) % (4 if strategy == "ring" else 8):
+                if not quick and (i + s + o) % (8 if strategy == "ring" else 16):
                     marks.append(pytest.mark.exhaustive)
                 found.append(pytest.param(strategy, order, name, marks=marks))
     return found

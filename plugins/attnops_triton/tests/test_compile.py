@@ -53,11 +53,11 @@ def marks_of(variant: tuple[int, int, str], arch: str) -> list[pytest.MarkDecora
 
 
 def marks(i: int, name: str, arch: str) -> list[pytest.MarkDecorator]:
-    """Every third case is compiled for one architecture among the slow tests, all for all among the exhaustive ones."""
+    """Every sixth case is compiled for one architecture among the slow tests, all for all among the exhaustive ones."""
     if (name, arch) in QUICK_CASES:
         return []
-    own = list(SHARED_MEMORY)[i // 3 % len(SHARED_MEMORY)]
-    return [pytest.mark.slow] if arch == own and i % 3 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
+    own = list(SHARED_MEMORY)[i // 6 % len(SHARED_MEMORY)]
+    return [pytest.mark.slow] if arch == own and i % 6 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 # Float32 with a head dim of 576 is refused where shared memory does not hold it.

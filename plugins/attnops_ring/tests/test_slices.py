@@ -59,6 +59,7 @@ def test_a_million_tokens_on_a_slice(topology: str, chips: int, order: str) -> N
     compiled, program = scheduled(lowered(topology, TOKENS, order), "v5p")
     memory = compiled.memory_analysis()
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    print(f"{chips} chips: {memory.temp_size_in_bytes / 1e9:.1f} GB of temporaries each")
     assert given + memory.temp_size_in_bytes < HBM
     # Copies in the kernels' layouts, and gradients in float32: linear in a chip's tokens.
     assert memory.temp_size_in_bytes <= 6 * given

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "several_processes" / "ring.py
 HEARTBEAT = 10  # seconds
 
 
-def start(n: int, indices: list[int], devices: int = 1) -> list[subprocess.Popen[str]]:
+def start(n: int, indices: list[int], devices: int = 1, runs: int = 1) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -30,6 +30,8 @@ def start(n: int, indices: list[int], devices: int = 1) -> list[subprocess.Popen
         str(n),
         "--heartbeat",
         str(HEARTBEAT),
+        "--runs",
+        str(runs),
     ]
     return [
         subprocess.Popen(
@@ -52,8 +54,10 @@ def test_processes_agree_with_one(processes: int, devices: int) -> None:
 @pytest.mark.slow
 def test_a_killed_peer_ends_the_others() -> None:
     """With an error, and within the runtime's timeout: not a hang."""
-    first, second = start(2, [0, 1])
-    time.sleep(4)  # both have begun: importing alone takes longer than a second
+    first, second = start(2, [0, 1], runs=1_000_000)
+    assert second.stdout is not None
+    while "from one device" not in (line := second.stdout.readline()):
+        assert line, "it ended before it ran once"
     second.kill()
     begun = time.monotonic()
     printed, _ = first.communicate(timeout=120)

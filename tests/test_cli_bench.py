@@ -78,6 +78,7 @@ def without_gradient_of_keys(q: Any, k: Any, v: Any) -> Any:
 # The command
 
 
+@pytest.mark.slow
 def test_bench_writes_a_table_json_and_a_plot(tmp_path: Path) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     arguments = ("--dtype", "float32,bfloat16", "--backward", "--json", str(figures), "--plot", str(picture))
@@ -152,6 +153,7 @@ def test_an_error_is_one_row_of_many() -> None:
     assert "vanilla failed" not in result.stdout
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused() -> None:
     result = run("vanilla", "torch", *SMALL, "--memory-limit", "0.000001")
     assert result.exit_code == 0
@@ -226,7 +228,7 @@ MASKS: dict[str, Mask | None] = {
 }
 
 
-@pytest.mark.parametrize("name", ["vanilla", *PEERS])
+@pytest.mark.parametrize("name", [pytest.param("vanilla", marks=pytest.mark.slow), *PEERS])
 def test_everybody_is_given_the_same_problem(name: str) -> None:
     if name in PEERS and not PEERS[name].installed:
         pytest.skip(f"{name} is not installed")
@@ -238,7 +240,7 @@ def test_everybody_is_given_the_same_problem(name: str) -> None:
 
 
 @pytest.mark.parametrize("mask", ["causal window", "causal documents"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_of_a_long_case_some_queries_are_checked(monkeypatch: pytest.MonkeyPatch, mask: str, dtype: str) -> None:
     monkeypatch.setattr(truth, "_SCORES", 5 * 32)
     register(off_in_the_last_row)

@@ -39,6 +39,7 @@ def qkv(B=1, T=40, S=40, H=4, K=2, D=8, Dv=8, dtype=np.float32):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(problems(max_length=70))
 def test_tiny_tiles(problem):
@@ -119,7 +120,7 @@ def test_empty_tiles_are_not_read():
 
 
 @pytest.mark.parametrize("operation", ["vanilla", "flash", "sdpa"])
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_padding_may_hold_anything(operation, dtype):
     q, k, v = qkv(B=2, T=40, S=40, dtype=dtype)
     lengths = np.array([23, 40])

@@ -55,6 +55,7 @@ def masks_and_shapes(draw):
     return draw(masks(*shape, depth=3)), shape
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(masks_and_shapes(), st.integers(1, 6), st.integers(1, 6))
 def test_empty_and_full_are_never_claimed_wrongly(drawn, block_q, block_k):
@@ -86,6 +87,7 @@ def test_what_is_traced_is_claimed_alike(drawn, block_q, block_k):
     np.testing.assert_array_equal(traced, codes)
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(st.data())
 def test_nothing_that_could_be_decided_is_called_partial(data):

@@ -53,7 +53,9 @@ def check(name: str, problem: Problem) -> None:
     problem.check(OperationRegistry.create(name, problem.metadata), compiler_options=FAST_COMPILE)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(CASES)]
+)
 def test_flash_on_three_axes(case: str) -> None:
     check("attnops:flash", problem_of(CASES[case], mesh_of(*AXES)))
 
@@ -68,13 +70,20 @@ def test_every_combination_of_axes(name: str, axes: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("H", "K", "tp"), [(4, 1, 4), (4, 2, 4), (6, 3, 2), (8, 2, 2), (12, 6, 4), (8, 8, 4), (3, 3, 2)]
+    ("H", "K", "tp"),
+    [
+        (4, 1, 4),
+        (6, 3, 2),
+        (3, 3, 2),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 2, 4), (8, 2, 2), (12, 6, 4), (8, 8, 4))),
+    ],
 )
 def test_heads_that_do_not_divide(H: int, K: int, tp: int) -> None:
     mesh = create_mesh((tp,), ("tp",), devices=jax.devices()[:tp])
     check("attnops:flash", problem_of(("sinks", "mask per head"), mesh, H=H, K=K, B=1))
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide() -> None:
     check("attnops:flash", problem_of(CASES["documents, sinks"], mesh_of("dp", "fsdp"), B=6))
     check("attnops:flash", problem_of(CASES["documents, sinks"], mesh_of("dp", "tp"), B=3))
@@ -166,6 +175,7 @@ def test_a_wrong_spec_is_caught(kind: type[Mask], case: str, monkeypatch: pytest
         check("attnops:flash", problem)
 
 
+@pytest.mark.slow
 def test_vmap_without_jit() -> None:
     """The batch of a slice is cut, not the mapped axis, which does not divide."""
     rng = np.random.default_rng(0)

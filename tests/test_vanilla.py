@@ -167,7 +167,7 @@ def test_mixed_dtypes_compute_in_float32():
     problem.check(vanilla())
 
 
-@pytest.mark.parametrize("layout", ["BTHD", "BHTD"])
+@pytest.mark.parametrize("layout", [pytest.param("BTHD", marks=pytest.mark.slow), "BHTD"])
 def test_vmap_and_checkpoint_equal_the_loop(layout):
     problem = Problem(
         query=normal(2, 4, 2, 8), key=normal(2, 6, 1, 8, seed=1), value=normal(2, 6, 1, 8, seed=2),
@@ -195,7 +195,9 @@ def test_export_for_every_platform_that_jax_lowers_to():
     )
 
 
-@pytest.mark.parametrize("name", ["vanilla", "sdpa", "auto"])
+@pytest.mark.parametrize(
+    "name", ["vanilla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sdpa", "auto"))]
+)
 def test_float32_stays_float32_where_x64_is_on(name):
     with jax.enable_x64(True):
         q, bias = jnp.asarray(normal(1, 4, 2, 8)), jnp.zeros((1, 1, 4, 4), jnp.float64)
@@ -233,6 +235,7 @@ same(jax.jit(drop)(*on_mesh), drop(q, k, k))
 """
 
 
+@pytest.mark.slow
 def test_on_a_mesh_and_in_shard_map():
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", SHARDED], capture_output=True, text=True, env=env)

@@ -87,6 +87,7 @@ def test_every_byte_is_there_once_and_none_predicts_across_a_border(length: int)
     assert rows.predicts.sum() == (~first).sum()
 
 
+@pytest.mark.slow
 def test_the_corpus_is_the_same_each_time_and_has_no_end_mark() -> None:
     documents = corpus.load_documents()
     corpus.load_documents.cache_clear()
@@ -122,9 +123,8 @@ def test_a_document_is_scored_as_if_it_were_alone() -> None:
 # Training
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("sdpa", marks=pytest.mark.slow), pytest.param("ring", marks=pytest.mark.slow), "flash"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sdpa", "ring", "flash"])
 def test_operation_gives_the_curve_of_vanilla(name: str) -> None:
     try:
         losses = small_losses(name)

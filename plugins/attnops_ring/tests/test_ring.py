@@ -252,7 +252,9 @@ def same(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(x, y, atol=2e-5 * abs(y).max())
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize(
+    "strategy", ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("all_gather", "ulysses"))]
+)
 def test_queries_beyond_the_last_see_nothing_of_their_own(strategy: str) -> None:
     """They would see keys that no query sees, and that may hold NaN."""
     rng = np.random.default_rng(0)
@@ -266,7 +268,9 @@ def test_queries_beyond_the_last_see_nothing_of_their_own(strategy: str) -> None
     same(found, both(lambda *qkv: vanilla(*qkv, mask=mask).attention_outputs, q, k, v))
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize(
+    "strategy", ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("all_gather", "ulysses"))]
+)
 def test_masks_of_mapped_arrays(strategy: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(3, 1, 16, 4, 8)), jnp.float32) for _ in range(3))

@@ -80,6 +80,7 @@ def test_a_million_tokens_on_a_slice(topology: str, chips: int, order: str) -> N
     assert [event.what for event in waits] == ["collective-permute"] * 2
 
 
+@pytest.mark.slow
 def test_the_program_is_no_larger_for_more_chips() -> None:
     few, many = (
         lowered(topology, n * 2048, "zigzag").as_text() for topology, n in (("v5p:2x2x1", 4), ("v5p:4x4x4", 64))

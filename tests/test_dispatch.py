@@ -21,6 +21,7 @@ from attnops import (
     UnsupportedWarning,
     explain,
 )
+from attnops.masks import Causal, Segments
 from attnops.operation import forward_for
 from attnops.platforms import PLATFORMS, find_platform, platform_of
 
@@ -352,6 +353,18 @@ class TestAutoAndExplain:
         assert "although query.dtype=float32: must be one of ['bfloat16', 'float16']" in str(explanation)
         with pytest.raises(UnsupportedError):
             explain(request.replace(dtypes=("float8_e4m3fn",) * 3), "sdpa")
+
+    def test_a_request_of_shapes(self):
+        """Arrays need not be there: those of a million tokens and their bias would not fit anywhere."""
+        operation = OperationRegistry.create("auto", OperationMetadata(dropout_prob=0.5))
+        options = {"mask": Causal() & Segments(jnp.zeros((1, 4), jnp.int32)), "dropout_key": jax.random.key(0)}
+        shape = jax.ShapeDtypeStruct(Q.shape, Q.dtype)
+        assert operation.request(shape, shape, Q, **options) == operation.request(Q, Q, Q, **options)
+        million, bias = (jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16) for dims in ((1 << 20, 8, 64), (8, 1, 1 << 20)))
+        request = operation.request(million, million, million, bias=bias, dropout_key=jax.random.key(0))
+        assert (request.query_length, request.dtypes[0]) == (1 << 20, "bfloat16")
+        with pytest.raises(ValueError, match=r"they must be equal"):
+            operation.request(shape, million, million)
 
     def test_nothing_serves(self):
         operation = OperationRegistry.create("auto")

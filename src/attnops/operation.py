@@ -136,8 +136,24 @@ class BaseOperation(abc.ABC):
         return self.run(self.prepare(*args, **kwargs))
 
     def request(self, *args: Any, **kwargs: Any) -> Request:
-        """The static description of a call with these arguments, which `attnops.explain` takes. Runs nothing."""
-        return self.prepare(*args, **kwargs).request
+        """The static description of a call with these arguments, which `attnops.explain` takes. Runs nothing.
+
+        Any array may be a `jax.ShapeDtypeStruct` instead.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+        if not shapes:
+            return self.prepare(*args, **kwargs).request
+        found: list[Request] = []
+
+        def ask(arrays: list[Any]) -> None:
+            given = iter(arrays)
+            mixed = [next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(tree, mixed)
+            found.append(self.prepare(*args, **kwargs).request)
+
+        jax.eval_shape(ask, shapes)
+        return found[0]
 
     @final
     def prepare(self, *args: Any, **kwargs: Any) -> Call:

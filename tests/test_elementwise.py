@@ -72,6 +72,63 @@ def test_a_score_function_and_its_gradients() -> None:
     np.testing.assert_allclose(taken_apart(table, factors), expected(table, factors), rtol=1e-6)
 
 
+def _with_rule(function: Any, rule: Any) -> Any:
+    made = jax.custom_jvp(function)
+    made.defjvp(lambda given, tangents: (made(*given), rule(*given, *tangents)))
+    return made
+
+
+_OFFSETS = np.arange(3.0, dtype=np.float32)
+STRAIGHT_THROUGH = _with_rule(lambda x: jnp.round(x), lambda x, dx: dx)
+OWN_DERIVATIVES = {
+    "relu": lambda s, i, t: jax.nn.relu(s),
+    "softplus": lambda s, i, t: jax.nn.softplus(s) + jnp.logaddexp(s, t),
+    "straight through": lambda s, i, t: STRAIGHT_THROUGH(3 * s) + STRAIGHT_THROUGH(5 * t),
+    "of three": lambda s, i, t: _with_rule(
+        lambda x, y, i: x * y + i, lambda x, y, i, dx, dy, _: 3 * y * dx - jnp.where(i > 3, dy, 0)
+    )(s, t, i),
+    "a constant": lambda s, i, t: s + _with_rule(lambda x: 0 * x + 2, lambda x, dx: 0.5 * dx)(s),
+    "nested": lambda s, i, t: _with_rule(jax.nn.softplus, lambda x, dx: dx * jax.nn.relu(x))(jax.nn.relu6(s) - s),
+}
+
+
+@pytest.mark.parametrize("name", OWN_DERIVATIVES)
+def test_a_derivative_of_ones_own_is_kept(name: str) -> None:
+    rng = np.random.default_rng(0)
+    scores, table, d = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (SHAPE, (T,), SHAPE))
+
+    def fn(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+        return OWN_DERIVATIVES[name](s, jnp.broadcast_to(q - kv, s.shape), jnp.broadcast_to(table[q], s.shape))
+
+    def taken_apart(scores: Any, table: Any) -> Any:
+        function, leaves = of_bias(ScoreFn(fn, (table,)).bind(*SHAPE))
+        assert not any("custom" in primitive for primitive in function.primitives), function.primitives
+        return function.apply(scores, *INDICES, function.compute(leaves, SHAPE))
+
+    def whole(scores: Any, table: Any) -> Any:
+        return ScoreFn(fn, (table,)).apply(scores, *INDICES)
+
+    (one, of_one), (other, of_other) = (jax.vjp(f, scores, table) for f in (taken_apart, whole))
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for x, y in zip(of_one(d), of_other(d), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s: _with_rule(lambda x: x * jnp.asarray(_OFFSETS)[1], lambda x, dx: dx * jnp.asarray(_OFFSETS).sum())(s),
+        lambda s: _with_rule(lambda x: jnp.round(x).astype(jnp.int32), lambda x, dx: np.zeros((), jax.dtypes.float0))(
+            s
+        ).astype(jnp.float32),
+    ],
+    ids=["arrays", "integers"],
+)
+def test_a_derivative_that_no_kernel_can_have_is_named(function: Any) -> None:
+    found, _ = of_bias(ScoreFn(lambda s, b, h, q, kv: function(s)).bind(*SHAPE))
+    assert any(name.startswith("custom_jvp_call") for name in found.primitives)
+
+
 def test_a_lookup_by_query_and_key_is_named() -> None:
     table = np.ones(64, bool)
     mask = MaskFn(lambda b, h, q, kv: jnp.asarray(table)[q + kv])

@@ -217,7 +217,8 @@ class Limits:
                 found.append(
                     Reason(name, ", ".join(sorted(primitives - known)),
                            "this kernel can't compute it for each score",
-                           "look up by query, by key or by head alone, or write it elementwise")
+                           "look up by query, by key or by head alone, or write it elementwise"
+                           + ", or state its derivative by jax.custom_jvp" * ("custom_vjp_call" in primitives - known))
                 )  # fmt: skip
         return found
 

@@ -34,17 +34,12 @@ def test_a_generation_is_part_of_what_is_cached() -> None:
     assert seen == ["v6e", "v4"]
 
 
-@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
-def test_derivatives_of_ones_own_are_refused_for_each_score(kind: str) -> None:
-    """What is inlined would lose them; vanilla keeps them."""
-    if kind == "custom_jvp":
-        rounded = jax.custom_jvp(lambda x: jnp.round(x))
-        rounded.defjvp(lambda x, dx: (jnp.round(x[0]), dx[0]))
-    else:
-        rounded = jax.custom_vjp(lambda x: jnp.round(x))
-        rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, d: (d,))
+def test_a_custom_vjp_is_refused_for_each_score() -> None:
+    """What is inlined would lose it; vanilla keeps it."""
+    rounded = jax.custom_vjp(lambda x: jnp.round(x))
+    rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, d: (d,))
     x = jnp.ones((1, 24, 1, 8))
-    with pytest.raises(UnsupportedError, match=kind):
+    with pytest.raises(UnsupportedError, match=r"custom_vjp_call: .* or state its derivative by jax.custom_jvp"):
         TPU(x, x, x, bias=ScoreFn(lambda s, b, h, q, kv: rounded(s)))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -20,6 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import Bias
+from attnops.kernels.steps import (
+    CALLS,
+    IDENTITIES,
+    WITH_DERIVATIVES,
+    Constant,
+    Literal,
+    Step,
+    bind,
+    constant,
+    inline,
+    needed,
+    run,
+)
 from attnops.kernels.varying import equally_varying
 from attnops.masks.base import Mask
 from attnops.masks.tokens import Dense
@@ -28,49 +41,8 @@ from attnops.masks.tokens import Dense
 ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")
 AXES: Final = ARGUMENTS[1:]
 
-# Calls whose body counts as if it were written out.
-_CALLS: Final = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})
-# Likewise where nothing is differentiated, so that the derivatives that they come with play no part.
-_WITH_DERIVATIVES: Final = frozenset({"custom_jvp_call", "custom_vjp_call"})
-# On scalars these change nothing.
-_IDENTITIES: Final = {"broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "optimization_barrier"}
 # Of an index alone, these cost less on the spot than a value a token that must be fetched.
-_CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | _IDENTITIES
-
-
-@dataclasses.dataclass(frozen=True)
-class Literal:
-    """A number in a step's inputs."""
-
-    value: Any
-    dtype: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One primitive on scalars, or beside scores elementwise on what broadcasts to a tile.
-
-    Attributes:
-        primitive: JAX's.
-        params: its parameters.
-        inputs: numbers of variables, and literals.
-        outputs: numbers of variables.
-        shapes: of inputs and outputs.
-        dtypes: of outputs.
-    """
-
-    primitive: Any
-    params: dict[str, Any]
-    inputs: tuple[int | Literal, ...]
-    outputs: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Any, ...]
-
-    @property
-    def name(self) -> str:
-        """The primitive's name; with the shape where it works on more than scalars."""
-        wide = next((shape for shape in self.shapes if shape), None)
-        return self.primitive.name if wide is None else f"{self.primitive.name} of {list(wide)}"
+_CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | IDENTITIES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,7 +85,8 @@ class Elementwise:
             at = dict(zip(axes, indices, strict=True))
             known = {variable: at.get(name, 0) for name, variable in zip(AXES, self._arguments[1:], strict=True)}
             known |= dict(zip(self._leaves, map(jnp.asarray, leaves), strict=True))
-            return _run(_needed(self._before, [self._value_variables[i]]), known, self._value_variables[i], _bind)
+            wanted = [self._value_variables[i]]
+            return run(needed(self._before, wanted), known, wanted, bind)[0]
 
         function = scalar
         for k in reversed(range(len(axes))):
@@ -145,18 +118,20 @@ class Elementwise:
             instead: by the name of a primitive, what a kernel language has in its place; given the inputs alone.
         """
 
-        def bind(step: Step, inputs: list[Any]) -> Any:
-            if step.primitive.name in _IDENTITIES:
+        def of_tile(step: Step, inputs: list[Any]) -> Any:
+            if step.primitive.name in IDENTITIES:
                 return inputs if step.primitive.multiple_results else inputs[0]
             shape = np.broadcast_shapes(*map(jnp.shape, inputs))
             inputs = equally_varying([jnp.broadcast_to(x, shape) for x in inputs])
+            if step.rule is not None:
+                return step.rule.on_tiles(inputs, of_tile)
             other = instead.get(step.primitive.name)
             return step.primitive.bind(*inputs, **step.params) if other is None else other(*inputs)
 
         known = dict(zip(self._arguments, (scores, b, h, q, kv), strict=True))
         known |= dict(zip(self._value_variables, values, strict=True))
         known |= dict(zip(self._given, given, strict=True))
-        return _run(self.steps, known, self.result, bind)
+        return run(self.steps, known, [self.result], of_tile)[0]
 
 
 def of_mask(mask: Mask) -> tuple[Elementwise, list[Any], list[Any]]:
@@ -204,7 +179,7 @@ def _split_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...]) -> E
         parts = [_Given(next(given)) if is_tiled else next(leaves) for is_tiled in tiled]
         return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
 
-    return _split(lambda scores, *rest: function(*rest), avals, sum(tiled), _CALLS | _WITH_DERIVATIVES)
+    return _split(lambda scores, *rest: function(*rest), avals, sum(tiled), CALLS | WITH_DERIVATIVES)
 
 
 @functools.lru_cache(maxsize=512)
@@ -213,7 +188,7 @@ def _split_bias(tree: Any, avals: tuple[Any, ...]) -> Elementwise:
         lambda scores, b, h, q, kv, leaves, given: jax.tree.unflatten(tree, leaves).apply(scores, b, h, q, kv),
         avals,
         0,
-        _CALLS,
+        CALLS,
     )
 
 
@@ -230,7 +205,7 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, c
     inputs = [next(numbers) for _ in closed.jaxpr.invars]
     constants = {next(numbers): value for value in closed.consts}
     steps: list[Step] = []
-    (result,) = _inline(closed.jaxpr, [*constants], inputs, numbers, steps, calls)
+    (result,) = inline(closed.jaxpr, [*constants], inputs, numbers, steps, calls)
 
     arguments, rest = inputs[: len(ARGUMENTS)], inputs[len(ARGUMENTS) :]
     leaf_variables, given_variables = rest[: len(leaves)], rest[len(leaves) :]
@@ -240,7 +215,7 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, c
     cheap = set(arguments)
     known: set[int] = set()  # what depends on numbers alone
     inner, before = [], []
-    for step in _needed(steps, [result]):
+    for step in needed(steps, [result]):
         variables = [x for x in step.inputs if isinstance(x, int)]
         found = frozenset().union(*(depends[x] for x in variables))
         depends |= dict.fromkeys(step.outputs, found)
@@ -248,15 +223,15 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, c
             inner.append(step)
             continue
         before.append(step)
-        if known.issuperset(variables) and not any(step.shapes) and not isinstance(step.primitive, _Constant):
+        if known.issuperset(variables) and not any(step.shapes) and not isinstance(step.primitive, Constant):
             known.update(step.outputs)
             cheap.update(step.outputs)
         if step.primitive.name in _CHEAP and not any(step.shapes) and cheap.issuperset(variables):
             cheap.update(step.outputs)
     wanted = {x for x in (result, *(x for step in inner for x in step.inputs)) if isinstance(x, int)}
-    on_the_spot = _needed([step for step in before if set(step.outputs) <= cheap], wanted & cheap)
+    on_the_spot = needed([step for step in before if set(step.outputs) <= cheap], wanted & cheap)
     values = sorted(x for x in wanted if x not in cheap and not _mixes(depends[x]))
-    before = [_constant(c, value) for c, value in constants.items()] + before
+    before = [constant(c, value) for c, value in constants.items()] + before
     dtypes = dict(zip(leaf_variables, (leaf.dtype for leaf in leaves), strict=True))
     dtypes |= {x: dtype for step in before for x, dtype in zip(step.outputs, step.dtypes, strict=True)}
     return Elementwise(
@@ -264,7 +239,7 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, c
         dtypes=tuple(dtypes[x] for x in values),
         steps=(*on_the_spot, *inner),
         result=result,
-        primitives=frozenset(step.name for step in inner) - _IDENTITIES,
+        primitives=frozenset().union(*(step.names for step in inner)) - IDENTITIES,
         axes=depends[result] if isinstance(result, int) else frozenset(),
         _arguments=tuple(arguments),
         _given=tuple(given_variables),
@@ -274,87 +249,5 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, c
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Constant:
-    """An array that a function closes over, as a primitive without inputs."""
-
-    value: Any
-    name = "constant"
-    multiple_results = False
-
-    def get_bind_params(self, params: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (), params
-
-    def bind(self) -> Any:
-        return jnp.asarray(self.value)
-
-
-def _constant(variable: int, value: Any) -> Step:
-    return Step(_Constant(value), {}, (), (variable,), (jnp.shape(value),), (jnp.result_type(value),))
-
-
 def _mixes(axes: frozenset[str]) -> bool:
     return "scores" in axes or {"q", "kv"} <= axes
-
-
-def _inline(
-    jaxpr: Any,
-    constants: list[int],
-    inputs: Sequence[int | Literal],
-    numbers: Iterator[int],
-    steps: list[Step],
-    calls: frozenset[str],
-) -> list[int | Literal]:
-    """Append the steps of a jaxpr, calls written out; the variables of its results."""
-    names: dict[Any, int | Literal] = dict(zip(jaxpr.constvars, constants, strict=True))
-    names |= dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> int | Literal:
-        # A literal has a value; to import its class would be a fifth of what `import attnops` costs.
-        return Literal(atom.val, atom.aval.dtype) if hasattr(atom, "val") else names[atom]
-
-    for eqn in jaxpr.eqns:
-        found = [read(atom) for atom in eqn.invars]
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if eqn.primitive.name in calls and body is not None:
-            closed = getattr(body, "consts", [])
-            fresh = [next(numbers) for _ in closed]
-            for number, value in zip(fresh, closed, strict=True):
-                steps.append(_constant(number, value))
-            outputs = _inline(getattr(body, "jaxpr", body), fresh, found, numbers, steps, calls)
-            names |= dict(zip(eqn.outvars, outputs, strict=True))
-            continue
-        new = tuple(next(numbers) for _ in eqn.outvars)
-        names |= dict(zip(eqn.outvars, new, strict=True))
-        shapes = tuple(tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars))
-        dtypes = tuple(x.aval.dtype for x in eqn.outvars)  # type: ignore[attr-defined]
-        steps.append(Step(eqn.primitive, dict(eqn.params), tuple(found), new, shapes, dtypes))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _needed(steps: Sequence[Step], results: Any) -> list[Step]:
-    """The steps that the results depend on, in order."""
-    wanted = {x for x in results if isinstance(x, int)}
-    kept = []
-    for step in reversed(steps):
-        if wanted & set(step.outputs):
-            kept.append(step)
-            wanted |= {x for x in step.inputs if isinstance(x, int)}
-    return kept[::-1]
-
-
-def _run(steps: Sequence[Step], known: dict[int, Any], result: int | Literal, bind: Callable[..., Any]) -> Any:
-    def read(x: int | Literal) -> Any:
-        return np.asarray(x.value, x.dtype)[()] if isinstance(x, Literal) else known[x]
-
-    for step in steps:
-        found = bind(step, [read(x) for x in step.inputs])
-        known |= dict(zip(step.outputs, found if step.primitive.multiple_results else [found], strict=True))
-    return read(result)
-
-
-def _bind(step: Step, inputs: list[Any]) -> Any:
-    bound = step.primitive.get_bind_params(step.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX 0.10.2 has no functions beside
-    # In `jax.shard_map` a primitive does not by itself make what it takes vary alike.
-    return step.primitive.bind(*functions, *equally_varying([*map(jnp.asarray, inputs)]), **params)

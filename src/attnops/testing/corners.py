@@ -146,12 +146,19 @@ def own_derivatives(subject: Subject) -> None:
     """The derivative that a `ScoreFn` states for itself is kept, or the function refused."""
     straight_through = jax.custom_jvp(lambda x: jnp.round(x))
     straight_through.defjvp(lambda x, dx: (jnp.round(x[0]), dx[0]))
+    # Of what is learnt and of integers too, and neither's derivative is its value's.
+    mixed = jax.custom_jvp(lambda x, y, i: x * y + jnp.where(i % 2 == 0, 0.5, 0.0))
+    mixed.defjvp(lambda given, d: (mixed(*given), 3 * d[0] * given[1] - jnp.where(given[2] > 3, d[1], 0.0)))
 
-    def call(operation: Any, q: Any) -> Any:
-        bias = ScoreFn(lambda s, b, h, q, kv: s + 0.1 * straight_through(3.3 * s))
-        return operation(q, q, q, bias=bias).attention_outputs
+    def call(operation: Any, q: Any, t: Any) -> Any:
+        def changed(s: Any, b: Any, h: Any, q: Any, kv: Any, t: Any) -> Any:
+            return (
+                0.1 * straight_through(3.3 * s) + jax.nn.relu(s) + jax.nn.softplus(s - t[q]) + mixed(s, t[kv], q - kv)
+            )
 
-    agree(subject, call, draw(1, 24, 1, D))
+        return operation(q, q, q, bias=ScoreFn(changed, (t,))).attention_outputs
+
+    agree(subject, call, draw(1, 24, 1, D), draw(24))
 
 
 def unequal_tiles(subject: Subject) -> None:

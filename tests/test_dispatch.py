@@ -365,6 +365,12 @@ class TestAutoAndExplain:
         assert (request.query_length, request.dtypes[0]) == (1 << 20, "bfloat16")
         with pytest.raises(ValueError, match=r"they must be equal"):
             operation.request(shape, million, million)
+        with pytest.raises(ValueError, match=r"only with jax_enable_x64"):
+            operation.request(jax.ShapeDtypeStruct(Q.shape, "float64"), Q, Q)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        assert operation.request(Q, Q, Q, dropout_key=key) == operation.request(Q, Q, Q, dropout_key=jax.random.key(0))
+        with pytest.raises(TypeError, match=r"query is a ShapeDtypeStruct, which only `request` takes"):
+            operation(shape, Q, Q, dropout_key=jax.random.key(0))
 
     def test_nothing_serves(self):
         operation = OperationRegistry.create("auto")

@@ -88,6 +88,11 @@ OWN_DERIVATIVES = {
         lambda x, y, i: x * y + i, lambda x, y, i, dx, dy, _: 3 * y * dx - jnp.where(i > 3, dy, 0)
     )(s, t, i),
     "a constant": lambda s, i, t: s + _with_rule(lambda x: 0 * x + 2, lambda x, dx: 0.5 * dx)(s),
+    "of integers": lambda s, i, t: s * _with_rule(lambda i: (i + 0.5) / 4, lambda i, _: jnp.zeros(i.shape))(i),
+    "of nothing": lambda s, i, t: s * _with_rule(lambda: jnp.float32(2), lambda: jnp.float32(0))(),
+    "by a derivative": lambda s, i, t: _with_rule(
+        lambda x: x * x * x, lambda x, dx: jax.jvp(lambda y: y * y * y + y, (x,), (dx,))[1]
+    )(s),
     "nested": lambda s, i, t: _with_rule(jax.nn.softplus, lambda x, dx: dx * jax.nn.relu(x))(jax.nn.relu6(s) - s),
 }
 
@@ -127,6 +132,21 @@ def test_a_derivative_of_ones_own_is_kept(name: str) -> None:
 def test_a_derivative_that_no_kernel_can_have_is_named(function: Any) -> None:
     found, _ = of_bias(ScoreFn(lambda s, b, h, q, kv: function(s)).bind(*SHAPE))
     assert any(name.startswith("custom_jvp_call") for name in found.primitives)
+
+
+def test_a_derivative_that_closes_over_an_index_is_named() -> None:
+    """Once a token too: it is differentiated where the index is gone."""
+
+    def fn(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+        changed = _with_rule(lambda x: x, lambda x, dx: jnp.where(q > 5, dx, 2 * dx))(table[q])
+        return s * jnp.broadcast_to(changed, s.shape)
+
+    found, _ = of_bias(ScoreFn(fn, (jnp.ones(T),)).bind(*SHAPE))
+    assert "custom_jvp_call" in found.primitives
+    x = jnp.ones((B, T, H, 8))
+    request = OperationRegistry.create("attnops:flash").request(x, x, x, bias=ScoreFn(fn, (jnp.ones(T),)))
+    (reason,) = Limits(bias_primitives=frozenset({"mul"}), bias_kinds=None).reasons(request)
+    assert "closes over, give it as an argument" in str(reason)
 
 
 def test_a_lookup_by_query_and_key_is_named() -> None:

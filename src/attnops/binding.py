@@ -135,6 +135,8 @@ def _array(name: str, x: Any) -> jax.Array:
     # The width of a float64 host array would otherwise change without a word where x64 is off.
     if x.dtype == np.float64:
         raise ValueError(f"{name} has dtype float64, but attention takes float32, bfloat16 and float16; cast it")
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"{name} is a ShapeDtypeStruct, which only `request` takes; give an array")
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 

@@ -138,12 +138,19 @@ class BaseOperation(abc.ABC):
     def request(self, *args: Any, **kwargs: Any) -> Request:
         """The static description of a call with these arguments, which `attnops.explain` takes. Runs nothing.
 
-        Any array may be a `jax.ShapeDtypeStruct` instead.
+        Any array may be a `jax.ShapeDtypeStruct` instead. The platform is then the metadata's, or the default
+        backend's: where a struct would lie is not asked.
+
+        Raises:
+            ValueError: the arguments fit no implementation.
         """
         leaves, tree = jax.tree.flatten((args, kwargs))
         shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
         if not shapes:
             return self.prepare(*args, **kwargs).request
+        for shape in shapes:
+            if jax.dtypes.canonicalize_dtype(shape.dtype, allow_extended_dtype=True) != shape.dtype:
+                raise ValueError(f"{shape} has a dtype that JAX takes only with jax_enable_x64; state another")
         found: list[Request] = []
 
         def ask(arrays: list[Any]) -> None:

@@ -218,9 +218,18 @@ class Limits:
                     Reason(name, ", ".join(sorted(primitives - known)),
                            "this kernel can't compute it for each score",
                            "look up by query, by key or by head alone, or write it elementwise"
-                           + ", or state its derivative by jax.custom_jvp" * ("custom_vjp_call" in primitives - known))
+                           + _of_derivatives(primitives - known))
                 )  # fmt: skip
         return found
+
+
+def _of_derivatives(primitives: frozenset[str]) -> str:
+    """What else to do about functions with a derivative of their own."""
+    if "custom_vjp_call" in primitives:
+        return ", or state its derivative by jax.custom_jvp"
+    if any(name.startswith("custom_jvp_call") for name in primitives):
+        return "; what a function or its jax.custom_jvp closes over, give it as an argument; it must give floats"
+    return ""
 
 
 def dtype_name(array: Any) -> str:

@@ -11,6 +11,7 @@ from jax import lax
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ScoreFn
 from attnops.masks import MaskFn
+from attnops.sharding import create_mesh
 
 # Of scores and of the token's distance; finite everywhere, with finite derivatives.
 FUNCTIONS = {
@@ -29,6 +30,8 @@ FUNCTIONS = {
     "integers": lambda s, d: s + (d // 3 - (-d) % 5 + (d ^ 3)).astype(jnp.float32) * 0.1,
     "an integer's power": lambda s, d: s * 0.9 ** jnp.abs(d) + 1e5 * jnp.tanh(s / 1e5),
     "float16": lambda s, d: s * jnp.tanh(jnp.float16(0.1) * d.astype(jnp.float16)).astype(jnp.float32),
+    "bfloat16": lambda s, d: s * (jnp.bfloat16(0.5) * d.astype(jnp.bfloat16) + 1).astype(jnp.float32),
+    "own derivative": lambda s, d: jax.nn.relu(s) + jax.nn.softplus(-s),
     "unsigned": lambda s, d: (
         s + ((d.astype(jnp.uint32) ^ jnp.uint32(2**31 + 5)) > jnp.uint32(2**31)).astype(jnp.float32)
     ),
@@ -55,6 +58,22 @@ def test_score_function(name: str) -> None:
     expected = run(OperationRegistry.create("vanilla"))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_a_derivative_of_ones_own_under_a_mesh() -> None:
+    """Of integers too, whose tangents are nothing."""
+    chosen = jax.custom_jvp(lambda x, i: jnp.where(i > 3, x, 2 * x))
+    chosen.defjvp(lambda given, d: (chosen(*given), jnp.where(given[1] > 3, d[0], 5 * d[0])))
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 1, 16)), jnp.float32)
+
+    def gradient(operation: object) -> jax.Array:
+        bias = ScoreFn(lambda s, b, h, i, j: chosen(s, jnp.broadcast_to(i - j, s.shape)))
+        return jax.grad(lambda q: (operation(q, q, q, bias=bias).attention_outputs ** 2).sum())(q)
+
+    mesh = create_mesh((2,), ("dp",), devices=jax.devices()[:2])
+    metadata = OperationMetadata(platform="cuda", interpret=True, on_unsupported="error", mesh=mesh)
+    found = gradient(OperationRegistry.create("attnops-triton:flash", metadata))
+    np.testing.assert_allclose(found, gradient(OperationRegistry.create("vanilla")), rtol=2e-5, atol=2e-5)
 
 
 def test_mask_function_of_integers() -> None:

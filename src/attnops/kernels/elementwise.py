@@ -54,7 +54,7 @@ class Elementwise:
             both q and kv.
         steps: what is evaluated on a tile, in order.
         result: the variable, or literal, that is the result.
-        primitives: the names of the primitives that are evaluated for each score.
+        primitives: the names of the primitives that are evaluated for each score, and of what can't be differentiated.
         axes: what the result depends on, of `ARGUMENTS`.
     """
 
@@ -230,6 +230,7 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, c
             cheap.update(step.outputs)
     wanted = {x for x in (result, *(x for step in inner for x in step.inputs)) if isinstance(x, int)}
     on_the_spot = needed([step for step in before if set(step.outputs) <= cheap], wanted & cheap)
+    counted = [*on_the_spot, *inner, *(step for step in before if step.is_closed)]
     values = sorted(x for x in wanted if x not in cheap and not _mixes(depends[x]))
     before = [constant(c, value) for c, value in constants.items()] + before
     dtypes = dict(zip(leaf_variables, (leaf.dtype for leaf in leaves), strict=True))
@@ -239,7 +240,7 @@ def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, c
         dtypes=tuple(dtypes[x] for x in values),
         steps=(*on_the_spot, *inner),
         result=result,
-        primitives=frozenset().union(*(step.names for step in inner)) - IDENTITIES,
+        primitives=frozenset().union(*(step.names for step in counted)) - IDENTITIES,
         axes=depends[result] if isinstance(result, int) else frozenset(),
         _arguments=tuple(arguments),
         _given=tuple(given_variables),

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from attnops.kernels.varying import equally_varying
 
@@ -44,6 +45,8 @@ class Step:
         shapes: of inputs and outputs.
         dtypes: of outputs.
         rule: of a function with a derivative of its own, where this can be taken apart.
+        is_closed: of such a function, whether it can't be differentiated where it is evaluated again: its derivative
+            closes over an argument or an index.
     """
 
     primitive: Any
@@ -53,6 +56,7 @@ class Step:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     rule: Rule | None = None
+    is_closed: bool = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -88,20 +92,25 @@ class Rule(NamedTuple):
 
     def on_tiles(self, inputs: Sequence[jax.Array], bind: Callable[..., Any]) -> list[jax.Array]:
         """The function of arrays of one shape, elementwise, with that derivative."""
+        moving = [x for x in inputs if _is_floating(x)]
+        if not moving:
+            return self.value.run(inputs, bind)
 
-        def evaluated(part: Part, *given: Any) -> list[jax.Array]:
-            return [jnp.broadcast_to(x, inputs[0].shape) for x in part.run(given, bind)]
+        def evaluated(part: Part, given: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+            rest = iter(given)
+            every = [next(rest) if _is_floating(x) else x for x in inputs]
+            return [jnp.broadcast_to(x, moving[0].shape) for x in part.run([*every, *tangents], bind)]
 
+        # Integers have no tangent, and none that is to be dropped.
         @jax.custom_jvp
         def function(*given: Any) -> list[jax.Array]:
-            return evaluated(self.value, *given)
+            return evaluated(self.value, given, ())
 
         @function.defjvp
         def _(given: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-            moving = [d for x, d in zip(given, tangents, strict=True) if _is_floating(x)]
-            return function(*given), evaluated(self.derivative, *given, *moving)
+            return function(*given), evaluated(self.derivative, given, tangents)
 
-        found: list[jax.Array] = function(*inputs)
+        found: list[jax.Array] = function(*moving)
         return found
 
 
@@ -159,8 +168,10 @@ def inline(
         names |= dict(zip(eqn.outvars, new, strict=True))
         shapes = tuple(tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars))
         dtypes = tuple(x.aval.dtype for x in eqn.outvars)  # type: ignore[attr-defined]
-        rule = _rule(eqn, calls) if eqn.primitive.name == "custom_jvp_call" and not any(shapes) else None
-        steps.append(Step(eqn.primitive, dict(eqn.params), tuple(found), new, shapes, dtypes, rule))
+        # What differentiating adds, and nobody wrote.
+        primitive = lax.add_p if eqn.primitive.name == "add_any" else eqn.primitive
+        rule, is_closed = _rule(eqn, calls) if eqn.primitive.name == "custom_jvp_call" else (None, False)
+        steps.append(Step(primitive, dict(eqn.params), tuple(found), new, shapes, dtypes, rule, is_closed))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -175,11 +186,12 @@ def needed(steps: Sequence[Step], results: Any) -> list[Step]:
     return kept[::-1]
 
 
-def _rule(eqn: Any, calls: frozenset[str]) -> Rule | None:
-    """Of a call of a `jax.custom_jvp` of scalars; None where that has integer results, or closes over arrays."""
+def _rule(eqn: Any, calls: frozenset[str]) -> tuple[Rule | None, bool]:
+    """Of a call of a `jax.custom_jvp`, and whether its derivative closes over what is gone by now.
+
+    None where it is not of scalars, has integer results, or closes over arrays.
+    """
     avals = [x.aval for x in eqn.invars]
-    if not all(_is_floating(x.aval) for x in eqn.outvars):
-        return None
 
     def pushed_forward(inputs: Sequence[Any], tangents: Sequence[Any]) -> Any:
         def function(*moving: Any) -> Any:
@@ -191,11 +203,15 @@ def _rule(eqn: Any, calls: frozenset[str]) -> Rule | None:
     try:
         derivative = jax.make_jaxpr(pushed_forward)(avals, [aval for aval in avals if _is_floating(aval)])
     except jax.errors.UnexpectedTracerError:
-        return None
+        return None, True
+    if any(isinstance(x, jax.core.Tracer) for x in derivative.consts):
+        return None, True
+    if any(x.aval.shape or not _is_floating(x.aval) for x in eqn.outvars) or any(aval.shape for aval in avals):
+        return None, False
     value = _part(eqn.params["call_jaxpr"], calls)
     # In which nothing is differentiated again; a rule may well call its own function.
     change = _part(derivative, calls | WITH_DERIVATIVES)
-    return None if value is None or change is None else Rule(value, change)
+    return (None if value is None or change is None else Rule(value, change)), False
 
 
 def _part(closed: Any, calls: frozenset[str]) -> Part | None:

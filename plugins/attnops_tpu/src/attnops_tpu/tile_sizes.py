@@ -67,8 +67,9 @@ TABLE: Final[dict[str, tuple[Row, ...]]] = {
     "v6e": _V6E,
     "tpu7x": _TPU7X,
 }
-# 256 × 256 is what the 64 vector registers bear, and the size of the matrix unit of v6e and tpu7x. On tpu7x 512 keys a
-# part forward spill 29 registers a tile for 141 at 478 bundles for 476; a lag of 3 backward takes 960 bundles for 995.
+# 256 × 256 is what the 64 vector registers bear, and the size of the matrix unit of v6e and tpu7x. On tpu7x, at
+# 1024 × 1024, 512 keys a part forward spill 29 registers a tile for 141 at 478 bundles for 476; a lag of 3 backward
+# takes 960 bundles for 995.
 _PARTS: Final = (Parts(256, 256), Parts(256, 256))
 PARTS: Final[dict[str, tuple[Parts, Parts]]] = {
     "v4": _PARTS,

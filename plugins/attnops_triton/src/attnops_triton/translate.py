@@ -204,8 +204,10 @@ def _inline(write: Writer, jaxpr: Any, constants: list[Value], inputs: list[Valu
         elif name in _TABLE:
             # A literal is an int32 or a float32 to Triton; and functions are there for float32 alone.
             found = [_spread(write, v) if v.literal and v.dtype.startswith("uint") else v for v in found]
-            narrow = name in _FLOAT32 and eqn.outvars[0].aval.dtype.itemsize == 2
-            found = [_widened(v) for v in found] if narrow else found
+            dtypes = {atom.aval.dtype.name for atom in (*eqn.invars, eqn.outvars[0])}  # type: ignore[attr-defined]
+            # Likewise Triton's interpreter computes on bfloat16 as if it were integers; rounding a result is the same.
+            narrow = "bfloat16" in dtypes or (name in _FLOAT32 and eqn.outvars[0].aval.dtype.itemsize == 2)
+            found = [_widened(v, name == "convert_element_type") for v in found] if narrow else found
             if found and all(value.literal for value in found):
                 found = [_spread(write, value) for value in found]
             text = _named(write, _TABLE[name](write, eqn.params, *found))
@@ -217,9 +219,10 @@ def _inline(write: Writer, jaxpr: Any, constants: list[Value], inputs: list[Valu
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _widened(value: Value) -> Value:
+def _widened(value: Value, integers_too: bool = False) -> Value:
     """A 16-bit number as float32."""
-    return value if value.literal or not value.floating else Value(f"{value.text}.to(tl.float32)", "float32")
+    is_due = not value.literal and (value.floating or integers_too)
+    return Value(f"{value.text}.to(tl.float32)", "float32") if is_due else value
 
 
 def _spread(write: Writer, value: Value) -> Value:

@@ -67,12 +67,11 @@ def without_mask(attention: Attention) -> Attention:
 def test_operation_agrees_with_the_original(
     name: str, model: Model, batches: list[Batch], reference: Reference
 ) -> None:
-    try:
-        measurement = measure(create_attention(name), model, batches, reference.embeddings, repeats=1)
-    except attnops.UnsupportedError as refusal:
-        if name == "vanilla":  # it serves everything
-            raise
-        pytest.skip(str(refusal))
+    if name == "ring":  # there is no mesh
+        with pytest.raises(attnops.UnsupportedError, match=r"must cut the keys; create 'flash'"):
+            measure(create_attention(name), model, batches, reference.embeddings, repeats=1)
+        return
+    measurement = measure(create_attention(name), model, batches, reference.embeddings, repeats=1)
     assert measurement.max_difference <= TOLERANCE
 
 

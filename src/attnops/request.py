@@ -228,7 +228,7 @@ def _of_derivatives(primitives: frozenset[str]) -> str:
     if "custom_vjp_call" in primitives:
         return ", or state its derivative by jax.custom_jvp"
     if any(name.startswith("custom_jvp_call") for name in primitives):
-        return "; what a function or its jax.custom_jvp closes over, give it as an argument; it must give floats"
+        return "; pass what a jax.custom_jvp or its rule closes over as arguments, and let it return floats"
     return ""
 
 

@@ -101,7 +101,7 @@ class Rule(NamedTuple):
             every = [next(rest) if _is_floating(x) else x for x in inputs]
             return [jnp.broadcast_to(x, moving[0].shape) for x in part.run([*every, *tangents], bind)]
 
-        # Integers have no tangent, and none that is to be dropped.
+        # Integers are closed over: else each would have a tangent of no width, which kernels can't have.
         @jax.custom_jvp
         def function(*given: Any) -> list[jax.Array]:
             return evaluated(self.value, given, ())

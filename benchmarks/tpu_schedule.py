@@ -167,8 +167,8 @@ def child(what: dict[str, Any], generation: str) -> None:
 
 
 def _own_tiles(head_dim: int, generation: str) -> float:
+    from attnops_tpu.flash.tile_sizes import Problem, choose
     from attnops_tpu.generations import target
-    from attnops_tpu.tile_sizes import Problem, choose
 
     from attnops import OperationMetadata
 

@@ -23,9 +23,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import typer
-from attnops_triton import tile_sizes
 from attnops_triton.aot import compile_for, kernels
-from attnops_triton.plan import Tiles
+from attnops_triton.flash import tile_sizes
+from attnops_triton.flash.plan import Tiles
 from attnops_triton.targets import SHARED_MEMORY
 from rich.console import Console
 from rich.table import Table

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import OperationMetadata, OperationRegistry, registry
+from attnops import OperationMetadata, OperationRegistry
+from attnops.dispatch import registry
 from attnops.masks import Causal
 
 

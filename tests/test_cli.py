@@ -329,7 +329,7 @@ def test_doctor_says_that_jax_cannot_start(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_doctor_says_that_requirements_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attnops.plugins, "requirement_parser", lambda: attnops.plugins._Unchecked)
+    monkeypatch.setattr(attnops.dispatch.plugins, "requirement_parser", lambda: attnops.dispatch.plugins._Unchecked)
     found = run_json("doctor", status=1)
     assert {"what": "what distributions require is not checked", "install": "pip install packaging"} in found[
         "problems"

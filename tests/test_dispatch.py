@@ -21,9 +21,9 @@ from attnops import (
     UnsupportedWarning,
     explain,
 )
+from attnops.dispatch.operation import forward_for
+from attnops.dispatch.platforms import PLATFORMS, find_platform, platform_of
 from attnops.masks import Causal, Segments
-from attnops.operation import forward_for
-from attnops.platforms import PLATFORMS, find_platform, platform_of
 
 FORWARDS = ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt")
 CHAIN = {

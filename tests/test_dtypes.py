@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops.dtypes import canonicalize_dtype
+from attnops.models.dtypes import canonicalize_dtype
 
 BF16, F16, F32 = (jnp.ones(2, d) for d in (jnp.bfloat16, jnp.float16, jnp.float32))
 INT = jnp.arange(2)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops.heads import repeat_kv_bnsh, repeat_kv_bsnh, repeat_kv_heads
+from attnops.models.heads import repeat_kv_bnsh, repeat_kv_bsnh, repeat_kv_heads
 
 B, S, K, D, DV = 2, 5, 3, 4, 6
 BSKD = np.arange(B * S * K * D, dtype=np.float32).reshape(B, S, K, D)

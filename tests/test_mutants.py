@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from attnops.biases import Bias
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.limits import Limits
+from attnops.dispatch.output import OperationOutput
 from attnops.dropout import dropout_keep, dropout_rows, dropout_seed
 from attnops.masks import Causal, Segments, SlidingWindow
 from attnops.masks.algebra import And
-from attnops.operation import OperationImpl
 from attnops.operations.unseen import hide_unseen
-from attnops.output import OperationOutput
-from attnops.request import Limits
 from attnops.testing.behaviours import BEHAVIOURS, memory_growth
 from attnops.testing.runner import Outcome, Status, Subject, attempt
 

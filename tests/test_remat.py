@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, get_gradient_checkpoint_policy, tag
+from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, get_gradient_checkpoint_policy, tag
 
 PLAIN = [
     "everything_saveable",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops.rotary import (
+from attnops.models.rotary import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,

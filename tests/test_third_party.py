@@ -18,9 +18,9 @@ import pytest
 
 import attnops
 from attnops import OperationMetadata, OperationRegistry
+from attnops.dispatch.plugins import Plugin, State
 from attnops.errors import AmbiguousOperationError, DuplicateOperationError, PluginError, PluginWarning
 from attnops.operations.vanilla import VanillaAttention
-from attnops.plugins import Plugin, State
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCES = Path(__file__).parent / "third_party"

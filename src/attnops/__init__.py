@@ -1,7 +1,14 @@
 """attnops: pluggable attention for JAX."""
 
 from attnops._version import __version__
-from attnops.dtypes import canonicalize_dtype
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.explain import Explanation, explain
+from attnops.dispatch.limits import Limits
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import API_VERSION, BaseOperation
+from attnops.dispatch.output import OperationOutput
+from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.request import AttentionRequest, Reason, Request
 from attnops.errors import (
     AmbiguousOperationError,
     DuplicateOperationError,
@@ -12,14 +19,9 @@ from attnops.errors import (
     UnsupportedError,
     UnsupportedWarning,
 )
-from attnops.explain import Explanation, explain
-from attnops.heads import repeat_kv_bnsh, repeat_kv_bsnh, repeat_kv_heads
-from attnops.metadata import OperationMetadata
-from attnops.operation import API_VERSION, BaseOperation, OperationImpl
-from attnops.output import OperationOutput
-from attnops.registry import OperationRegistry
-from attnops.remat import get_gradient_checkpoint_policy
-from attnops.request import AttentionRequest, Limits, Reason, Request
+from attnops.models.dtypes import canonicalize_dtype
+from attnops.models.heads import repeat_kv_bnsh, repeat_kv_bsnh, repeat_kv_heads
+from attnops.models.remat import get_gradient_checkpoint_policy
 
 __all__ = [
     "API_VERSION",

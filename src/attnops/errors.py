@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from attnops.request import Reason
+    from attnops.dispatch.request import Reason
 
 
 class UnknownOperationError(ValueError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from attnops.metadata import OperationMetadata
-from attnops.operation import OperationImpl, forward_for
-from attnops.platforms import PLATFORMS
-from attnops.registry import OperationRegistry
-from attnops.request import AttentionRequest
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import forward_for
+from attnops.dispatch.platforms import PLATFORMS
+from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.request import AttentionRequest
 
 # A plain call that every implementation should serve; each feature changes it.
 PLAIN: Final[dict[str, Any]] = {

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu import tile_sizes, visits
+from attnops_tpu.flash import tile_sizes, visits
 from attnops_tpu.generations import generation, target
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError

@@ -9,8 +9,8 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from attnops_tpu.flash.tile_sizes import MOST_TILES, TABLE, Problem, choose
 from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
-from attnops_tpu.tile_sizes import MOST_TILES, TABLE, Problem, choose
 
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu import backward, forward
-from attnops_tpu.visits import MAX_ROWS, unpack, visits
+from attnops_tpu.flash import backward, forward
+from attnops_tpu.flash.visits import MAX_ROWS, unpack, visits
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Chunked, Coverage, Mask, Segments, SlidingWindow, block_map

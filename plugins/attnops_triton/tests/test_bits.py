@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton.bits import is_translatable
-from attnops_triton.visits import Visits, visits
+from attnops_triton.flash.bits import is_translatable
+from attnops_triton.flash.visits import Visits, visits
 
 from attnops.biases import RelativePosition
 from attnops.masks import Causal, Coverage, Lengths, Mask, MaskFn, SlidingWindow

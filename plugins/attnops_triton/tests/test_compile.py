@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_triton.aot import Binary, compile_for, kernels
-from attnops_triton.launch import Launched
+from attnops_triton.language.launch import Launched
 from attnops_triton.targets import SHARED_MEMORY, target
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_triton import versions
-from attnops_triton.plan import parts
+from attnops_triton.flash.plan import parts
+from attnops_triton.flash.tile_sizes import TABLE, choose, known
 from attnops_triton.targets import SHARED_MEMORY, target
-from attnops_triton.tile_sizes import TABLE, choose, known
 
 from attnops import (
     NotDifferentiableError,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton.visits import Visits, visits
+from attnops_triton.flash.visits import Visits, visits
 
 from attnops.masks import Causal, Chunked, Coverage, Mask, Segments, SlidingWindow, block_map
 

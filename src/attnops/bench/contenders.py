@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.bench.case import Array, Case, Refused
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.explain import explain
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.registry import OperationRegistry
 from attnops.errors import PluginError, UnsupportedError
-from attnops.explain import explain
-from attnops.metadata import OperationMetadata
-from attnops.operation import OperationImpl
-from attnops.registry import OperationRegistry
 
 RESULTS = ("output", "gradient of query", "gradient of key", "gradient of value")
 

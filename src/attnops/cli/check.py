@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnops.cli.output import fail, print_heading, print_json, print_table, print_text
+from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
-from attnops.platforms import platform_of
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
 from attnops.testing.features import FEATURES
 from attnops.testing.runner import Outcome, Status, Subject, attempt, covering_rows, joined, sampled_pairs

@@ -11,12 +11,12 @@ import importlib_metadata
 import jax
 import typer
 
-from attnops import plugins
 from attnops.cli.installed import Installed, describe, find
 from attnops.cli.known_bad import Problem, known_problems
 from attnops.cli.output import print_heading, print_json, print_table, print_text
-from attnops.platforms import platform_of
-from attnops.plugins import CORE, Plugin, State
+from attnops.dispatch import plugins
+from attnops.dispatch.platforms import platform_of
+from attnops.dispatch.plugins import CORE, Plugin, State
 
 # The distributions whose versions matter; JAX's own plugins are found through their entry points.
 SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "jax-triton", "numpy")

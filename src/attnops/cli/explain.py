@@ -14,11 +14,11 @@ import typer
 
 from attnops.cli.masks import parse_mask, parse_shape
 from attnops.cli.output import fail, print_json, print_text
+from attnops.dispatch.explain import Candidate, Explanation, explain
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.request import AttentionRequest, Reason
 from attnops.errors import PluginError, PluginWarning, UnsupportedError
-from attnops.explain import Candidate, Explanation, explain
-from attnops.metadata import OperationMetadata
 from attnops.operations.vanilla import VanillaAttention
-from attnops.request import AttentionRequest, Reason
 
 
 def command(

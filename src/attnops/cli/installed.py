@@ -8,10 +8,10 @@ import sys
 import warnings
 from typing import Any
 
+from attnops.dispatch.platforms import PLATFORMS
+from attnops.dispatch.plugins import CORE, Plugin
+from attnops.dispatch.registry import OperationRegistry, served_platforms
 from attnops.errors import AmbiguousOperationError, DuplicateOperationError, PluginError, PluginWarning
-from attnops.platforms import PLATFORMS
-from attnops.plugins import CORE, Plugin
-from attnops.registry import OperationRegistry, served_platforms
 
 
 @dataclasses.dataclass(frozen=True)

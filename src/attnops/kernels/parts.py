@@ -23,10 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.operation import decide, named_options
 from attnops.errors import NotDifferentiableError
 from attnops.kernels.nograd import not_differentiable
 from attnops.kernels.rules import cotangents, is_differentiated
-from attnops.operation import OperationImpl, decide, named_options
 
 
 class Partial(NamedTuple):

@@ -118,7 +118,7 @@ class Mask(abc.ABC):
         return one_tile(self, q_range, kv_range)
 
     def describe(self) -> dict[str, Any]:
-        """What a request says of this mask: fields of `attnops.request.AttentionRequest`."""
+        """What a request says of this mask: fields of `attnops.dispatch.request.AttentionRequest`."""
         return {"mask": repr(self), "mask_kinds": self.kinds(), "mask_shape": None}
 
     def show(self, T: int, S: int | None = None, *, b: int = 0, h: int = 0) -> str:

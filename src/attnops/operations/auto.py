@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from attnops.binding import Call
-from attnops.explain import pick
-from attnops.metadata import OperationMetadata
-from attnops.operation import OperationImpl
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.binding import Call
+from attnops.dispatch.explain import pick
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.request import AttentionRequest, Request
 from attnops.operations.vanilla import VanillaAttention
-from attnops.registry import OperationRegistry
-from attnops.request import AttentionRequest, Request
 
 
 class AutoAttention(VanillaAttention):

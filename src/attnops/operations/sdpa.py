@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Final, Literal
 import jax
 import jax.numpy as jnp
 
+from attnops.dispatch.limits import Limits
+from attnops.dispatch.output import OperationOutput
+from attnops.dispatch.request import AttentionRequest, Reason, Request
 from attnops.masks.base import Mask
 from attnops.masks.positions import Causal
 from attnops.operations.unseen import hide_unseen
 from attnops.operations.vanilla import VanillaAttention
-from attnops.output import OperationOutput
-from attnops.request import AttentionRequest, Limits, Reason, Request
 
 # jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its
 # residual is rounded to the input's dtype and has no gradient: the forwards below don't name them.

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.biases import Bias
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.limits import Limits
+from attnops.dispatch.operation import forward_for
+from attnops.dispatch.output import OperationOutput
+from attnops.dispatch.request import Request
 from attnops.dropout import dropout_mask
 from attnops.masks.base import Mask
-from attnops.operation import OperationImpl, forward_for
 from attnops.operations.unseen import hide_unseen
-from attnops.output import OperationOutput
-from attnops.request import Limits, Request
 
 
 class VanillaAttention(OperationImpl):

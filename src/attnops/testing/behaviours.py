@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from attnops.biases import ALiBi, RelativePosition
+from attnops.dispatch.attention import OperationImpl
 from attnops.errors import NotDifferentiableError, UnsupportedError
 from attnops.masks import Causal, Segments, SlidingWindow
-from attnops.operation import OperationImpl
-from attnops.remat import get_gradient_checkpoint_policy
+from attnops.models.remat import get_gradient_checkpoint_policy
 from attnops.testing import oracle
 from attnops.testing.corners import CORNERS
 from attnops.testing.problem import Problem

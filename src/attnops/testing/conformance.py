@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from attnops.metadata import OperationMetadata
-from attnops.operation import OperationImpl
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.metadata import OperationMetadata
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
 from attnops.testing.corners import CORNERS
 from attnops.testing.features import FEATURES

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import ScoreFn
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.registry import OperationRegistry
 from attnops.errors import UnsupportedError
 from attnops.masks import Causal, Lengths, MaskFn, SlidingWindow
-from attnops.metadata import OperationMetadata
-from attnops.registry import OperationRegistry
 from attnops.sharding import create_mesh
 from attnops.testing.runner import NotRunError, Subject
 

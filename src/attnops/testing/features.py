@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
+from attnops.dispatch.metadata import OperationMetadata
 from attnops.masks import Mask
-from attnops.metadata import OperationMetadata
 from attnops.testing.feature_masks import MASKS, PADDINGS, TRACED_MASKS, MaskCase, Padding
 from attnops.testing.problem import Problem
 

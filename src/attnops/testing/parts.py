@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.registry import OperationRegistry
 from attnops.dropout import ShiftedKey
 from attnops.kernels.parts import Partial, Share, Whole, joined, partial, share, share_gradients, share_of
 from attnops.masks import Causal
-from attnops.metadata import OperationMetadata
-from attnops.registry import OperationRegistry
 
 # Queries, and keys of which the second part begins in a tile's midst; of the first rows it hides every key.
 _T, _S, _CUT = 48, 80, 40

@@ -11,12 +11,14 @@ from typing import Any, Final
 
 import jax
 
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.limits import Limits
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import forward_for
+from attnops.dispatch.platforms import find_platform
+from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.request import Reason
 from attnops.errors import UnsupportedError
-from attnops.metadata import OperationMetadata
-from attnops.operation import OperationImpl, forward_for
-from attnops.platforms import find_platform
-from attnops.registry import OperationRegistry
-from attnops.request import Limits, Reason
 from attnops.sharding.modes import MODE_TRAIN
 from attnops.testing.features import FEATURES, Feature, Spec, combine
 from attnops.testing.problem import FAST_COMPILE, Problem

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.platforms import PLATFORMS
+from attnops.dispatch.request import AttentionRequest
 from attnops.masks import (
     Causal,
     Chunked,
@@ -22,10 +25,7 @@ from attnops.masks import (
     Segments,
     SlidingWindow,
 )
-from attnops.metadata import OperationMetadata
 from attnops.operations.vanilla import VanillaAttention
-from attnops.platforms import PLATFORMS
-from attnops.request import AttentionRequest
 from attnops.testing.problem import Problem
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -15,14 +15,15 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from attnops import AttentionRequest, Limits, OperationOutput, OperationRegistry, Reason, Request, UnsupportedError
-from attnops.binding import Call
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.binding import Call
+from attnops.dispatch.operation import all_options
 from attnops.kernels.parts import Partial, joined
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
-from attnops.operation import OperationImpl, all_options
+from attnops.partition.boundary import Boundary, find_boundary, run_in_parts
 from attnops.sharding import get_names_from_partition_spec
 from attnops.sharding.axes import KV_LENGTH
-from attnops.sharding.boundary import Boundary, find_boundary, run_in_parts
 from attnops_ring.block import Extras, Inner, at_once
 from attnops_ring.gather import (
     all_gather,
@@ -82,7 +83,7 @@ class RingAttention(OperationImpl):
         return tuple(name for name in names if mesh is not None and name in mesh.shape)
 
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
-        """See `attnops.operation.OperationImpl.invoke`: parts are of the sequence too."""
+        """See `attnops.dispatch.attention.OperationImpl.invoke`: parts are of the sequence too."""
         assert isinstance(call.request, AttentionRequest)
         boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
         if boundary is None or not boundary.sequence:

@@ -15,7 +15,7 @@ class Generation(NamedTuple):
     Attributes:
         name: such as ``"v6e"``.
         vmem: bytes of vector memory a core.
-        strided_rotation: see `attnops_tpu.plan.Plan`.
+        strided_rotation: see `attnops_tpu.flash.plan.Plan`.
     """
 
     name: str

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import jax
 
-from attnops_triton.launch import Launched, recording
+from attnops_triton.language.launch import Launched, recording
 from attnops_triton.targets import SHARED_MEMORY, target
 
 _TYPES: Final = {
@@ -76,7 +76,7 @@ def compile_for(launched: Launched, arch: str) -> Binary:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from attnops_triton.compat import jit
+    from attnops_triton.language.compat import jit
 
     if arch not in SHARED_MEMORY:
         raise ValueError(f"arch={arch!r} is unknown; use one of {list(SHARED_MEMORY)}")

@@ -13,12 +13,12 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 from attnops.kernels.nograd import not_differentiable
 from attnops.kernels.parts import Partial, Whole, differentiable_share, rounded
 from attnops.kernels.rules import cotangents, is_differentiated
+from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.operations.flash.backward import Gradients, backward
 from attnops.operations.flash.forward import forward
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options
 from attnops.operations.flash.visits import Visits
-from attnops.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 
 _SECOND: Final = (
     "flash computes its gradients in a loop that has none of its own, but a second derivative was asked for; "

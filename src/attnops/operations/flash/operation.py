@@ -11,12 +11,15 @@ import numpy as np
 from jax import lax
 
 from attnops.biases import Bias
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.limits import Limits
+from attnops.dispatch.output import OperationOutput
+from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dropout import dropout_seed, dropout_step
 from attnops.kernels.parts import Whole, check_parts, two_parts
 from attnops.kernels.varying import equally_varying
 from attnops.masks.base import Mask
 from attnops.masks.tiles import Coverage, block_map
-from attnops.operation import OperationImpl
 from attnops.operations.flash.attend import attend, attend_share
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import Arrays, Options
@@ -24,8 +27,6 @@ from attnops.operations.flash.tile_bias import tile_bias
 from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles, table_row
 from attnops.operations.flash.visits import visits
 from attnops.operations.vanilla import VanillaAttention
-from attnops.output import OperationOutput
-from attnops.request import AttentionRequest, Limits, Request
 
 # Scores of a call, from which on holding them all (4 GB in float32) is not to be thought of.
 _LARGE: Final = 1 << 30

@@ -1,0 +1,138 @@
+"""The gradients of biases that have an element for each score, or for each distance; run only where asked for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from attnops.kernels.vmap import one_by_one
+from attnops_triton.flash.backward import Inputs, input_operands, score_gradients, weights_again
+from attnops_triton.flash.operands import Arrays, Operand, base
+from attnops_triton.flash.plan import Plan, cdiv
+from attnops_triton.flash.tile import Tile
+from attnops_triton.flash.visits import Scores
+from attnops_triton.language.launch import launch
+from attnops_triton.language.source import Writer
+
+
+@one_by_one
+def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, scores: Scores) -> jax.Array:
+    """Of an array [B or 1, H or 1, T, S], float32: what shares an element is added up before it is written.
+
+    Args:
+        plan: of the call.
+        inputs: see `Inputs`.
+        arrays: what scores depend on beside these.
+        scores: what the mask says of every tile.
+    """
+    assert arrays.array is not None
+    shape = arrays.array.shape
+    operands = [*input_operands(plan, inputs, arrays), *_score_operands(scores)]
+    outputs = {"d_array": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    write, tiles = Writer(), plan.by_score
+    tile = Tile.make(write, plan, tiles.bq, tiles.bk, operands)
+    rows, columns = cdiv(plan.T, tiles.bq), cdiv(plan.S, tiles.bk)
+    write(
+        "pid = tl.program_id(0)",
+        f"row = pid // {columns} % {rows}",
+        f"column = pid % {columns}",
+        f"lead = pid // {rows * columns}",
+        f"q0 = row * {tiles.bq}",
+        f"kv0 = column * {tiles.bk}",
+        f"acc = tl.full({tile.shape}, 0.0, tl.float32)",
+    )
+    tile.queries()
+    tile.keys()
+    batches, heads = (1 if size > 1 else full for size, full in zip(shape, (plan.B, plan.H), strict=False))
+    with write.block(f"for r in range(0, {batches * heads}):"):
+        write(f"b = lead // {shape[1]} + r // {heads}", f"h = lead % {shape[1]} + r % {heads}")
+        _add(tile, operands)
+    edge = f"mask=(qx < {plan.T}) & (kx < {plan.S})"
+    at = f"d_array_ptr + lead.to(tl.int64) * {plan.T * plan.S} + q0.to(tl.int64) * {plan.S} + kv0.to(tl.int64)"
+    write(f"tl.store({at} + (qx - q0) * {plan.S} + (kx - kv0), acc, {edge})")
+    programs = shape[0] * shape[1] * rows * columns
+    return launch(plan, tiles, write, "attnops_flash_array_gradient", operands, outputs, programs)["d_array"]
+
+
+@one_by_one
+def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, scores: Scores) -> jax.Array:
+    """Of a table by distance, [1, H, T + S − 1], float32. O((T + S) · block) memory a head.
+
+    All tiles of one block diagonal have the same distances at the same places: a program adds up those of a diagonal,
+    of all batches, and the distances of the sums are added up after it.
+
+    Args:
+        plan: of the call.
+        inputs: see `Inputs`.
+        arrays: what scores depend on beside these.
+        scores: what the mask says of every tile; tiles are square.
+    """
+    operands = [*input_operands(plan, inputs, arrays), *_score_operands(scores)]
+    write, tiles = Writer(), plan.by_score
+    n = tiles.bq
+    tile = Tile.make(write, plan, n, n, operands)
+    rows, columns = cdiv(plan.T, n), cdiv(plan.S, n)
+    diagonals = rows + columns - 1
+    outputs = {"sums": jax.ShapeDtypeStruct((plan.H, diagonals, n, n), jnp.float32)}
+    write(
+        "pid = tl.program_id(0)",
+        f"h = pid // {diagonals}",
+        f"ahead = pid % {diagonals} - {rows - 1}",
+        "first = tl.maximum(0, -ahead)",
+        f"last = tl.minimum({rows}, {columns} - ahead)",
+        f"acc = tl.full({tile.shape}, 0.0, tl.float32)",
+    )
+    with write.block("for r in range(first, last):"):
+        write("row = r + 0", "column = row + ahead", f"q0 = row * {n}", f"kv0 = column * {n}")
+        tile.queries()
+        tile.keys()
+        with write.block(f"for batch in range(0, {plan.B}):"):
+            write("b = h * 0 + batch")
+            _add(tile, operands)
+    i = f"tl.arange(0, {n})"
+    write(f"tl.store(sums_ptr + pid.to(tl.int64) * {n * n} + {i}[:, None] * {n} + {i}[None, :], acc)")
+    found = launch(plan, tiles, write, "attnops_flash_table_gradient", operands, outputs, plan.H * diagonals)["sums"]
+    return _by_distance(found, plan)
+
+
+def _score_operands(scores: Scores) -> list[Operand]:
+    return [Operand(name, array) for name, array in scores._asdict().items() if array is not None]
+
+
+def _add(tile: Tile, operands: list[Operand]) -> None:
+    """Add the gradient of the tile's scores to ``acc``."""
+    write, plan = tile.write, tile.plan
+    shape = tile.shapes["coverage"]
+    at = f"{base('coverage', shape)} + row * {shape[3]} + column"
+    with write.block(f"if tl.load({at}) > 0:"):
+        write(f"k = h // {plan.G}")
+        if plan.packed:
+            write(f"bits_at = tl.load({base('numbers', shape)} + row * {shape[3]} + column)")
+        tile.rows("q", "q", plan.H, "h", plan.D, True)
+        tile.rows("d_out", "q", plan.H, "h", plan.Dv, True)
+        tile.values_of("", False)
+        tile.values_of("q", True)
+        tile.level(True)
+        tile.rows("k", "kv", plan.K, "k", plan.D, True)
+        tile.values_of("kv", True)
+        tile.product("s", "q", "k", plan.D)
+        tile.rows("v", "kv", plan.K, "k", plan.Dv, True)
+        tile.product("dp", "d_out", "v", plan.Dv)
+        has_ok = weights_again(tile, True, True)
+        if plan.scoring.dropout_prob:
+            tile.keep()
+        score_gradients(tile, has_ok)
+        write("acc += ds")
+
+
+def _by_distance(sums: jax.Array, plan: Plan) -> jax.Array:
+    """[H, diagonals, n, n] to [1, H, T + S − 1]."""
+    H, diagonals, n, _ = sums.shape
+    # Rows last first, each moved on by one more than the one before it, which a reshape does: element (i, j) of a
+    # row-major n × 2n array lies at 2n · i + j = (2n − 1) · i + (i + j). A column is then one distance.
+    wide = jnp.pad(jnp.flip(sums, 2), ((0, 0), (0, 0), (0, 0), (0, n))).reshape(H, diagonals, -1)
+    level = wide[..., : n * (2 * n - 1)].reshape(H, diagonals, n, 2 * n - 1).sum(2)
+    near, far = level[..., :n], jnp.pad(level[..., n:], ((0, 0), (0, 0), (0, 1)))
+    both = jnp.pad(near.reshape(H, -1), ((0, 0), (0, n))) + jnp.pad(far.reshape(H, -1), ((0, 0), (n, 0)))
+    first = cdiv(plan.T, n) * n - plan.T
+    return both[None, :, first : first + plan.T + plan.S - 1]

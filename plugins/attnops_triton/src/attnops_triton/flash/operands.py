@@ -1,0 +1,69 @@
+"""What kernels are given beside query, key and value, and how a kernel finds what belongs to a tile."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnops_triton.flash.plan import Plan
+
+
+class Arrays(NamedTuple):
+    """What a call has in addition to query, key and value, made by `prepare`; None for what it has not.
+
+    Attributes:
+        mask: values of the mask, see `value_layout`.
+        dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, T, S].
+        bias: values of an elementwise bias, see `value_layout`.
+        table: a bias by distance, float32 [1, H, T + S − 1]: of ``kv − q`` at ``kv − q + T − 1``.
+        array: a bias of T × S elements, [B or 1, H or 1, T, S].
+        sinks: [1, H] float32.
+        dropout: the hash of each row, uint32 [B, H, T].
+    """
+
+    mask: tuple[jax.Array, ...] = ()
+    dense: tuple[jax.Array, ...] = ()
+    bias: tuple[jax.Array, ...] = ()
+    table: jax.Array | None = None
+    array: jax.Array | None = None
+    sinks: jax.Array | None = None
+    dropout: jax.Array | None = None
+
+
+class Operand(NamedTuple):
+    """An array that a kernel is given, by its parameter's name without ``_ptr``."""
+
+    name: str
+    array: Any
+
+
+def value_layout(x: jax.Array) -> jax.Array:
+    """A value [B or 1, H or 1, T or 1, S or 1] as kernels take it, [B or 1, H or 1, n], 32 bits wide."""
+    if x.dtype != jnp.uint32:
+        x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+    return x.reshape(*x.shape[:2], -1)
+
+
+def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
+    """Everything that the scores of a tile depend on beside query and key, and dropout."""
+    found = [Operand(f"mask{i}", x) for i, x in enumerate(arrays.mask)]
+    found += [Operand(f"dense{i}", x) for i, x in enumerate(arrays.dense)]
+    found += [Operand(f"bias{i}", x) for i, x in enumerate(arrays.bias)]
+    found += [Operand(name, getattr(arrays, name)) for name in ("table", "array", "dropout")
+              if getattr(arrays, name) is not None]  # fmt: skip
+    return found
+
+
+def base(name: str, shape: tuple[int, ...], b: str = "b", h: str = "h") -> str:
+    """The pointer to what a batch and a head have of an array [B or 1, H or 1, …]."""
+    each = 1
+    for size in shape[2:]:
+        each *= size
+    text = f"{name}_ptr"
+    if shape[0] > 1:
+        text += f" + {b}.to(tl.int64) * {shape[1] * each}"
+    if shape[1] > 1:
+        text += f" + {h}.to(tl.int64) * {each}"
+    return text

@@ -1,0 +1,291 @@
+"""What happens to one tile of scores inside a kernel, written as Triton source.
+
+Names that kernels share: ``b``, ``h`` the batch and the query head, numbers; ``q0``, ``kv0`` the tile's first query and
+key; ``qi``, ``ki`` its queries and keys, one axis each; ``qx``, ``kx`` the same, broadcasting to the tile; ``s`` its
+scores and ``ok`` which of them count. A tile is [queries, keys], or transposed [keys, queries].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from attnops.dropout import dropout_threshold, spread_of_keys
+from attnops.kernels.elementwise import Elementwise
+from attnops_triton.flash.bits import WORD
+from attnops_triton.flash.operands import Operand, base
+from attnops_triton.flash.plan import LOG2E, Plan, cdiv
+from attnops_triton.language.source import Writer, number
+from attnops_triton.language.translate import TYPES, derivative, tanh, traced, translate
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Writes what belongs to one tile.
+
+    Attributes:
+        write: where to.
+        plan: of the call.
+        bq: queries a tile.
+        bk: keys a tile.
+        shapes: of the operands that scores depend on, by name.
+        transposed: whether keys come before queries.
+    """
+
+    write: Writer
+    plan: Plan
+    bq: int
+    bk: int
+    shapes: Mapping[str, tuple[int, ...]]
+    transposed: bool = False
+
+    @classmethod
+    def make(
+        cls, write: Writer, plan: Plan, bq: int, bk: int, operands: Sequence[Operand], transposed: bool = False
+    ) -> Tile:
+        """The tile of a kernel with these operands."""
+        return cls(write, plan, bq, bk, {o.name: tuple(o.array.shape) for o in operands}, transposed)
+
+    @property
+    def shape(self) -> str:
+        """The tile's shape."""
+        return f"[{self.bk}, {self.bq}]" if self.transposed else f"[{self.bq}, {self.bk}]"
+
+    def queries(self) -> None:
+        """``qi`` and ``qx``, of ``q0``."""
+        self.write(f"qi = q0 + tl.arange(0, {self.bq})", f"qx = qi{self.beside('q')}")
+
+    def keys(self) -> None:
+        """``ki`` and ``kx``, of ``kv0``."""
+        self.write(f"ki = kv0 + tl.arange(0, {self.bk})", f"kx = ki{self.beside('kv')}")
+
+    def rows(self, name: str, axis: str, heads: int, head: str, dim: int, edge: bool) -> None:
+        """Load the tile's rows of an array [B, length, heads, dim], as pieces ``name_0``, ``name_1``.
+
+        Args:
+            name: what they are called; its pointer is ``name_ptr``.
+            axis: "q" or "kv".
+            heads: how many heads the array has.
+            head: which of them.
+            dim: D or Dv.
+            edge: whether the tile may reach beyond the last token.
+        """
+        length, first, index = self._of(axis)
+        stride = heads * dim
+        # Under `jax.vmap` all batches may share one.
+        batch = f" + b.to(tl.int64) * {length * stride}" if self.shapes[name][0] > 1 else ""
+        at = f"{name}_ptr{batch} + {head}.to(tl.int64) * {dim}"
+        self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
+        for i, (start, width) in enumerate(self.plan.pieces(dim)):
+            columns = f"({start} + tl.arange(0, {width}))[None, :]"
+            conditions = [f"({index} < {length})[:, None]"] * edge + [f"({columns} < {dim})"] * (start + width > dim)
+            masked = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
+            self.write(f"{name}_{i} = tl.load({name}_at + ({index} - {first})[:, None] * {stride} + {columns}{masked})")
+
+    def store_rows(self, name: str, values: str, axis: str, heads: int, head: str, dim: int, dtype: str) -> None:
+        """Store the pieces ``values_0``, ``values_1`` where `rows` would load them from."""
+        length, first, index = self._of(axis)
+        stride = heads * dim
+        at = f"{name}_ptr + b.to(tl.int64) * {length * stride} + {head}.to(tl.int64) * {dim}"
+        self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
+        edge = length % (self.bq if axis == "q" else self.bk) != 0
+        for i, (start, width) in enumerate(self.plan.pieces(dim)):
+            columns = f"({start} + tl.arange(0, {width}))[None, :]"
+            conditions = [f"({index} < {length})[:, None]"] * edge + [f"({columns} < {dim})"] * (start + width > dim)
+            masked = f", mask={' & '.join(conditions)}" if conditions else ""
+            at = f"{name}_at + ({index} - {first})[:, None] * {stride} + {columns}"
+            self.write(f"tl.store({at}, {values}_{i}.to({dtype}){masked})")
+
+    def token(self, name: str, shape: tuple[int, ...], axis: str, edge: bool) -> None:
+        """Load the tile's part of an array [B or 1, H or 1, T or S] as ``name``, broadcasting to the tile.
+
+        Beyond the last token stands that one's again: a 0 might be divided by.
+        """
+        length, _, index = self._of(axis)
+        index = f"tl.minimum({index}, {length - 1})" if edge else index
+        self.write(f"{name} = tl.load({base(name, shape)} + {index}){self.beside(axis)}")
+
+    def level(self, edge: bool) -> None:
+        """Load what a backward pass needs of each query: ``level``, ``rest`` and ``delta``."""
+        for name, other in (("level", 'float("inf")'), ("rest", "0.0"), ("delta", "0.0")):
+            masked = f", mask=qi < {self.plan.T}, other={other}" if edge else ""
+            self.write(f"{name} = tl.load({base(name, self.shapes[name])} + qi{masked})")
+
+    def values_of(self, axis: str, edge: bool) -> None:
+        """Load what masks, biases and dropout have one of for each query, each key, or each head.
+
+        Args:
+            axis: "q", "kv", or "" for heads.
+            edge: whether the tile may reach beyond the last token.
+        """
+        scoring = self.plan.scoring
+        for prefix, function in (("mask", scoring.mask), ("bias", scoring.bias)):
+            if function is None:
+                continue
+            for i, (axes, dtype) in enumerate(zip(function.values, function.dtypes, strict=True)):
+                name = f"{prefix}{i}"
+                if (own := next((a for a in ("q", "kv") if a in axes), "")) != axis:
+                    continue
+                if own:
+                    self.token(name, self.shapes[name], own, edge)
+                else:
+                    self.write(f"{name} = tl.load({base(name, self.shapes[name])})")
+                if np.dtype(dtype) == np.bool_:
+                    self.write(f"{name} = {name} != 0")
+                elif np.dtype(dtype).itemsize != 4:
+                    self.write(f"{name} = {name}.to({TYPES[np.dtype(dtype).name]})")
+        if axis == "q" and scoring.dropout_prob:
+            self.token("dropout", self.shapes["dropout"], "q", edge)
+
+    def product(self, name: str, queries: str, keys: str, dim: int) -> None:
+        """``name``, the products of the pieces of rows of queries and of keys."""
+        # A GPU rounds a product and its transpose alike; numpy, which the interpreter computes with, does not, and then
+        # weights of large scores would differ from the forward pass's.
+        turn = self.transposed and self.plan.interpret
+        a, b = (keys, queries) if self.transposed and not turn else (queries, keys)
+        for i in range(len(self.plan.pieces(dim))):
+            self.dot(name, f"{a}_{i}", f"tl.trans({b}_{i})", i > 0)
+        if turn:
+            self.write(f"{name} = tl.trans({name})")
+
+    def dot(self, name: str, a: str, b: str, add: bool) -> None:
+        """``name = a · b``, or added to it."""
+        precision = ""
+        if self.plan.dtype == "float32":
+            precision = f', input_precision="{"tf32" if self.plan.tf32 else "ieee"}"'
+        self.write(f"{name} = tl.dot({a}, {b}{f', {name}' if add else ''}{precision})")
+
+    def change(self) -> None:
+        """Scale, soft cap and bias on ``s``."""
+        scoring, write = self.plan.scoring, self.write
+        if self.plan.scales_first:
+            write(f"s = s * {number(float(self.plan.scale))}")
+        if scoring.cap is not None:
+            cap = float(scoring.cap)
+            write(f"x = s * {number(1 / cap)}")
+            write(f"curve = {tanh(write, 'x')}", f"s = {number(cap)} * curve")
+        if scoring.bias is not None:
+            (changed,) = translate(write, traced(scoring.bias, 0), self._arguments("bias", scoring.bias))
+            write("unbiased = s", f"s = {changed} + tl.full({self.shape}, 0.0, tl.float32)")
+        if scoring.table:
+            table = base("table", self.shapes["table"])
+            inside = f"(kx < {self.plan.S}) & (qx < {self.plan.T})"
+            write(f"s = s + tl.load({table} + (kx - qx + {self.plan.T - 1}), mask={inside}, other=0.0)")
+        if scoring.array:
+            write(f"s = s + {self.by_score('array', '0.0')}.to(tl.float32)")
+
+    def by_score(self, name: str, other: str) -> str:
+        """The tile of an array [B or 1, H or 1, T, S]."""
+        T, S = self.plan.T, self.plan.S
+        corner = f"{base(name, self.shapes[name])} + q0.to(tl.int64) * {S} + kv0.to(tl.int64)"
+        conditions = [f"(qx < {T})"] * (T % self.bq != 0) + [f"(kx < {S})"] * (S % self.bk != 0)
+        masked = f", mask={' & '.join(conditions)}, other={other}" if conditions else ""
+        return f"tl.load({corner} + (qx - q0) * {S} + (kx - kv0){masked})"
+
+    def allowed(self, edge: bool) -> bool:
+        """Write ``ok``, which scores count; whether there is such a thing. For PARTIAL tiles.
+
+        Args:
+            edge: whether keys beyond the last are to be left out.
+        """
+        scoring, plan, write = self.plan.scoring, self.plan, self.write
+        conditions = []
+        if scoring.mask is not None:
+            for i in range(scoring.dense):
+                write(f"dense{i} = {self.by_score(f'dense{i}', '0')} != 0")
+            arguments = self._arguments("mask", scoring.mask) + [f"dense{i}" for i in range(scoring.dense)]
+            conditions += translate(write, traced(scoring.mask, scoring.dense), arguments)
+        if plan.packed:
+            conditions.append(self.bits())
+        if edge and plan.S % self.bk:
+            conditions.append(f"(kx < {plan.S})")
+        if scoring.hides_tokens and plan.T % self.bq:
+            # A query beyond the last must not make a key look seen.
+            conditions.append(f"(qx < {plan.T})")
+        if not conditions:
+            return False
+        write(f"ok = {' & '.join(conditions)} & tl.full({self.shape}, 1, tl.int1)")
+        return True
+
+    def bits(self) -> str:
+        """The bits of the tile whose number is ``bits_at``, see `attnops_triton.flash.bits`."""
+        words = cdiv(self.bk, WORD)
+        at = f"words_ptr + bits_at.to(tl.int64) * {self.bq * words} + (qx - q0) * {words} + (kx - kv0) // {WORD}"
+        self.write(f"bit = (tl.load({at}) >> ((kx - kv0) % {WORD})) & 1")
+        return "(bit != 0)"
+
+    def weights(self, level: str, rest: str = "") -> None:
+        """``p``, two to the power of scores less ``level``, in the units of ``s``, and less ``rest``.
+
+        Args:
+            level: a number for each query.
+            rest: likewise, in units of exponents of two.
+        """
+        unit, beside = number(self.plan.unit * LOG2E), self.beside("q")
+        if self.plan.scoring.has_bias or self.plan.dtype == "float32":
+            # Subtracted first: biases may be as large as float32 is, and a difference of products is not exact.
+            self.write(f"p = tl.exp2((s - {level}{beside}) * {unit}{f' - {rest}{beside}' if rest else ''})")
+        else:
+            self.write(f"p = tl.exp2(s * {unit} - ({level} * {unit}{f' + {rest}' if rest else ''}){beside})")
+
+    def keep(self) -> None:
+        """``keep``, which weights dropout leaves."""
+        spread = spread_of_keys(self.plan.scoring.dropout_step)
+        self.write(
+            f"x = dropout + (ki.to(tl.uint32) * {spread}){self.beside('kv')}",
+            f"x = (x ^ (x >> 16)) * {0x85EBCA6B}",
+            f"x = (x ^ (x >> 13)) * {0xC2B2AE35}",
+            "x = x ^ (x >> 16)",
+            f"keep = (x >> 8).to(tl.int32) >= {dropout_threshold(self.plan.scoring.dropout_prob)}",
+        )
+
+    def hide(self, axis: str, *names: str) -> None:
+        """Put 0 for the rows of queries, or of keys, that have no part in the tile: 0 times NaN would be NaN."""
+        if not self.plan.scoring.hides_tokens:
+            return
+        over = 1 if (axis == "kv") == self.transposed else 0
+        # By bits: a choice between registers that a product reads makes the compiler give up on some architectures.
+        bits, dtype = f"tl.int{8 * self.plan.itemsize}", f"tl.{self.plan.dtype}"
+        self.write(f"any_{axis} = (0 - tl.reduce(ok.to(tl.int32), {over}, largest)).to({bits})[:, None]")
+        for name in names:
+            self.write(f"{name} = ({name}.to({bits}, bitcast=True) & any_{axis}).to({dtype}, bitcast=True)")
+
+    def pull_back(self) -> list[int]:
+        """From ``ds``, the gradient of the changed scores, to that of the products without the scale.
+
+        Writes ``d_bias0`` … for the values of an elementwise bias; their numbers are returned.
+        """
+        scoring, write = self.plan.scoring, self.write
+        wanted: list[int] = []
+        if scoring.bias is not None:
+            jaxpr, wanted = derivative(scoring.bias)
+            arguments = self._arguments("bias", scoring.bias, "unbiased")
+            d_scores, *d_values = translate(write, jaxpr, [*arguments, "ds"])
+            for i, text in zip(wanted, d_values, strict=True):
+                write(f"d_bias{i} = {text} + tl.full({self.shape}, 0.0, tl.float32)")
+            write(f"ds = {d_scores} + tl.full({self.shape}, 0.0, tl.float32)")
+        if scoring.cap is not None:
+            write("ds = ds * (1.0 - curve * curve)")
+        return wanted
+
+    def _arguments(self, prefix: str, function: Elementwise, scores: str = "s") -> list[str]:
+        plan = self.plan
+        b = "b" if plan.inner == plan.B else f"(b % {plan.inner})"
+        # A function is asked about tokens that there are.
+        q = f"tl.minimum(qx, {plan.T - 1})" if plan.T % self.bq else "qx"
+        kv = f"tl.minimum(kx, {plan.S - 1})" if plan.S % self.bk else "kx"
+        return [scores, b, "h", q, kv, *(f"{prefix}{i}" for i in range(len(function.values)))]
+
+    def _of(self, axis: str) -> tuple[int, str, str]:
+        return (self.plan.T, "q0", "qi") if axis == "q" else (self.plan.S, "kv0", "ki")
+
+    def beside(self, axis: str) -> str:
+        return "[:, None]" if (axis == "q") != self.transposed else "[None, :]"
+
+
+def dtype(plan: Any) -> str:
+    """The dtype of products' operands."""
+    return f"tl.{plan.dtype}"

@@ -1,0 +1,1 @@
+"""Kernels as Triton source: written, translated from jaxprs, launched or interpreted."""

@@ -1,0 +1,70 @@
+"""The differences between versions of jax-triton and of Triton, all of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from typing import Any
+
+from attnops_triton.language.source import Kernel
+from attnops_triton.versions import release, version_of
+
+
+@functools.lru_cache(maxsize=1024)
+def function(kernel: Kernel) -> Any:
+    """The Python function of a kernel's text, with a source that `inspect` finds, as Triton wants."""
+    import triton.language as tl
+
+    file = f"<{kernel.name} {hashlib.sha256(kernel.text.encode()).hexdigest()[:12]}>"
+    linecache.cache[file] = (len(kernel.text), None, kernel.text.splitlines(keepends=True), file)
+    # What `tl.max` and `tl.sum` reduce with; the functions themselves can't be interpreted beside compiled kernels.
+    standard = tl.standard
+    names = {
+        "tl": tl,
+        "largest": standard._elementwise_max,
+        "total": standard._sum_combine,
+        "__name__": "attnops_triton.kernels",
+    }
+    exec(compile(kernel.text, file, "exec"), names)
+    return names[kernel.name]
+
+
+@functools.lru_cache(maxsize=1024)
+def jit(kernel: Kernel) -> Any:
+    """A kernel for Triton's compiler."""
+    import triton
+
+    return triton.JITFunction(function(kernel))
+
+
+def triton_call(
+    kernel: Any, shapes: tuple[Any, ...], programs: int, name: str, warps: int, stages: int, capability: int | None,
+    *arrays: Any,
+) -> Any:  # fmt: skip
+    """`jax_triton.triton_call`, whose results have these shapes."""
+    import jax_triton
+
+    # Triton 3.10 is to have it off unless told; without it every product and sum is two instructions.
+    fusion = {"enable_fp_fusion": True}
+    if release(version_of("jax-triton") or "0") < (0, 4):
+        given: dict[str, Any] = {"out_shape": shapes, **fusion}
+    else:
+        # Here a keyword that is unknown becomes a parameter of the kernel.
+        given = {"out_type": shapes, "backend_options": fusion}
+    return jax_triton.triton_call(
+        *arrays, kernel=kernel, grid=(programs,), name=name, num_warps=warps, num_stages=stages,
+        compute_capability=capability, **given,
+    )  # fmt: skip
+
+
+def device_arch() -> str:
+    """The architecture of the GPU at hand, such as ``"sm_90"`` or ``"gfx942"``; empty where there is none."""
+    import jax
+
+    try:
+        devices = jax.devices("gpu")
+    except RuntimeError:
+        return ""
+    found = str(getattr(devices[0], "compute_capability", ""))
+    return found if found.startswith("gfx") else f"sm_{found.replace('.', '')}" if found else ""

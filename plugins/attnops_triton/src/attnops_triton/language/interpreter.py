@@ -1,0 +1,83 @@
+"""How kernels are interpreted on a host without a GPU: Triton's interpreter on numpy's arrays, inside a callback."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from attnops_triton.language.compat import function
+from attnops_triton.language.source import Kernel
+
+# The interpreter puts its functions in place of Triton's while it runs.
+_ALONE = threading.Lock()
+
+
+def interpreted(kernel: Kernel, shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int, *arrays: jax.Array) -> Any:
+    """What a kernel computes. Results start as NaN, so that what is not written shows."""
+
+    def run(*given: Any) -> tuple[np.ndarray[Any, Any], ...]:
+        results = tuple(_unwritten(shape) for shape in shapes)
+        run_on_host(kernel, programs, [np.ascontiguousarray(x) for x in given], list(results))
+        return results
+
+    return jax.pure_callback(run, shapes, *arrays, vmap_method="sequential")
+
+
+def run_on_host(
+    kernel: Kernel, programs: int, arrays: list[np.ndarray[Any, Any]], results: list[np.ndarray[Any, Any]]
+) -> None:
+    """Interpret a kernel, which writes ``results``."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    with _ALONE, np.errstate(all="ignore"):
+        InterpretedFunction(function(kernel)).run(
+            *(Buffer(x) for x in (*arrays, *results)), grid=(programs,), warmup=False
+        )
+
+
+class Buffer:
+    """An array as the interpreter wants it, like a torch tensor on the host that is its own storage."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+
+    @property
+    def dtype(self) -> str:
+        """By Triton's name."""
+        return {
+            "float32": "fp32", "float16": "fp16", "int8": "i8", "int32": "i32", "uint32": "u32"
+        }[self.array.dtype.name]  # fmt: skip
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> Buffer:
+        return self
+
+    def cpu(self) -> Buffer:
+        return self
+
+    def new_empty(self, *_: Any, **__: Any) -> Buffer:
+        return Buffer(self.array)
+
+    def set_(self, storage: Buffer, *_: Any) -> None:
+        self.array = storage.array
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return self.array.strides
+
+    def copy_(self, _: Buffer) -> None:
+        """The kernel wrote in place."""
+
+
+def _unwritten(shape: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
+    return np.full(shape.shape, np.nan, shape.dtype)

@@ -1,0 +1,99 @@
+"""From a kernel's text to its results: compiled and launched by jax-triton, or interpreted on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attnops.kernels.varying import equally_varying
+from attnops_triton.flash.operands import Operand
+from attnops_triton.flash.plan import Plan, Tiles
+from attnops_triton.language.source import Kernel, Writer
+
+# Part of what JAX caches traced functions by: each recording traces anew.
+_RECORD = jax.make_user_context(default_value=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A kernel, and how it is launched.
+
+    Attributes:
+        kernel: its text.
+        dtypes: names of the dtypes of its parameters.
+        tiles: tiles, warps and stages.
+        plan: of the call.
+        programs: the size of the grid.
+    """
+
+    kernel: Kernel
+    dtypes: tuple[str, ...]
+    tiles: Tiles
+    plan: Plan
+    programs: int
+
+
+@dataclasses.dataclass(eq=False)
+class Recording:
+    """What was launched while it lasted; hashed by identity."""
+
+    launched: list[Launched] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launched]]:
+    """Kernels are not run but listed, and give zeros."""
+    found = Recording()
+    with _RECORD(found):
+        yield found.launched
+
+
+def launch(
+    plan: Plan, tiles: Tiles, write: Writer, name: str, operands: list[Operand],
+    outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Run a kernel.
+
+    Args:
+        plan: of the call.
+        tiles: warps and stages.
+        write: the kernel's lines.
+        name: the kernel's.
+        operands: what it is given, by parameter.
+        outputs: what it writes, by parameter.
+        programs: the size of the grid.
+    """
+    from attnops_triton.language.compat import jit, triton_call
+    from attnops_triton.language.interpreter import interpreted
+
+    kernel = write.kernel(name, [f"{x}_ptr" for x in (*(o.name for o in operands), *outputs)])
+    arrays, shapes = [operand.array for operand in operands], tuple(outputs.values())
+    record = _RECORD.value
+    if record is not None:
+        record.launched.append(Launched(kernel, tuple(x.dtype.name for x in (*arrays, *shapes)), tiles, plan, programs))
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
+    run: Any
+    if plan.interpret:
+        run = functools.partial(interpreted, kernel, shapes, programs)
+    else:
+        run = functools.partial(
+            triton_call, jit(kernel), shapes, programs, name, tiles.warps, tiles.stages, capability(plan.arch)
+        )
+    return dict(zip(outputs, _varying_like(run(*arrays), arrays), strict=True))
+
+
+def capability(arch: str) -> int | None:
+    """The compute capability that jax-triton is told; None for that of the device at hand."""
+    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else None
+
+
+def _varying_like(results: Any, arrays: list[Any]) -> list[Any]:
+    """The results, varying over the mesh axes that the arrays vary over; in `jax.shard_map` nothing else says so."""
+    *found, _ = equally_varying((*results, tuple(arrays)))
+    return found

@@ -1,0 +1,264 @@
+"""From jaxprs of scalars to Triton: masks, score functions and their derivatives, evaluated for each score."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from attnops.kernels.elementwise import Elementwise
+from attnops_triton.language.source import Writer, number
+
+_CALLS: Final = frozenset(
+    ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"]
+)
+_IDENTITIES: Final = frozenset(
+    ["broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "optimization_barrier", "stop_gradient"]
+)
+TYPES: Final[Mapping[str, str]] = {
+    "float32": "tl.float32", "float16": "tl.float16", "bfloat16": "tl.bfloat16", "int8": "tl.int8",
+    "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64", "uint8": "tl.uint8", "uint16": "tl.uint16",
+    "uint32": "tl.uint32", "uint64": "tl.uint64", "float64": "tl.float64", "bool": "tl.int1",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An expression without operators outside brackets, and the name of its dtype."""
+
+    text: str
+    dtype: str
+    literal: bool = False
+
+    @property
+    def floating(self) -> bool:
+        """Whether it is a floating-point number."""
+        return bool(jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating))
+
+
+def _plain(template: str) -> Callable[..., str]:
+    return lambda write, params, *x: template.format(*(v.text for v in x))
+
+
+def _divide(write: Writer, params: Any, a: Value, b: Value) -> str:
+    return f"{a.text} / {b.text}" if a.floating else f"{a.text} // {b.text}"  # `//` rounds towards 0
+
+
+def _not(write: Writer, params: Any, a: Value) -> str:
+    return f"{a.text} == 0" if a.dtype == "bool" else f"~{a.text}"
+
+
+def _select(write: Writer, params: Any, which: Value, *cases: Value) -> str:
+    if which.dtype != "bool":
+        raise NotImplementedError("select_n of an integer")
+    return f"tl.where({which.text}, {cases[1].text}, {cases[0].text})"
+
+
+def _convert(write: Writer, params: Any, a: Value) -> str:
+    name = jnp.dtype(params["new_dtype"]).name
+    if name == "bool":
+        return f"{a.text} != 0"
+    return f"{a.text}.to({TYPES[name]})"
+
+
+def _named(write: Writer, text: str) -> str:
+    name = write.fresh()
+    write(f"{name} = {text}")
+    return name
+
+
+def _integer_pow(write: Writer, params: Any, a: Value) -> str:
+    y = int(params["y"])
+    power = _power(write, a.text, abs(y)) if y else f"{a.text} * 0 + 1"
+    return f"1 / ({power})" if y < 0 else power
+
+
+def _power(write: Writer, x: str, y: int) -> str:
+    if y == 1:
+        return x
+    half = _power(write, x, y // 2)
+    square = _named(write, f"{half} * {half}")
+    return f"{square} * {x}" if y % 2 else square
+
+
+def tanh(write: Writer, x: str) -> str:
+    """The hyperbolic tangent of float32; near 0 by its series, where the exponentials would cancel."""
+    e = _named(write, f"tl.exp(-2.0 * tl.abs({x}))")
+    size = _named(write, f"(1.0 - {e}) / (1.0 + {e})")
+    square = _named(write, f"{x} * {x}")
+    terms = f"0.3333333333 - {square} * (0.1333333333 - {square} * 0.05396825397)"
+    series = _named(write, f"{x} * (1.0 - {square} * ({terms}))")
+    far = _named(write, f"tl.where({x} < 0, -{size}, {size})")
+    return f"tl.where(tl.abs({x}) < 0.15, {series}, {far})"
+
+
+def _tanh(write: Writer, params: Any, a: Value) -> str:
+    return tanh(write, a.text)
+
+
+def _log1p(write: Writer, params: Any, a: Value) -> str:
+    u = _named(write, f"1.0 + {a.text}")
+    # What rounding made of 1 + x is divided out again (Kahan).
+    close = _named(write, f"tl.where({u} == 1.0, 1.0, {u} - 1.0)")
+    far = f"({u} == 1.0) | ({u} == float('inf'))"
+    return f"tl.where({far}, {a.text} + tl.log({u}) * ({u} == float('inf')), tl.log({u}) * ({a.text} / {close}))"
+
+
+def _expm1(write: Writer, params: Any, a: Value) -> str:
+    t = _named(write, f"tl.exp({a.text})")
+    small = _named(write, f"tl.abs({a.text}) < 0.01")
+    series = f"{a.text} * (1.0 + {a.text} * (0.5 + {a.text} * (0.16666666666 + {a.text} * 0.0416666666)))"
+    return f"tl.where({small}, {series}, {t} - 1.0)"
+
+
+def _round(write: Writer, params: Any, a: Value) -> str:
+    down = _named(write, f"tl.floor({a.text})")
+    rest = _named(write, f"{a.text} - {down}")
+    if "EVEN" in str(params["rounding_method"]) or str(params["rounding_method"]) == "1":
+        up = f"({rest} > 0.5) | (({rest} == 0.5) & ({down} - 2.0 * tl.floor({down} * 0.5) == 1.0))"
+    else:
+        up = f"({rest} > 0.5) | (({rest} == 0.5) & ({a.text} >= 0.0))"
+    return f"tl.where({up}, {down} + 1.0, {down})"
+
+
+def _pow(write: Writer, params: Any, a: Value, b: Value) -> str:
+    if not b.floating:
+        b = Value(f"({float(b.text.strip('()'))})" if b.literal else f"{b.text}.to(tl.float32)", "float32", b.literal)
+    size = _named(write, f"tl.exp2({b.text} * tl.log2(tl.abs({a.text})))")
+    whole = f"{b.text} == tl.floor({b.text})"
+    odd = f"{b.text} - 2.0 * tl.floor({b.text} * 0.5) == 1.0"
+    below = _named(write, f"tl.where({whole}, tl.where({odd}, -{size}, {size}), float('nan'))")
+    return f"tl.where({b.text} == 0.0, 1.0, tl.where({a.text} < 0.0, {below}, {size}))"
+
+
+_TABLE: Final[Mapping[str, Callable[..., str]]] = {
+    "add": _plain("{} + {}"), "add_any": _plain("{} + {}"), "sub": _plain("{} - {}"), "mul": _plain("{} * {}"),
+    "neg": _plain("-{}"), "div": _divide, "rem": _plain("{} % {}"), "max": _plain("tl.maximum({}, {})"),
+    "min": _plain("tl.minimum({}, {})"), "abs": _plain("tl.abs({})"), "eq": _plain("{} == {}"),
+    "ne": _plain("{} != {}"), "lt": _plain("{} < {}"), "le": _plain("{} <= {}"), "gt": _plain("{} > {}"),
+    "ge": _plain("{} >= {}"), "and": _plain("{} & {}"), "or": _plain("{} | {}"), "xor": _plain("{} ^ {}"),
+    "not": _not, "select_n": _select, "convert_element_type": _convert,
+    "clamp": _plain("tl.minimum(tl.maximum({1}, {0}), {2})"), "floor": _plain("tl.floor({})"),
+    "ceil": _plain("tl.ceil({})"), "round": _round, "exp": _plain("tl.exp({})"), "exp2": _plain("tl.exp2({})"),
+    "expm1": _expm1, "log": _plain("tl.log({})"), "log1p": _log1p, "sqrt": _plain("tl.sqrt({})"),
+    "rsqrt": _plain("tl.rsqrt({})"), "sin": _plain("tl.sin({})"), "cos": _plain("tl.cos({})"), "tanh": _tanh,
+    "logistic": _plain("1.0 / (1.0 + tl.exp(-{}))"), "erf": _plain("tl.erf({})"), "integer_pow": _integer_pow,
+    "square": _plain("{0} * {0}"), "one_minus_square": _plain("1.0 - {0} * {0}"), "pow": _pow,
+    "sign": _plain("tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))"),
+}  # fmt: skip
+# What Triton computes in float32 alone.
+_FLOAT32: Final = frozenset(
+    ["floor", "ceil", "round", "exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh",
+     "logistic", "erf", "pow"]
+)  # fmt: skip
+# What a `MaskFn` or a `ScoreFn` may be made of.
+PRIMITIVES: Final = frozenset(_TABLE) - {"add_any"} | {"stop_gradient"}
+
+
+def translate(write: Writer, closed: Any, inputs: Sequence[str]) -> list[str]:
+    """Write what a jaxpr of scalars computes; the results, as expressions without operators outside brackets.
+
+    Args:
+        write: where to.
+        closed: a closed jaxpr of scalars.
+        inputs: expressions of any shapes that broadcast with one another.
+
+    Raises:
+        NotImplementedError: a primitive has no translation.
+    """
+    constants = [_literal(value, jnp.result_type(value)) for value in closed.consts]
+    given = [Value(x, v.aval.dtype.name) for x, v in zip(inputs, closed.jaxpr.invars, strict=True)]
+    return [value.text for value in _inline(write, closed.jaxpr, constants, given)]
+
+
+def _literal(value: Any, dtype: Any) -> Value:
+    scalar = np.asarray(value, dtype)
+    if scalar.ndim:
+        raise NotImplementedError(f"a constant of shape {scalar.shape}")
+    plain = bool(scalar) if dtype == jnp.bool_ else int(scalar) if jnp.issubdtype(dtype, jnp.integer) else float(scalar)
+    text = number(plain)
+    return Value(f"({text})" if text.startswith("-") else text, jnp.dtype(dtype).name, True)
+
+
+def _inline(write: Writer, jaxpr: Any, constants: list[Value], inputs: list[Value]) -> list[Value]:
+    names = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Value:
+        # Typed as an abstract value, which has no dtype.
+        return _literal(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else names[atom]  # type: ignore[attr-defined]
+
+    for eqn in jaxpr.eqns:
+        found = [read(atom) for atom in eqn.invars]
+        name = eqn.primitive.name
+        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if name in _CALLS and body is not None:
+            closed = [_literal(value, jnp.result_type(value)) for value in getattr(body, "consts", [])]
+            results = _inline(write, getattr(body, "jaxpr", body), closed, found)
+        elif name in _IDENTITIES or (name == "reduce_sum" and not eqn.params["axes"]):
+            results = found
+        elif name in _TABLE:
+            # A literal is an int32 or a float32 to Triton; and functions are there for float32 alone.
+            found = [_spread(write, v) if v.literal and v.dtype.startswith("uint") else v for v in found]
+            dtypes = {atom.aval.dtype.name for atom in (*eqn.invars, eqn.outvars[0])}  # type: ignore[attr-defined]
+            # Likewise Triton's interpreter computes on bfloat16 as if it were integers; rounding a result is the same.
+            narrow = "bfloat16" in dtypes or (name in _FLOAT32 and eqn.outvars[0].aval.dtype.itemsize == 2)
+            found = [_widened(v, name == "convert_element_type") for v in found] if narrow else found
+            if found and all(value.literal for value in found):
+                found = [_spread(write, value) for value in found]
+            text = _named(write, _TABLE[name](write, eqn.params, *found))
+            text = _named(write, f"{text}.to({TYPES[eqn.outvars[0].aval.dtype.name]})") if narrow else text
+            results = [Value(text, eqn.outvars[0].aval.dtype.name)]
+        else:
+            raise NotImplementedError(f"{name} has no form in Triton")
+        names |= dict(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _widened(value: Value, integers_too: bool = False) -> Value:
+    """A 16-bit number as float32."""
+    is_due = not value.literal and (value.floating or integers_too)
+    return Value(f"{value.text}.to(tl.float32)", "float32") if is_due else value
+
+
+def _spread(write: Writer, value: Value) -> Value:
+    """A literal as a tensor, which methods and functions want."""
+    return Value(_named(write, f"tl.full([1, 1], {value.text}, {TYPES[value.dtype]})"), value.dtype)
+
+
+def traced(function: Elementwise, given: int) -> Any:
+    """The jaxpr of ``apply(scores, b, h, q, kv, *values, *given)`` on scalars."""
+    n = len(function.values)
+    return jax.make_jaxpr(lambda s, b, h, q, kv, *rest: function.apply(s, b, h, q, kv, rest[:n], rest[n:]))(
+        *_scalars(function, given)
+    )
+
+
+def derivative(function: Elementwise) -> tuple[Any, list[int]]:
+    """The jaxpr of the derivative of a bias, and the numbers of the values that it gives gradients of.
+
+    It takes what `traced` takes and the gradient of the result, and gives that of the scores and of these values.
+    """
+    wanted = [i for i, dtype in enumerate(function.dtypes) if jnp.issubdtype(dtype, jnp.floating)]
+
+    def pulled_back(s: Any, b: Any, h: Any, q: Any, kv: Any, *rest: Any) -> Any:
+        *values, d = rest
+
+        def changed(s: Any, some: list[Any]) -> Any:
+            merged = list(values)
+            for i, x in zip(wanted, some, strict=True):
+                merged[i] = x
+            return function.apply(s, b, h, q, kv, merged)
+
+        return jax.vjp(changed, s, [values[i] for i in wanted])[1](d)
+
+    return jax.make_jaxpr(pulled_back)(*_scalars(function, 0), jax.ShapeDtypeStruct((), jnp.float32)), wanted
+
+
+def _scalars(function: Elementwise, given: int) -> list[Any]:
+    dtypes = [jnp.float32, *[jnp.int32] * 4, *function.dtypes, *[jnp.bool_] * given]
+    return [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]

@@ -1,0 +1,171 @@
+"""OperationImpl: what attention adds to the dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from attnops.dispatch.binding import Call, bind_attention, resolve_mode
+from attnops.dispatch.operation import BaseOperation, forward_for, warn_gathers
+from attnops.dispatch.output import OperationOutput
+from attnops.dispatch.request import AttentionRequest, Reason, Request
+from attnops.errors import UnsupportedError
+from attnops.models.heads import repeat_kv_heads
+from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
+from attnops.partition.boundary import find_boundary, run_in_parts
+from attnops.sharding.modes import RUNTIME_MODE_TYPES
+from attnops.sharding.specs import create_stable_sharding
+
+
+class OperationImpl(BaseOperation):
+    """Base class of attention operations: it binds the attention contract and offers the usual helpers.
+
+    Forwards have the signature of `__call__`, or name a part of its options. They always see the layout "BTHD",
+    ``mask`` as an `attnops.masks.Mask` bound to the call's shapes, and return an `OperationOutput`. The scale and the
+    soft cap of the metadata arrive as if the caller had given them; ``mode`` only where the forward names it.
+    """
+
+    @classmethod
+    def preference(cls, request: Request) -> float | None:
+        """How good a choice the operation `auto` takes this to be; the highest is picked. None: never."""
+        return 1.0 if forward_for(cls, request.platform) != "native" else 0.0
+
+    def __call__(
+        self,
+        query: jax.typing.ArrayLike,
+        key: jax.typing.ArrayLike,
+        value: jax.typing.ArrayLike,
+        *,
+        mask: Any = None,
+        bias: Any = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.typing.ArrayLike | None = None,
+        dropout_key: jax.Array | None = None,
+        mode: str | None = None,
+        return_lse: bool = False,
+        return_weights: bool = False,
+        **options: Any,
+    ) -> OperationOutput:
+        """Attention of ``query`` over ``key`` and ``value``.
+
+        The scores are ``s = cap · tanh(scale · q·k / cap)`` (the cap only if set), plus the bias, then the mask;
+        softmax and accumulation are float32.
+
+        Args:
+            query: [B, T, H, D] float32, bfloat16 or float16; [B, H, T, D] with ``metadata.layout="BHTD"``.
+            key: [B, S, K, D], likewise; K divides H, and query head h uses kv head ``h // (H // K)``.
+            value: [B, S, K, Dv], likewise.
+            mask: a boolean array, 4-D, that broadcasts to [B, H, T, S], True where a query may attend; or a
+                `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
+            bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S]; or an
+                `attnops.biases.Bias`.
+            softmax_scale: a finite number. None: the metadata's, else ``D ** -0.5``.
+            logits_soft_cap: a positive number. None: the metadata's, else no cap.
+            sinks: [H], one learnable logit a head, which joins the softmax's denominator only.
+            dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``, each by a hash of
+                the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of one's own these count within
+                the slice, so slices that must differ need keys of their own.
+            mode: runtime mode; see `OperationMetadata`.
+            return_lse: whether the output has ``logsumexp``.
+            return_weights: whether the output has ``attention_weights``; O(B · H · T · S) memory.
+            **options: options that only some implementations have.
+
+        Raises:
+            ValueError: shapes, dtypes or values that fit no implementation.
+            TypeError: an option that no forward of this operation names.
+            UnsupportedError: see `BaseOperation.__call__`.
+        """
+        if options:
+            self._check_options(options)
+        call = self.prepare(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            softmax_scale=softmax_scale,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
+            dropout_key=dropout_key,
+            mode=mode,
+            return_lse=return_lse,
+            return_weights=return_weights,
+            **options,
+        )
+        result: OperationOutput = self.run(call)
+        return result
+
+    def bind(self, query: Any, key: Any, value: Any, **options: Any) -> Call:
+        """See `attnops.dispatch.binding.bind_attention`."""
+        call = bind_attention(self.metadata, query, key, value, options)
+        assert isinstance(call.request, AttentionRequest)
+        boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
+        axes = () if boundary is None else boundary.sequence
+        return call._replace(request=call.request.replace(sequence_axes=axes)) if axes else call
+
+    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+        """What a forward gives for a call; under a mesh each device runs it on a part, see `attnops.sharding`."""
+        assert isinstance(call.request, AttentionRequest)
+        boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
+        # JAX has no gradient of a `jax.shard_map` in another; what is plain JAX, its compiler can cut by itself.
+        if boundary is None or (boundary.is_nested and forward == "native"):
+            return super().invoke(forward, function, call, options)
+        if "whole" in options:
+            raise ValueError("whole is of a device's part of a call; give it inside jax.shard_map, with no mesh")
+        if boundary.sequence:
+            self._gathers(boundary.sequence)
+        return run_in_parts(boundary, function, call.args, options, is_interpreted=call.request.interpret)
+
+    def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
+        """Bring a forward's result to what the caller asked for, tagged for checkpoint policies.
+
+        Raises:
+            TypeError: the forward returned no `OperationOutput`, or left out what it was asked for.
+        """
+        if not isinstance(result, OperationOutput):
+            raise TypeError(
+                f"{type(self).__name__} returned a {type(result).__name__}, but must return OperationOutput"
+            )
+        for option, field in (("return_lse", "logsumexp"), ("return_weights", "attention_weights")):
+            if option in call.options and getattr(result, field) is None:
+                raise TypeError(f"{type(self).__name__} was asked for {field} with {option}=True, but returned None")
+        out = tag(result.attention_outputs, OUTPUT_NAME)
+        if self.metadata.layout == "BHTD":
+            out = out.swapaxes(1, 2)
+        wanted = call.options
+        lse = tag(result.logsumexp, LOGSUMEXP_NAME) if "return_lse" in wanted else None
+        return OperationOutput(out, result.attention_weights if "return_weights" in wanted else None, lse)
+
+    def get_mode(self, query: jax.Array, BTHD: bool = True) -> RUNTIME_MODE_TYPES:
+        """The runtime mode: the metadata's, else decode where the query's length is 1, else train.
+
+        Args:
+            query: [B, T, H, D], or [B, H, T, D].
+            BTHD: which of the two.
+        """
+        return resolve_mode(self.metadata, query.shape[1 if BTHD else 2])
+
+    def _gathers(self, axes: tuple[str, ...]) -> None:
+        reason = Reason("mesh", ", ".join(axes), "cuts the sequence, all of which every device then gathers",
+                        "create 'ring', of attnops-ring; or AxisRules(query_length=None, kv_length=None)")  # fmt: skip
+        name = type(self).__name__
+        if self.metadata.on_unsupported == "error":
+            raise UnsupportedError(f"{name} exchanges no keys between devices:\n  - {reason}", [reason])
+        warn_gathers(name, str(reason))
+
+    repeat_kv_heads = staticmethod(repeat_kv_heads)
+
+    def create_stable_sharding(
+        self,
+        state_ps: PartitionSpec | None = None,
+        preserved_indices: list[int] | None = None,
+        clone_ps: PartitionSpec | None = None,
+        dep: PartitionSpec | bool | None = True,
+        tensor: jax.Array | None = None,
+    ) -> PartitionSpec | None:
+        """See `attnops.sharding.create_stable_sharding`; the mesh is the metadata's."""
+        return create_stable_sharding(state_ps, preserved_indices, clone_ps, dep, tensor, self.metadata.mesh)

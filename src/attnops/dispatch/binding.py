@@ -1,0 +1,253 @@
+"""From the arguments of a call to its request: what is impossible is refused here, by argument, value and rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.biases import Bias, ScoreFn
+from attnops.dispatch.metadata import OperationMetadata, check_scale, check_soft_cap
+from attnops.dispatch.request import AttentionRequest, Request, dtype_name
+from attnops.dropout import ShiftedKey
+from attnops.kernels.elementwise import of_bias, of_mask
+from attnops.masks.base import Mask
+from attnops.masks.tokens import Dense
+from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
+
+_NOT_FLAGS: Final = frozenset({"mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key"})
+
+
+class Call(NamedTuple):
+    """A call, ready to be dispatched.
+
+    Attributes:
+        request: its static description, but for the platform, which the dispatcher finds.
+        args: the positional arguments of the forward.
+        options: the options that the caller set, by name.
+    """
+
+    request: Request
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Call:
+    """The call of an attention operation, its arguments checked and brought to the layout "BTHD".
+
+    Args:
+        metadata: the operation's metadata; its scale, soft cap and mode stand in for those that the call leaves out.
+        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD".
+        key: [B, S, K, D], likewise.
+        value: [B, S, K, Dv], likewise.
+        options: the options by name; None stands for "not set", and so does False for an option that is a flag.
+
+    Raises:
+        ValueError: shapes that don't fit, a dtype that isn't floating-point, an option outside its range.
+    """
+    query, key, value = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    if metadata.layout == "BHTD":
+        query, key, value = (_swap_heads(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    B, T, H, D, S, K, Dv = _dimensions(query, key, value)
+    if metadata.runtime_dtype is not None:
+        query, key, value = (x.astype(metadata.runtime_dtype) for x in (query, key, value))
+
+    scores = (B, H, T, S)
+    mode = resolve_mode(metadata, T, options.pop("mode", None))
+    given = {name: option for name, option in options.items() if option is not None and not _is_off(name, option)}
+    for name, check, default in (
+        ("softmax_scale", check_scale, metadata.softmax_scale),
+        ("logits_soft_cap", check_soft_cap, metadata.logits_soft_cap),
+    ):
+        number = check(given.get(name, default))
+        if number is not None:
+            given[name] = number
+    described: dict[str, Any] = {}
+    if "mask" in given:
+        mask = given["mask"] = _mask(given["mask"], scores)
+        described |= mask.describe()
+        if "MaskFn" in described["mask_kinds"]:
+            described["mask_primitives"] = _primitives(of_mask, mask)
+    if "bias" in given:
+        bias = given["bias"] = _bias(given["bias"], scores)
+        if isinstance(bias, Bias):
+            described |= {"bias_kind": type(bias).__name__}
+            if isinstance(bias, ScoreFn):
+                described["bias_primitives"] = _primitives(of_bias, bias)
+        else:
+            described |= {"bias_kind": "array", "bias_shape": bias.shape, "bias_dtype": dtype_name(bias)}
+    if "sinks" in given:
+        given["sinks"] = _sinks(given["sinks"], H)
+    dropout_prob = _dropout(metadata, mode, given)
+
+    request = AttentionRequest(
+        options=frozenset(given),
+        mode=mode,
+        interpret=metadata.interpret,
+        batch=B,
+        query_length=T,
+        key_length=S,
+        heads=H,
+        kv_heads=K,
+        head_dim=D,
+        value_head_dim=Dv,
+        dtypes=(dtype_name(query), dtype_name(key), dtype_name(value)),
+        softmax_scale=given.get("softmax_scale"),
+        logits_soft_cap=given.get("logits_soft_cap"),
+        sinks="sinks" in given,
+        dropout_prob=dropout_prob,
+        return_lse="return_lse" in given,
+        return_weights="return_weights" in given,
+        **described,
+    )
+    return Call(request, (query, key, value), given)
+
+
+def _primitives(split: Callable[[Any], Any], function: Any) -> frozenset[str]:
+    try:
+        return split(function)[0].primitives
+    except Exception as error:
+        # It may still do on whole arrays; only a kernel must take it apart.
+        return frozenset([f"a function that fails on scalars ({type(error).__name__})"])
+
+
+def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | None = None) -> RUNTIME_MODE_TYPES:
+    """The runtime mode: what the call says, else the metadata, else decode for one query, else train."""
+    stated = metadata.mode if mode is None else mode
+    if stated is not None:
+        return canonicalize_mode(stated)
+    return MODE_DECODE if query_length == 1 else MODE_TRAIN
+
+
+def _is_off(name: str, option: Any) -> bool:
+    """Whether an option is a flag that is not set. An array that is False is no array: it is refused, not ignored."""
+    return name not in _NOT_FLAGS and isinstance(option, (bool, np.bool_)) and not option
+
+
+def _array(name: str, x: Any) -> jax.Array:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise ValueError(f"{name} is a {type(x).__name__}, but must be an array of shape [B, length, heads, head_dim]")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} has dtype {x.dtype}, but must be floating-point; cast it")
+    # The width of a float64 host array would otherwise change without a word where x64 is off.
+    if x.dtype == np.float64:
+        raise ValueError(f"{name} has dtype float64, but attention takes float32, bfloat16 and float16; cast it")
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"{name} is a ShapeDtypeStruct, which only `request` takes; give an array")
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def _swap_heads(name: str, x: jax.Array) -> jax.Array:
+    if x.ndim != 4:
+        raise ValueError(f"{name} has shape {x.shape}, but must have rank 4: [B, heads, length, head_dim]")
+    return x.swapaxes(1, 2)
+
+
+def _dimensions(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, int, int, int, int, int, int]:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} has shape {x.shape}, but must have rank 4: [B, length, heads, head_dim] (or heads before "
+                f"length with metadata.layout='BHTD')"
+            )
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}, but every dimension must be at least 1")
+    B, T, H, D = query.shape
+    for name, x in (("key", key), ("value", value)):
+        if x.shape[0] != B:
+            raise ValueError(f"{name} has batch {x.shape[0]}, but query has batch {B}: they must be equal")
+    _, S, K, key_dim = key.shape
+    if key_dim != D:
+        raise ValueError(f"key has head_dim {key_dim}, but query has head_dim {D}: they must be equal")
+    if value.shape[1:3] != (S, K):
+        raise ValueError(
+            f"value has length {value.shape[1]} and {value.shape[2]} heads, but key has length {S} and {K} heads: "
+            f"they must be equal"
+        )
+    if H % K:
+        raise ValueError(
+            f"query has {H} heads and key has {K}: the kv heads must divide the heads (is the layout "
+            f"metadata.layout really what the arrays have?)"
+        )
+    return B, T, H, D, S, K, value.shape[3]
+
+
+def check_broadcastable(name: str, shape: tuple[int, ...], scores: tuple[int, int, int, int], hint: str) -> None:
+    """Raise a `ValueError` unless ``shape`` is 4-D and broadcasts to ``scores`` = (B, H, T, S)."""
+    if len(shape) != 4:
+        raise ValueError(f"{name} has shape {shape}, but must be 4-D and broadcast to [B, H, T, S]={scores}; {hint}")
+    for letter, size, full in zip("BHTS", shape, scores, strict=True):
+        if size not in (1, full):
+            raise ValueError(
+                f"{name} has shape {shape}: its dimension {letter} is {size}, but must be 1 or {full} to broadcast to "
+                f"[B, H, T, S]={scores}"
+            )
+
+
+def check_boolean(name: str, mask: Any) -> None:
+    """Raise a `ValueError` unless an array mask holds booleans."""
+    if mask.dtype != np.bool_:
+        raise ValueError(
+            f"{name} has dtype {mask.dtype}, but must be boolean, True where a query may attend; give an additive mask "
+            f"as bias=..., and a 0/1 mask as mask.astype(bool)"
+        )
+
+
+def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
+    if isinstance(mask, Mask):
+        return mask.bind(*scores)
+    if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
+        raise ValueError(f"mask is a {type(mask).__name__}, but must be a boolean array or an attnops.masks.Mask")
+    hints = {
+        2: "write a [B, S] padding mask as mask[:, None, None, :], a [T, S] mask as mask[None, None]",
+        3: "write a [B, T, S] mask as mask[:, None]",
+    }
+    check_broadcastable("mask", tuple(mask.shape), scores, hints.get(len(mask.shape), "add axes of size 1"))
+    check_boolean("mask", mask)
+    return Dense(jnp.asarray(mask))
+
+
+def _bias(bias: Any, scores: tuple[int, int, int, int]) -> jax.Array | Bias:
+    if isinstance(bias, Bias):
+        return bias.bind(*scores)
+    if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
+        raise ValueError(f"bias is a {type(bias).__name__}, but must be an array that broadcasts to [B, H, T, S]")
+    check_broadcastable("bias", tuple(bias.shape), scores, "add axes of size 1, such as bias[None]")
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise ValueError(f"bias has dtype {bias.dtype}, but must be floating-point; give a boolean mask as mask=...")
+    return jnp.asarray(bias)
+
+
+def _sinks(sinks: Any, heads: int) -> jax.Array:
+    shape = tuple(getattr(sinks, "shape", ()))
+    if shape != (heads,):
+        raise ValueError(f"sinks has shape {shape}, but must have shape [H]=({heads},): one logit a head")
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(f"sinks has dtype {sinks.dtype}, but must be floating-point")
+    return jnp.asarray(sinks)
+
+
+def _dropout(metadata: OperationMetadata, mode: str, given: dict[str, Any]) -> float:
+    """The probability of dropout of this call; leaves ``dropout_key`` in ``given`` only where it acts."""
+    prob = metadata.dropout_prob
+    if "dropout_key" not in given:
+        if prob > 0 and mode == MODE_TRAIN:
+            raise ValueError(
+                f"dropout_prob={prob} needs dropout_key=jax.random.key(...) in train mode; to run without dropout "
+                f"set dropout_prob=0.0, or mode='prefill'"
+            )
+        return 0.0
+    key = given["dropout_key"]
+    key = key.key if isinstance(key, ShiftedKey) else key
+    is_key = hasattr(key, "dtype") and (
+        (jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ())
+        or (key.dtype == np.uint32 and len(key.shape) == 1)
+    )
+    if not is_key:
+        raise ValueError(f"dropout_key={key!r} must be one PRNG key, such as jax.random.key(0)")
+    if prob == 0:
+        del given["dropout_key"]
+    return prob

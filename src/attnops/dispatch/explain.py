@@ -1,0 +1,162 @@
+"""Which implementation would run a request, and why no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import forward_for
+from attnops.dispatch.plugins import CORE, Plugin, State
+from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.request import AttentionRequest, Reason
+from attnops.errors import UnsupportedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """What one implementation makes of a request.
+
+    Attributes:
+        name: its canonical name, ``distribution:operation``.
+        forward: the forward that would run, such as ``"cuda"`` or ``"native"``; empty where none can.
+        reasons: why the forward for the request's platform can't serve it; empty where it can.
+        problem: why the implementation can't be used at all; empty where it can.
+        preference: what `auto` goes by, the highest first; None where `auto` never picks it.
+        priority: what decides between equal preferences.
+    """
+
+    name: str
+    forward: str
+    reasons: tuple[Reason, ...] = ()
+    problem: str = ""
+    preference: float | None = None
+    priority: int = 0
+
+    @property
+    def serves(self) -> bool:
+        """Whether it runs the request on the forward meant for the platform."""
+        return not self.reasons and not self.problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What would run a request, and what every other implementation says of it.
+
+    Attributes:
+        request: the request.
+        chosen: what would run.
+        others: every other implementation of attention, the preferred first.
+    """
+
+    request: AttentionRequest
+    chosen: Candidate
+    others: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.request}", f"runs {self.chosen.name} (forward_{self.chosen.forward})"]
+        lines += [f"  although {reason}" for reason in self.chosen.reasons]
+        for other in self.others:
+            lines.append(f"{other.name}: " + ("could serve it" if other.serves else "can't serve it"))
+            lines += [f"  - {reason}" for reason in ([other.problem] if other.problem else other.reasons)]
+        return "\n".join(lines)
+
+
+def explain(
+    request: AttentionRequest, operation: str = "auto", metadata: OperationMetadata | None = None
+) -> Explanation:
+    """What ``OperationRegistry.create(operation, metadata)`` would run for a request, and why nothing else.
+
+    Loads every distribution that offers an operation; traces nothing.
+
+    Args:
+        request: from an operation's ``request(query, key, value, ...)``, or made by hand.
+        operation: the name that the operation is created by.
+        metadata: its metadata; the platform is the request's.
+
+    Raises:
+        UnsupportedError: nothing can serve the request.
+        ValueError, PluginError: see `OperationRegistry.get`.
+    """
+    metadata = (OperationMetadata() if metadata is None else metadata).replace(platform=request.platform)
+    candidates = {candidate.name: candidate for candidate in _candidates(request, metadata)}
+    cls = OperationRegistry.get(operation, request.platform)
+    if operation.rpartition(":")[2] == "auto":
+        name = pick(request, metadata).name
+    else:
+        plugins = [p for p in OperationRegistry.plugins() if p.operation_class is cls and p.name in candidates]
+        if not plugins:
+            raise ValueError(
+                f"operation={operation!r} is not attention of query, key and value, so it has no such request; "
+                f"ask {cls.__name__}(metadata).reasons(request)"
+            )
+        name = plugins[0].name
+    chosen = candidates.pop(name)
+    if not chosen.forward:
+        problem = f": {chosen.problem}" if chosen.problem else ""
+        raise UnsupportedError(f"{name} can't serve {request}{problem}", chosen.reasons)
+    return Explanation(request, chosen, tuple(sorted(candidates.values(), key=_order)))
+
+
+def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
+    """The implementation that `auto` runs: of those that serve the request, the one they prefer.
+
+    Ties go to a forward of the platform's own or the core's native one, then to the higher ``priority``, then to the
+    first name.
+
+    Raises:
+        UnsupportedError: nothing can serve the request, with everybody's reasons.
+    """
+    candidates = list(_candidates(request, metadata))
+    able = [c for c in candidates if c.serves and c.preference is not None]
+    if not able:
+        reasons = [dataclasses.replace(r, argument=f"{c.name}: {r.argument}") for c in candidates for r in c.reasons]
+        problems = [f"{c.name} is {c.problem}" for c in candidates if c.problem]
+        listed = "".join(f"\n  - {reason}" for reason in [*reasons, *problems])
+        raise UnsupportedError(f"no installed implementation serves {request}:{listed}", reasons)
+    return min(able, key=_order)
+
+
+def _order(candidate: Candidate) -> tuple[bool, float, bool, int, str]:
+    preference = float("-inf") if candidate.preference is None else candidate.preference
+    # The native forward that a plugin's class inherits is the core's, and so is the honour.
+    inherits = candidate.forward == "native" and candidate.name.partition(":")[0] != CORE
+    return not candidate.serves, -preference, inherits, -candidate.priority, candidate.name
+
+
+def _candidates(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Candidate]:
+    seen = set()
+    for plugin in OperationRegistry.plugins(load=True):
+        cls = plugin.operation_class
+        if cls is None:
+            if plugin.state is not State.DISCOVERED:
+                yield Candidate(plugin.name, "", problem=f"{plugin.state}: {plugin.cause}")
+            continue
+        if cls in seen or not issubclass(cls, OperationImpl) or plugin.operation == "auto":
+            continue
+        seen.add(cls)
+        try:
+            candidate = _candidate(plugin, cls, request, metadata)
+        except Exception as error:  # one that can't answer must not keep the others from serving
+            problem = f"failed: asking whether it serves raised {type(error).__name__}: {error}"
+            candidate = Candidate(plugin.name, "", problem=problem)
+        yield candidate
+
+
+def _candidate(
+    plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata
+) -> Candidate:
+    operation = cls(metadata)
+    forward = forward_for(cls, request.platform)
+    reasons = operation.reasons(request)
+    if reasons:
+        native = (
+            forward != "native" and metadata.on_unsupported == "native" and not operation._reasons("native", request)
+        )
+        forward = "native" if native else ""
+    preference = cls.preference(request)
+    if preference is not None and not math.isfinite(preference):  # raises where it is no number
+        raise ValueError(f"preference={preference} must be finite, or None for never")
+    return Candidate(plugin.name, forward, tuple(reasons), preference=preference, priority=cls.priority)

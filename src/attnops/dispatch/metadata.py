@@ -1,0 +1,261 @@
+"""OperationMetadata: everything about an operation that does not change from call to call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from attnops.dispatch.platforms import canonicalize_platform
+from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, KV_LENGTH, QUERY_LENGTH
+from attnops.sharding.call import AttentionShardings
+from attnops.sharding.mesh import current_mesh
+from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, canonicalize_mode
+from attnops.sharding.rules import DEFAULT_RULES, AxisRules
+
+Layout = Literal["BTHD", "BHTD"]
+OnUnsupported = Literal["native", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperationMetadata:
+    """How an operation is to run. Immutable and hashable, so it can be a static argument of `jax.jit`.
+
+    Attributes:
+        runtime_dtype: query, key and value are cast to it, and the output has it. None: as they come. Not float64.
+        softmax_scale: the scale of the scores where a call gives none. None: ``head_dim ** -0.5``.
+        logits_soft_cap: the soft cap where a call gives none. None: no cap.
+        dropout_prob: probability in [0, 1) that an attention weight is dropped. It acts whenever a call gives a
+            ``dropout_key``; in train mode a call must give one. In the other modes a call without one drops nothing.
+        layout: ``"BTHD"`` for arrays of shape [batch, length, heads, head_dim], ``"BHTD"`` for heads first.
+        mode: runtime mode (a constant of `attnops.sharding`, or "train", "prefill", "decode", "insert").
+            None: decode where the query's length is 1, else train.
+        platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: see `attnops.dispatch.platforms.find_platform`.
+        mesh: the mesh that calls run on. None: the one that `jax.set_mesh` sets, if any.
+        axis_rules: which axes of the mesh cut which dimension, see `attnops.sharding.AxisRules`.
+        precision: of matrix products. None: full float32 for float32 inputs on every platform
+            (`jax.lax.Precision.HIGHEST`); `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16 passes.
+        on_unsupported: what happens when the implementation can't serve a call: ``"native"`` runs its native forward
+            and warns once a distinct reason, ``"error"`` raises `attnops.UnsupportedError`.
+        interpret: run a kernel in its language's interpreter on the host instead of compiling it.
+        block_q: queries a tile. None: the implementation's table.
+        block_k: keys a tile. None: the implementation's table.
+
+    Raises:
+        ValueError: a field is outside its range.
+    """
+
+    runtime_dtype: Any = None
+    softmax_scale: float | None = None
+    logits_soft_cap: float | None = None
+    dropout_prob: float = 0.0
+    layout: Layout = "BTHD"
+    mode: str | None = None  # always one of RUNTIME_MODE_TYPES once made
+    platform: str | None = None
+    mesh: Mesh | None = None
+    axis_rules: AxisRules = DEFAULT_RULES
+    precision: jax.lax.Precision | None = None  # or its name, "highest"; a jax.lax.Precision once made
+    on_unsupported: OnUnsupported = "native"
+    interpret: bool = False
+    block_q: int | None = None
+    block_k: int | None = None
+
+    def __post_init__(self) -> None:
+        def set_field(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # frozen for everybody else
+
+        if self.runtime_dtype is not None:
+            set_field("runtime_dtype", _check_runtime_dtype(self.runtime_dtype))
+        set_field("softmax_scale", check_scale(self.softmax_scale))
+        set_field("logits_soft_cap", check_soft_cap(self.logits_soft_cap))
+        set_field("dropout_prob", check_dropout_prob(self.dropout_prob))
+        if self.layout not in ("BTHD", "BHTD"):
+            raise ValueError(f"layout={self.layout!r} must be 'BTHD' or 'BHTD'")
+        if self.mode is not None:
+            set_field("mode", canonicalize_mode(self.mode))
+        if self.platform is not None:
+            set_field("platform", canonicalize_platform(self.platform))
+        if self.precision is not None:
+            set_field("precision", _check_precision(self.precision))
+        if self.on_unsupported not in ("native", "error"):
+            raise ValueError(f"on_unsupported={self.on_unsupported!r} must be 'native' or 'error'")
+        for name in ("block_q", "block_k"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a positive int, or None for the implementation's table")
+
+    @classmethod
+    def from_config(cls, config: Any, **overrides: Any) -> OperationMetadata:
+        """The metadata that a model's config names; what it does not name stays at the default.
+
+        Args:
+            config: an object or a mapping, such as a Hugging Face ``PretrainedConfig``. Looked up, the first that is
+                there and not None: see `CONFIG_NAMES`.
+            **overrides: fields of the metadata that win over the config.
+
+        Raises:
+            ValueError: a value that the config names is outside its range.
+            TypeError: an override is not a field.
+        """
+        read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+        found: dict[str, Any] = {}
+        for field, names in CONFIG_NAMES.items():
+            for name, convert in names.items():
+                value = read(name)
+                if value is not None:
+                    found[field] = convert(value)
+                    break
+        return cls(**(found | overrides))
+
+    def get_shardings(self, query: Any, key: Any, value: Any = None, *, mode: str | None = None) -> AttentionShardings:
+        """The partition specs of a call, on the metadata's mesh or the one that is set, by the axis rules.
+
+        Args:
+            query: an array, or anything with its ``shape``: [B, T, H, D], or as ``layout`` says.
+            key: likewise.
+            value: likewise; None for the key's.
+            mode: runtime mode. None: the metadata's, else decode for one query, else train.
+
+        Returns:
+            Specs of query, key and value, corrected where an axis is absent or does not divide, and of everything that
+            follows from them: biases, masks, sinks, segment ids, lengths, output and logsumexp.
+
+        Raises:
+            ValueError: a shape has not four dimensions, or ``mode`` is none.
+        """
+        value = key if value is None else value
+        swapped = self.layout == "BHTD"
+        for name, array in (("query", query), ("key", key), ("value", value)):
+            if len(array.shape) != 4:
+                raise ValueError(f"{name} has shape {tuple(array.shape)}, but must have 4 dimensions, {self.layout}")
+        stated = mode or self.mode
+        chosen = (
+            canonicalize_mode(stated)
+            if stated
+            else MODE_DECODE
+            if query.shape[2 if swapped else 1] == 1
+            else MODE_TRAIN
+        )
+        mesh = self.mesh if self.mesh is not None else current_mesh()
+
+        def spec(array: Any, *axes: str) -> Any:
+            batch, length, heads, features = axes
+            ordered = (batch, heads, length, features) if swapped else axes
+            return self.axis_rules.spec(ordered, array.shape, mesh, chosen)
+
+        return AttentionShardings(
+            query=spec(query, BATCH, QUERY_LENGTH, HEAD, HEAD_DIM),
+            key=spec(key, BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM),
+            value=spec(value, BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM),
+            layout=self.layout,
+            mesh=mesh,
+        )
+
+    def replace(self, **changes: Any) -> OperationMetadata:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _cap(value: float) -> float | None:
+    return value or None  # some configs write "no cap" as 0
+
+
+# The names that model configs use for a field, in the order in which they are looked up, and what each holds.
+CONFIG_NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "runtime_dtype": {"runtime_dtype": _same, "attn_dtype": _same},
+    "softmax_scale": {
+        "softmax_scale": _same,
+        "attention_multiplier": _same,  # Granite
+        "query_pre_attn_scalar": lambda value: value**-0.5,  # Gemma 2 and 3
+    },
+    "logits_soft_cap": {
+        "logits_soft_cap": _cap,
+        "attn_logit_softcapping": _cap,  # Gemma 2
+    },
+    "dropout_prob": {
+        "dropout_prob": _same,
+        "attention_dropout": _same,  # Llama and most others
+        "attention_probs_dropout_prob": _same,  # BERT
+        "attn_pdrop": _same,  # GPT-2
+    },
+    **{
+        name: {name: _same}
+        for name in ("layout", "mode", "platform", "mesh", "axis_rules", "precision", "on_unsupported", "interpret")
+    },
+    "block_q": {"block_q": _same, "blocksize_q": _same},
+    "block_k": {"block_k": _same, "blocksize_k": _same},
+}
+
+
+def _check_runtime_dtype(value: Any) -> Any:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise ValueError(f"runtime_dtype={value!r} is no dtype; use float32, bfloat16 or float16") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"runtime_dtype={dtype} must be a floating-point dtype; use float32, bfloat16 or float16")
+    # It would become float32 without a word where x64 is off.
+    if dtype == jnp.float64:
+        raise ValueError("runtime_dtype=float64, but attention takes float32, bfloat16 and float16; use one of them")
+    return dtype
+
+
+def _check_precision(value: Any) -> jax.lax.Precision:
+    try:
+        return value if isinstance(value, jax.lax.Precision) else jax.lax.Precision[str(value).upper()]
+    except KeyError:
+        names = [precision.name.lower() for precision in jax.lax.Precision]
+        raise ValueError(f"precision={value!r} must be a jax.lax.Precision, or the name of one: {names}") from None
+
+
+def _number(name: str, value: Any, hint: str) -> float:
+    try:
+        return float(value)
+    except jax.errors.ConcretizationTypeError:
+        raise ValueError(f"{name} is a traced array, but must be a number known when tracing; {hint}") from None
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r} must be a number; {hint}") from None
+
+
+# The largest float32, and the caps by which scores can be divided and multiplied in float32.
+_LARGEST: Final = float(jnp.finfo(jnp.float32).max)
+_CAPS: Final = (1e-30, 1e30)
+
+
+def check_scale(value: Any) -> float | None:
+    """``softmax_scale`` as a float that float32 holds; see `OperationMetadata`."""
+    if value is None:
+        return None
+    scale = _number("softmax_scale", value, "multiply the query by a learned temperature instead")
+    if not abs(scale) <= _LARGEST:
+        raise ValueError(
+            f"softmax_scale={scale} must be finite in float32, ±{_LARGEST:.3g}; leave it out for head_dim ** -0.5"
+        )
+    return scale
+
+
+def check_soft_cap(value: Any) -> float | None:
+    """``logits_soft_cap`` as a positive float that float32 can divide and multiply by; see `OperationMetadata`."""
+    if value is None:
+        return None
+    cap = _number("logits_soft_cap", value, "leave it out for no cap")
+    low, high = _CAPS
+    if not low <= cap <= high:
+        raise ValueError(f"logits_soft_cap={cap} must be positive, from {low:g} to {high:g}; leave it out for no cap")
+    return cap
+
+
+def check_dropout_prob(value: Any) -> float:
+    """``dropout_prob`` as a float in [0, 1); see `OperationMetadata`."""
+    prob = _number("dropout_prob", value, "use 0.0 for no dropout")
+    if not 0 <= prob < 1:
+        raise ValueError(f"dropout_prob={prob} must lie in [0, 1); use 0.0 for no dropout")
+    return prob

@@ -1,0 +1,285 @@
+"""BaseOperation, the dispatcher."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, ClassVar, Final, final
+
+import jax
+
+from attnops.dispatch.binding import Call, resolve_mode
+from attnops.dispatch.limits import Limits
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
+from attnops.dispatch.request import Reason, Request
+from attnops.errors import UnsupportedError, UnsupportedWarning
+from attnops.kernels.nograd import not_differentiable
+
+# The version of the contract between the core and implementations; raised when an old implementation would break.
+API_VERSION: Final = 1
+
+_NO_LIMITS = Limits()
+
+
+class BaseOperation(abc.ABC):
+    """An operation with forwards for several platforms; calling it runs the one for the platform of the call.
+
+    A subclass implements `forward_native` and may override `forward_cpu`, `forward_gpu`, `forward_cuda`,
+    `forward_rocm`, `forward_tpu` and `forward_tt`. One that is not overridden falls back: cuda and rocm to gpu, the
+    rest to native. A forward is given only the options that the caller set; one that its signature does not name is a
+    reason not to run it, as ``**kwargs`` does not count as naming.
+
+    Class attributes:
+        priority: of several classes that serve one name on one platform, the highest is picked.
+        api_version: the version of this contract that the class was written for; state it as a number.
+        limits: by forward ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt"): what that forward can't serve. A
+            forward that a class inherits keeps the limits that it has there, unless the class names them anew.
+    """
+
+    priority: ClassVar[int] = 0
+    api_version: ClassVar[int] = API_VERSION
+    limits: ClassVar[Mapping[str, Limits]] = {}
+    metadata: OperationMetadata
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        self.metadata = OperationMetadata() if metadata is None else metadata
+
+    # Equal operations share decisions and compiled functions, so one can be a static argument of jax.jit.
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.metadata == other.metadata  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.metadata))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.metadata})"
+
+    @classmethod
+    @abc.abstractmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        """The name of the operation, or its names."""
+
+    def get_impl_metadata(self) -> OperationMetadata:
+        """The metadata that this operation was made with."""
+        return self.metadata
+
+    def current_backend(self) -> str:
+        """JAX's default backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``. Where a call runs, `explain` says."""
+        return jax.default_backend()
+
+    @abc.abstractmethod
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation in plain JAX, for any platform."""
+
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for CPUs; `forward_native` unless overridden."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for NVIDIA and AMD GPUs; `forward_native` unless overridden."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for NVIDIA GPUs; `forward_gpu` unless overridden."""
+        return self.forward_gpu(*args, **kwargs)
+
+    def forward_rocm(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for AMD GPUs; `forward_gpu` unless overridden."""
+        return self.forward_gpu(*args, **kwargs)
+
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for TPUs; `forward_native` unless overridden."""
+        return self.forward_native(*args, **kwargs)
+
+    def forward_tt(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation for Tenstorrent devices; `forward_native` unless overridden."""
+        return self.forward_native(*args, **kwargs)
+
+    def unsupported(self, request: Request) -> Iterable[Reason]:
+        """Further reasons not to run this platform's own forward; for what `limits` can't say.
+
+        Not asked where the native forward runs. Must depend on ``request``, the metadata and `circumstances` alone.
+        """
+        return ()
+
+    def circumstances(self) -> Hashable:
+        """What `unsupported` depends on beside the request, such as a device that is compiled for but not at hand."""
+        return None
+
+    @final
+    def reasons(self, request: Request) -> list[Reason]:
+        """Every reason why this operation's forward for the request's platform can't serve it. Traces nothing."""
+        return self._reasons(forward_for(type(self), request.platform), request)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward for the platform of the call.
+
+        Raises:
+            ValueError: the arguments fit no implementation.
+            TypeError: an option that no forward of this operation names.
+            UnsupportedError: the forward can't serve the call, and the metadata says ``on_unsupported="error"`` or
+                the native forward can't either.
+        """
+        return self.run(self.prepare(*args, **kwargs))
+
+    def request(self, *args: Any, **kwargs: Any) -> Request:
+        """The static description of a call with these arguments, which `attnops.explain` takes. Runs nothing.
+
+        Any array may be a `jax.ShapeDtypeStruct` instead. The platform is then the metadata's, or the default
+        backend's: where a struct would lie is not asked.
+
+        Raises:
+            ValueError: the arguments fit no implementation.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+        if not shapes:
+            return self.prepare(*args, **kwargs).request
+        for shape in shapes:
+            if jax.dtypes.canonicalize_dtype(shape.dtype, allow_extended_dtype=True) != shape.dtype:
+                raise ValueError(f"{shape} has a dtype that JAX takes only with jax_enable_x64; state another")
+        found: list[Request] = []
+
+        def ask(arrays: list[Any]) -> None:
+            given = iter(arrays)
+            mixed = [next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
+            args, kwargs = jax.tree.unflatten(tree, mixed)
+            found.append(self.prepare(*args, **kwargs).request)
+
+        jax.eval_shape(ask, shapes)
+        return found[0]
+
+    @final
+    def prepare(self, *args: Any, **kwargs: Any) -> Call:
+        """Bind the arguments of a call and find its platform."""
+        call = self.bind(*args, **kwargs)
+        platform = find_platform(self.metadata.platform, self.metadata.mesh, jax.tree.leaves(call.args))
+        return call._replace(request=call.request.replace(platform=platform))
+
+    def bind(self, *args: Any, **kwargs: Any) -> Call:
+        """Check the arguments and describe the call. The platform is filled in by `prepare`."""
+        self._check_options(kwargs)
+        mode = resolve_mode(self.metadata, 0)
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        request = Request(options=frozenset(options), mode=mode, interpret=self.metadata.interpret)
+        return Call(request, args, options)
+
+    def run(self, call: Call) -> Any:
+        """Decide which forward serves a call that `prepare` described, and run it."""
+        forward = decide(self, call.request)
+        function: Callable[..., Any] = getattr(self, f"forward_{forward}")
+        if not self._limits(forward).differentiable:
+            name = f"{type(self).__name__}.forward_{forward}"
+            function = not_differentiable(
+                function,
+                f"{name} has no backward pass, but a gradient was asked for; call it with mode='train' to run an "
+                f"implementation that has one",
+            )
+        options = call.options
+        if "mode" in named_options(type(self), forward):
+            options = options | {"mode": call.request.mode}
+        return self.finish(call, self.invoke(forward, function, call, options))
+
+    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+        """What a forward, of this name, gives for a call."""
+        return function(*call.args, **options)
+
+    def finish(self, call: Call, result: Any) -> Any:
+        """What the caller gets of a forward's result."""
+        return result
+
+    def _limits(self, forward: str) -> Limits:
+        for cls in type(self).__mro__:
+            if forward in vars(cls).get("limits", ()):
+                return cls.limits[forward]  # type: ignore[attr-defined]
+            if f"forward_{forward}" in vars(cls):
+                break  # its own forward, with no limits
+        return _NO_LIMITS
+
+    def _reasons(self, forward: str, request: Request) -> list[Reason]:
+        known = named_options(type(self), forward)
+        found = [
+            Reason(option, getattr(request, option, "given"), f"forward_{forward} has no such option")
+            for option in sorted(request.options - known)
+        ]
+        found += self._limits(forward).reasons(request)
+        if forward != "native":
+            found += self.unsupported(request)
+        return found
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse an option that no forward of this class names: a misspelling."""
+        known = all_options(type(self))
+        for option in options:
+            if option not in known:
+                raise TypeError(f"{type(self).__name__} has no option {option!r}; it has {sorted(known)}")
+
+
+def forward_for(cls: type[BaseOperation], platform: str) -> str:
+    """The forward of ``cls`` that serves a platform, by name: the first of its chain that is overridden."""
+    return next((name for name in FORWARD_CHAIN[platform] if has_forward(cls, name)), "native")
+
+
+def has_forward(cls: type[BaseOperation], forward: str) -> bool:
+    """Whether ``cls``, or a class that it inherits from, overrides a forward."""
+    return getattr(cls, f"forward_{forward}") is not getattr(BaseOperation, f"forward_{forward}")
+
+
+@functools.cache
+def named_options(cls: type[BaseOperation], forward: str) -> frozenset[str]:
+    """The options that a forward's signature names."""
+    parameters = inspect.signature(getattr(cls, f"forward_{forward}")).parameters.values()
+    return frozenset(
+        p.name
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
+    )
+
+
+@functools.cache
+def all_options(cls: type[BaseOperation]) -> frozenset[str]:
+    """The options that at least one forward of ``cls`` names."""
+    return frozenset().union(*(named_options(cls, forward_for(cls, platform)) for platform in PLATFORMS))
+
+
+def decide(operation: BaseOperation, request: Request) -> str:
+    """The forward that serves ``request``: the platform's, or the native one if the metadata allows it.
+
+    Raises:
+        UnsupportedError: neither may or can, with all reasons.
+    """
+    return _decide(operation, request, operation.circumstances())
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide(operation: BaseOperation, request: Request, circumstances: Hashable) -> str:
+    forward = forward_for(type(operation), request.platform)
+    reasons = operation._reasons(forward, request)
+    if not reasons:
+        return forward
+    name = f"{type(operation).__name__}.forward_{forward}"
+    if forward != "native" and operation.metadata.on_unsupported == "native":
+        native = operation._reasons("native", request)
+        if not native:
+            for reason in reasons:
+                _warn_once(name, str(reason))  # as text: a plugin's value need not be hashable
+            return "native"
+        reasons = reasons + [dataclasses.replace(r, limit=f"{r.limit} (native forward)") for r in native]
+    listed = "".join(f"\n  - {reason}" for reason in reasons)
+    raise UnsupportedError(f"{name} can't serve {request}:{listed}", reasons)
+
+
+@functools.cache
+def warn_gathers(name: str, reason: str) -> None:
+    warnings.warn(f"{name} exchanges no keys between devices: {reason}", UnsupportedWarning, stacklevel=6)
+
+
+@functools.cache
+def _warn_once(name: str, reason: str) -> None:
+    # Points at the caller of the operation, past this, _decide, decide, run and __call__.
+    warnings.warn(f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=6)

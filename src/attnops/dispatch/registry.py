@@ -1,0 +1,283 @@
+"""OperationRegistry: from the name of an operation to the class that serves it on a platform."""
+
+from __future__ import annotations
+
+import difflib
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, overload
+
+from attnops.dispatch import plugins
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import BaseOperation, forward_for
+from attnops.dispatch.platforms import PLATFORMS, find_platform
+from attnops.dispatch.plugins import CORE, Plugin, State
+from attnops.errors import (
+    AmbiguousOperationError,
+    DuplicateOperationError,
+    PluginError,
+    PluginWarning,
+    UnknownOperationError,
+)
+
+OperationClass = TypeVar("OperationClass", bound=type[BaseOperation])
+
+# Operations that live in a distribution of their own: what to install where the name is asked for.
+ELSEWHERE: Final = {"ring": "attnops-ring"}
+
+
+class OperationRegistry:
+    """Finds, registers and makes operations by name. All methods may be called from several threads.
+
+    A name is an operation's (``"flash"``), for which the class that serves the platform is picked; or canonical
+    (``"attnops-tpu:flash"``), which always selects that one.
+    """
+
+    _lock: threading.RLock = threading.RLock()
+    _plugins: list[Plugin] | None = None
+    _registered: list[Plugin] = []  # noqa: RUF012  (by hand; guarded by the lock)
+    _picked: dict[tuple[str, str], type[BaseOperation]] = {}  # noqa: RUF012  (guarded by the lock)
+    _generation: int = 0
+
+    @overload
+    @classmethod
+    def register(cls, impl_cls: OperationClass, *, override: bool = False) -> OperationClass: ...
+
+    @overload
+    @classmethod
+    def register(cls, *, override: bool = False) -> Callable[[OperationClass], OperationClass]: ...
+
+    @classmethod
+    def register(cls, impl_cls: Any = None, *, override: bool = False) -> Any:
+        """Register an operation under the names that its ``get_impl_name`` gives. A decorator.
+
+        A distribution that is installed needs none of this: its entry points say the same.
+
+        Args:
+            impl_cls: the class.
+            override: replace a class that the same distribution registered for the same name.
+
+        Raises:
+            DuplicateOperationError: the class's distribution already has another class for the name and for a
+                platform that both serve.
+            TypeError: the class is not a complete `BaseOperation`, or has another ``api_version``.
+        """
+        if impl_cls is None:
+            return lambda decorated: cls.register(decorated, override=override)
+        wrong = " ".join(plugins.check_class(impl_cls)).strip()
+        if wrong:
+            raise TypeError(f"{impl_cls} {wrong}")
+        distribution = plugins.distribution_of(impl_cls)
+        names = impl_cls.get_impl_name()
+        with cls._lock:
+            for name in (names,) if isinstance(names, str) else names:
+                cls._register(impl_cls, distribution, name, override)
+            cls._forget()
+        return impl_cls
+
+    @classmethod
+    def _register(cls, impl_cls: type[BaseOperation], distribution: str, name: str, override: bool) -> None:
+        target = f"{impl_cls.__module__}:{impl_cls.__qualname__}"
+        for other in [p for p in cls._all() if (p.distribution, p.operation) == (distribution, name)]:
+            if other.target == target and other not in cls._registered and other.cause != plugins.NO_AUTOLOAD:
+                return  # its entry point says the same
+            if other.operation_class is None or other.operation_class is impl_cls:
+                continue
+            if not (override or other.target == target) and _overlap(impl_cls, other.operation_class):
+                raise DuplicateOperationError(
+                    f"{distribution} already has {other.target} for {name!r}, and now registers {target} for the same "
+                    f"platform; register with override=True to replace it, or use another name"
+                )
+        if override:
+            cls._registered[:] = [p for p in cls._registered if (p.distribution, p.operation) != (distribution, name)]
+        # A module that is run again, in a notebook say, replaces its own classes.
+        cls._registered[:] = [p for p in cls._registered if (p.target, p.operation) != (target, name)]
+        by_hand = Plugin(distribution, "", name, target, State.LOADED, operation_class=impl_cls, overrides=override)
+        cls._registered.append(by_hand)
+
+    @classmethod
+    def get(cls, impl_name: str, platform: str | None = None) -> type[BaseOperation]:
+        """The class that serves an operation on a platform. Imports the distributions that name the operation.
+
+        Args:
+            impl_name: the operation's name, or a canonical name.
+            platform: as in `OperationMetadata`; None for the platform that JAX runs on.
+
+        Returns:
+            Of the classes that have a forward of their own for the platform, the one with the highest ``priority``;
+            where there is none, the core's, else the only one.
+
+        Raises:
+            UnknownOperationError: no distribution names the operation (a `ValueError`).
+            AmbiguousOperationError: several serve it equally well (a `ValueError`).
+            PluginError: all that name it are broken, incompatible or disabled; chained to what their import raised.
+            ValueError: the platform is unknown.
+        """
+        platform = find_platform(platform, None, ())
+        picked = cls._picked.get((impl_name, platform))
+        if picked is not None:
+            return picked
+        generation = cls._generation
+        named = cls._named(impl_name)
+        usable = [plugin for plugin in named if plugin.load() is not None]
+        unusable = [plugin for plugin in named if plugin.operation_class is None]
+        if not usable:
+            raise _plugin_error(impl_name, unusable)
+        for plugin in unusable:
+            if plugin.state is not State.DISABLED:
+                warnings.warn(f"{plugin.name} can't be used: {plugin.cause}", PluginWarning, stacklevel=2)
+        picked = _pick(impl_name, platform, usable)
+        with cls._lock:
+            if generation == cls._generation:  # nothing was registered or refreshed meanwhile
+                cls._picked[impl_name, platform] = picked
+        return picked
+
+    @classmethod
+    def create(cls, impl_name: str, metadata: OperationMetadata | None = None) -> BaseOperation:
+        """Make an operation by name.
+
+        Args:
+            impl_name: the operation's name, or a canonical name.
+            metadata: how it is to run. None: all defaults.
+
+        Raises:
+            UnknownOperationError, AmbiguousOperationError, PluginError: see `get`.
+        """
+        metadata = OperationMetadata() if metadata is None else metadata
+        platform = metadata.platform or find_platform(None, metadata.mesh, ())
+        return cls.get(impl_name, platform)(metadata)
+
+    @classmethod
+    def list_implementations(cls) -> list[str]:
+        """The names of all operations that are installed or registered, sorted. Imports none of them."""
+        return sorted({plugin.operation for plugin in cls.plugins()})
+
+    @classmethod
+    def plugins(cls, load: bool = False) -> tuple[Plugin, ...]:
+        """Everything that is installed or registered, with its state.
+
+        Args:
+            load: import each first, so that the state tells whether it works.
+        """
+        with cls._lock:
+            found = tuple(cls._all())
+        if load:
+            for plugin in found:
+                plugin.load()
+        return found
+
+    @classmethod
+    def refresh(cls) -> None:
+        """Look again at what is installed and at the environment variables. What was registered by hand stays."""
+        with cls._lock:
+            cls._plugins = None
+            cls._forget()
+
+    @classmethod
+    def generation(cls) -> int:
+        """A number that changes whenever what a name stands for may have changed; for caches."""
+        return cls._generation
+
+    @classmethod
+    def _forget(cls) -> None:
+        cls._picked.clear()
+        cls._generation += 1
+
+    @classmethod
+    def _all(cls) -> list[Plugin]:
+        with cls._lock:
+            if cls._plugins is None:
+                cls._plugins = plugins.discover()
+            # An entry point that names a re-export has another target than the class that registers itself.
+            loaded = {(plugin.name, plugin.operation_class) for plugin in cls._plugins}
+            return cls._plugins + [p for p in cls._registered if (p.name, p.operation_class) not in loaded]
+
+    @classmethod
+    def _named(cls, impl_name: str) -> list[Plugin]:
+        distribution, _, operation = impl_name.rpartition(":")
+        found = [
+            plugin
+            for plugin in cls.plugins()
+            if plugin.operation == operation and distribution in ("", plugin.distribution)
+        ]
+        if not found:
+            raise _unknown(impl_name, operation, cls.plugins())
+        # A class registered by hand with override=True hides the entry point of its own distribution.
+        overriding = {plugin.name for plugin in found if plugin.overrides}
+        return [plugin for plugin in found if plugin.overrides or plugin.name not in overriding]
+
+
+def _overlap(cls: type[BaseOperation], other: type[BaseOperation]) -> bool:
+    return bool(served_platforms(cls) & served_platforms(other))
+
+
+def served_platforms(cls: type[BaseOperation], base: type[BaseOperation] | None = None) -> frozenset[str]:
+    """The platforms for which ``cls`` has a forward of its own, one that ``base`` has not; else "native"."""
+    own = set()
+    for platform in PLATFORMS:
+        forward = forward_for(cls, platform)
+        method = getattr(cls, f"forward_{forward}")
+        if forward != "native" and (base is None or method is not getattr(base, f"forward_{forward}")):
+            own.add(platform)
+    return frozenset(own or {"native"})
+
+
+def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOperation]:
+    classes = {plugin: plugin.operation_class for plugin in _distinct(usable)}
+    core = next((cls for plugin, cls in classes.items() if plugin.distribution == CORE), None)
+    serving = [
+        plugin
+        for plugin, cls in classes.items()
+        if cls is not None
+        and platform
+        in served_platforms(cls, core if core is not None and cls is not core and issubclass(cls, core) else None)
+    ]
+    if not serving and core is not None:
+        return core
+    candidates = serving or list(classes)
+    top = max(_priority(plugin) for plugin in candidates)
+    best = [plugin for plugin in candidates if _priority(plugin) == top]
+    if len(best) > 1:
+        names = " and ".join(plugin.name for plugin in best)
+        if len({plugin.name for plugin in best}) == 1:
+            targets = " and ".join(plugin.target for plugin in best)
+            raise DuplicateOperationError(
+                f"{best[0].distribution} has {targets} for {best[0].operation!r} on {platform}; register one of them "
+                f"with override=True, or under another name"
+            )
+        raise AmbiguousOperationError(
+            f"{impl_name!r} on {platform} is served by {names} with the same priority={top}; ask for one of them by "
+            f"that name, or switch one off with ATTNOPS_DISABLE"
+        )
+    picked = best[0].operation_class
+    assert picked is not None
+    return picked
+
+
+def _priority(plugin: Plugin) -> int:
+    return plugin.operation_class.priority if plugin.operation_class is not None else 0
+
+
+def _distinct(usable: list[Plugin]) -> list[Plugin]:
+    """One plugin a class: a class may be both an entry point and registered by hand."""
+    return list({plugin.operation_class: plugin for plugin in usable}.values())
+
+
+def _unknown(impl_name: str, operation: str, known: tuple[Plugin, ...]) -> UnknownOperationError:
+    names = sorted({plugin.operation for plugin in known})
+    message = f"impl_name={impl_name!r} is not an installed operation; installed are {names}"
+    if operation in ELSEWHERE:
+        message += f"; pip install {ELSEWHERE[operation]}"
+    elif near := difflib.get_close_matches(impl_name, [*names, *(plugin.name for plugin in known)]):
+        message += f"; did you mean {' or '.join(repr(name) for name in near)}?"
+    else:
+        message += "; `attnops doctor` says what is wrong with a distribution that should have it"
+    return UnknownOperationError(message)
+
+
+def _plugin_error(impl_name: str, unusable: list[Plugin]) -> PluginError:
+    causes = "".join(f"\n  - {plugin.name} is {plugin.state}: {plugin.cause}" for plugin in unusable)
+    error = PluginError(f"{impl_name!r} can't be used:{causes}")
+    error.__cause__ = next((plugin.error for plugin in unusable if plugin.error), None)
+    return error

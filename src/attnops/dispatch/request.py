@@ -1,0 +1,132 @@
+"""The static description of a call, and why an implementation refuses one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from attnops.dispatch.platforms import FORWARD_CHAIN
+from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why an implementation can't serve a request.
+
+    Attributes:
+        argument: the argument or option at fault, such as ``"head_dim"``.
+        value: the value that the call gives it.
+        limit: the rule that the value breaks.
+        hint: what to do instead.
+    """
+
+    argument: str
+    value: Any
+    limit: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"{self.argument}={self.value}: {self.limit}{hint}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the dispatcher knows of any call before it is traced.
+
+    Attributes:
+        platform: where the call runs, one of `attnops.dispatch.platforms.PLATFORMS`.
+        options: the names of the options that the caller set.
+        mode: the runtime mode.
+        interpret: whether a kernel is to be interpreted on the host.
+    """
+
+    platform: str = "cpu"
+    options: frozenset[str] = frozenset()
+    mode: RUNTIME_MODE_TYPES = MODE_TRAIN
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        if self.platform not in FORWARD_CHAIN:
+            raise ValueError(f"platform={self.platform!r} is unknown; use one of {list(FORWARD_CHAIN)}")
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether the caller may differentiate the call: in train mode."""
+        return self.mode == MODE_TRAIN
+
+    def replace(self, **changes: Any) -> Any:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionRequest(Request):
+    """What the dispatcher knows of a call of attention. Lengths are in tokens; the layout plays no part here.
+
+    Attributes:
+        batch: B.
+        query_length: T.
+        key_length: S.
+        heads: H.
+        kv_heads: K, a divisor of H.
+        head_dim: D, of query and key.
+        value_head_dim: Dv, of value and output.
+        dtypes: the names of the dtypes of query, key and value.
+        mask: the mask as text; empty for none.
+        mask_kinds: the kinds of primitive and operator that the mask is made of, such as ``{"Causal"}``.
+        mask_shape: the shape of an array mask.
+        mask_primitives: the names of JAX's primitives that a mask with a `MaskFn` evaluates for each score, see
+            `attnops.kernels.elementwise`.
+        bias_kind: ``"array"``, or the class of a structured bias; empty for none.
+        bias_primitives: of a `ScoreFn`, likewise.
+        bias_shape: the shape of an array bias.
+        bias_dtype: the name of the dtype of an array bias.
+        softmax_scale: the scale; None for ``head_dim ** -0.5``.
+        logits_soft_cap: the cap; None for none.
+        sinks: whether the call has sinks.
+        dropout_prob: the probability of dropout; 0 where the call has none.
+        return_lse: whether the logsumexp is asked for.
+        return_weights: whether the attention weights are asked for.
+        sequence_axes: the mesh axes that the metadata's rules cut queries or keys by.
+    """
+
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    dtypes: tuple[str, str, str] = ("float32", "float32", "float32")
+    mask: str = ""
+    mask_kinds: frozenset[str] = frozenset()
+    mask_shape: tuple[int, ...] | None = None
+    mask_primitives: frozenset[str] = frozenset()
+    bias_kind: str = ""
+    bias_primitives: frozenset[str] = frozenset()
+    bias_shape: tuple[int, ...] | None = None
+    bias_dtype: str = ""
+    softmax_scale: float | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+    dropout_prob: float = 0.0
+    return_lse: bool = False
+    return_weights: bool = False
+    sequence_axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        shape = (
+            f"B{self.batch} T{self.query_length} S{self.key_length} H{self.heads} K{self.kv_heads} "
+            f"D{self.head_dim} Dv{self.value_head_dim}"
+        )
+        dtype = self.dtypes[0] if len(set(self.dtypes)) == 1 else "/".join(self.dtypes)
+        options = " ".join(sorted(self.options))
+        return f"{shape} {dtype} {self.mode.strip('_')} on {self.platform}" + (f" with {options}" if options else "")
+
+
+def dtype_name(array: Any) -> str:
+    """The name of an array's dtype, such as ``"bfloat16"``."""
+    return str(jnp.dtype(array.dtype).name)

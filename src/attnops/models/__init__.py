@@ -1,0 +1,1 @@
+"""Helpers for whoever writes a model: heads, rotary embeddings, checkpoint policies, dtypes."""

@@ -1,0 +1,1 @@
+"""A call under a mesh: one `jax.shard_map` over batch and heads, masks and biases cut to match."""

@@ -1,7 +1,7 @@
 """The distributions beside this file, built as wheels and pip-installed, all at once, into an environment of their own.
 
-What is to be found out there is found out once, by the fixtures; the tests look at it. `test_third_party.py` has the
-state machine in full, in process.
+What is to be found out there is found out once, by the fixtures; the tests look at it.
+`dispatch/test_registry.py` has the state machine in full, in process.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ os.environ.update(environment())
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "flash"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

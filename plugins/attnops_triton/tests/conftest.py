@@ -10,7 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "flash"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

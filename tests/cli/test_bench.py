@@ -303,7 +303,7 @@ def test_peak_memory_grows_with_what_is_held() -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_of_the_readme_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "cpu.py"
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "cpu.py"
     spec = importlib.util.spec_from_file_location("cpu_benchmark", path)
     assert spec is not None
     assert spec.loader is not None

@@ -22,8 +22,8 @@ from attnops.dispatch.plugins import Plugin, State
 from attnops.errors import AmbiguousOperationError, DuplicateOperationError, PluginError, PluginWarning
 from attnops.operations.vanilla import VanillaAttention
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-SOURCES = Path(__file__).parent / "third_party"
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCES = REPOSITORY / "tests" / "third_party"
 
 # A module with one operation, which records that it was imported.
 OPERATION = """

@@ -1,6 +1,7 @@
 """`attnops check`: what it prints, and its exit status."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from attnops.cli import check
 from attnops.operations.vanilla import VanillaAttention
 from attnops.testing import behaviours
 from attnops.testing.features import FEATURES, combine
-from attnops.testing.runner import all_pairs, covering_rows, proven_pairs, sampled_pairs
+from attnops.testing.pairs import all_pairs, covering_rows, proven_pairs, sampled_pairs
 
 FEW = ("GQA", "T < S", "Causal", "sinks")
 
@@ -23,7 +24,8 @@ def _few(monkeypatch):
     monkeypatch.setattr(check, "FEATURES", {name: FEATURES[name] for name in FEW})
     monkeypatch.setattr(check, "BEHAVIOURS", {"unknown option": behaviours.unknown_option})
     monkeypatch.setattr(check, "MEMORY", {"Causal": behaviours.MEMORY["Causal"]})
-    monkeypatch.setattr(check, "sampled_pairs", lambda: [("GQA", "Causal"), ("GQA", "sinks")])
+    monkeypatch.setattr(check, "sampled_pairs", lambda names: [("GQA", "Causal"), ("GQA", "sinks")])
+    monkeypatch.setattr(check, "LONG", ())
     registered = OperationRegistry._registered[:]
     yield
     OperationRegistry._registered[:] = registered
@@ -43,11 +45,13 @@ def test_right_and_refused():
     result = run("sdpa")
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert lines[0] == ["attnops.operations.sdpa.ScaledDotProductAttention.forward_cpu", "on", "cpu"]
+    where = "attnops.operations.sdpa.ScaledDotProductAttention.forward_cpu"
+    assert lines[0] == ["attnops:sdpa:", where, "on", "cpu"]
+    assert re.search(r"sdpa\.py:\d+$", lines[1][0])
     assert ["GQA", "right"] in lines
     assert ["sinks", "refused", "sinks=True:", "forward_cpu", "has", "no", "such", "option"] in lines
     assert ["memory,", "Causal", "not", "run", "quadratic,", "by", "declaration"] in lines
-    assert "1 of 2 are right" in result.stdout
+    assert "\n1 right, 1 refused, 0 wrong, 0 not run\n" in result.stdout
     assert result.stdout.endswith("5 right, 2 refused, 0 wrong, 1 not run\n")
 
 

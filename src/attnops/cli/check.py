@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Final, Literal
 
 import jax
 import typer
@@ -19,10 +19,15 @@ from attnops.cli.output import fail, print_heading, print_json, print_table, pri
 from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
-from attnops.testing.features import FEATURES
-from attnops.testing.runner import Outcome, Status, Subject, attempt, covering_rows, joined, sampled_pairs
+from attnops.testing.features import FEATURES, combine
+from attnops.testing.long import LONG
+from attnops.testing.pairs import covering_rows, joined, sampled_pairs
+from attnops.testing.runner import Outcome, Status, Subject, attempt
 
 Check = tuple[str, Callable[[], list[Outcome]]]
+
+# Where fewer of the features are served, a warning says so: what is refused is not checked.
+COVERAGE: Final = 1 / 3
 
 
 def command(
@@ -31,6 +36,13 @@ def command(
         str | None, typer.Option(help="cpu, cuda, rocm, gpu, tpu or tt.", show_default="this machine's")
     ] = None,
     interpret: Annotated[bool, typer.Option("--interpret", help="Run kernels in their interpreter.")] = False,
+    feature: Annotated[
+        list[str] | None,
+        typer.Option(help="Check this feature alone, or several joined by ' + '; may be repeated.", metavar="NAME"),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of query, key and value.", show_default="float32, else what is served")
+    ] = None,
     pairs: Annotated[
         Literal["none", "sample", "all"],
         typer.Option(help="Features combined: none, a sample that has each of them, or every pair."),
@@ -43,47 +55,99 @@ def command(
 ) -> None:
     """Run the conformance suite: each feature of the contract is right, refused with a reason, or wrong.
 
-    Values and gradients are compared with a float64 oracle. Exits with 1 if anything is wrong, with 2 if there is no
-    such operation.
+    Values and gradients are compared with a float64 oracle, in problems that the kernel serves. Exits with 1 if
+    anything is wrong, with 2 if there is no such operation, or only the core's native forward where a kernel was
+    asked for.
     """
     try:
-        subject = Subject(operation=operation, platform=platform, interpret=interpret, mode=mode, block=block)
+        subject = Subject(
+            operation=operation, platform=platform, interpret=interpret, mode=mode, block=block, dtype=dtype
+        )
         with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when imported
+            subject.require_kernel()
             heading = _heading(subject)
+            sections = _sections(subject, pairs) if feature is None else _named(subject, feature)
     except (ValueError, PluginError) as error:
         fail(error, 2)
     if not json:
         print_text(heading)
-    sections = {
-        "features": [(name, _one(subject, name)) for name in FEATURES],
-        "behaviours": [*_behaviours(subject), *_memory(subject)],
-        "pairs": _pairs(subject, pairs),
-    }
     with _progress(sum(map(len, sections.values()))) as step:
         found = {section: [x for check in checks for x in _run(check, step)] for section, checks in sections.items()}
     counts = Counter(outcome.status for outcomes in found.values() for outcome in outcomes)
     if json:
-        described = {section: [dataclasses.asdict(x) for x in outcomes] for section, outcomes in found.items()}
-        print_json({"operation": operation, "platform": subject.at, "forward": subject.forward} | described)
+        print_json(_described(subject, found))
     else:
         _print(found, counts)
+    if feature is None and (warning := _low_coverage(found["features"])):
+        print(f"attnops: {warning}", file=sys.stderr)
     if counts[Status.WRONG]:
         raise typer.Exit(1)
 
 
 def _heading(subject: Subject) -> str:
-    cls = subject.cls
-    text = f"{cls.__module__}.{cls.__name__}.forward_{subject.forward} on {subject.at}"
+    """What is checked, and on which problems."""
+    forward, where = subject.place
+    text = f"{subject.name}: {forward} on {subject.at}"
     here = {platform_of(device) for device in jax.local_devices()}
     if subject.base.interpret:
-        return f"{text}, interpreted"
-    if subject.at not in here:
+        text += ", interpreted"
+    elif subject.at not in here:
         text += f" (this machine has {', '.join(sorted(here))} alone: a kernel needs --interpret here)"
-    return text
+    fit, long = subject.fit, subject.long.fit
+    lengths = fit.tokens(2, 0.5), long.tokens(2, 0.5)
+    problems = (
+        f"problems of B{fit.B} H{fit.H} D{fit.D} {fit.dtype}, T = {lengths[0]} in tiles of {fit.block} and "
+        f"T = {lengths[1]} in tiles of {long.block}"
+    )
+    return "\n".join([text, *([f"  {where}"] if where else []), f"  {problems}; for larger tiles state --block"])
 
 
-def _one(subject: Subject, name: str) -> Callable[[], list[Outcome]]:
-    return lambda: [subject.check([name])]
+def _sections(subject: Subject, pairs: str) -> dict[str, list[Check]]:
+    return {
+        "features": [(name, _one(subject, [name])) for name in FEATURES],
+        "long": [(f"long: {joined(row)}", _one(subject.long, row)) for row in LONG],
+        "behaviours": [*_behaviours(subject), *_memory(subject)],
+        "pairs": _pairs(subject, pairs),
+    }
+
+
+def _named(subject: Subject, features: Sequence[str]) -> dict[str, list[Check]]:
+    """The features of ``--feature``, each alone or joined.
+
+    Raises:
+        ValueError: one is unknown, or two exclude each other.
+    """
+    rows = [[name.strip() for name in text.split(" + ")] for text in features]
+    for row in rows:
+        combine(row)
+    return {"features": [(joined(row), _one(subject, row)) for row in rows]}
+
+
+def _described(subject: Subject, found: dict[str, list[Outcome]]) -> dict[str, Any]:
+    forward, where = subject.place
+    return {
+        "operation": subject.name,
+        "platform": subject.at,
+        "forward": subject.forward,
+        "function": forward,
+        "file": where,
+        "problem": dataclasses.asdict(subject.fit),
+    } | {section: [dataclasses.asdict(x) for x in outcomes] for section, outcomes in found.items()}
+
+
+def _low_coverage(features: list[Outcome]) -> str:
+    """What to say where little was served; empty where enough was."""
+    served = sum(outcome.status is not Status.REFUSED for outcome in features)
+    if served >= COVERAGE * len(features):
+        return ""
+    return (
+        f"only {served} of {len(features)} features are served; whatever else a call asks for runs forward_native, "
+        f"or raises, and this check says nothing of it"
+    )
+
+
+def _one(subject: Subject, names: Sequence[str]) -> Callable[[], list[Outcome]]:
+    return lambda: [subject.check(names)]
 
 
 def _behaviours(subject: Subject) -> Iterator[Check]:
@@ -102,7 +166,11 @@ def _attempt(name: str, check: Callable[[], None]) -> list[Outcome]:
 
 
 def _pairs(subject: Subject, which: str) -> list[Check]:
-    rows = {"none": (), "sample": sampled_pairs(), "all": covering_rows()}[which]
+    """The pairs, drawn among the features that are served."""
+    rows: Sequence[tuple[str, ...]] = ()
+    if which != "none":
+        served = [name for name in subject.served if name in FEATURES]
+        rows = sampled_pairs(served) if which == "sample" else covering_rows(served)
     found: dict[str, Outcome] = {}
 
     def check(row: tuple[str, ...]) -> list[Outcome]:
@@ -136,24 +204,25 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         yield step
 
 
+_HEADINGS: Final = {"features": "feature", "long": "in long problems", "behaviours": "behaviour"}
+
+
 def _print(found: dict[str, list[Outcome]], counts: Counter[Status]) -> None:
-    for section in ("features", "behaviours"):
-        print_heading(section)
-        print_table((section[:-1], "result", "why"), [_row(outcome) for outcome in found[section]])
-    if pairs := found["pairs"]:
+    for section, column in _HEADINGS.items():
+        if found.get(section):
+            print_heading(section)
+            print_table((column, "result", "why"), [_row(outcome) for outcome in found[section]])
+    if pairs := found.get("pairs"):
         print_heading("pairs")
-        refused = {outcome.name for outcome in found["features"] if outcome.status is Status.REFUSED}
-        telling = [
-            outcome
-            for outcome in pairs
-            if outcome.status is Status.WRONG
-            or (outcome.status is Status.REFUSED and not refused & set(outcome.name.split(" + ")))
-        ]
-        right = sum(outcome.status is Status.RIGHT for outcome in pairs)
-        print_text(f"{right} of {len(pairs)} are right")
+        print_text(_counted(Counter(outcome.status for outcome in pairs)))
+        telling = [outcome for outcome in pairs if outcome.status in (Status.WRONG, Status.REFUSED)]
         if telling:
             print_table(("pair", "result", "why"), [_row(outcome) for outcome in telling])
-    print_text("\n" + ", ".join(f"{counts[status]} {status}" for status in Status))
+    print_text(f"\n{_counted(counts)}")
+
+
+def _counted(counts: Counter[Status]) -> str:
+    return ", ".join(f"{counts[status]} {status}" for status in Status)
 
 
 def _row(outcome: Outcome) -> tuple[str, str, str]:

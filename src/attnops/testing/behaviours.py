@@ -31,25 +31,24 @@ Error = TypeVar("Error", bound=Exception)
 # The memory at four times the length, at most, over the memory at the length.
 GROWTH: Final = 4.5
 
-# What a behaviour is checked with: the first of these combinations that the operation serves.
-_RICH: Final = (
-    ("GQA", "Causal", "bias [1, H, T, S]", "soft cap", "sinks"),
-    ("bfloat16", "GQA", "Causal", "bias [1, H, T, S]", "soft cap", "sinks"),
-    ("GQA", "Causal", "bias [1, H, T, S]"),
-    ("GQA", "Causal"),
-    ("bfloat16", "GQA", "Causal"),
-    (),
-    ("bfloat16",),
-)
+# What a behaviour is checked with, each added where the operation serves it with those before it.
+_RICH: Final = ("GQA", "Causal", "bias [1, H, T, S]", "soft cap", "sinks")
 
 
 def _served(subject: Subject, seed: int = 0) -> tuple[Problem, OperationImpl]:
-    for names in _RICH:
-        problem = subject.problem(names, seed)
-        operation = subject.make(problem.metadata)
-        if not problem.reasons(operation):
-            return problem, operation
-    raise AssertionError("it refuses even the plain problem, in float32 and in bfloat16")
+    names: list[str] = []
+    for name in _RICH:
+        if name in subject.served and not subject.reasons([*names, name]):
+            names.append(name)
+    problem = subject.problem(names, seed)
+    operation = subject.make(problem.metadata)
+    if reasons := problem.reasons(operation):
+        listed = "; ".join(dict.fromkeys(map(str, reasons)))
+        raise AssertionError(
+            f"it refuses every plain problem that was tried, of the lengths, heads, head dims and dtypes of "
+            f"attnops.testing.fit, such as {problem.request(operation)}: {listed}"
+        )
+    return problem, operation
 
 
 def _jit(subject: Subject, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,9 +141,14 @@ def export(subject: Subject) -> None:
     if subject.base.interpret:
         raise NotRunError("what is exported is the compiled kernel, not its interpreter")
     problem, operation = _served(subject)
-    exported = jax.export.export(jax.jit(problem.program(operation, subject.gradients)))(*problem.arguments)
-    if importlib.util.find_spec("flatbuffers"):  # what JAX needs to serialise
-        exported = jax.export.deserialize(exported.serialize())
+    try:
+        exported = jax.export.export(jax.jit(problem.program(operation, subject.gradients)))(*problem.arguments)
+        if importlib.util.find_spec("flatbuffers"):  # what JAX needs to serialise
+            exported = jax.export.deserialize(exported.serialize())
+    except (NotImplementedError, ValueError) as error:
+        if "callback" not in str(error):
+            raise
+        raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
     _check(subject, problem, _jit(subject, exported.call)(*problem.arguments))
 
 
@@ -152,6 +156,8 @@ def second_derivative(subject: Subject) -> None:
     """The gradient of a gradient is right, or refused in words."""
     if not subject.gradients:
         raise NotRunError(f"mode {subject.mode} has no gradients")
+    if subject.base.softmax_scale is not None or subject.base.logits_soft_cap is not None:
+        raise NotRunError("the metadata states a scale or a soft cap")
     problem = subject.problem(())
     operation = subject.make(problem.metadata)
     direction = np.random.default_rng(3).normal(size=problem.query.shape)
@@ -160,7 +166,7 @@ def second_derivative(subject: Subject) -> None:
         def gradient(query: Any) -> Any:
             return jax.grad(lambda q: jnp.vdot(attend(q), problem.cotangents["attention_outputs"]))(query)
 
-        along = jnp.asarray(direction, jnp.float32)
+        along = jnp.asarray(direction, problem.dtype)
         return _jit(subject, jax.grad(lambda q: jnp.vdot(gradient(q), along)))(problem.inputs["query"])
 
     try:
@@ -180,7 +186,7 @@ def second_derivative(subject: Subject) -> None:
     query = problem.query.astype(np.float64)
     exact = (oracle_gradient(query + step) - oracle_gradient(query - step)) / 2e-5
     plain = twice(lambda q: _plain_attention(q, problem.key, problem.value))
-    allowed = tolerance(exact, plain, exact, np.float32, 3)
+    allowed = tolerance(exact, plain, exact, problem.dtype, 3)
     assert_close("second derivative of query", found, exact, allowed)
 
 
@@ -288,9 +294,9 @@ def memory_growth(subject: Subject, case: str, length: int = 1024) -> None:
 
 def _temporaries(subject: Subject, case: str, T: int) -> int | None:
     """Bytes of temporaries, forward and backward, at T queries and keys."""
-    operation = subject.make(subject.base.replace(block_q=4 * subject.block, block_k=4 * subject.block))
-    dtype = next(name for name in ("float32", "bfloat16", "float16") if name in subject.limits.dtypes)
-    array = jax.ShapeDtypeStruct((1, T, 2, 64), dtype)
+    fit = subject.fit
+    operation = subject.make(subject.base.replace(block_q=4 * fit.block, block_k=4 * fit.block))
+    array = jax.ShapeDtypeStruct((1, T, 2, max(64, fit.D)), fit.dtype)
     options = MEMORY[case](T)
 
     def both(query: Any, key: Any, value: Any, d_out: Any, options: Any) -> Any:

@@ -12,7 +12,9 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
 from attnops.testing.corners import CORNERS
 from attnops.testing.features import FEATURES
-from attnops.testing.runner import Outcome, Status, Subject, attempt, covering_rows, joined, sampled_pairs
+from attnops.testing.long import LONG
+from attnops.testing.pairs import covering_rows, joined, sampled_pairs
+from attnops.testing.runner import Outcome, Status, Subject, attempt
 
 
 class OperationConformance:
@@ -24,9 +26,10 @@ class OperationConformance:
             operation, platform = "flash", "tpu"
             interpret = True
 
-    Values and gradients are held to the float64 oracle by the tolerance rule. Marked ``slow`` are each feature
-    alone, all pairs, corners and most memory figures: register the marker, and leave them out with
-    ``-m "not slow"``. What remains has every feature in one pair or another.
+    Values and gradients are held to the float64 oracle by the tolerance rule. Problems fit the operation: their
+    dtype, lengths, heads and head dims are the first that it does not refuse, see `attnops.testing.fit`. Marked
+    ``slow`` are each feature alone, all pairs, corners, most long problems and most memory figures: register the
+    marker, and leave them out with ``-m "not slow"``. What remains has every feature in one pair or another.
 
     Class attributes:
         operation: the operation's name, ``distribution:name``, or its class.
@@ -34,10 +37,12 @@ class OperationConformance:
         interpret: run kernels in their language's interpreter.
         mode: the runtime mode; gradients are checked in "train" alone.
         block: queries and keys a tile, small so that small problems have several. Lengths are 2.5 times it, but
-            for the features that are about lengths.
-        metadata: further fields of the metadata.
-        refuses: the names of the features that it refuses, and no others; pairs as ``"GQA + Causal"`` where both
-            features are served alone. None: any may be refused.
+            for the features that are about lengths, and for a kernel whose lengths must be a multiple of more.
+        dtype: of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
+        metadata: further fields of the metadata; features that set the same field win.
+        refuses: the names of the features and behaviours ("export", "second derivative") that it refuses, and no
+            others; pairs as ``"GQA + Causal"`` where both features are served alone. A behaviour that is named here
+            may also raise any exception. None: any may be refused.
     """
 
     operation: ClassVar[str | type[OperationImpl]]
@@ -45,13 +50,21 @@ class OperationConformance:
     interpret: ClassVar[bool] = False
     mode: ClassVar[str] = "train"
     block: ClassVar[int] = 16
+    dtype: ClassVar[str | None] = None
     metadata: ClassVar[OperationMetadata] = OperationMetadata()
     refuses: ClassVar[frozenset[str] | None] = None
 
     @classmethod
     def subject(cls) -> Subject:
-        """What is checked."""
-        return _subject(cls.operation, cls.platform, cls.interpret, cls.mode, cls.block, cls.metadata)
+        """What is checked.
+
+        Raises:
+            NothingToCheckError: see `Subject.require_kernel`.
+        """
+        names = ("operation", "platform", "interpret", "mode", "block", "dtype", "metadata")
+        subject = _subject(**{name: getattr(cls, name) for name in names})
+        subject.require_kernel()
+        return subject
 
     @pytest.mark.slow
     @pytest.mark.parametrize("feature", FEATURES)
@@ -61,8 +74,17 @@ class OperationConformance:
 
     @pytest.mark.parametrize("pair", sampled_pairs(), ids=joined)
     def test_sampled_pair(self, pair: tuple[str, str], record_property: Any) -> None:
-        """Every feature in the company of another; alone, where that one is refused."""
-        self._judge(self.subject().check_pair_or_alone(pair), record_property)
+        """Every feature together with another; with one that is served, where that one is refused."""
+        self._judge(self.subject().check_pair_or_others(pair), record_property)
+
+    @pytest.mark.parametrize(
+        "row",
+        [row if "SlidingWindow" in row else pytest.param(row, marks=pytest.mark.slow) for row in LONG],
+        ids=joined,
+    )
+    def test_long(self, row: tuple[str, ...], record_property: Any) -> None:
+        """In several tiles of 128, as kernels that choose their tiles themselves have them."""
+        self._judge([self.subject().long.check(row)], record_property)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("row", covering_rows(), ids=joined)
@@ -77,7 +99,12 @@ class OperationConformance:
     def test_behaviour(self, behaviour: str) -> None:
         """See `attnops.testing.behaviours`."""
         outcome = attempt(behaviour, functools.partial(BEHAVIOURS[behaviour], self.subject()))
-        assert outcome.status is not Status.WRONG, outcome.detail
+        named = behaviour in (self.refuses or ())
+        assert outcome.status is not Status.WRONG or (named and outcome.raised), outcome.detail
+        if self.refuses is not None:
+            assert not (named and outcome.status is Status.RIGHT), (
+                f"{behaviour} is in `refuses`, but is right: take it out"
+            )
 
     @pytest.mark.parametrize(
         "case", [case if case == "Causal" else pytest.param(case, marks=pytest.mark.slow) for case in MEMORY]
@@ -103,8 +130,5 @@ class OperationConformance:
                 assert outcome.name not in self.refuses, f"{outcome.name} is in `refuses`, but is served: take it out"
 
 
-@functools.cache
-def _subject(operation: Any, platform: Any, interpret: bool, mode: str, block: int, metadata: Any) -> Subject:
-    return Subject(
-        operation=operation, platform=platform, interpret=interpret, mode=mode, block=block, metadata=metadata
-    )
+# One an operation, so that what a problem needs is found once.
+_subject = functools.cache(Subject)

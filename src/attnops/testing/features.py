@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -14,10 +15,13 @@ from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.masks import Mask
 from attnops.testing.feature_masks import MASKS, PADDINGS, TRACED_MASKS, MaskCase, Padding
+from attnops.testing.fit import Fit
 from attnops.testing.problem import Problem
 
 # What a bias is: an array's shape as a string of the dimensions that it has, "BHTS", or the kind of a structured one.
 ARRAY_BIASES: Final = ("BHTS", "HTS", "TS", "S", "T", "BS")
+# Fields of `Spec` that a feature may derive from those of the plain problem.
+_DERIVED: Final = frozenset({"K", "Dv"})
 # More than exp can take in float32, but no more than rounding leaves the softmax of.
 _LARGE: Final = 150
 
@@ -28,6 +32,7 @@ class Spec:
 
     Attributes:
         block: queries, and keys, a tile; lengths are counted in it.
+        multiple: what lengths are rounded down to a multiple of, unless they are stated in tokens.
         T: tiles of queries, and how many queries more: an int, or a fraction of a tile.
         S: tiles of keys, and how many keys more, likewise; None for T.
         B, H, K, D: dimensions.
@@ -41,10 +46,11 @@ class Spec:
         traced_mask: see `Problem`.
         padding: hides tokens on top of the mask.
         sinks, dropout_prob, softmax_scale, logits_soft_cap, return_lse, return_weights: the contract's.
-        layout, runtime_dtype: the metadata's.
+        layout, runtime_dtype: the metadata's; None for what it states already.
     """
 
     block: int = 16
+    multiple: int = 1
     T: tuple[int, float] = (2, 0.5)
     S: tuple[int, float] | None = None
     B: int = 2
@@ -66,18 +72,20 @@ class Spec:
     logits_soft_cap: float | None = None
     return_lse: bool = False
     return_weights: bool = False
-    layout: str = "BTHD"
+    layout: str | None = None
     runtime_dtype: str | None = None
 
     def problem(self, metadata: OperationMetadata | None = None, seed: int = 0) -> Problem:
         """The problem, with random arrays.
 
         Args:
-            metadata: what to add the layout, the dropout and the tiles' size to.
+            metadata: what to add the layout, the dtype, the dropout and the tiles' size to.
             seed: of the arrays and cotangents.
         """
         rng = np.random.default_rng(seed)
-        T, S = (self._tokens(*length) for length in (self.T, self.S or self.T))
+        metadata = metadata or OperationMetadata()
+        fit = Fit(block=self.block, multiple=self.multiple)
+        T, S = (fit.tokens(*length) for length in (self.T, self.S or self.T))
         shape = self.B, self.H, T, S
 
         def draw(*shape: int, dtype: str | None = None) -> Any:
@@ -90,7 +98,7 @@ class Spec:
         value = draw(self.B, S, self.K, self.Dv or self.D, dtype=kv_dtype)
         if self.large:
             # By query alone: where one key had all the weight, little could be wrong.
-            size = _LARGE / abs(self.softmax_scale or self.D**-0.5)
+            size = _LARGE / abs(self.softmax_scale or metadata.softmax_scale or self.D**-0.5)
             query[..., 0] = np.where(np.arange(T) % 2, -size, size)[:, None]
             key[..., 0] = 1
         options: dict[str, Any] = {
@@ -106,13 +114,14 @@ class Spec:
             options["bias"] = _bias(self.bias, shape, draw, self.bias_dtype or self.dtype, self.block)
         if self.sinks:
             options["sinks"] = draw(self.H)
-        if self.dropout_prob:
+        dropout_prob = self.dropout_prob or metadata.dropout_prob
+        if dropout_prob:
             options["dropout_key"] = jax.random.key(11)
-        metadata = metadata or OperationMetadata()
+        # What the metadata states holds where no feature says otherwise.
         metadata = metadata.replace(
-            layout=self.layout,
-            runtime_dtype=self.runtime_dtype,
-            dropout_prob=self.dropout_prob,
+            layout=self.layout or metadata.layout,
+            runtime_dtype=self.runtime_dtype or metadata.runtime_dtype,
+            dropout_prob=dropout_prob,
             block_q=metadata.block_q or self.block,
             block_k=metadata.block_k or self.block,
         )
@@ -121,9 +130,6 @@ class Spec:
             poison=poison, traced_mask=self.traced_mask,
             score_pattern=_pattern(*np.ogrid[:T, :S]).astype(np.float64) if self.bias == "ScoreFn" else None,
         )  # fmt: skip
-
-    def _tokens(self, tiles: int, rest: float) -> int:
-        return tiles * self.block + (rest if isinstance(rest, int) else int(rest * self.block))
 
     def _mask(self, shape: tuple[int, int, int, int]) -> tuple[Mask | None, Any, dict[str, Any]]:
         mask = visible = None
@@ -176,7 +182,7 @@ class Feature:
     Attributes:
         name: what a table calls it.
         group: features of one group exclude each other.
-        changes: fields of `Spec`.
+        changes: fields of `Spec`; a function gives a field for the plain problem.
         trivial: it makes others hold trivially, so that a pair of others is not proven in its company.
     """
 
@@ -190,13 +196,13 @@ def _features() -> Iterable[Feature]:
     yield from (Feature(name, "dtype", {"dtype": name}) for name in ("float32", "bfloat16", "float16"))
     yield Feature("runtime_dtype", "runtime_dtype", {"runtime_dtype": "bfloat16"})
     yield Feature("mixed dtypes", "runtime_dtype", {"mixed": True})
-    yield Feature("GQA", "heads", {"K": 2})
+    yield Feature("GQA", "heads", {"K": lambda plain: max(1, plain.H // 2)})
     yield Feature("MQA", "heads", {"K": 1})
     yield Feature("T < S", "lengths", {"T": (1, 0.35), "S": (2, 0.85)})
     yield Feature("T > S", "lengths", {"T": (2, 0.85), "S": (1, 0.35)})
     yield Feature("T = 1", "lengths", {"T": (0, 1), "S": (2, 0.5)}, trivial=True)
     yield Feature("odd lengths", "lengths", {"T": (2, 5)})
-    yield Feature("D ≠ Dv", "head_dim", {"Dv": 24})
+    yield Feature("D ≠ Dv", "head_dim", {"Dv": lambda plain: plain.D * 3 // 2 if plain.D < 128 else plain.D // 2})
     yield Feature("head_dim 80", "head_dim", {"D": 80})
     yield Feature("head_dim 256", "head_dim", {"D": 256})
     yield Feature("head dims 576/512", "head_dim", {"D": 576, "Dv": 512})
@@ -224,21 +230,30 @@ def _features() -> Iterable[Feature]:
 FEATURES: Final[dict[str, Feature]] = {feature.name: feature for feature in _features()}
 
 
-def combine(names: Iterable[str], block: int = 16) -> Spec:
+def combine(names: Iterable[str], block: int = 16, fit: Fit | None = None) -> Spec:
     """The problem that has all these features.
+
+    Args:
+        names: of the features.
+        block: queries, and keys, a tile.
+        fit: the plain problem; its block counts. None: the default one, in tiles of ``block``.
 
     Raises:
         ValueError: a name is unknown, or two features are of one group.
     """
+    fit = Fit(block=block) if fit is None else fit
+    plain = Spec(block=fit.block, multiple=fit.multiple, B=fit.B, H=fit.H, K=fit.H, D=fit.D, dtype=fit.dtype)
     changes: dict[str, Any] = {}
     groups: dict[str, str] = {}
     for name in names:
         if name not in FEATURES:
-            raise ValueError(f"feature {name!r} is unknown; the features are {list(FEATURES)}")
+            near = difflib.get_close_matches(name, FEATURES)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the features are {list(FEATURES)}"
+            raise ValueError(f"feature {name!r} is unknown; {hint}")
         feature = FEATURES[name]
         if feature.group in groups:
             other = groups[feature.group]
             raise ValueError(f"features {other!r} and {name!r} exclude each other: both set the {feature.group}")
         groups[feature.group] = name
-        changes |= feature.changes
-    return Spec(block=block, **changes)
+        changes |= {field: x(plain) if callable(x) and field in _DERIVED else x for field, x in feature.changes.items()}
+    return dataclasses.replace(plain, **changes)

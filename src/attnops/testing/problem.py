@@ -95,6 +95,9 @@ class Problem:
             for name, value in self.options.items()
             if name in ("bias", "softmax_scale", "logits_soft_cap", "sinks") and value is not None
         }
+        for name in ("softmax_scale", "logits_soft_cap"):
+            if (stated := getattr(self.metadata, name)) is not None:
+                options.setdefault(name, stated)
         if isinstance(options.get("bias"), Bias):
             options["bias"] = self._structured("")
         mask = self.options.get("mask")

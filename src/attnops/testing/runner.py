@@ -5,28 +5,27 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import forward_for
 from attnops.dispatch.platforms import find_platform
+from attnops.dispatch.plugins import CORE
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import Reason
+from attnops.dispatch.request import AttentionRequest, Reason
 from attnops.errors import UnsupportedError
 from attnops.sharding.modes import MODE_TRAIN
-from attnops.testing.features import FEATURES, Feature, Spec, combine
+from attnops.testing.features import combine
+from attnops.testing.fit import DTYPES, Fit, find_fit
+from attnops.testing.pairs import all_pairs, changing, joined, proven_pairs
 from attnops.testing.problem import FAST_COMPILE, Problem
-
-# How many features at most are combined in one problem, so that each keeps enough to act on.
-ROW: Final = 5
-
-_CHANGING: Final = [feature for feature in FEATURES.values() if combine([feature.name]) != Spec()]
 
 
 class Status(enum.StrEnum):
@@ -46,11 +45,13 @@ class Outcome:
         name: the feature, or what else was checked; features combined are joined by " + ".
         status: see `Status`.
         detail: the reasons of a refusal, what is wrong, or why it was not run.
+        raised: the name of the exception, where it is wrong because it raised one and not because of a value.
     """
 
     name: str
     status: Status
     detail: str = ""
+    raised: str = ""
 
 
 class NotRunError(Exception):
@@ -70,8 +71,12 @@ def attempt(name: str, check: Callable[[], None]) -> Outcome:
     except AssertionError as error:
         return Outcome(name, Status.WRONG, str(error) or "an assertion failed")
     except Exception as error:
-        return Outcome(name, Status.WRONG, f"{type(error).__name__}: {error}")
+        return Outcome(name, Status.WRONG, f"{type(error).__name__}: {error}", type(error).__name__)
     return Outcome(name, Status.RIGHT)
+
+
+class NothingToCheckError(ValueError):
+    """What would be checked is the core's native forward, not the kernel that was meant."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +88,13 @@ class Subject:
         platform: see `OperationMetadata`; None for this machine's.
         interpret: see `OperationMetadata`.
         mode: the runtime mode; gradients are checked in train mode alone.
-        block: queries and keys a tile, small so that small problems have several.
+        block: queries and keys a tile, small so that small problems have several. A kernel whose lengths must be a
+            multiple of more gets that.
+        dtype: of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
         metadata: further fields, on top of which the above are set.
+
+    Raises:
+        ValueError: there is no such dtype, or the metadata states another platform, mode or interpret.
     """
 
     operation: str | type[OperationImpl]
@@ -92,7 +102,20 @@ class Subject:
     interpret: bool = False
     mode: str = "train"
     block: int = 16
+    dtype: str | None = None
     metadata: OperationMetadata = dataclasses.field(default_factory=OperationMetadata)
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {list(DTYPES)}")
+        stated = self.metadata
+        given = OperationMetadata(platform=self.platform, interpret=self.interpret, mode=self.mode)
+        for name in ("platform", "interpret", "mode"):
+            if getattr(stated, name) and getattr(stated, name) != getattr(given, name):
+                raise ValueError(
+                    f"metadata.{name}={getattr(stated, name)!r}, but {name}={getattr(self, name)!r} is checked: "
+                    f"state {name} outside the metadata"
+                )
 
     @functools.cached_property
     def cls(self) -> type[OperationImpl]:
@@ -103,7 +126,10 @@ class Subject:
         """
         cls = OperationRegistry.get(self.operation, self.at) if isinstance(self.operation, str) else self.operation
         if not issubclass(cls, OperationImpl):
-            raise ValueError(f"operation={self.operation!r} is not attention of query, key and value")
+            raise ValueError(
+                f"operation={self.operation!r} is not attention of query, key and value; "
+                f"attnops.testing.check_against holds it to a reference of its own"
+            )
         return cls
 
     @functools.cached_property
@@ -122,6 +148,83 @@ class Subject:
     def forward(self) -> str:
         """The forward that is checked, such as ``"tpu"`` or ``"native"``."""
         return forward_for(self.cls, self.at)
+
+    @property
+    def name(self) -> str:
+        """``distribution:operation``; the class's own name where no distribution offers it."""
+        plugins = (plugin for plugin in OperationRegistry.plugins() if plugin.operation_class is self.cls)
+        return next((plugin.name for plugin in plugins), self.cls.__qualname__)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The forward as ``module.Class.forward_name``, and the ``file:line`` that has it."""
+        function = inspect.unwrap(getattr(self.cls, f"forward_{self.forward}"))
+        try:
+            where = f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+        except (TypeError, OSError):
+            where = ""  # no Python source, or it is gone
+        return f"{self.cls.__module__}.{self.cls.__qualname__}.forward_{self.forward}", where
+
+    def require_kernel(self) -> None:
+        """Make sure that there is something to check other than the core's native forward by mistake.
+
+        Raises:
+            NothingToCheckError: the class that was found overrides no forward for the platform: the plugin that
+                should is not installed, or does not load.
+        """
+        native = self.forward == "native" and _is_core(self.cls.forward_native)
+        if not native or self.cls.get_impl_name() == "auto":
+            return
+        if not _is_core(self.cls):
+            raise NothingToCheckError(
+                f"{self.name} on {self.at}: {self.cls.__module__}.{self.cls.__qualname__} does not override "
+                f"forward_{self.at}, so that the core's forward_native would be checked; state the platform that it "
+                f"serves"
+            )
+        if not isinstance(self.operation, str) or self.operation.startswith(f"{CORE}:"):
+            return
+        failed = [
+            f"\n  - {plugin.name} is {plugin.state}: {plugin.cause}"
+            for plugin in OperationRegistry.plugins(load=True)
+            if plugin.operation_class is None and plugin.cause and plugin.distribution != CORE
+        ]
+        of_this = [text for text in failed if f":{self.operation} is " in text]
+        if of_this or self.platform not in (None, "cpu"):
+            raise NothingToCheckError(
+                f"no installed plugin overrides forward_{self.at} for {self.operation!r}; did yours load? see "
+                f"`attnops doctor`; {CORE}:{self.operation} checks the core's own{''.join(failed)}"
+            )
+
+    @functools.cached_property
+    def fit(self) -> Fit:
+        """The plain problem that the operation serves; the default one where it serves none."""
+        operation = self.make(self.base)
+        cast = self.base.runtime_dtype
+        dtypes = [self.dtype] if self.dtype else ["float32"] if cast else [d for d in DTYPES if d in self.limits.dtypes]
+        plain = combine([]).problem(self.base).request(operation)
+
+        def reasons(request: AttentionRequest) -> list[Reason]:
+            return operation.reasons(request if cast is None else request.replace(dtypes=(jnp.dtype(cast).name,) * 3))
+
+        assert isinstance(plain, AttentionRequest)
+        fit = find_fit(reasons, plain, self.block, dtypes or DTYPES)
+        return dataclasses.replace(fit, dtype=self.dtype or fit.dtype)
+
+    @functools.cached_property
+    def served(self) -> tuple[str, ...]:
+        """The features that it serves alone, but for those that the plain problem has anyway; compiles nothing."""
+        return tuple(name for name in changing(self.fit) if self.refusal([name]) is None)
+
+    @functools.cached_property
+    def long(self) -> Subject:
+        """The same in long problems, of 2.5 tiles of at least 128: for what a kernel with tiles of its own does."""
+        fit = self.fit
+        block = max(128, 2 * fit.multiple, fit.block)
+        copy = dataclasses.replace(self)
+        H = 2 if fit.H == 4 else fit.H
+        smaller = dataclasses.replace(fit, block=block, B=1, H=H)
+        vars(copy)["fit"] = smaller  # where it refuses this one, every check says so
+        return copy
 
     @property
     def limits(self) -> Limits:
@@ -144,7 +247,7 @@ class Subject:
 
     def problem(self, names: Iterable[str], seed: int = 0, metadata: OperationMetadata | None = None) -> Problem:
         """The problem that has these features."""
-        return combine(names, self.block).problem(metadata or self.base, seed)
+        return combine(names, fit=self.fit).problem(metadata or self.base, seed)
 
     def reasons(self, names: Iterable[str]) -> list[Reason]:
         """Why it refuses these features together; compiles nothing."""
@@ -167,7 +270,7 @@ class Subject:
         although no pair of it is, each pair runs alone.
         """
         pairs = proven_pairs(row)
-        found = {pair: self._refusal(pair) for pair in pairs}
+        found = {pair: self.refusal(pair) for pair in pairs}
         served = [name for name in row if any(name in pair for pair in pairs if found[pair] is None)]
         whole = None
         if len(served) > 2:
@@ -182,14 +285,18 @@ class Subject:
             outcomes.append(whole)  # only all of them together are
         return outcomes
 
-    def check_pair_or_alone(self, pair: tuple[str, str]) -> list[Outcome]:
-        """A pair; where it is refused, each of the two that is served alone, too."""
+    def check_pair_or_others(self, pair: tuple[str, str]) -> list[Outcome]:
+        """A pair; where it is refused, each of the two that is served alone, with the first other that goes with it."""
         outcomes = self.check_pairs(pair)
         if all(outcome.status is Status.REFUSED for outcome in outcomes):
-            outcomes += [self.check([name]) for name in pair]
+            for name in pair:
+                if name in self.served:
+                    others = (p for p in all_pairs(self.served) if name in p and self.refusal(p) is None)
+                    outcomes.append(self.check(next(others, (name,))))
         return outcomes
 
-    def _refusal(self, names: Sequence[str]) -> Outcome | None:
+    def refusal(self, names: Sequence[str]) -> Outcome | None:
+        """What becomes of these features together, where that is known without compiling: refused, or wrong."""
         found: list[Reason] = []
 
         def check() -> None:
@@ -201,72 +308,9 @@ class Subject:
         return outcome
 
 
-def joined(names: Sequence[str]) -> str:
-    """The name of features combined."""
-    return " + ".join(names) or "plain"
-
-
-def proven_pairs(row: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs that a problem with all features of the row proves."""
-    trivial = {name for name in row if FEATURES[name].trivial}
-    return [pair for pair in itertools.combinations(row, 2) if not trivial or trivial & set(pair)]
-
-
-def all_pairs() -> Iterator[tuple[str, str]]:
-    """Every pair of features of different groups; what the plain problem has anyway makes no pair."""
-    for a, b in itertools.combinations(_CHANGING, 2):
-        if a.group != b.group:
-            yield a.name, b.name
-
-
-def sampled_pairs() -> list[tuple[str, str]]:
-    """Pairs in which every feature occurs: each with one from as far off in the table as can be."""
-    names = [feature.name for feature in _CHANGING]
-    half = len(names) // 2
-    found: list[tuple[str, str]] = []
-    for i, name in enumerate(names[:half]):
-        partners = (names[half + (i + shift) % (len(names) - half)] for shift in range(len(names)))
-        used = {partner for _, partner in found}
-        free = [p for p in partners if FEATURES[p].group != FEATURES[name].group]
-        found.append((name, next((p for p in free if p not in used), free[0])))
-    paired = {name for pair in found for name in pair}
-    first = FEATURES["GQA"]
-    return found + [(first.name, name) for name in names if name not in paired]
-
-
-@functools.cache
-def covering_rows() -> tuple[tuple[str, ...], ...]:
-    """Combinations of at most `ROW` features in which every pair is proven, each by the first that has it.
-
-    Greedy all-pairs testing (Cohen et al. 1997, "The AETG system"), seeded by nothing: always the same rows.
-    """
-    missing = dict.fromkeys(all_pairs())
-    order = {name: i for i, name in enumerate(FEATURES)}
-    rows = []
-    while missing:
-        row = list(next(iter(missing)))
-        while len(row) < ROW:
-            groups = {FEATURES[name].group for name in row}
-            candidates = [f for f in _CHANGING if f.group not in groups]
-            gains = {f.name: _gain(row, f, missing, order) for f in candidates}
-            best = max(gains, key=lambda name: gains[name], default=None)
-            if best is None or not gains[best]:
-                break
-            row.append(best)
-        row.sort(key=order.__getitem__)
-        for pair in proven_pairs(row):
-            missing.pop(pair, None)
-        rows.append(tuple(row))
-    return tuple(rows)
-
-
-def _gain(row: Sequence[str], feature: Feature, missing: dict[tuple[str, str], None], order: dict[str, int]) -> int:
-    """How many missing pairs the row proves with the feature and not without."""
-    if feature.trivial:
-        return 0  # it would take away what the others prove
-    trivial = [name for name in row if FEATURES[name].trivial]
-    partners = trivial or row
-    return sum(tuple(sorted((name, feature.name), key=order.__getitem__)) in missing for name in partners)
+def _is_core(value: Any) -> bool:
+    """Whether a class or a function is the core's."""
+    return str(value.__module__).partition(".")[0] == CORE
 
 
 def _listed(reasons: Iterable[Reason]) -> str:

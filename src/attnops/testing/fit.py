@@ -1,0 +1,74 @@
+"""Problems that fit a kernel: the dtype, lengths, heads and head dims of the plain problem that it serves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from attnops.dispatch.request import AttentionRequest, Reason
+
+# What kernels ask of a problem, in the order in which it is tried: the smallest first.
+MULTIPLES: Final = (1, 16, 64, 128, 256, 512)
+HEAD_DIMS: Final = (16, 32, 64, 128, 256)
+HEADS: Final = (4, 8, 16, 1)
+DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The plain problem of a kernel.
+
+    Attributes:
+        block: queries, and keys, a tile; lengths are 2.5 times it, rounded down to a multiple of ``multiple``.
+        multiple: what lengths must be a multiple of.
+        B: batch.
+        H: heads, as many as kv heads.
+        D: head_dim of query, key and value.
+        dtype: of query, key and value.
+    """
+
+    block: int = 16
+    multiple: int = 1
+    B: int = 2
+    H: int = 4
+    D: int = 16
+    dtype: str = "float32"
+
+    def tokens(self, tiles: int, more: float) -> int:
+        """A length of so many tiles and a fraction of one more; an int is a number of tokens, and is not rounded."""
+        if isinstance(more, int):
+            return tiles * self.block + more
+        return max(self.multiple, int((tiles + more) * self.block) // self.multiple * self.multiple)
+
+
+def find_fit(
+    reasons: Callable[[AttentionRequest], Iterable[Reason]], plain: AttentionRequest, block: int, dtypes: Iterable[str]
+) -> Fit:
+    """The first problem that a kernel does not refuse; the default one where it refuses all.
+
+    Args:
+        reasons: why the kernel refuses a request.
+        plain: the request of a call of any shape, without options.
+        block: the least queries, and keys, a tile.
+        dtypes: those to try, the preferred first.
+    """
+    for fit in _candidates(block, dtypes):
+        # The longest and the shortest length of the suite: 128 may be fine where 64 is not.
+        lengths = fit.tokens(2, 0.5), fit.tokens(1, 0.35)
+        requests = (
+            plain.replace(
+                batch=fit.B, query_length=T, key_length=T, heads=fit.H, kv_heads=fit.H, head_dim=fit.D,
+                value_head_dim=fit.D, dtypes=(fit.dtype,) * 3,
+            )
+            for T in lengths
+        )  # fmt: skip
+        if not any(list(reasons(request)) for request in requests):
+            return fit
+    return Fit(block=block)
+
+
+def _candidates(block: int, dtypes: Iterable[str]) -> Iterator[Fit]:
+    for dtype, H, multiple, D in itertools.product(dtypes, HEADS, MULTIPLES, HEAD_DIMS):
+        yield Fit(block=max(block, multiple), multiple=multiple, H=H, D=D, dtype=dtype)

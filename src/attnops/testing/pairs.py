@@ -1,0 +1,115 @@
+"""Which features are combined: a sample of pairs that has each feature, or rows that prove every pair."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from attnops.testing.features import FEATURES, combine
+from attnops.testing.fit import Fit
+
+# How many features at most are combined in one problem, so that each keeps enough to act on.
+ROW: Final = 5
+
+# Where kernels went wrong, though each feature alone was right: in every sample.
+ALWAYS: Final = (("GQA", "Segments"), ("D ≠ Dv", "sinks"), ("SlidingWindow", "logsumexp"), ("T < S", "Causal"))
+
+
+def joined(names: Sequence[str]) -> str:
+    """The name of features combined."""
+    return " + ".join(names) or "plain"
+
+
+def changing(fit: Fit | None = None) -> tuple[str, ...]:
+    """The features that a problem of this fit does not have anyway."""
+    plain = combine([], fit=fit)
+    return tuple(name for name in FEATURES if combine([name], fit=fit) != plain)
+
+
+def proven_pairs(row: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs that a problem with all features of the row proves."""
+    trivial = {name for name in row if FEATURES[name].trivial}
+    return [pair for pair in itertools.combinations(row, 2) if not trivial or trivial & set(pair)]
+
+
+def all_pairs(names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+    """Every pair of features of different groups.
+
+    Args:
+        names: the features, in the order of `FEATURES`; None for all that change the default problem.
+    """
+    for a, b in itertools.combinations(changing() if names is None else names, 2):
+        if FEATURES[a].group != FEATURES[b].group:
+            yield a, b
+
+
+def sampled_pairs(names: Iterable[str] | None = None) -> list[tuple[str, str]]:
+    """Pairs in which every feature occurs that some other combines with.
+
+    Those of `ALWAYS` first; then each feature with one from as far away in the table as possible.
+
+    Args:
+        names: the features to draw from, see `all_pairs`.
+    """
+    names = list(changing() if names is None else names)
+    found = [pair for pair in ALWAYS if set(pair) <= set(names)]
+    left = [name for name in names if not any(name in pair for pair in found)]
+    half = len(left) // 2
+    first, second = left[:half], left[half:]
+    for i, name in enumerate(first):
+        partners = (second[(i + shift) % len(second)] for shift in range(len(second)))
+        used = {partner for _, partner in found}
+        free = [p for p in partners if FEATURES[p].group != FEATURES[name].group]
+        if partner := next((p for p in free if p not in used), None):
+            found.append((name, partner))
+    paired = {name for pair in found for name in pair}
+    for name in names:
+        if name not in paired:
+            others = (p for p in names if FEATURES[p].group != FEATURES[name].group)
+            if partner := next(others, None):
+                a, b = sorted((name, partner), key=list(FEATURES).index)
+                found.append((a, b))
+    return list(dict.fromkeys(found))
+
+
+def covering_rows(names: Iterable[str] | None = None) -> tuple[tuple[str, ...], ...]:
+    """Combinations of at most `ROW` features in which every pair is proven, each by the first that has it.
+
+    Greedy all-pairs testing (Cohen et al. 1997, "The AETG system"), seeded by nothing: always the same rows.
+
+    Args:
+        names: see `all_pairs`.
+    """
+    return _covering_rows(changing() if names is None else tuple(names))
+
+
+@functools.cache
+def _covering_rows(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    missing = dict.fromkeys(all_pairs(names))
+    order = {name: i for i, name in enumerate(FEATURES)}
+    rows = []
+    while missing:
+        row = list(next(iter(missing)))
+        while len(row) < ROW:
+            groups = {FEATURES[name].group for name in row}
+            gains = {name: _gain(row, name, missing, order) for name in names if FEATURES[name].group not in groups}
+            best = max(gains, key=lambda name: gains[name], default=None)
+            if best is None or not gains[best]:
+                break
+            row.append(best)
+        row.sort(key=order.__getitem__)
+        for pair in proven_pairs(row):
+            missing.pop(pair, None)
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _gain(row: Sequence[str], feature: str, missing: dict[tuple[str, str], None], order: dict[str, int]) -> int:
+    """How many missing pairs the row proves with the feature and not without."""
+    if FEATURES[feature].trivial:
+        return 0  # it would take away what the others prove
+    trivial = [name for name in row if FEATURES[name].trivial]
+    partners = trivial or row
+    return sum(tuple(sorted((name, feature), key=order.__getitem__)) in missing for name in partners)

@@ -125,7 +125,7 @@ def test_json_names_the_subject_and_low_coverage_warns(monkeypatch):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (found["operation"], found["function"]) == ("acme:zeta", "acme.zeta.Zeta.forward_tpu")
-    assert "test_cli_check_subject.py:" in found["file"]
+    assert "test_check_subject.py:" in found["file"]
     assert (found["problem"]["dtype"], found["problem"]["multiple"]) == ("bfloat16", 128)
     assert "attnops: only 1 of 7 features are served" in result.stderr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from attnops.masks.base import Mask
+from attnops.masks.integers import positions_as_int32
 from attnops.masks.tiles import Grid, TileCoverage, check_by_token
 
 
@@ -128,6 +129,9 @@ class At(Mask):
         mask: the mask.
         q_positions: integers [T], [1, T] or [B, T]; None for where the mask's own offset puts queries.
         kv_positions: integers [S], [1, S] or [B, S]; None for ``j``.
+
+    Positions that int32 does not hold, such as milliseconds since 1970, are counted from the least of them where they
+    are known when tracing and the mask does not read them as they are, as `MaskFn` does; else binding refuses them.
     """
 
     mask: Mask
@@ -138,9 +142,13 @@ class At(Mask):
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         given = (("q_positions", self.q_positions, T), ("kv_positions", self.kv_positions, S))
-        q, kv = (None if x is None else as_int32(name, token_array(name, x, B, n)) for name, x, n in given)
-        mask = self.mask if q is None else self.mask.with_offset(0)  # type: ignore[attr-defined]
-        return type(self)(mask.bind(B, H, T, S), q, kv)
+        q, kv = (None if x is None else token_array(name, x, B, n) for name, x, n in given)
+        mask: Any = self.mask
+        offset = getattr(mask, "offset", 0)
+        unit = mask.position_unit() if hasattr(mask, "position_unit") else None
+        q, kv, moved = positions_as_int32(q, kv, S - T if offset is None else offset, T, unit)
+        mask = mask.moved(moved) if moved else mask
+        return type(self)((mask if q is None else mask.with_offset(0)).bind(B, H, T, S), q, kv)
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
         kv_positions = self.kv_positions if kv_positions is None else kv_positions
@@ -154,7 +162,9 @@ class At(Mask):
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         q = q if self.q_positions is None else take(self.q_positions, b, q)
         kv = kv if self.kv_positions is None else take(self.kv_positions, b, kv)
-        return self.mask.allowed(b, h, q, kv)
+        # Differences of positions need not fit int32, where those of indices do.
+        allowed = getattr(self.mask, "allowed_at", self.mask.allowed)
+        return allowed(b, h, q, kv)
 
     def tiles(self, grid: Grid) -> TileCoverage:
         # Of a tile only the extent of its positions is looked at: what holds for all numbers between holds for them.
@@ -163,7 +173,7 @@ class At(Mask):
             q = grid.q_extent(self.q_positions)
         if self.kv_positions is not None:
             kv = grid.kv_extent(self.kv_positions)
-        return self.mask.tiles(Grid(*q, *kv))
+        return self.mask.tiles(Grid(*q, *kv, of_positions=True))
 
     def __repr__(self) -> str:
         # Where positions are given, a bound mask's offset of 0 is not what anybody wrote.
@@ -197,23 +207,6 @@ def token_array(name: str, values: Any, B: int, length: int) -> Any:
     if values.shape not in ((length,), (1, length), (B, length)):
         raise ValueError(f"{name} has shape {values.shape}, but must have shape [{length}] or [{B}, {length}]")
     return values.reshape(-1, length)
-
-
-# Further than any two tokens are apart, and small enough that sums of a few of them fit 32 bits.
-FAR: Final = 1 << 29
-
-
-def as_int32(name: str, values: Any) -> Any:
-    """Integers as int32: differences of unsigned or narrower ones wrap. Beyond ±`FAR` all mean the same.
-
-    Raises:
-        ValueError: they are no integers.
-    """
-    if np.dtype(values.dtype).kind not in "iu":
-        raise ValueError(f"{name} has dtype {values.dtype}, but must be integers; cast them")
-    xp = jnp if isinstance(values, jax.Array) else np
-    held = np.iinfo(values.dtype)
-    return xp.clip(values, max(-FAR, int(held.min)), min(FAR, int(held.max))).astype(np.int32)
 
 
 def take(values: Any, b: Any, index: Any) -> Any:

@@ -9,8 +9,20 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks.algebra import FAR, as_int32, at, text
+from attnops.masks.algebra import at, text
 from attnops.masks.base import Mask
+from attnops.masks.integers import (
+    FAR,
+    as_limits,
+    clip_limit,
+    clip_offset,
+    common_unit,
+    edge_of,
+    farthest,
+    is_known,
+    less,
+    near,
+)
 from attnops.masks.tiles import Grid, TileCoverage, below, same_number
 
 
@@ -48,7 +60,8 @@ class _Positional(Mask):
         values: dict[str, Any] = {"offset": S - T if self.offset is None else self.offset}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = values.get(field.name, getattr(self, field.name))
-            values[field.name] = _number(f"{type(self).__name__}'s {field.name}", value, B, H)
+            number = _number(f"{type(self).__name__}'s {field.name}", value, B, H)
+            values[field.name] = clip_offset(number) if field.name == "offset" else number
         return type(self)(**values)
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
@@ -56,6 +69,14 @@ class _Positional(Mask):
 
     def with_offset(self, offset: Any) -> Self:
         return dataclasses.replace(self, offset=offset)  # type: ignore[type-var]
+
+    def position_unit(self) -> int | None:
+        """What all positions may be moved by multiples of, so that the mask means the same; None for nothing."""
+        return 1
+
+    def moved(self, by: int) -> Self:
+        """The same mask for positions that are less by a number, a multiple of the unit."""
+        return self
 
     def _bound_offset(self) -> Any:
         if self.offset is None:
@@ -75,10 +96,10 @@ def _number(name: str, value: Any, B: int, H: int) -> Any:
     if value is None:
         return value
     if isinstance(value, int):
-        return max(-FAR, min(value, FAR))
+        return clip_limit(value)
     if not hasattr(value, "shape") or np.dtype(value.dtype).kind not in "iu":
         raise ValueError(f"{name}={value!r} must be an int, or an integer array of shape [B or 1, H or 1]")
-    value = as_int32(name, value)
+    value = as_limits(name, value)
     if value.shape == ():
         return int(value) if isinstance(value, (np.ndarray, np.generic)) else value
     if len(value.shape) != 2 or any(size not in (1, full) for size, full in zip(value.shape, (B, H), strict=True)):
@@ -102,6 +123,12 @@ def _spread(value: Any) -> Any:
     return value if getattr(value, "ndim", 0) == 0 else value[:, :, None, None]
 
 
+def _check_given(name: str, value: Any) -> None:
+    """Raise a `ValueError` where there is no number."""
+    if not isinstance(value, int) and not hasattr(value, "shape"):
+        raise ValueError(f"{name}={value!r} must be an int, or an integer array of shape [B or 1, H or 1]")
+
+
 def _check_least(name: str, value: Any, least: int, hint: str = "") -> None:
     """Raise a `ValueError` where a number, or one of an array known when tracing, is less."""
     known = isinstance(value, (int, np.ndarray, np.generic))
@@ -117,33 +144,51 @@ class _Band(_Positional):
         raise NotImplementedError
 
     def _band(self, value: Callable[[Any], Any]) -> tuple[Any, Any]:
-        low, high = self._limits()
+        """The lowest and the highest ``q - kv`` that is seen; None where there is none, ±`LARGEST` in an array."""
         offset = value(self._bound_offset())
-        return -FAR if low is None else value(low) - offset, FAR if high is None else value(high) - offset
+        low, high = (edge_of(None if limit is None else value(limit), offset) for limit in self._limits())
+        return low, high
 
     def bands(self) -> Iterator[tuple[Any, Any]]:
-        yield self._band(_spread)
+        low, high = self._band(_spread)
+        yield -FAR if low is None else near(low), FAR if high is None else near(high)
 
     def sees_itself(self) -> bool:
         if not isinstance(self.offset, int):
             return False
         low, high = self._band(_spread)
-        return isinstance(low, int) and isinstance(high, int) and low <= 0 <= high
+        return (low is None or (isinstance(low, int) and low <= 0)) and (
+            high is None or (isinstance(high, int) and high >= 0)
+        )
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         low, high = self._band(lambda value: _pick(value, b, h))
-        limits = self._limits()
         seen: Any = np.True_
-        if limits[0] is not None:
+        if low is not None:
             seen = q - kv >= low
-        if limits[1] is not None:
+        if high is not None:
             seen = seen & (q - kv <= high)
+        return seen | (kv != kv) if seen is np.True_ else seen
+
+    def allowed_at(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        """`allowed` of positions, whose differences int32 need not hold: each query has a first and a last key."""
+        low, high = self._band(lambda value: _pick(value, b, h))
+        seen: Any = np.True_
+        if low is not None:
+            seen = kv <= farthest(q, low)
+        if high is not None:
+            seen = seen & (kv >= farthest(q, high))
         return seen | (kv != kv) if seen is np.True_ else seen
 
     def tiles(self, grid: Grid) -> TileCoverage:
         low, high = self._band(_spread)
         lowest, highest = grid.difference()
-        return TileCoverage((highest >= low) & (lowest <= high), (lowest >= low) & (highest <= high))
+        some = every = (lowest == lowest) & (highest == highest)
+        if low is not None:
+            some, every = highest >= low, lowest >= low
+        if high is not None:
+            some, every = some & (lowest <= high), every & (highest <= high)
+        return TileCoverage(some, every)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -226,7 +271,11 @@ class Chunked(_Positional):
     offset: Any = None
 
     def __post_init__(self) -> None:
+        _check_given("Chunked's size", self.size)
         _check_least("Chunked's size", self.size, 1)
+
+    def position_unit(self) -> int | None:
+        return common_unit(self.size)
 
     def sees_itself(self) -> bool:
         return isinstance(self.offset, int) and self.offset == 0
@@ -261,6 +310,15 @@ class PrefixLM(_Positional):
     length: Any
     offset: Any = None
 
+    def __post_init__(self) -> None:
+        _check_given("PrefixLM's length", self.length)
+
+    def position_unit(self) -> int | None:
+        return 1 if isinstance(self.length, int) or is_known(self.length) else None
+
+    def moved(self, by: int) -> Self:
+        return dataclasses.replace(self, length=less(self.length, by))
+
     def bands(self) -> Iterator[tuple[Any, Any]]:
         return self._causal().bands()
 
@@ -275,6 +333,10 @@ class PrefixLM(_Positional):
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (kv < _pick(self.length, b, h)) | self._causal().allowed(b, h, q, kv)
+
+    def allowed_at(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        """See `_Band.allowed_at`."""
+        return (kv < _pick(self.length, b, h)) | self._causal().allowed_at(b, h, q, kv)
 
     def tiles(self, grid: Grid) -> TileCoverage:
         return below(grid.kv_first, grid.kv_last, _spread(self.length)) | self._causal().tiles(grid)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.masks.base import Mask
+from attnops.masks.integers import minus
 
 
 class Coverage(enum.IntEnum):
@@ -53,6 +54,7 @@ class Grid:
         kv_first: the first key of each tile.
         kv_last: the last key of each tile.
         within: if given, only the pairs whose ``q - kv`` lies in this (lowest, highest) are asked about.
+        of_positions: whether these are positions, whose differences int32 need not hold, in place of indices.
     """
 
     q_first: Any
@@ -60,6 +62,7 @@ class Grid:
     kv_first: Any
     kv_last: Any
     within: tuple[Any, Any] | None = None
+    of_positions: bool = False
 
     @classmethod
     def make(cls, q_starts: Any, block_q: int, q_stop: int, kv_starts: Any, block_k: int, kv_stop: int) -> Grid:
@@ -74,6 +77,8 @@ class Grid:
         """The lowest and the highest ``q - kv`` of the pairs asked about; every number between occurs."""
         if self.within is not None:
             return self.within
+        if self.of_positions:
+            return minus(self.q_first, self.kv_last), minus(self.q_last, self.kv_first)
         return self.q_first - self.kv_last, self.q_last - self.kv_first
 
     def q_extent(self, values: Any) -> tuple[Any, Any]:

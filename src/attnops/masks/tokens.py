@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks.algebra import as_int32, at, take, text, token_array
+from attnops.masks.algebra import at, take, text, token_array
 from attnops.masks.base import Mask
+from attnops.masks.integers import as_limits, ids_as_int32, is_known, less
 from attnops.masks.tiles import Grid, TileCoverage, below, same_number
 
 
@@ -38,6 +39,9 @@ class Segments(_Tokens):
     Attributes:
         q_ids: the segment of each query, integers [T], [1, T] or [B, T].
         kv_ids: the segment of each key, integers [S], [1, S] or [B, S]; None for ``q_ids``, where T = S.
+
+    Ids are compared by value, whatever their dtypes. Those that int32 does not hold are renumbered when the mask is
+    bound, O(n log n); traced ones of dtypes that can't be compared, such as uint32 with int32, are refused.
     """
 
     q_ids: Any
@@ -65,12 +69,12 @@ class Segments(_Tokens):
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         if self.kv_ids is None and T != S:
             raise ValueError(f"Segments has one array of ids, but T={T} and S={S} differ: give Segments(q_ids, kv_ids)")
-        for name, ids in (("q_ids", self.q_ids), ("kv_ids", self.kv_ids)):
-            if ids is not None and np.dtype(ids.dtype).kind not in "iub":
-                raise ValueError(f"Segments' {name} has dtype {ids.dtype}, but must be integers")
-        q_ids = token_array("Segments' q_ids", self.q_ids, B, T)
-        one = self.sees_itself() and T == S
-        return type(self)(q_ids, q_ids if one else token_array("Segments' kv_ids", self.kv_ids, B, S))
+        names = ("Segments' q_ids", "Segments' kv_ids")
+        if self.kv_ids is None or (self.kv_ids is self.q_ids and T == S):
+            (ids,) = ids_as_int32(names[:1], (token_array(names[0], self.q_ids, B, T),))
+            return type(self)(ids, ids)
+        q_ids, kv_ids = token_array(names[0], self.q_ids, B, T), token_array(names[1], self.kv_ids, B, S)
+        return type(self)(*ids_as_int32(names, (q_ids, kv_ids)))
 
     def sees_itself(self) -> bool:
         # Of one array of ids each token is in a segment with itself.
@@ -107,7 +111,7 @@ class Lengths(_Tokens):
             value = getattr(self, name)
             if value is not None and value.shape != (B,):
                 raise ValueError(f"Lengths' {name} has shape {value.shape}, but must have shape [B]=({B},)")
-            given.append(None if value is None else as_int32(f"Lengths' {name}", value))
+            given.append(None if value is None else as_limits(f"Lengths' {name}", value))
         return type(self)(*given)
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
@@ -115,6 +119,14 @@ class Lengths(_Tokens):
 
     def with_offset(self, offset: Any) -> Self:
         return self
+
+    def position_unit(self) -> int | None:
+        """What all positions may be moved by multiples of, so that the mask means the same; None for nothing."""
+        return 1 if all(x is None or is_known(x) for x in (self.kv_lengths, self.q_lengths)) else None
+
+    def moved(self, by: int) -> Self:
+        """The same mask for positions that are less by a number."""
+        return type(self)(*(None if x is None else less(x, by) for x in (self.kv_lengths, self.q_lengths)))
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         seen = kv < jnp.asarray(self.kv_lengths)[b]

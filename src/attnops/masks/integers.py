@@ -1,0 +1,245 @@
+"""Integers of masks as int32, which kernels compute with.
+
+Limits (windows, lengths, offsets) are clipped: beyond every token they all mean the same. Ids are renumbered, and
+positions moved by a common number; what is not known when tracing and does not fit is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# A limit of this size is none.
+LARGEST: Final = 2**31 - 1
+_LEAST: Final = -LARGEST - 1
+# Further than any two indices are apart.
+FAR: Final = 1 << 29
+# Leaves room for an index to be added.
+_FARTHEST_OFFSET: Final = LARGEST - 2**27
+
+
+def check_integers(name: str, values: Any, kinds: str = "iu") -> None:
+    """Raise a `ValueError` unless an array has a dtype of these kinds."""
+    if np.dtype(values.dtype).kind not in kinds:
+        raise ValueError(f"{name} has dtype {values.dtype}, but must be integers; cast them")
+
+
+def as_limits(name: str, values: Any) -> Any:
+    """Integers that positions are compared with, as int32: clipped to ±`LARGEST`.
+
+    Raises:
+        ValueError: they are no integers.
+    """
+    check_integers(name, values)
+    held = np.iinfo(values.dtype)
+    xp = jnp if isinstance(values, jax.Array) else np
+    return xp.clip(values, max(-LARGEST, int(held.min)), min(LARGEST, int(held.max))).astype(np.int32)
+
+
+def clip_limit(value: int) -> int:
+    """A limit that is a number; see `as_limits`."""
+    return max(-LARGEST, min(value, LARGEST))
+
+
+def clip_offset(value: Any) -> Any:
+    """An offset, an int or int32, such that an index can be added."""
+    if isinstance(value, int):
+        return max(-_FARTHEST_OFFSET, min(value, _FARTHEST_OFFSET))
+    xp = jnp if isinstance(value, jax.Array) else np
+    return xp.clip(value, -_FARTHEST_OFFSET, _FARTHEST_OFFSET)
+
+
+def minus(a: Any, b: Any) -> Any:
+    """``a − b`` for int32 or ints; the nearest that int32 holds, where it does not hold it."""
+    if isinstance(b, int):
+        if isinstance(a, int):
+            return max(_LEAST, min(a - b, LARGEST))
+        xp = jnp if isinstance(a, jax.Array) else np
+        a = xp.asarray(a, np.int32)
+        if b == 0:
+            return a
+        return (xp.maximum(a, np.int32(_LEAST + b)) if b > 0 else xp.minimum(a, np.int32(LARGEST + b))) - np.int32(b)
+    if not isinstance(a, jax.Array) and not isinstance(b, jax.Array):
+        return np.clip(np.asarray(a, np.int64) - b, _LEAST, LARGEST).astype(np.int32)
+    zero = np.int32(0)
+    return jnp.clip(a, np.int32(_LEAST) + jnp.maximum(b, zero), np.int32(LARGEST) + jnp.minimum(b, zero)) - b
+
+
+def positions_as_int32(q: Any, kv: Any, offset: Any, length: int, unit: int | None) -> tuple[Any, Any, int]:
+    """Positions as int32, moved together where they don't fit.
+
+    Args:
+        q: of queries, integers [1 or B, T]; None for ``offset + i``.
+        kv: of keys, integers [1 or B, S]; None for ``j``.
+        offset: of queries without positions, an int or an integer array.
+        length: T.
+        unit: what the mask lets positions be moved by multiples of; None where it reads them as they are.
+
+    Returns:
+        Queries' and keys' positions, and what was subtracted from all of them; if that is not 0, queries have some.
+
+    Raises:
+        ValueError: int32 does not hold them, nor their differences; or they are not known when tracing.
+    """
+    given = {name: x for name, x in (("q_positions", q), ("kv_positions", kv)) if x is not None}
+    for name, values in given.items():
+        check_integers(name, values)
+    is_far = isinstance(offset, int) and not -_FARTHEST_OFFSET <= offset <= _FARTHEST_OFFSET
+    if all(map(fits, given.values())) and not (is_far and q is None and kv is not None):
+        q, kv = (None if x is None else x.astype(np.int32) for x in (q, kv))
+        return q, kv, 0
+    for name, values in given.items():
+        if not is_known(values):
+            raise ValueError(
+                f"{name} has dtype {values.dtype} and is traced, so that it is not known whether int32, which kernels "
+                f"compute with, holds the positions; {_ADVICE}"
+            )
+    if q is None:
+        if not isinstance(offset, int):
+            raise ValueError(f"kv_positions must fit int32 where the offset is an array; {_ADVICE}")
+        q = (np.arange(length) + offset)[None] if -(2**62) < offset < 2**62 else np.full((1, length), offset, object)
+    (q_least, q_most), (least, most) = extent(q), (0, 0) if kv is None else extent(kv)
+    least, most = min(q_least, least), max(q_most, most)
+    moved = 0 if unit is None or kv is None else least // unit * unit
+    if most - moved > LARGEST or least - moved < _LEAST:
+        raise ValueError(
+            f"positions from {least} to {most} must fit int32, which kernels compute with, "
+            + ("and this mask reads them as they are" if unit is None else "once they are counted from the first")
+            + f"; {_ADVICE}, in a coarser unit if need be"
+        )
+    return _moved(q, moved), None if kv is None else _moved(kv, moved), moved
+
+
+_ADVICE: Final = "count them from the first token's, and cast them to int32"
+
+
+def _moved(values: Any, by: int) -> Any:
+    """Known integers less a number, as int32."""
+    host = np.asarray(values)
+    # Not in 64 bits: the number may need 65.
+    moved = np.asarray(host.astype(object) - by if host.dtype in (np.uint64, object) else host.astype(np.int64) - by)
+    return _like(values, moved.astype(np.int32))
+
+
+def ids_as_int32(names: tuple[str, ...], ids: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Ids as int32 that are equal where the ids are equal by value.
+
+    Ids that int32 does not hold are renumbered in their order. Traced ones of 64 bits are sorted for it, O(n log n).
+
+    Args:
+        names: what they are called.
+        ids: integers or booleans of any shapes.
+
+    Raises:
+        ValueError: they are no integers; or are not known when tracing, and of dtypes that no integer of JAX holds
+            together.
+    """
+    for name, values in zip(names, ids, strict=True):
+        if np.dtype(values.dtype).kind not in "iub":
+            raise ValueError(f"{name} has dtype {values.dtype}, but must be integers")
+    if all(map(fits, ids)):
+        return tuple(values.astype(np.int32) for values in ids)
+    if all(map(is_known, ids)):
+        return _renumbered(ids)
+    dtypes = [np.dtype(values.dtype) for values in ids]
+    if all(dtype.kind in "bu" and dtype.itemsize <= 4 for dtype in dtypes):
+        return tuple(values.astype(np.int32) for values in ids)  # the same bits: what differs still does
+    common = np.result_type(*dtypes)
+    if common.kind not in "iu" or jax.dtypes.canonicalize_dtype(common) != common:
+        listed = " and ".join(f"{name} of dtype {dtype}" for name, dtype in zip(names, dtypes, strict=True))
+        raise ValueError(
+            f"{listed} can't be compared in int32, and are traced, so that they can't be renumbered; cast them to one "
+            f"dtype of at most 32 bits"
+        )
+    wide = [jnp.asarray(values, common) for values in ids]
+    every = jnp.sort(jnp.concatenate([values.reshape(-1) for values in wide]))
+    return tuple(jnp.searchsorted(every, values).astype(np.int32) for values in wide)
+
+
+def _renumbered(ids: tuple[Any, ...]) -> tuple[Any, ...]:
+    arrays = [np.asarray(values) for values in ids]
+    # int64 and uint64 have no common dtype: negative ids are numbered apart, below 0.
+    is_negative = np.concatenate([(values < 0).reshape(-1) for values in arrays])
+    bits = np.concatenate([values.astype(np.uint64).reshape(-1) for values in arrays])
+    numbers = np.empty(bits.shape, np.int32)
+    numbers[~is_negative] = np.unique(bits[~is_negative], return_inverse=True)[1]
+    below, inverse = np.unique(bits[is_negative], return_inverse=True)
+    numbers[is_negative] = inverse - len(below)
+    stops = np.cumsum([values.size for values in arrays])[:-1]
+    parts = np.split(numbers, stops)
+    return tuple(_like(x, part.reshape(x.shape)) for x, part in zip(ids, parts, strict=True))
+
+
+def is_known(values: Any) -> bool:
+    """Whether the numbers of an array can be read here, when tracing too."""
+    if isinstance(values, jax.Array):
+        return not isinstance(values, jax.core.Tracer) and values.is_fully_addressable
+    return isinstance(values, (np.ndarray, np.generic))
+
+
+def fits(values: Any) -> bool:
+    """Whether it is certain that int32 holds integers or booleans."""
+    dtype = np.dtype(values.dtype)
+    if dtype.kind == "b" or (dtype.itemsize < 4) or dtype == np.int32:
+        return True
+    if not is_known(values):
+        return False
+    low, high = extent(values)
+    return low >= _LEAST and high <= LARGEST
+
+
+def extent(values: Any) -> tuple[int, int]:
+    """The least and the greatest of known integers."""
+    host = np.asarray(values)
+    return (int(host.min()), int(host.max())) if host.size else (0, 0)
+
+
+def _like(values: Any, host: Any) -> Any:
+    """A host array where the values are one, else JAX's: what is data stays data."""
+    return jnp.asarray(host) if isinstance(values, jax.Array) else host
+
+
+def less(limits: Any, by: int) -> Any:
+    """Known limits less a number, clipped as `as_limits` does."""
+    if isinstance(limits, int):
+        return clip_limit(limits - by)
+    host = np.asarray(np.asarray(limits).astype(object) - by)
+    return _like(limits, np.clip(host, -LARGEST, LARGEST).astype(np.int32))
+
+
+def common_unit(sizes: Any) -> int | None:
+    """What all chunk sizes divide; None where they are not known."""
+    if isinstance(sizes, int):
+        return sizes
+    if not is_known(sizes):
+        return None
+    return math.lcm(*(int(size) for size in np.asarray(sizes).reshape(-1)))
+
+
+def edge_of(limit: Any, offset: Any) -> Any:
+    """A limit less an offset; without a limit None, or ±`LARGEST` in an array."""
+    if limit is None or (isinstance(limit, int) and abs(limit) >= LARGEST):
+        return None
+    if isinstance(limit, int):
+        return -offset if limit == 0 else minus(limit, offset)
+    xp = jnp if any(isinstance(x, jax.Array) for x in (limit, offset)) else np
+    return xp.where(abs(limit) == LARGEST, limit, minus(limit, offset))
+
+
+def farthest(q: Any, edge: Any) -> Any:
+    """The first or the last position that a query sees, by the highest or the lowest ``q - kv``."""
+    found = minus(q, edge)
+    if isinstance(edge, int):
+        return found
+    return jnp.where(edge == LARGEST, -LARGEST - 1, jnp.where(edge == -LARGEST, LARGEST, found))
+
+
+def near(edge: Any) -> Any:
+    """An edge, of all indices that lie beyond the nearest."""
+    if isinstance(edge, int):
+        return max(-FAR, min(edge, FAR))
+    return (jnp if isinstance(edge, jax.Array) else np).clip(edge, -FAR, FAR)

@@ -106,3 +106,27 @@ def test_lowers_to_cudnn():
         jax.eval_shape(lambda q: operation(q, q, q, mask=Causal()), x)
         jax.eval_shape(lambda q: operation(q, q, q, mask=jnp.ones((1, 1, 1, 8), bool)), x)
     assert calls == [("cudnn", True, True, True), ("cudnn", False, True, False)]
+
+
+def test_any_expression_that_is_plain_causal_is_jax_nns_causal(monkeypatch):
+    import jax
+    import jax.numpy as jnp
+
+    from attnops import OperationRegistry
+    from attnops.masks import Band, Causal, Full, SlidingWindow
+
+    given = []
+    attend = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *a, **k: given.append((a[4], k["is_causal"])) or attend(*a, **k)
+    )
+    op = OperationRegistry.create("attnops:sdpa")
+    q = jnp.ones((1, 6, 1, 4))
+    plain = (Causal(), Causal() & Full(), SlidingWindow(10, 0), ~~Causal(), Band(0, None))
+    for mask in plain:
+        op(q, q, q, mask=mask)
+    assert given == [(None, True)] * len(plain)
+    op(q, q, q, mask=Causal() | ~Causal())
+    assert given[-1] == (None, False)
+    op(q, q[:, :5], q[:, :5], mask=Causal(offset=0))
+    assert given[-1][0] is not None

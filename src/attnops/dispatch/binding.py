@@ -68,7 +68,7 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
     described: dict[str, Any] = {}
     if "mask" in given:
         mask = given["mask"] = _mask(given["mask"], scores)
-        described |= mask.describe()
+        described |= mask.describe() | {"mask_structure": mask.structure(T, S)}
         if "MaskFn" in described["mask_kinds"]:
             described["mask_primitives"] = _primitives(of_mask, mask)
     if "bias" in given:

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from attnops.dispatch.platforms import FORWARD_CHAIN
+from attnops.masks.structure import MaskStructure
 from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES
 
 
@@ -78,6 +79,8 @@ class AttentionRequest(Request):
         mask: the mask as text; empty for none.
         mask_kinds: the kinds of primitive and operator that the mask is made of, such as ``{"Causal"}``.
         mask_shape: the shape of an array mask.
+        mask_structure: the mask's band, whether it has segments, and what else it is made of; for a call without a mask
+            a band without limits.
         mask_primitives: the names of JAX's primitives that a mask with a `MaskFn` evaluates for each score, see
             `attnops.kernels.elementwise`.
         bias_kind: ``"array"``, or the class of a structured bias; empty for none.
@@ -104,6 +107,7 @@ class AttentionRequest(Request):
     mask: str = ""
     mask_kinds: frozenset[str] = frozenset()
     mask_shape: tuple[int, ...] | None = None
+    mask_structure: MaskStructure = None  # type: ignore[assignment]  # never once made
     mask_primitives: frozenset[str] = frozenset()
     bias_kind: str = ""
     bias_primitives: frozenset[str] = frozenset()
@@ -116,6 +120,20 @@ class AttentionRequest(Request):
     return_lse: bool = False
     return_weights: bool = False
     sequence_axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mask_structure is None:  # made by hand: nothing is known of a mask but its kinds
+            known = MaskStructure(
+                rest=self.mask_kinds, by_batch=True, by_head=True, static=False, may_have_fully_masked_tokens=True
+            )
+            object.__setattr__(self, "mask_structure", known if self.mask_kinds else MaskStructure())
+
+    def replace(self, **changes: Any) -> Any:
+        """See `Request.replace`. With another mask or other lengths the structure is not known, unless it is given."""
+        if {"mask", "mask_kinds", "query_length", "key_length"} & set(changes):
+            changes = {"mask_structure": None} | changes
+        return super().replace(**changes)
 
     def __str__(self) -> str:
         shape = (

@@ -6,12 +6,14 @@
 from attnops.masks.algebra import And, At, Not, Or
 from attnops.masks.base import Mask
 from attnops.masks.positions import Causal, Chunked, Full, MaskFn, PrefixLM, SlidingWindow
+from attnops.masks.structure import Band, MaskStructure, Split
 from attnops.masks.tiles import BlockMap, Coverage, block_map
 from attnops.masks.tokens import Dense, KeyPadding, Lengths, Segments
 
 __all__ = [
     "And",
     "At",
+    "Band",
     "BlockMap",
     "Causal",
     "Chunked",
@@ -22,10 +24,12 @@ __all__ = [
     "Lengths",
     "Mask",
     "MaskFn",
+    "MaskStructure",
     "Not",
     "Or",
     "PrefixLM",
     "Segments",
     "SlidingWindow",
+    "Split",
     "block_map",
 ]

@@ -33,6 +33,13 @@ def as_mask(value: Any) -> Mask:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Pair(Mask):
+    """Two masks combined.
+
+    Attributes:
+        left: the one before the operator.
+        right: the one after it.
+    """
+
     left: Mask
     right: Mask
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
+    from attnops.masks.structure import MaskStructure, Split
     from attnops.masks.tiles import Coverage, Grid, TileCoverage
 
 
@@ -120,6 +121,29 @@ class Mask(abc.ABC):
     def describe(self) -> dict[str, Any]:
         """What a request says of this mask: fields of `attnops.dispatch.request.AttentionRequest`."""
         return {"mask": repr(self), "mask_kinds": self.kinds(), "mask_shape": None}
+
+    def structure(self, T: int, S: int) -> MaskStructure:
+        """What is known of this mask when tracing: its band, whether it has segments, what else. It must be bound."""
+        from attnops.masks.structure import structure
+
+        return structure(self, T, S)
+
+    def split(self) -> Split:
+        """This mask as ``(band, segments, rest)``, whose conjunction it is. It must be bound.
+
+        For kernels that take some of them as numbers and arrays of their own::
+
+            band, segments, rest = mask.split()
+            low, high = band.low, band.high  # (0, None) is causal
+            ids = None if segments is None else (segments.q_ids, segments.kv_ids)
+            bias = None if rest is None else jnp.where(rest.dense(B, H, T, S), 0, -jnp.inf)
+
+        Bands are intersected under ``&``; those under ``|`` and ``~`` are found where the result is a band again. What
+        is traced, or differs by batch or head, is in the rest.
+        """
+        from attnops.masks.structure import split
+
+        return split(self)
 
     def show(self, T: int, S: int | None = None, *, b: int = 0, h: int = 0) -> str:
         """A picture in text, a row a query: ``█`` sees the key, ``·`` does not.

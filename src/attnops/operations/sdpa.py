@@ -14,7 +14,7 @@ from attnops.dispatch.limits import Limits
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import AttentionRequest, Reason, Request
 from attnops.masks.base import Mask
-from attnops.masks.positions import Causal
+from attnops.masks.structure import MaskStructure
 from attnops.operations.unseen import hide_unseen
 from attnops.operations.vanilla import VanillaAttention
 
@@ -116,11 +116,16 @@ class ScaledDotProductAttention(VanillaAttention):
                          "call with mode='prefill' where no gradient is needed")  # fmt: skip
         if request.bias_kind and request.bias_dtype != request.dtypes[0]:
             yield Reason("bias.dtype", request.bias_dtype, f"must be the query's, {request.dtypes[0]}", "cast it")
-        dense = request.bias_kind or (request.mask_kinds and not _is_plain_causal(request))
+        structure, lengths = request.mask_structure, (request.query_length, request.key_length)
+        dense = request.bias_kind or not (structure.is_full or _is_plain_causal(structure, *lengths))
         odd = request.query_length % 2 or request.key_length % 2
         if dense and odd and request.needs_grad:
-            lengths = f"{request.query_length}/{request.key_length}"
-            yield Reason("T/S", lengths, "must be even for cuDNN's backward with a mask or a bias", "pad to even")
+            yield Reason(
+                "T/S",
+                "/".join(map(str, lengths)),
+                "must be even for cuDNN's backward with a mask or a bias",
+                "pad to even",
+            )
 
     def _attend(
         self,
@@ -133,7 +138,9 @@ class ScaledDotProductAttention(VanillaAttention):
         softmax_scale: float | None,
     ) -> OperationOutput:
         (B, T, H, _), S = query.shape, key.shape[1]
-        is_causal = isinstance(mask, Causal) and isinstance(mask.offset, int) and mask.offset == 0 and T == S
+        structure = MaskStructure() if mask is None else mask.structure(T, S)
+        mask = None if structure.is_full else mask
+        is_causal = _is_plain_causal(structure, T, S)
         allowed = None if mask is None or is_causal else mask.dense(B, H, T, S)
         if mask is not None and allowed is not None and mask.hides_tokens(T, S):
             query, key, value = hide_unseen(query, key, value, allowed)
@@ -183,8 +190,9 @@ def _precision(query: jax.Array, precision: Any) -> contextlib.AbstractContextMa
     return jax.default_matmul_precision("highest" if precision is None else precision.name.lower())
 
 
-def _is_plain_causal(request: AttentionRequest) -> bool:
-    return request.mask == repr(Causal(offset=0)) and request.query_length == request.key_length
+def _is_plain_causal(structure: MaskStructure, T: int, S: int) -> bool:
+    """Whether it is what jax.nn's ``is_causal`` stands for, which aligns at the first query and key."""
+    return structure.is_causal and T == S
 
 
 def _largest_cudnn_head_dim() -> int:

@@ -28,7 +28,7 @@ class OperationConformance:
 
     Values and gradients are held to the float64 oracle by the tolerance rule. Problems fit the operation: their
     dtype, lengths, heads and head dims are the first that it does not refuse, see `attnops.testing.fit`. Marked
-    ``slow`` are each feature alone, all pairs, corners, most long problems and most memory figures: register the
+    ``slow`` are each feature alone, all pairs, corners, long problems and most memory figures: register the
     marker, and leave them out with ``-m "not slow"``. What remains has every feature in one pair or another.
 
     Class attributes:
@@ -77,11 +77,8 @@ class OperationConformance:
         """Every feature together with another; with one that is served, where that one is refused."""
         self._judge(self.subject().check_pair_or_others(pair), record_property)
 
-    @pytest.mark.parametrize(
-        "row",
-        [row if "SlidingWindow" in row else pytest.param(row, marks=pytest.mark.slow) for row in LONG],
-        ids=joined,
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("row", LONG, ids=joined)
     def test_long(self, row: tuple[str, ...], record_property: Any) -> None:
         """In several tiles of 128, as kernels that choose their tiles themselves have them."""
         self._judge([self.subject().long.check(row)], record_property)

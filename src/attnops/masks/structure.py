@@ -1,0 +1,288 @@
+"""What a mask is made of: a band, segments and a rest, for whoever wraps a kernel that takes these apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from attnops.masks.algebra import And, Not, Or, at
+from attnops.masks.base import Mask
+from attnops.masks.positions import Full, _Band
+from attnops.masks.tiles import Grid, TileCoverage
+from attnops.masks.tokens import Segments
+
+# The lowest and the highest ``i - j`` at which query i sees key j, both included; None where there is no limit. Nothing
+# is seen where the lowest is above the highest.
+Limits: TypeAlias = tuple[int | None, int | None]
+
+_EVERYTHING: Final[Limits] = (None, None)
+_NOTHING: Final[Limits] = (0, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskStructure:
+    """What is known of a mask when tracing. Static and hashable; a request carries it as ``mask_structure``.
+
+    The mask is ``band & segments & rest``, of which any may be absent. The default is that of a call without a mask.
+
+    Attributes:
+        band: the (lowest, highest) ``i - j`` at which query i sees key j, both included, None where there is no limit:
+            (0, None) is causal, (0, 4095) causal with a window of 4,096 keys, (None, None) no band. i and j are
+            indices, whatever offset the mask states, and a limit that no pair of the call reaches is None.
+        segments: whether tokens also see those of their own segment only.
+        rest: the kinds of what is neither, such as ``{"KeyPadding"}`` or ``{"|", "Causal", "Dense"}``; windows that are
+            traced, or differ by batch or head, are here. Empty for none.
+        by_batch: whether it may differ between batches.
+        by_head: whether it may differ between heads.
+        static: whether it is known when tracing: no array of it is JAX's.
+        may_have_fully_masked_tokens: whether some queries may see no key, or some keys be seen by no query; such tokens
+            may hold anything, NaN too. False is certain.
+    """
+
+    band: Limits = _EVERYTHING
+    segments: bool = False
+    rest: frozenset[str] = frozenset()
+    by_batch: bool = False
+    by_head: bool = False
+    static: bool = True
+    may_have_fully_masked_tokens: bool = False
+
+    @property
+    def is_band(self) -> bool:
+        """Whether the mask is its band and nothing else; so is a call without a mask."""
+        return not self.segments and not self.rest
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key."""
+        return self.is_band and self.band == _EVERYTHING
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is plain causal: query i sees the keys j <= i."""
+        return self.is_band and self.band == (0, None)
+
+
+class Split(NamedTuple):
+    """A mask in parts, see `Mask.split`.
+
+    Attributes:
+        band: the part that depends on ``i - j`` alone; ``Band(None, None)`` where there is none.
+        segments: the segments; None for none.
+        rest: all else; None for none.
+    """
+
+    band: Band
+    segments: Segments | None
+    rest: Mask | None
+
+    def join(self) -> Mask:
+        """The mask again: ``band & segments & rest``."""
+        joined: Mask = self.band
+        for part in (self.segments, self.rest):
+            joined = joined if part is None else joined & part
+        return joined
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Band(Mask):
+    """Query i sees key j where ``low <= i - j <= high``, i and j being indices. What `Mask.split` gives.
+
+    ::
+
+        Band(0, None)     Band(-1, 1)
+        █ · · ·           █ █ · ·
+        █ █ · ·           █ █ █ ·
+        █ █ █ ·           · █ █ █
+        █ █ █ █           · · █ █
+
+    Attributes:
+        low: an int; None for no limit.
+        high: likewise.
+    """
+
+    low: int | None
+    high: int | None
+
+    axes: ClassVar = {}
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"Band's {name}={value!r} must be an int, or None for no limit")
+
+    @property
+    def limits(self) -> Limits:
+        """(low, high)."""
+        return self.low, self.high
+
+    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+        """See `Mask.at`."""
+        return at(self, q_positions, kv_positions)
+
+    def with_offset(self, offset: Any) -> Band:
+        """See `At`: it has no offset."""
+        return self
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        """See `Mask.allowed`."""
+        seen: Any = (q == q) & (kv == kv)
+        if self.low is not None:
+            seen = seen & (q - kv >= self.low)
+        return seen if self.high is None else seen & (q - kv <= self.high)
+
+    def tiles(self, grid: Grid) -> TileCoverage:
+        """See `Mask.tiles`."""
+        least, most = grid.difference()
+        low = least if self.low is None else self.low
+        high = most if self.high is None else self.high
+        if self.low is not None and self.high is not None and self.low > self.high:
+            none = (least != least) | (most != most)
+            return TileCoverage(none, none)
+        return TileCoverage((most >= low) & (least <= high), (least >= low) & (most <= high))
+
+    def sees_itself(self) -> bool:
+        """See `Mask.sees_itself`."""
+        return (self.low is None or self.low <= 0) and (self.high is None or self.high >= 0)
+
+    def hides_tokens(self, T: int, S: int) -> bool:
+        """See `Mask.hides_tokens`."""
+        # Of every query some key is near enough, and of every key some query.
+        low = -(S - 1) if self.low is None else self.low
+        high = T - 1 if self.high is None else self.high
+        return not (low <= high and low <= min(0, T - S) and high >= max(0, T - S))
+
+    def __repr__(self) -> str:
+        return f"Band({self.low}, {self.high})"
+
+
+def split(mask: Mask) -> Split:
+    """See `Mask.split`."""
+    band, segments, rest = _EVERYTHING, None, None
+    for part in _conjuncts(mask):
+        own = _limits(part)
+        if own is not None:
+            band = _intersection(band, own)
+        elif isinstance(part, Segments) and segments is None:
+            segments = part
+        else:
+            rest = part if rest is None else rest & part
+    return Split(Band(*band), segments, rest)
+
+
+def structure(mask: Mask, T: int, S: int) -> MaskStructure:
+    """See `Mask.structure`."""
+    band, segments, rest = split(mask)
+    varies = _varies_by(mask)
+    return MaskStructure(
+        band=_within(band.limits, T, S),
+        segments=segments is not None,
+        rest=frozenset() if rest is None else rest.kinds(),
+        by_batch="b" in varies,
+        by_head="h" in varies,
+        static=not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)),
+        may_have_fully_masked_tokens=mask.hides_tokens(T, S),
+    )
+
+
+def _conjuncts(mask: Mask) -> Iterator[Mask]:
+    """Masks of which it is the conjunction."""
+    match mask:
+        case And(left=left, right=right):
+            yield from _conjuncts(left)
+            yield from _conjuncts(right)
+        case Not(mask=Not(mask=inner)):
+            yield from _conjuncts(inner)
+        case Not(mask=Or(left=left, right=right)):
+            yield from _conjuncts(Not(left))
+            yield from _conjuncts(Not(right))
+        case _:
+            yield mask
+
+
+def _limits(mask: Mask) -> Limits | None:
+    """The band that a mask is, where that is certain when tracing and the same for every batch and head."""
+    match mask:
+        case Full():
+            return _EVERYTHING
+        case Band():
+            return mask.limits
+        case _Band():
+            low, high = mask._limits()
+            offset = mask._bound_offset()
+            if not all(x is None or isinstance(x, (int, np.integer)) for x in (low, high, offset)):
+                return None
+            return None if low is None else int(low - offset), None if high is None else int(high - offset)
+        case And(left=left, right=right):
+            a, b = _limits(left), _limits(right)
+            return None if a is None or b is None else _intersection(a, b)
+        case Or(left=left, right=right):
+            a, b = _limits(left), _limits(right)
+            return None if a is None or b is None else _union(a, b)
+        case Not(mask=inner):
+            own = _limits(inner)
+            return None if own is None else _complement(own)
+        case _:
+            return None
+
+
+def _is_empty(band: Limits) -> bool:
+    low, high = band
+    return low is not None and high is not None and low > high
+
+
+def _intersection(a: Limits, b: Limits) -> Limits:
+    lows, highs = ([x for x in pair if x is not None] for pair in zip(a, b, strict=True))
+    return max(lows, default=None), min(highs, default=None)
+
+
+def _union(a: Limits, b: Limits) -> Limits | None:
+    """Of two bands; None where it is none, as there is a gap between them."""
+    if _is_empty(a) or _is_empty(b):
+        return b if _is_empty(a) else a
+    for (_, high), (low, _) in ((a, b), (b, a)):
+        if high is not None and low is not None and high + 1 < low:
+            return None
+    low = None if None in (a[0], b[0]) else min(a[0], b[0])  # type: ignore[type-var]
+    high = None if None in (a[1], b[1]) else max(a[1], b[1])  # type: ignore[type-var]
+    return low, high
+
+
+def _complement(band: Limits) -> Limits | None:
+    """What a band leaves; None where that is on both sides of it."""
+    low, high = band
+    if _is_empty(band):
+        return _EVERYTHING
+    if low is None and high is None:
+        return _NOTHING
+    if low is not None and high is not None:
+        return None
+    return (None, low - 1) if low is not None else (high + 1, None)  # type: ignore[operator]
+
+
+def _within(band: Limits, T: int, S: int) -> Limits:
+    """The band without the limits that no pair of T queries and S keys reaches."""
+    low, high = band
+    if not all(isinstance(n, int) for n in (T, S)):  # symbolic
+        return band
+    return None if low is not None and low <= 1 - S else low, None if high is not None and high >= T - 1 else high
+
+
+def _varies_by(mask: Mask) -> frozenset[str]:
+    """Whether a mask may differ by batch ("b") and by head ("h"). One that states no axes may by both."""
+    if mask.axes is None:
+        return frozenset("bh")
+    found: set[str] = set()
+    for field in dataclasses.fields(mask):  # type: ignore[arg-type]
+        value = getattr(mask, field.name)
+        if isinstance(value, Mask):
+            found |= _varies_by(value)
+        elif hasattr(value, "shape"):
+            letters = mask.axes.get(field.name, "bh")
+            found |= {letter for letter, size in zip(letters, value.shape, strict=False) if size != 1}
+    return frozenset(found) & frozenset("bh")

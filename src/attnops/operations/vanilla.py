@@ -61,8 +61,9 @@ class VanillaAttention(OperationImpl):
         allowed = None if mask is None else mask.dense(B, H, T, S)
         if mask is not None and allowed is not None and mask.hides_tokens(T, S):
             query, key, value = hide_unseen(query, key, value, allowed)
-        q = query.astype(jnp.float32).reshape(B, T, K, H // K, D)
-        k, v = key.astype(jnp.float32), value.astype(jnp.float32)
+        # Heads before lengths, in this order, make each product one batched matmul that transposes no T × S array.
+        q = query.astype(jnp.float32).reshape(B, T, K, H // K, D).transpose(0, 2, 3, 1, 4)
+        k, v = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (key, value))
         precision = lax.Precision.HIGHEST if self.metadata.precision is None else self.metadata.precision
 
         scores = _products(q, k, precision) * (D**-0.5 if softmax_scale is None else softmax_scale)
@@ -76,32 +77,30 @@ class VanillaAttention(OperationImpl):
             scores = scores + _group(bias.astype(jnp.float32), K)
         if allowed is not None:
             scores = jnp.where(_group(allowed, K), scores, -jnp.inf)
-        # Only a mask, or a bias of −inf, can leave a row with nothing to attend to.
-        may_be_empty = mask is not None or bias is not None
         sink = None if sinks is None else sinks.astype(jnp.float32).reshape(K, H // K, 1, 1)
 
-        numerator, denominator, maximum = _exponentials(scores, sink, may_be_empty)
-        weights = numerator / (jnp.where(denominator > 0, denominator, 1.0) if may_be_empty else denominator)
+        weights, _, logsumexp = _softmax(scores, sink)
         if dropout_key is not None:
             prob = self.metadata.dropout_prob
             keep = dropout_mask(dropout_key, prob, (B, H, T, S)).reshape(weights.shape)
             weights = jnp.where(keep, weights / (1 - prob), 0.0)
-        out = jnp.einsum("bkgts,bskd->btkgd", weights, v, precision=precision).reshape(B, T, H, Dv)
+        out = lax.dot_general(weights, v, (((4,), (2,)), ((0, 1), (0, 1))), precision=precision)
         return OperationOutput(
-            out.astype(out_dtype),
+            out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, Dv).astype(out_dtype),
             weights.reshape(B, H, T, S).astype(out_dtype) if return_weights else None,
-            _logsumexp(scores, denominator, maximum, may_be_empty).reshape(B, H, T) if return_lse else None,
+            logsumexp.reshape(B, H, T) if return_lse else None,
         )
 
 
 def _products(q: jax.Array, k: jax.Array, precision: lax.Precision) -> jax.Array:
-    """q·k, [B, K, G, T, S], of [B, T, K, G, D] and [B, S, K, D].
+    """q·k, [B, K, G, T, S], of [B, K, G, T, D] and [B, K, S, D].
 
     128 features at a time: a CPU's matrix product adds them one by one, and the longer sum of a large head_dim is
     further off in float32 than the tolerance rule allows.
     """
     parts = (slice(first, first + 128) for first in range(0, q.shape[-1], 128))
-    products = (jnp.einsum("btkgd,bskd->bkgts", q[..., p], k[..., p], precision=precision) for p in parts)
+    dimensions = (((4,), (3,)), ((0, 1), (0, 1)))
+    products = (lax.dot_general(q[..., p], k[..., p], dimensions, precision=precision) for p in parts)
     return functools.reduce(jnp.add, products)
 
 
@@ -111,23 +110,35 @@ def _group(x: jax.Array, K: int) -> jax.Array:
     return x.reshape(B, 1, 1, T, S) if H == 1 else x.reshape(B, K, H // K, T, S)
 
 
-def _exponentials(scores: jax.Array, sink: jax.Array | None, may_be_empty: bool) -> tuple[jax.Array, Any, jax.Array]:
-    """exp(scores − maximum), its sum over the keys with the sink's share, and the maximum; rows may hold only −inf."""
-    maximum = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+@jax.custom_jvp
+def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """The softmax over the last axis, the sink's probability, and the logsumexp; a row of −inf gives 0, 0 and −inf.
+
+    In rows of −inf, `maximum` avoids NaN where one would write `where`: XLA's CPU compiler fuses maximum, exponential,
+    sum and quotient only if there is no `where` among them.
+    """
+    m = scores.max(axis=-1, keepdims=True)
     if sink is not None:
-        maximum = jnp.maximum(maximum, lax.stop_gradient(sink))
-    if may_be_empty:
-        maximum = jnp.where(maximum > -jnp.inf, maximum, 0.0)
-    numerator = jnp.exp(scores - maximum)
-    denominator = numerator.sum(axis=-1, keepdims=True)
-    if sink is not None:
-        denominator = denominator + jnp.exp(sink - maximum)
-    return numerator, denominator, maximum
+        sink = jnp.where(m == -jnp.inf, -jnp.inf, sink)
+        m = jnp.maximum(m, sink)
+    m = jnp.maximum(m, jnp.finfo(m.dtype).min)
+    numerator = jnp.exp(scores - m)
+    total = numerator.sum(axis=-1, keepdims=True)
+    at_sink = None if sink is None else jnp.exp(sink - m)
+    if at_sink is not None:
+        total = total + at_sink
+    # Every other row has at least 1, from its maximum.
+    denominator = jnp.maximum(total, 0.5)
+    return numerator / denominator, None if at_sink is None else at_sink / denominator, m + jnp.log(total)
 
 
-def _logsumexp(scores: jax.Array, denominator: jax.Array, maximum: jax.Array, may_be_empty: bool) -> jax.Array:
-    if not may_be_empty:
-        return maximum + jnp.log(denominator)
-    # The inner where keeps the gradient of the branch that is not taken from being NaN.
-    empty = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)
-    return jnp.where(empty, -jnp.inf, maximum + jnp.log(jnp.where(empty, 1.0, denominator)))
+@_softmax.defjvp
+def _softmax_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """From the results alone: two passes over the scores, where differentiating each step would take five."""
+    weights, at_sink, logsumexp = _softmax(*primals)
+    d_scores, d_sink = tangents
+    d_logsumexp = (weights * d_scores).sum(axis=-1, keepdims=True)
+    if at_sink is not None:
+        d_logsumexp = d_logsumexp + at_sink * d_sink
+    d_at_sink = None if at_sink is None else at_sink * (d_sink - d_logsumexp)
+    return (weights, at_sink, logsumexp), (weights * (d_scores - d_logsumexp), d_at_sink, d_logsumexp)

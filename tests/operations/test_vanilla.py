@@ -132,6 +132,42 @@ def test_fully_masked_rows(dtype, through):
         assert all(jnp.isfinite(g).all() for g in (dq, dk, dv))
 
 
+def test_second_derivatives_with_sinks_and_an_empty_row_are_those_of_the_formula():
+    q, k, v = (jnp.asarray(normal(1, n, 2, 3, seed=n)) for n in (4, 3, 3))
+    sinks, cotangent = jnp.array([0.5, -1.0]), jnp.asarray(normal(1, 4, 2, 3, seed=9))
+    mask = np.tril(np.ones((4, 3), bool), -1)[None, None]  # the first query sees nothing
+
+    def served(q, sinks):
+        result = vanilla()(q, k, v, mask=mask, sinks=sinks, return_lse=True)
+        return jnp.vdot(result.attention_outputs, cotangent) + jnp.where(mask.any(-1), result.logsumexp**2, 0).sum()
+
+    def formula(q, sinks):
+        exponentials = jnp.exp(jnp.einsum("bthd,bshd->bhts", q[:, 1:], k) * 3**-0.5) * mask[:, :, 1:]
+        total = exponentials.sum(-1) + jnp.exp(sinks)[:, None]
+        out = jnp.einsum("bhts,bht,bshd->bthd", exponentials, 1 / total, v)
+        return jnp.vdot(out, cotangent[:, 1:]) + (jnp.log(total) ** 2).sum()
+
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        found, exact = (jax.jit(jax.hessian(f, (0, 1)))(q, sinks) for f in (served, formula))
+    assert all(jnp.abs(x).max() > 0.1 for x in jax.tree.leaves(exact))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_no_array_of_all_scores_is_transposed():
+    """Forward and backward: a transpose is a pass over B · H · T · S scores that the products don't need."""
+    q, k, v, cotangent = (jnp.ones(shape) for shape in ((1, 5, 4, 3), (1, 7, 2, 3), (1, 7, 2, 6), (1, 5, 4, 6)))
+
+    def both(q, k, v, cotangent):
+        out, pull_back = jax.vjp(lambda *x: vanilla()(*x, mask=Causal()).attention_outputs, q, k, v)
+        return out, pull_back(cotangent)
+
+    transposed = [e.outvars[0].aval.shape for e in jax.make_jaxpr(both)(q, k, v, cotangent).eqns
+                  if e.primitive.name == "transpose"]  # fmt: skip
+    assert transposed
+    assert not [shape for shape in transposed if 5 in shape and 7 in shape]
+
+
 def test_causal_is_aligned_at_the_end():
     mask = np.asarray(Causal().dense(1, 1, 2, 4))[0, 0]
     np.testing.assert_array_equal(mask, [[1, 1, 1, 0], [1, 1, 1, 1]])

@@ -80,6 +80,8 @@ class VanillaAttention(OperationImpl):
         sink = None if sinks is None else sinks.astype(jnp.float32).reshape(K, H // K, 1, 1)
 
         weights, _, logsumexp = _softmax(scores, sink)
+        # The constant has no gradient, even where the cotangent of a fully masked row is NaN.
+        logsumexp = jnp.where(logsumexp == -jnp.inf, -jnp.inf, logsumexp)
         if dropout_key is not None:
             prob = self.metadata.dropout_prob
             keep = dropout_mask(dropout_key, prob, (B, H, T, S)).reshape(weights.shape)

@@ -23,7 +23,7 @@ from attnops.bench import PEERS, Case, Contender, Ready, find, measure, packed_d
 from attnops.masks import Causal, KeyPadding, Mask, PrefixLM, Segments, SlidingWindow
 from attnops.operations.vanilla import VanillaAttention
 
-SMALL = ("--lengths", "16,32", "--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--repeats", "2")
+SMALL = ("-T", "16,32", "-H", "2", "-K", "1", "-D", "8", "--repeats", "2")
 
 
 @pytest.fixture(autouse=True)

@@ -157,7 +157,7 @@ def test_list_gives_the_cause_below(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_explain_has_sensible_defaults() -> None:
-    found = run_json("explain", "vanilla", "--query-length", "32", "--heads", "6", "--head-dim", "80")
+    found = run_json("explain", "vanilla", "-T", "32", "-H", "6", "-D", "80")
     shape = ("batch", "query_length", "key_length", "heads", "kv_heads", "head_dim", "value_head_dim")
     assert [found["request"][name] for name in shape] == [1, 32, 32, 6, 6, 80, 80]
     assert (found["request"]["mode"], found["request"]["dtypes"]) == ("__train__", ["float32"] * 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -29,16 +30,32 @@ def test_a_mask_is_printed_as_it_shows_itself() -> None:
 
 
 def test_queries_are_aligned_at_the_end() -> None:
-    assert lines("Causal()", "--T", "2", "--S", "4")[1:] == ["█ █ █ ·", "█ █ █ █"]
+    assert lines("Causal()", "-T", "2", "-S", "4")[1:] == ["█ █ █ ·", "█ █ █ █"]
 
 
 def test_one_of_a_batch() -> None:
-    shown = lines("Lengths([1, 3])", "--T", "2", "--S", "4", "--b", "1")
+    shown = lines("Lengths([1, 3])", "-T", "2", "-S", "4", "-b", "1")
     assert shown == ["Lengths(<int64 [2]>), T = 2, S = 4, b = 1, h = 0", "█ █ █ ·", "█ █ █ ·"]
 
 
+def test_long_and_short_names_of_options_mean_the_same() -> None:
+    short = lines("Lengths([1, 3])", "-T", "2", "-S4", "-b", "1", "--head", "1")
+    assert short == ["Lengths(<int64 [2]>), T = 2, S = 4, b = 1, h = 1", "█ █ █ ·", "█ █ █ ·"]
+    spelled = ("--query-length", "2", "--key-length", "4", "--batch", "1", "--head", "1")
+    assert lines("Lengths([1, 3])", *spelled) == short
+    assert lines("Lengths([1, 3])", "--T=2", "--S", "4", "--b", "1", "--h=1") == short
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_h_is_help_everywhere_and_no_letter_has_two_dashes(command: str) -> None:
+    result = CliRunner().invoke(cli.make_app(), [*command.split(), "-h"])
+    assert result.exit_code == 0
+    assert result.output.lstrip().startswith("Usage: ")
+    assert not re.search(r"--\w\b(?!-)", result.output)
+
+
 def test_with_block_sizes_the_tiles_are_printed() -> None:
-    shown = lines("Causal() & Segments([0, 0, 0, 0, 0, 0, 1, 1])", "--T", "8", "--block-q", "2", "--block-k", "4")
+    shown = lines("Causal() & Segments([0, 0, 0, 0, 0, 0, 1, 1])", "-T", "8", "--block-q", "2", "--block-k", "4")
     assert shown[-6:] == [
         "Tiles of 2 × 4: 3 EMPTY, 4 PARTIAL, 1 FULL; 5 of 8 visited",
         "▒ ·",
@@ -50,7 +67,7 @@ def test_with_block_sizes_the_tiles_are_printed() -> None:
 
 
 def test_of_a_long_mask_the_tiles_alone_are_printed() -> None:
-    shown = lines("Causal()", "--T", "1000000", "--block-q", "250000")
+    shown = lines("Causal()", "-T", "1000000", "--block-q", "250000")
     assert "too large for text" in shown[1]
     assert shown[-5:-1] == ["▒ · · ·", "█ ▒ · ·", "█ █ ▒ ·", "█ █ █ ▒"]
 
@@ -58,10 +75,10 @@ def test_of_a_long_mask_the_tiles_alone_are_printed() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("Causal() & SlidingWindow(5, 0) | PrefixLM(2)", "--T", "24", "--block-q", "4"),
-        ("Causal()", "--T", "4", "--S", "20"),
-        ("Causal()", "--T", "65536", "--block-q", "4096"),  # tiles alone
-        ("Segments([0, 0, 1, 1])", "--T", "4", "--block-k", "2"),
+        ("Causal() & SlidingWindow(5, 0) | PrefixLM(2)", "-T", "24", "--block-q", "4"),
+        ("Causal()", "-T", "4", "-S", "20"),
+        ("Causal()", "-T", "65536", "--block-q", "4096"),  # tiles alone
+        ("Segments([0, 0, 1, 1])", "-T", "4", "--block-k", "2"),
     ],
 )
 def test_a_mask_is_drawn_as_an_image(tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -87,10 +104,10 @@ def test_a_mask_is_drawn_as_an_image(tmp_path: Path, arguments: tuple[str, ...])
             ("MaskFn(1)",),
             "mask='MaskFn' is unknown; write an expression of Causal, Chunked, Dense, Full, KeyPadding, Le",
         ),
-        (("Segments([0, 'a', 1])", "--T", "3"), "Segments' q_ids has dtype <U21, but must be integers"),
+        (("Segments([0, 'a', 1])", "-T", "3"), "Segments' q_ids has dtype <U21, but must be integers"),
         (("Lengths(5)",), "Lengths' kv_lengths has shape (), but must have shape [B]=(1,)"),
-        (("Segments([[0, 1], [0, 0]])", "--T", "2", "--b", "5"), "q_ids has shape (2, 2), but must have shape [2] or"),
-        (("Causal()", "--T", "100000", "--output", "mask.png"), "T=100000 and S=100000 are too many to draw"),
+        (("Segments([[0, 1], [0, 0]])", "-T", "2", "-b", "5"), "q_ids has shape (2, 2), but must have shape [2] or"),
+        (("Causal()", "-T", "100000", "--output", "mask.png"), "T=100000 and S=100000 are too many to draw"),
         (("Causal()", "--output", "/nowhere/mask.png"), "No such file or directory"),
         (("Causal()", "--output", "mask.docx"), "docx"),
     ],

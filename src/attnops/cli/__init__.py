@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attnops._version import __version__
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 # The commands, each a module beside this one, in the order in which --help shows them.
 COMMANDS: Final = ("list", "explain", "show", "bench", "check", "doctor", "demo")
+# Options that were spelled otherwise, which still work; --help does not show them.
+RENAMED: Final = {"--T": "--query-length", "--S": "--key-length", "--b": "--batch", "--h": "--head"}
 
 
 def main() -> None:
@@ -29,11 +31,13 @@ def main() -> None:
 def make_app() -> typer.Typer:
     """The application, with every command of `COMMANDS`."""
     import typer
+    import typer.core
 
     app = typer.Typer(
         help="attnops: pluggable attention for JAX.",
         no_args_is_help=True,
         add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_show_locals=False,
     )
 
@@ -43,6 +47,16 @@ def make_app() -> typer.Typer:
             typer.echo(__version__)
             raise typer.Exit
 
+    class Command(typer.core.TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            return super().parse_args(ctx, [_renamed(argument) for argument in args])
+
     for name in COMMANDS:
-        app.command(name)(importlib.import_module(f"attnops.cli.{name}").command)
+        app.command(name, cls=Command)(importlib.import_module(f"attnops.cli.{name}").command)
     return app
+
+
+def _renamed(argument: str) -> str:
+    """The option of today for one of `RENAMED`, as "--T 8" or "--T=8"; anything else as it is."""
+    name, equals, value = argument.partition("=")
+    return RENAMED.get(name, name) + equals + value

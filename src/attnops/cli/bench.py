@@ -44,11 +44,15 @@ def command(
             help="Names of operations, and of peers: jax.nn, torch, tokamax, ejkernel.", show_default="all installed"
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(help="B", min=1)] = 1,
-    lengths: Annotated[str, typer.Option(help="T = S, in tokens, separated by commas.")] = "1024,2048,4096",
-    heads: Annotated[int, typer.Option(help="H", min=1)] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="K, a divisor of H.", show_default="H", min=1)] = None,
-    head_dim: Annotated[int, typer.Option(help="D", min=1)] = 64,
+    batch: Annotated[int, typer.Option("-B", "--batch", help="B", min=1)] = 1,
+    lengths: Annotated[
+        str, typer.Option("-T", "--lengths", help="T = S, in tokens, separated by commas.")
+    ] = "1024,2048,4096",
+    heads: Annotated[int, typer.Option("-H", "--heads", help="H", min=1)] = 8,
+    kv_heads: Annotated[
+        int | None, typer.Option("-K", "--kv-heads", help="K, a divisor of H.", show_default="H", min=1)
+    ] = None,
+    head_dim: Annotated[int, typer.Option("-D", "--head-dim", help="D", min=1)] = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; several, separated by commas.")] = "float32",
     mask: Annotated[str, typer.Option(help='An expression of attnops.masks; "Full()" for none.')] = "Causal()",
     documents: Annotated[

@@ -23,12 +23,16 @@ from attnops.operations.vanilla import VanillaAttention
 
 def command(
     operation: Annotated[str, typer.Argument(help="Name of the operation, or distribution:operation.")] = "auto",
-    batch: Annotated[int, typer.Option(help="B", min=1)] = 1,
-    query_length: Annotated[int, typer.Option(help="T, in tokens.", min=1)] = 1024,
-    key_length: Annotated[int | None, typer.Option(help="S, in tokens.", show_default="T", min=1)] = None,
-    heads: Annotated[int, typer.Option(help="H", min=1)] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="K, a divisor of H.", show_default="H", min=1)] = None,
-    head_dim: Annotated[int, typer.Option(help="D", min=1)] = 64,
+    batch: Annotated[int, typer.Option("-B", "--batch", help="B", min=1)] = 1,
+    query_length: Annotated[int, typer.Option("-T", "--query-length", help="T, in tokens.", min=1)] = 1024,
+    key_length: Annotated[
+        int | None, typer.Option("-S", "--key-length", help="S, in tokens.", show_default="T", min=1)
+    ] = None,
+    heads: Annotated[int, typer.Option("-H", "--heads", help="H", min=1)] = 8,
+    kv_heads: Annotated[
+        int | None, typer.Option("-K", "--kv-heads", help="K, a divisor of H.", show_default="H", min=1)
+    ] = None,
+    head_dim: Annotated[int, typer.Option("-D", "--head-dim", help="D", min=1)] = 64,
     value_head_dim: Annotated[int | None, typer.Option(help="Dv", show_default="D", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="Of query, key, value and bias.")] = "float32",
     platform: Annotated[

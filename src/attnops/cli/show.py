@@ -29,14 +29,14 @@ _COLOURS: Final = {Coverage.EMPTY: "#9a9a9a", Coverage.PARTIAL: "#D55E00", Cover
 
 def command(
     mask: Annotated[str, typer.Argument(help='An expression of attnops.masks: "Causal() & SlidingWindow(3, 0)".')],
-    query_length: Annotated[int, typer.Option("--T", "--query-length", help="T, in tokens.", min=1)] = 16,
+    query_length: Annotated[int, typer.Option("-T", "--query-length", help="T, in tokens.", min=1)] = 16,
     key_length: Annotated[
-        int | None, typer.Option("--S", "--key-length", help="S, in tokens.", show_default="T", min=1)
+        int | None, typer.Option("-S", "--key-length", help="S, in tokens.", show_default="T", min=1)
     ] = None,
     block_q: Annotated[int | None, typer.Option(help="Queries a tile: shows the tiles.", min=1)] = None,
     block_k: Annotated[int | None, typer.Option(help="Keys a tile.", show_default="block-q", min=1)] = None,
-    b: Annotated[int, typer.Option("--b", help="Which of the batch.", min=0)] = 0,
-    h: Annotated[int, typer.Option("--h", help="Which head.", min=0)] = 0,
+    b: Annotated[int, typer.Option("-b", "--batch", help="Which of the batch.", min=0)] = 0,
+    h: Annotated[int, typer.Option("--head", help="Which head.", min=0)] = 0,
     output: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .svg or .pdf.")] = None,
 ) -> None:
     """Show which query (row) sees which key (column) and, with block sizes, which tiles a kernel visits.

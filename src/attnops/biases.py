@@ -1,7 +1,7 @@
 """Biases of the scores that are never T × S arrays: by distance, by bucket, by a function.
 
 A bias acts on the scores after scale and soft cap, before the mask. An array that broadcasts to [B, H, T, S] is a bias
-too and needs none of this.
+too and needs none of this. Changed scores are finite or −inf; +inf or NaN makes its row NaN, and no other.
 """
 
 from __future__ import annotations

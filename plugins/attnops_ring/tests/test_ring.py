@@ -21,6 +21,7 @@ from attnops.masks import Causal, KeyPadding, MaskFn, Segments, SlidingWindow
 from attnops.sharding import AxisRules, create_mesh
 from attnops.testing.features import FEATURES as FEATURES_OF_THE_SUITE
 from attnops.testing.features import combine
+from attnops.testing.not_finite import check_not_finite
 from attnops.testing.problem import FAST_COMPILE
 
 TWO_AXES = AxisRules(query_length=("r", "u"), kv_length=("r", "u"))
@@ -317,3 +318,11 @@ def test_stretches_that_a_mask_of_positions_hides_are_skipped() -> None:
     for q, kv, seen in ((early, late, False), (late, early, True)):
         piece = piece_of_mask(mask, q, kv, is_padded=False, queries_are_padded=False)
         assert bool(sees_any(piece, 16, 16)) is seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bias NaN", "sink +inf"])
+def test_a_row_that_is_nan_is_alone(case: str) -> None:
+    mesh = create_mesh((1, 2), ("dp", "sp"), devices=jax.devices()[:2])
+    operation = OperationRegistry.create("ring", OperationMetadata(mesh=mesh, on_unsupported="error"))
+    check_not_finite(operation, case, sinks=True)

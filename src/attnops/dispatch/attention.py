@@ -62,10 +62,12 @@ class OperationImpl(BaseOperation):
             mask: a boolean array, 4-D, that broadcasts to [B, H, T, S], True where a query may attend; or a
                 `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
             bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S]; or an
-                `attnops.biases.Bias`.
+                `attnops.biases.Bias`. Finite or −inf; +inf or NaN where the mask allows makes its row NaN (output,
+                logsumexp and weights), and no other; gradients of that row, and of the keys and values, are NaN.
             softmax_scale: a finite number. None: the metadata's, else ``D ** -0.5``.
             logits_soft_cap: a positive number. None: the metadata's, else no cap.
-            sinks: [H], one learnable logit a head, which joins the softmax's denominator only.
+            sinks: [H], one learnable logit a head, which joins the softmax's denominator only. Finite or −inf; +inf
+                or NaN makes the rows of its head NaN, fully masked ones excepted.
             dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``, each by a hash of
                 the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of one's own these count within
                 the slice, so slices that must differ need keys of their own.

@@ -154,7 +154,8 @@ def joined(*parts: Partial) -> Partial:
     top = functools.reduce(jnp.maximum, (x.lse for x in parts))
     weights = [relative(x.lse, x.rest, top) for x in parts]
     total = functools.reduce(jnp.add, weights)
-    scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1.0), 0.0)
+    seen = total != 0  # NaN too
+    scale = jnp.where(seen, 1 / jnp.where(seen, total, 1.0), 0.0)
     shares = [x.out * (w * scale).swapaxes(1, 2)[..., None] for x, w in zip(parts, weights, strict=True)]
     return Partial(functools.reduce(jnp.add, shares), *logarithm(top, total))
 
@@ -168,7 +169,7 @@ def relative(lse: jax.Array, rest: jax.Array, top: jax.Array) -> jax.Array:
 
 def logarithm(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``top + log(total)`` rounded, and what that lost; −inf and 0 where the total is 0."""
-    seen = total > 0
+    seen = total != 0  # NaN too
     base, log = lax.stop_gradient(jnp.where(seen, top, 0.0)), jnp.log(jnp.where(seen, total, 1.0))
     lse = base + log
     rest = jnp.where(seen, lax.stop_gradient((base - lse) + log), 0.0)

@@ -177,7 +177,7 @@ def _without_empty_rows(
     for mask in (allowed, None if causal is None else causal.dense(*shape)):
         seen = seen if mask is None else jnp.where(mask, seen, -jnp.inf)
     top = jax.lax.stop_gradient(seen.max(axis=-1, keepdims=True))
-    sees_any = top > -jnp.inf
+    sees_any = top != -jnp.inf  # NaN too
     if float(jnp.finfo(bias.dtype).min) < _VERY_LOW:  # float16 reaches no lower than −65504
         bias = jnp.where(top < _VERY_LOW, (bias - top) + _VERY_LOW, bias)
     return jnp.where(sees_any, bias, 0), sees_any

@@ -18,6 +18,7 @@ from attnops.dispatch.registry import OperationRegistry
 from attnops.errors import UnsupportedError
 from attnops.masks import Causal, Lengths, MaskFn, SlidingWindow
 from attnops.sharding import create_mesh
+from attnops.testing.not_finite import CASES, check_not_finite
 from attnops.testing.runner import NotRunError, Subject
 
 T, D = 40, 8
@@ -214,6 +215,17 @@ def mesh(subject: Subject) -> None:
         raise UnsupportedError("it refuses all that a mesh cuts", refused)
 
 
+def not_finite(subject: Subject) -> None:
+    """A bias or sink of +inf or NaN makes its row NaN, and no other."""
+    metadata = subject.base.replace(block_q=subject.block, block_k=subject.block)
+    for case in CASES:
+        operation = subject.make(metadata)
+        try:
+            check_not_finite(operation, case, sinks=True, gradients=subject.gradients)
+        except UnsupportedError:
+            check_not_finite(operation, case, sinks=False, gradients=subject.gradients)
+
+
 CORNERS: Final[dict[str, Callable[[Subject], None]]] = {
     "partial vmap": partial_vmap,
     "nested vmap": nested_vmap,
@@ -226,4 +238,5 @@ CORNERS: Final[dict[str, Callable[[Subject], None]]] = {
     "mesh": mesh,
     "large soft cap": large_soft_cap,
     "unsigned lookups": unsigned_lookups,
+    "not finite": not_finite,
 }

@@ -100,7 +100,7 @@ def _forward(
         scores = cap * tanh
     if bias is not None:
         scores = scores + np.asarray(bias).astype(dtype)
-    visible = np.broadcast_to(True if mask is None else np.asarray(mask), (B, H, T, S)) & (scores > -np.inf)
+    visible = np.broadcast_to(True if mask is None else np.asarray(mask), (B, H, T, S)) & (scores != -np.inf)
     empty = ~visible.any(axis=-1, keepdims=True)
 
     sink = None if sinks is None else np.asarray(sinks).astype(dtype).reshape(1, H, 1, 1)
@@ -108,10 +108,11 @@ def _forward(
     if sink is not None:
         maximum = np.maximum(maximum, sink)
     maximum = np.where(maximum == -np.inf, np.asarray(0, dtype), maximum).astype(dtype)
-    exponentials = np.where(visible, np.exp(np.where(visible, scores, maximum) - maximum), 0).astype(dtype)
-    sink_share = np.zeros_like(maximum) if sink is None else np.exp(sink - maximum)
+    with np.errstate(invalid="ignore"):  # +inf − (+inf) is NaN, and so is then all of the row
+        exponentials = np.where(visible, np.exp(np.where(visible, scores, maximum) - maximum), 0).astype(dtype)
+        sink_share = np.zeros_like(maximum) if sink is None else np.exp(sink - maximum)
     denominator = exponentials.sum(axis=-1, keepdims=True) + sink_share
-    denominator = np.where(denominator == 0, np.asarray(1, dtype), denominator)
+    denominator = np.where(empty | (denominator == 0), np.asarray(1, dtype), denominator)
     p, p_sink = exponentials / denominator, sink_share / denominator
     logsumexp = np.where(empty, -np.inf, maximum + np.log(denominator))[..., 0]
 

@@ -29,5 +29,5 @@ def reduced(
     top = lax.pmax(lax.stop_gradient(own.lse), axis)
     weight = relative(own.lse, own.rest, top)
     out, total = lax.psum((own.out * weight.swapaxes(1, 2)[..., None], weight), axis)
-    seen = jnp.where(total > 0, total, 1.0)
+    seen = jnp.where(total == 0, 1.0, total)  # NaN stays NaN
     return Partial(out / seen.swapaxes(1, 2)[..., None], *logarithm(top, total))

@@ -102,14 +102,14 @@ def _finish(
     Returns:
         Output, logsumexp, and what must be added to the rounded logsumexp.
     """
-    saw_any = total > 0
+    saw_any = total != 0  # NaN too
     if sink is not None:
         new_top = jnp.maximum(top, sink)
         fade = jnp.exp(top - _finite(new_top))
         total = total * fade + jnp.exp(sink - _finite(new_top))
         accumulated, top = accumulated * fade[..., None], new_top
     denominator = jnp.where(saw_any, total, 1.0)
-    out = jnp.where(saw_any, 1 / denominator, 0.0)[..., None] * accumulated
+    out = jnp.where(saw_any[..., None], (1 / denominator)[..., None] * accumulated, 0.0)
     rest = jnp.log(denominator)
     logsumexp = top + rest
     return out, jnp.where(saw_any, logsumexp, -jnp.inf), jnp.where(saw_any, top - logsumexp + rest, 0.0)

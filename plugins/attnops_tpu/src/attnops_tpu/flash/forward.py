@@ -202,7 +202,7 @@ def _step(plan: Plan, refs: Any, places: tuple[Place, Place], state: _State, fir
             weights, v = weights.reshape(rows, cols), refs["v"][keys, :]
             if plan.scoring.hides_tokens:
                 # A weight of 0 times whatever a token holds that nobody sees, NaN for one, must be 0.
-                v = jnp.where(weights.max(axis=1, keepdims=True) > 0, v, jnp.zeros((), v.dtype))
+                v = jnp.where(weights.max(axis=1, keepdims=True) != 0, v, jnp.zeros((), v.dtype))
             if first is not None:
                 # The matrix unit works in program order: these products fill the time until the weights are there.
                 s = _scores(Part(plan, refs, places[0], row, rows, col, cols), refs, masked)
@@ -237,7 +237,7 @@ def _finish(plan: Plan, out: Any, lse: Any, loss: Any, state: _State, sink: Any)
     """Divide by the denominator, to which the sink belongs; queries that saw nothing give 0 and −inf."""
     top, c = _finite(state.done[:1]), unit(plan)
     total = state.total[...].sum(axis=0, keepdims=True)
-    saw_any, accumulated = total > 0, state.accumulated[...]
+    saw_any, accumulated = total != 0, state.accumulated[...]  # NaN was seen
     if sink is not None:
         sink = sink * (1 / held(plan))
         new = jnp.maximum(top, sink)

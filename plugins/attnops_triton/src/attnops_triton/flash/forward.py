@@ -104,15 +104,17 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], visits: Visits) -
 
     visit_loops(write, visits, "kv0", bk, body)
     unit = number(plan.unit * LOG2E)
-    write('seen = m > float("-inf")', "m = tl.where(seen, m, 0.0)")
+    # By the sum, which a score of NaN makes NaN, where the maximum may not be.
+    write("seen = l != 0.0", "m = tl.where(seen, m, 0.0)")
     factor = 1 / (1 - scoring.dropout_prob)
     if scoring.sinks:
         write(
-            f"sink = tl.load({base('sinks', tile.shapes['sinks'])}) * {number(1 / plan.unit)}",
-            "sink = tl.minimum(sink, 3e38)",
+            f"given = tl.load({base('sinks', tile.shapes['sinks'])})",
+            f"sink = tl.minimum(given * {number(1 / plan.unit)}, 3e38)",
             "top = tl.maximum(m, sink)",
             f"shrink = tl.exp2((m - top) * {unit})",
             f"l = l * shrink + tl.exp2((sink - top) * {unit})",
+            'l = tl.where((given == given) & (given < float("inf")), l, float("nan"))',
             f"factor = {number(factor)} * shrink",
             "m = top",
         )

@@ -17,9 +17,9 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.output import OperationOutput
 from attnops.dropout import dropout_keep, dropout_rows, dropout_seed
+from attnops.kernels.unseen import hide_unseen
 from attnops.masks import Causal, Segments, SlidingWindow
 from attnops.masks.algebra import And
-from attnops.operations.unseen import hide_unseen
 from attnops.testing.behaviours import BEHAVIOURS, memory_growth
 from attnops.testing.runner import Outcome, Status, Subject, attempt
 

@@ -1,6 +1,68 @@
-"""What kernels of any language share, for whoever writes one: nothing here knows a platform.
+"""What kernels of any language share, for whoever writes or wraps one: nothing here knows a platform.
 
-`elementwise` takes masks and biases apart, `scoring` says what is done to scores, `coverage` fits block maps to a
-kernel's tiles, `parts` is about some of a softmax's keys, `vmap` folds mapped axes into the batch, and `varying`,
-`rules` and `nograd` serve `jax.shard_map` and derivatives.
+For a kernel that exists and is wrapped:
+
+- `attnops.masks.Mask.split` takes a mask apart into a band, segments and a rest; a request has its
+  ``mask_structure``, by which ``unsupported`` refuses what the kernel has not;
+- `zero_unseen` zeroes tokens that no query sees, which may hold NaN; `repair_empty_rows` gives queries that see no key
+  what the contract says;
+- `pad_to_multiple` and `unpad` bring lengths to a multiple, the padding in a segment of its own;
+- `once_differentiable` refuses a second derivative in words, `not_differentiable` the first.
+
+For a kernel that is written from the contract: `of_mask` and `of_bias` take masks and biases apart into what is
+computed once a token and what for each score, `describe` says what is done to scores, `ragged` and `merged` fit block
+maps to tiles, `folds_batch` and `one_by_one` serve `jax.vmap`, `equally_varying` loops in `jax.shard_map`,
+`is_differentiated` and `cotangents` rules of `jax.custom_vjp`. `attnops.kernels.parts` is about softmaxes over some of
+the keys.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from attnops.kernels.coverage import merged, ragged
+    from attnops.kernels.elementwise import Elementwise, of_bias, of_mask
+    from attnops.kernels.nograd import not_differentiable, once_differentiable
+    from attnops.kernels.padding import Padded, pad_to_multiple, unpad
+    from attnops.kernels.rules import cotangents, is_differentiated
+    from attnops.kernels.scoring import Scoring, describe
+    from attnops.kernels.unseen import repair_empty_rows, zero_unseen
+    from attnops.kernels.varying import equally_varying
+    from attnops.kernels.vmap import Foldable, folds_batch, one_by_one
+
+__all__ = [
+    "Elementwise",
+    "Foldable",
+    "Padded",
+    "Scoring",
+    "cotangents",
+    "describe",
+    "equally_varying",
+    "folds_batch",
+    "is_differentiated",
+    "merged",
+    "not_differentiable",
+    "of_bias",
+    "of_mask",
+    "once_differentiable",
+    "one_by_one",
+    "pad_to_multiple",
+    "ragged",
+    "repair_empty_rows",
+    "unpad",
+    "zero_unseen",
+]
+
+# Imported when asked for: the dispatcher imports a module of this package, and others import the dispatcher.
+_MODULES: Final = ("coverage", "elementwise", "nograd", "padding", "rules", "scoring", "unseen", "varying", "vmap")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for module in _MODULES:
+            found = vars(importlib.import_module(f"attnops.kernels.{module}")).get(name)
+            if found is not None and found.__module__ == f"attnops.kernels.{module}":
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,3 +37,37 @@ def not_differentiable(function: Callable[..., Result], message: str) -> Callabl
         return result
 
     return wrapped
+
+
+def once_differentiable(function: Callable[..., Result], message: str) -> Callable[..., Result]:
+    """``function``, but differentiating its gradient raises `NotDifferentiableError` with ``message``.
+
+    For a kernel with a `jax.custom_vjp` of somebody else's, whose gradient has no derivative, or a wrong one.
+    Positional and keyword arguments may be pytrees of arrays and of anything else; results are pytrees of arrays.
+    """
+
+    def wrapped(*args: Any, **options: Any) -> Result:
+        leaves, tree = jax.tree.flatten((args, options))
+        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+        def call(arrays: list[jax.Array]) -> Result:
+            rest = iter(arrays)
+            merged = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+            args, options = jax.tree.unflatten(tree, merged)
+            return function(*args, **options)
+
+        @jax.custom_vjp
+        def run(arrays: list[jax.Array]) -> Result:
+            return call(arrays)
+
+        def forward(arrays: list[jax.Array]) -> tuple[Result, Any]:
+            result: tuple[Result, Any] = not_differentiable(lambda x: jax.vjp(call, x), message)(arrays)
+            return result
+
+        def backward(pull_back: Any, cotangents: Any) -> Any:
+            return not_differentiable(lambda pull, given: pull(given), message)(pull_back, cotangents)
+
+        run.defvjp(forward, backward)
+        return run([leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+
+    return wrapped

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import AttentionRequest, Reason, Request
+from attnops.kernels.unseen import hide_unseen
 from attnops.masks.base import Mask
 from attnops.masks.structure import MaskStructure
-from attnops.operations.unseen import hide_unseen
 from attnops.operations.vanilla import VanillaAttention
 
 # jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its

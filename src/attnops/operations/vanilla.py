@@ -17,8 +17,8 @@ from attnops.dispatch.operation import forward_for
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import Request
 from attnops.dropout import dropout_mask
+from attnops.kernels.unseen import hide_unseen
 from attnops.masks.base import Mask
-from attnops.operations.unseen import hide_unseen
 
 
 class VanillaAttention(OperationImpl):

@@ -1,0 +1,102 @@
+"""Lengths brought to a multiple, for kernels that take no others."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.dispatch.output import OperationOutput
+from attnops.masks.tokens import Segments
+
+
+class Padded(NamedTuple):
+    """The arrays of a call, padded at the end.
+
+    Attributes:
+        query: [B, T', H, D], zeros after the first T.
+        key: [B, S', K, D], likewise after S.
+        value: [B, S', K, Dv], likewise after S.
+        segments: the segments of queries [B or 1, T'] and keys [B or 1, S'], in which the padding has an id of its own,
+            so that no token sees it; None where nothing was padded and none were given.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    segments: Segments | None
+
+
+def pad_to_multiple(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    multiple: int | tuple[int, int],
+    segments: Segments | None = None,
+) -> Padded:
+    """Query, key and value with lengths that are multiples, and segment ids that keep the padding apart.
+
+    A band of `attnops.masks.Mask.split` holds for the padded arrays as it is, since it is about indices; a kernel that
+    aligns its causal mask at the end must be given the band's numbers instead. ``unpad`` takes the padding off again.
+
+    Args:
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        multiple: of T and S, or one of each.
+        segments: those of the mask, bound; None for none.
+
+    Raises:
+        ValueError: a multiple is not positive.
+    """
+    multiples = (multiple, multiple) if isinstance(multiple, int) else multiple
+    if min(multiples) < 1:
+        raise ValueError(f"multiple={multiple} must be positive")
+    T, S = query.shape[1], key.shape[1]
+    more_q, more_kv = (-n % m for n, m in zip((T, S), multiples, strict=True))
+    if not more_q and not more_kv:
+        return Padded(query, key, value, segments)
+    ids = (np.zeros((1, T), np.int32), np.zeros((1, S), np.int32))
+    if segments is not None:
+        ids = (segments.q_ids, segments.kv_ids)
+    own = _fresh(*ids)
+    q_ids, kv_ids = (_padded(x, more, own) for x, more in zip(ids, (more_q, more_kv), strict=True))
+    return Padded(_padded(query, more_q, 0), _padded(key, more_kv, 0), _padded(value, more_kv, 0),
+                  Segments(q_ids, kv_ids))  # fmt: skip
+
+
+def unpad(output: OperationOutput, query_length: int, key_length: int | None = None) -> OperationOutput:
+    """The first ``query_length`` queries of a result, and in its weights the first ``key_length`` keys.
+
+    Args:
+        output: attention_outputs [B, T', H, Dv]; attention_weights [B, H, T', S'] and logsumexp [B, H, T'], or None.
+        query_length: T.
+        key_length: S; None for all keys there are.
+    """
+    weights, lse = output.attention_weights, output.logsumexp
+    return OperationOutput(
+        output.attention_outputs[:, :query_length],
+        None if weights is None else weights[:, :, :query_length, :key_length],
+        None if lse is None else lse[:, :, :query_length],
+    )
+
+
+def _padded(x: Any, more: int, value: Any) -> Any:
+    """An array with more along its second axis."""
+    if not more:
+        return x
+    if isinstance(x, np.ndarray) and not isinstance(value, jax.Array):  # what is known when tracing stays known
+        return np.concatenate([x, np.full((x.shape[0], more, *x.shape[2:]), value, x.dtype)], axis=1)
+    x = jnp.asarray(x)
+    end = jnp.broadcast_to(jnp.asarray(value).astype(x.dtype), (x.shape[0], more, *x.shape[2:]))
+    return jnp.concatenate([x, end], axis=1)
+
+
+def _fresh(q_ids: Any, kv_ids: Any) -> Any:
+    """An id that no token has: one above the greatest, or below the least where that is the greatest there is."""
+    xp: Any = np if isinstance(q_ids, np.ndarray) and isinstance(kv_ids, np.ndarray) else jnp
+    top, least = xp.maximum(q_ids.max(), kv_ids.max()), xp.minimum(q_ids.min(), kv_ids.min())
+    largest = min(np.iinfo(x.dtype).max for x in (q_ids, kv_ids))
+    return xp.where(top < largest, xp.minimum(top, largest - 1) + 1, least - 1)

@@ -1,0 +1,70 @@
+"""Tokens that no query sees may hold anything, and queries that see none have an answer: 0, not NaN."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from attnops.dispatch.output import OperationOutput
+from attnops.masks.base import Mask
+
+
+def zero_unseen(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value with 0 for queries that see no key and for keys that no query sees.
+
+    These may hold anything, NaN too, and a kernel that multiplies them by a weight of 0 would give NaN.
+
+    Args:
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        mask: bound, as a forward gets it; None for none. Where it is certain that it hides no token, nothing is done;
+            else this needs O(T · S) memory, a byte an element.
+    """
+    (B, T, H, _), S = query.shape, key.shape[1]
+    if mask is None or not mask.hides_tokens(T, S):
+        return query, key, value
+    return hide_unseen(query, key, value, mask.dense(B, H, T, S))
+
+
+def hide_unseen(
+    query: jax.Array, key: jax.Array, value: jax.Array, allowed: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`zero_unseen` by booleans ``allowed`` that broadcast to [B, H, T, S]."""
+    K = key.shape[2]
+    sees = allowed.any(axis=3).swapaxes(1, 2)  # [B, T, H], each 1 or all
+    seen = allowed.any(axis=2)  # [B, H, S], each 1 or all
+    if seen.shape[1] > 1:
+        seen = seen.reshape(seen.shape[0], K, -1, seen.shape[2]).any(axis=2)
+    seen = seen.swapaxes(1, 2)
+    return _where(sees, query), _where(seen, key), _where(seen, value)
+
+
+def repair_empty_rows(output: OperationOutput, mask: Mask | None, key_length: int) -> OperationOutput:
+    """A kernel's result with what the contract says of queries that see no key: output and weights 0, logsumexp −inf.
+
+    Kernels that hide keys by a large negative number give the mean of the values there. Cotangents of these rows are 0;
+    give the kernel the arrays of `zero_unseen`, so that 0 times what it keeps is 0. One that gives NaN there gives NaN
+    for all gradients, which nothing outside of it can repair.
+
+    Args:
+        output: what the kernel gave, attention_outputs [B, T, H, Dv].
+        mask: bound; None for none. See `zero_unseen` for its memory.
+        key_length: S.
+    """
+    B, T, H, _ = output.attention_outputs.shape
+    if mask is None or not mask.hides_tokens(T, key_length):
+        return output
+    sees = mask.dense(B, H, T, key_length).any(axis=3)  # [B, H, T], each 1 or all
+    weights, lse = output.attention_weights, output.logsumexp
+    return OperationOutput(
+        _where(sees.swapaxes(1, 2), output.attention_outputs),
+        None if weights is None else _where(sees, weights),
+        None if lse is None else jnp.where(sees, lse, -jnp.inf),
+    )
+
+
+def _where(keep: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.where(keep[..., None], x, jnp.zeros((), x.dtype))

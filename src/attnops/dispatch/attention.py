@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -26,7 +27,15 @@ class OperationImpl(BaseOperation):
     Forwards have the signature of `__call__`, or name a part of its options. They always see the layout "BTHD",
     ``mask`` as an `attnops.masks.Mask` bound to the call's shapes, and return an `OperationOutput`. The scale and the
     soft cap of the metadata arrive as if the caller had given them; ``mode`` only where the forward names it.
+
+    Class attributes:
+        option_axes: by option that the contract has not, what the dimensions of its arrays are: a letter each, "b" for
+            the batch, "h" for query heads, "k" for kv heads, "-" for anything else, each of that size or 1; "" for
+            arrays that are the same on every device. Under a mesh they are cut so, and an array whose option is not
+            named is refused. ``{"decay": "h"}`` for decays [H].
     """
+
+    option_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @classmethod
     def preference(cls, request: Request) -> float | None:
@@ -120,7 +129,8 @@ class OperationImpl(BaseOperation):
             raise ValueError("whole is of a device's part of a call; give it inside jax.shard_map, with no mesh")
         if boundary.sequence:
             self._gathers(boundary.sequence)
-        return run_in_parts(boundary, function, call.args, options, is_interpreted=call.request.interpret)
+        return run_in_parts(boundary, function, call.args, options, is_interpreted=call.request.interpret,
+                            option_axes=self.option_axes)  # fmt: skip
 
     def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
         """Bring a forward's result to what the caller asked for, tagged for checkpoint policies.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import AttentionRequest
 from attnops.dropout import ShiftedKey
+from attnops.partition.options import CONTRACT, own_axis, own_option_specs
 from attnops.partition.parts import Place, part_of, specs_of
 from attnops.sharding.axes import BATCH, HEAD, KV_HEAD, KV_LENGTH, QUERY_LENGTH
 from attnops.sharding.mesh import get_names_from_partition_spec
@@ -112,6 +114,7 @@ def run_in_parts(
     options: Mapping[str, Any],
     lengths: tuple[Entry, Entry] = (None, None),
     is_interpreted: bool = False,
+    option_axes: Mapping[str, str] = MappingProxyType({}),
 ) -> OperationOutput:
     """What ``function(*args, **options)`` gives, each device computing its batches and heads.
 
@@ -119,13 +122,18 @@ def run_in_parts(
         boundary: see `find_boundary`.
         function: a forward.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
-        options: those of the contract, bound; others as they are, the same on every device.
+        options: those of the contract, bound, and others.
         lengths: the mesh axes that cut queries, and keys. Without, every device has whole sequences: those that are cut
             are gathered. With them, query, key, value and outputs are cut; masks and biases are not.
         is_interpreted: whether kernels are; Pallas's interpreter mixes what varies over devices with what does not.
+        option_axes: how the arrays of options that are not the contract's are cut, see `OperationImpl.option_axes`.
+
+    Raises:
+        UnsupportedError: they have arrays that it does not name.
     """
     H, K = args[0].shape[2], args[1].shape[2]
-    cuts = {"b": boundary.batch, "h": boundary.heads}
+    cuts = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
+    sizes = {"b": args[0].shape[0], "h": H, "k": K}
 
     def spec_of(shape: tuple[int, ...], letters: str) -> PartitionSpec:
         sized = zip(letters, shape, strict=False)
@@ -138,6 +146,8 @@ def run_in_parts(
     for name, option in options.items():
         if name in ("mask", "bias"):
             specs[name] = specs_of(option, spec_of)
+        elif name not in CONTRACT:
+            specs[name] = own_option_specs(name, option, option_axes, sizes, spec_of)
         else:
             by_head = "h" if name == "sinks" else ""
             specs[name] = jax.tree.map(lambda x, by=by_head: spec_of(jnp.shape(x), by), option)  # type: ignore[misc]
@@ -157,6 +167,12 @@ def run_in_parts(
                       query.shape[0], query.shape[2])  # fmt: skip
         if boundary.kv_heads != boundary.heads:
             key, value = (_kv_heads(x, place, H // K) for x in (key, value))
+            for name in options:
+                if (axis := own_axis(name, option_axes)) is not None and name not in CONTRACT:
+                    rest[name] = jax.tree.map(
+                        lambda x, a=axis: x if x.shape[a] == 1 else _kv_heads(x, place, H // K, a),  # type: ignore[misc]
+                        rest[name],
+                    )
         for name in ("mask", "bias"):
             if name in rest:
                 rest[name] = part_of(rest[name], place)
@@ -219,15 +235,16 @@ def _first(entry: Entry, size: int) -> Any:
     return jnp.int32(0) if entry is None else lax.axis_index(entry) * size
 
 
-def _kv_heads(x: jax.Array, place: Place, group: int) -> jax.Array:
-    """Of all kv heads [B, S, K, d] those of this device's query heads: a divisor of them, repeated as little as goes.
+def _kv_heads(x: jax.Array, place: Place, group: int, axis: int = 2) -> jax.Array:
+    """Of all kv heads those of this device's query heads: a divisor of them, repeated as few times as possible.
 
     Args:
-        x: keys or values.
+        x: keys or values [B, S, K, d], or an array that has K along another axis.
         place: the device's.
         group: query heads a kv head, in the whole call.
+        axis: that of kv heads.
     """
     first, count = place.h // group, max(1, place.heads // group)
     if place.heads % group == 0 or group % place.heads == 0:
-        return lax.dynamic_slice_in_dim(x, first, count, axis=2)
-    return jnp.take(x, (place.h + jnp.arange(place.heads)) // group, axis=2)
+        return lax.dynamic_slice_in_dim(x, first, count, axis=axis)
+    return jnp.take(x, (place.h + jnp.arange(place.heads)) // group, axis=axis)

@@ -84,3 +84,68 @@ def test_mode():
     assert prefill.request(one, one, one, mode="train").mode == MODE_TRAIN
     assert operation.get_impl_metadata() == OperationMetadata()
     assert operation.current_backend() == "cpu"
+
+
+class RecurrentGemmaConfig:
+    """As in transformers: the cap is the language-model head's."""
+
+    model_type = "recurrent_gemma"
+    vocab_size = 256_000
+    logits_soft_cap = 30.0
+    attention_dropout = 0.1
+
+
+class Gemma3TextConfig:
+    model_type = "gemma3_text"
+    query_pre_attn_scalar = 256
+    attn_logit_softcapping = 50.0
+
+
+class Gemma3Config:
+    """As in transformers: the scalars of attention are the text's."""
+
+    model_type = "gemma3"
+    attention_dropout = 0.3
+
+    def __init__(self):
+        self.text_config = Gemma3TextConfig()
+
+
+class Chooses:
+    """Names its text's config otherwise, and gives it by a method."""
+
+    def get_text_config(self):
+        return Gemma3TextConfig()
+
+
+class CanNotChoose:
+    def get_text_config(self):
+        raise ValueError("Multiple valid text configs were found: ['decoder', 'generator']")
+
+
+def test_the_cap_of_a_language_model_head_is_not_attentions():
+    assert OperationMetadata.from_config(RecurrentGemmaConfig()) == OperationMetadata(dropout_prob=0.1)
+    assert OperationMetadata.from_config({"logits_soft_cap": 30.0, "vocab_size": 9}) == OperationMetadata()
+    assert OperationMetadata.from_config({"logits_soft_cap": 30.0}).logits_soft_cap == 30.0
+
+
+def test_a_multimodal_config_is_read_through_its_text_config():
+    expected = OperationMetadata(softmax_scale=1 / 16, logits_soft_cap=50.0)
+    assert OperationMetadata.from_config(Gemma3Config()) == expected.replace(dropout_prob=0.3)
+    assert OperationMetadata.from_config({"text_config": vars(Gemma3TextConfig)}) == expected
+    assert OperationMetadata.from_config(Chooses()) == expected
+    with pytest.raises(
+        ValueError, match=r"CanNotChoose has several configs of text: .*; pass the one of the attention"
+    ):
+        OperationMetadata.from_config(CanNotChoose())
+
+
+@pytest.mark.parametrize("mode", ["eval", "", 5, ["train"]])
+def test_a_mode_is_one_of_the_runtime_modes(mode):
+    with pytest.raises(ValueError, match="is not a runtime mode; use one of"):
+        OperationMetadata.from_config({"mode": mode})
+    x = jnp.ones((1, 2, 1, 4))
+    with pytest.raises(ValueError, match="is not a runtime mode; use one of"):
+        OperationMetadata().get_shardings(x, x, mode=mode)
+    with pytest.raises(ValueError, match="interpret='yes' must be True or False"):
+        OperationMetadata.from_config({"interpret": "yes"})

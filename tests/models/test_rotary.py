@@ -436,3 +436,19 @@ def test_parameters_that_would_be_misread_are_refused(parameters, message):
 def test_a_config_without_sizes_is_refused():
     with pytest.raises(ValueError, match=r"neither head_dim nor hidden_size and num_attention_heads; pass head_dim="):
         RotaryConfig.from_config({"hidden_size": 64})
+
+
+def test_a_config_whose_numbers_differ_by_layer():
+    with pytest.raises(ValueError, match=r"config's num_attention_heads=\[4, 8\] must be one number; where layers"):
+        RotaryConfig.from_config({"hidden_size": 64, "num_attention_heads": [4, 8]})
+    with pytest.raises(ValueError, match=r"config's head_dim=\[16, 32\] must be one number"):
+        RotaryConfig.from_config({"head_dim": [16, 32]})
+    with pytest.raises(ValueError, match=r"config's rope_theta='big' must be one number"):
+        RotaryConfig.from_config({"head_dim": 16, "rope_theta": "big"})
+    assert RotaryConfig.from_config({"hidden_size": 64, "num_attention_heads": [4, 4]}).head_dim == 16
+    assert RotaryConfig.from_config({"num_attention_heads": [4, 8]}, head_dim=8).head_dim == 8
+
+
+def test_a_multimodal_config_is_read_through_its_text_config():
+    text = {"head_dim": 16, "rope_theta": 500.0}
+    assert RotaryConfig.from_config({"text_config": text, "hidden_size": 3}) == RotaryConfig.from_config(text)

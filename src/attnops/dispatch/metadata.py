@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from attnops.dispatch.platforms import canonicalize_platform
+from attnops.models.configs import read, text_config
 from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, KV_LENGTH, QUERY_LENGTH
 from attnops.sharding.call import AttentionShardings
 from attnops.sharding.mesh import current_mesh
@@ -83,6 +84,8 @@ class OperationMetadata:
             set_field("precision", _check_precision(self.precision))
         if self.on_unsupported not in ("native", "error"):
             raise ValueError(f"on_unsupported={self.on_unsupported!r} must be 'native' or 'error'")
+        if not isinstance(self.interpret, bool):
+            raise ValueError(f"interpret={self.interpret!r} must be True or False")
         for name in ("block_q", "block_k"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -93,22 +96,26 @@ class OperationMetadata:
         """The metadata that a model's config names; what it does not name stays at the default.
 
         Args:
-            config: an object or a mapping, such as a Hugging Face ``PretrainedConfig``. Looked up, the first that is
-                there and not None: see `CONFIG_NAMES`.
+            config: an object or a mapping, such as a Hugging Face ``PretrainedConfig``; of a multimodal one its
+                ``text_config``, and what that does not name itself. Looked up, the first that is there and not None:
+                see `CONFIG_NAMES`. The config of a whole model, with a ``model_type`` or a ``vocab_size``, means its
+                language-model head by ``logits_soft_cap``, which is then not read.
             **overrides: fields of the metadata that win over the config.
 
         Raises:
             ValueError: a value that the config names is outside its range.
             TypeError: an override is not a field.
         """
-        read = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
         found: dict[str, Any] = {}
-        for field, names in CONFIG_NAMES.items():
-            for name, convert in names.items():
-                value = read(name)
-                if value is not None:
-                    found[field] = convert(value)
-                    break
+        inner = text_config(config)
+        for each in [config] if inner is config else [config, inner]:
+            is_model = read(each, "model_type", "vocab_size") is not None
+            for field, names in CONFIG_NAMES.items():
+                for name, convert in names.items():
+                    value = None if is_model and name == "logits_soft_cap" else read(each, name)
+                    if value is not None:
+                        found[field] = convert(value)
+                        break
         return cls(**(found | overrides))
 
     def get_shardings(self, query: Any, key: Any, value: Any = None, *, mode: str | None = None) -> AttentionShardings:
@@ -132,10 +139,10 @@ class OperationMetadata:
         for name, array in (("query", query), ("key", key), ("value", value)):
             if len(array.shape) != 4:
                 raise ValueError(f"{name} has shape {tuple(array.shape)}, but must have 4 dimensions, {self.layout}")
-        stated = mode or self.mode
+        stated = self.mode if mode is None else mode
         chosen = (
             canonicalize_mode(stated)
-            if stated
+            if stated is not None
             else MODE_DECODE
             if query.shape[2 if swapped else 1] == 1
             else MODE_TRAIN

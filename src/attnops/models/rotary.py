@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+
+from attnops.models.configs import read, text_config
 
 Frequencies = npt.NDArray[np.float64]
 
@@ -166,6 +168,8 @@ class RotaryConfig:
     def from_config(cls, config: object, *, layer_type: str | None = None, **overrides: Any) -> Self:
         """Read a Hugging Face config, an object or a ``config.json``'s dict; ``overrides`` are fields that win.
 
+        Of a multimodal config its ``text_config`` is read.
+
         It may have ``rope_parameters`` or ``rope_scaling``, of a ``rope_type`` (older: ``type``) that is in `SCALINGS`.
         Where these differ by layer, ``layer_type`` says which. Few configs say how pairs lie: for GPT-J, Cohere, GLM,
         ERNIE and Llama 4 pass ``interleaved=True``.
@@ -173,39 +177,58 @@ class RotaryConfig:
         Raises ValueError for an unknown rope type, for a key that its type lacks or does not read (it was meant to
         change the result), and for parameters by layer without such a ``layer_type``.
         """
+        config = text_config(config)
         parameters = _parameters(config, layer_type)
         # Latent attention gives the rotated part as a size; a fraction beside it says the same of the whole head.
-        latent = _read(config, "qk_rope_head_dim")
+        latent = read(config, "qk_rope_head_dim")
         head_dim = overrides.get("head_dim") or latent or _head_dim(config)
-        share = _read(parameters, "partial_rotary_factor") or _read(config, "partial_rotary_factor", "rotary_pct") or 1
+        share = read(parameters, "partial_rotary_factor") or read(config, "partial_rotary_factor", "rotary_pct") or 1
+        share = _one_number("partial_rotary_factor", share)
+        base = read(parameters, "rope_theta") or read(config, "rope_theta", "rotary_emb_base") or cls.base
         values: dict[str, Any] = {
             "head_dim": head_dim,
-            "rotary_dim": latent or _read(config, "rotary_dim") or int(head_dim * share),
-            "base": _read(parameters, "rope_theta") or _read(config, "rope_theta", "rotary_emb_base") or cls.base,
-            "interleaved": bool(_read(config, "rope_interleave")),
+            "rotary_dim": latent or read(config, "rotary_dim") or int(head_dim * share),
+            "base": _one_number("rope_theta", base),
+            "interleaved": bool(read(config, "rope_interleave")),
         }
         if "scaling" not in overrides:
             values["scaling"] = _scaling(parameters, config)
         return cls(**(values | overrides))
 
 
-def _read(config: object, *names: str) -> Any:
-    """The first of ``names`` that a config, an object or a mapping, has and that is not None."""
-    found = (config.get(n) if isinstance(config, Mapping) else getattr(config, n, None) for n in names)
-    return next((value for value in found if value is not None), None)
+_HEAD_DIM: Final = ("head_dim", "attention_head_dim", "kv_channels")
 
 
 def _head_dim(config: object) -> int:
-    if stated := _read(config, "head_dim", "attention_head_dim", "kv_channels"):
-        return int(stated)
-    hidden, heads = _read(config, "hidden_size", "n_embd"), _read(config, "num_attention_heads", "n_head")
-    if not (hidden and heads):
+    sizes = {}
+    for names in (_HEAD_DIM, ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")):
+        if value := read(config, *names):
+            sizes[names[0]] = int(_one_number(names[0], value))
+        if "head_dim" in sizes:
+            return sizes["head_dim"]
+    if len(sizes) < 2:
         raise ValueError("the config has neither head_dim nor hidden_size and num_attention_heads; pass head_dim=")
-    return int(hidden // heads)
+    return sizes["hidden_size"] // sizes["num_attention_heads"]
+
+
+def _one_number(name: str, value: Any) -> float:
+    """A number, or a list that gives the same one for each layer.
+
+    Raises:
+        ValueError: it differs by layer, or is no number.
+    """
+    by_layer = value if isinstance(value, (list, tuple)) else [value]
+    if not by_layer or not all(isinstance(x, (int, float)) and x == by_layer[0] for x in by_layer):
+        raise ValueError(
+            f"the config's {name}={value!r} must be one number; where layers differ, pass head_dim= or base= of the "
+            f"layer, or a config of its own"
+        )
+    number: float = by_layer[0]
+    return number
 
 
 def _parameters(config: object, layer_type: str | None) -> Mapping[str, Any]:
-    parameters: Mapping[str, Any] = _read(config, "rope_parameters", "rope_scaling") or {}
+    parameters: Mapping[str, Any] = read(config, "rope_parameters", "rope_scaling") or {}
     by_layer = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
     if not by_layer:
         return parameters
@@ -217,7 +240,7 @@ def _parameters(config: object, layer_type: str | None) -> Mapping[str, Any]:
 
 
 def _scaling(parameters: Mapping[str, Any], config: object) -> RotaryScaling:
-    kind = _read(parameters, "rope_type", "type") or "default"
+    kind = read(parameters, "rope_type", "type") or "default"
     if kind not in SCALINGS:
         raise ValueError(
             f"rope_type={kind!r} must be one of {sorted(SCALINGS)}; else pass scaling= a RotaryScaling of your own"
@@ -229,9 +252,9 @@ def _scaling(parameters: Mapping[str, Any], config: object) -> RotaryScaling:
             f"rope_type={kind!r} reads only {sorted(wanted)} and the config also gives {unread}; "
             "remove these if your use does not depend on them, else pass scaling= a RotaryScaling of your own"
         )
-    longest = _read(config, "max_position_embeddings", "n_positions")
+    longest = read(config, "max_position_embeddings", "n_positions")
     # In transformers' order: the model's own original length, its parameters', its longest.
-    original = _read(config, "original_max_position_embeddings") or _read(given, "original_max_position_embeddings")
+    original = read(config, "original_max_position_embeddings") or read(given, "original_max_position_embeddings")
     original = original or longest
     lengths = {"max_position_embeddings": longest, "original_max_position_embeddings": original}
     if kind == "yarn" and longest and original:

@@ -28,7 +28,7 @@ def canonicalize_mode(mode: str) -> RUNTIME_MODE_TYPES:
     Raises:
         ValueError: ``mode`` is neither.
     """
-    full = _SHORT_NAMES.get(mode, mode)
+    full = _SHORT_NAMES.get(mode, mode) if isinstance(mode, str) else None
     if full not in get_args(RUNTIME_MODE_TYPES):
         raise ValueError(f"mode={mode!r} is not a runtime mode; use one of {sorted(_SHORT_NAMES)}")
     return cast(RUNTIME_MODE_TYPES, full)

@@ -1,18 +1,21 @@
 """Proof that an operation is right: the float64 oracle, the tolerance rule, and the suite that every plugin runs.
 
-`OperationConformance` needs pytest, and `attnops.testing.strategies` hypothesis; the rest needs neither.
+`OperationConformance` and `Conformance` need pytest, and `attnops.testing.strategies` hypothesis; the rest needs
+neither.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from attnops.testing.oracle import Gradients, Result, attention, attention_gradients, dropout_keep
 from attnops.testing.problem import Problem
+from attnops.testing.reference import check_against
 from attnops.testing.tolerance import assert_close
 
 if TYPE_CHECKING:
-    from attnops.testing.conformance import OperationConformance
+    from attnops.testing.conformance import Conformance, OperationConformance
 
 __all__ = [
+    "Conformance",
     "Gradients",
     "OperationConformance",
     "Problem",
@@ -20,13 +23,14 @@ __all__ = [
     "assert_close",
     "attention",
     "attention_gradients",
+    "check_against",
     "dropout_keep",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "OperationConformance":
-        from attnops.testing.conformance import OperationConformance
+    if name in ("Conformance", "OperationConformance"):
+        from attnops.testing import conformance
 
-        return OperationConformance
+        return getattr(conformance, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

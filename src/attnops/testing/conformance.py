@@ -1,19 +1,22 @@
-"""OperationConformance: the whole suite for one operation, as a pytest class to subclass. Needs pytest."""
+"""The suite for one operation, as pytest classes to subclass. Needs pytest."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import pytest
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import BaseOperation
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
 from attnops.testing.corners import CORNERS
 from attnops.testing.features import FEATURES
 from attnops.testing.long import LONG
 from attnops.testing.pairs import covering_rows, joined, sampled_pairs
+from attnops.testing.reference import CHECKS, ReferenceProblem, ReferenceSubject
 from attnops.testing.runner import Outcome, Status, Subject, attempt
 
 
@@ -129,3 +132,52 @@ class OperationConformance:
 
 # One an operation, so that what a problem needs is found once.
 _subject = functools.cache(Subject)
+
+
+class Conformance:
+    """An operation that is not softmax attention, held to a reference of its own; see `attnops.testing.check_against`.
+
+    ::
+
+        class TestRMSNorm(Conformance):
+            operation = "rms_norm"
+            problems = {"plain": lambda rng: ((rng.normal(size=(2, 8, 16)), rng.normal(size=16)), {})}
+
+            @staticmethod
+            def reference(x, weight, eps=1e-6):
+                return x * (jnp.mean(x * x, -1, keepdims=True) + eps) ** -0.5 * weight
+
+    Class attributes:
+        operation, reference, platform, interpret, metadata, gradients: see
+            `attnops.testing.reference.ReferenceSubject`.
+        problems: by name, see `attnops.testing.reference.ReferenceProblem`.
+        dtypes: those that floating-point arrays are cast to, one after the other.
+        refuses: which of ``"problem dtype"`` it refuses, and no others.
+    """
+
+    operation: ClassVar[str | type[BaseOperation]]
+    reference: ClassVar[Callable[..., Any]]
+    problems: ClassVar[Mapping[str, ReferenceProblem]]
+    platform: ClassVar[str | None] = None
+    interpret: ClassVar[bool] = False
+    metadata: ClassVar[OperationMetadata] = OperationMetadata()
+    dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    gradients: ClassVar[bool] = True
+    refuses: ClassVar[frozenset[str]] = frozenset()
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """The problems, dtypes and checks of the subclass."""
+        if "problem" in metafunc.fixturenames:
+            metafunc.parametrize("problem", self.problems)
+            metafunc.parametrize("dtype", self.dtypes)
+            metafunc.parametrize("check", CHECKS)
+
+    def test_reference(self, problem: str, dtype: str, check: str) -> None:
+        """See `attnops.testing.check_against`."""
+        names = ("operation", "reference", "platform", "interpret", "metadata", "gradients")
+        subject = ReferenceSubject(**{name: getattr(type(self), name) for name in names})
+        outcome = subject.check(self.problems[problem], check, dtype)
+        assert outcome.status is not Status.WRONG, outcome.detail
+        if check != "negative control":  # which is about the reference alone
+            refused = f"{problem} {dtype}" in self.refuses
+            assert refused == (outcome.status is Status.REFUSED), outcome.detail or "it is served: take it out"

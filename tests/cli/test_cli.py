@@ -96,24 +96,25 @@ def test_python_m_attnops_and_what_import_needs() -> None:
     code = (
         "import sys, attnops; "
         "loaded = [m for m in sys.modules if m.startswith(('typer', 'rich', 'attnops.cli', 'attnops.operations'))]; "
-        "assert not loaded, loaded; sys.argv = ['attnops', 'list']; "
+        "assert not loaded, loaded; sys.argv = ['attnops', 'list', '--no-load']; "
         "import runpy; runpy.run_module('attnops', run_name='__main__', alter_sys=True)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[0].split() == ["operation", "platforms", "distribution", "version", "state"]
-    assert f"vanilla ? attnops {attnops.__version__} discovered" in " ".join(done.stdout.split())
+    assert done.stdout.splitlines()[0].split() == ["operation", "computes", "platforms", "distribution", "version", "state"]
+    assert f"vanilla ? ? attnops {attnops.__version__} discovered" in " ".join(done.stdout.split())
 
 
 # list
 
 
 def test_list_shows_what_is_known_without_an_import() -> None:
-    found = core_of(run_json("list"))
+    found = core_of(run_json("list", "--no-load"))
     assert set(found) >= CORE
     assert found["attnops:vanilla"] == {
         "operation": "vanilla",
         "platforms": None,
+        "computes": None,
         "distribution": "attnops",
         "version": attnops.__version__,
         "state": "discovered",
@@ -125,23 +126,23 @@ def test_list_shows_what_is_known_without_an_import() -> None:
     }
 
 
-def test_list_load_shows_what_serves_which_platform() -> None:
+def test_list_shows_what_serves_which_platform() -> None:
     register(forward_gpu=forward, priority=3)
-    found = {plugin["name"]: plugin for plugin in run_json("list", "--load")}
+    found = {plugin["name"]: plugin for plugin in run_json("list")}
     assert found["attnops:vanilla"]["state"] == "loaded"
     assert found["attnops:vanilla"]["platforms"] == ["any"]
     assert found["attnops:sdpa"]["platforms"] == ["cpu", "cuda", "rocm", "tpu", "tt"]
     assert (found["acme:zeta"]["platforms"], found["acme:zeta"]["priority"]) == (["cuda", "rocm"], 3)
 
-    table = [line.split() for line in run("list", "--load").output.splitlines()]
-    assert ["zeta", "cuda,", "rocm", "acme", "loaded"] in table
+    table = [line.split() for line in run("list").output.splitlines()]
+    assert ["zeta", "attention", "cuda,", "rocm", "acme", "loaded"] in table
 
 
 def test_list_does_not_count_what_is_the_cores() -> None:
     sdpa = OperationRegistry.get("sdpa", "cpu")
     name = {"get_impl_name": classmethod(lambda cls: "sdpa"), "__module__": "acme.sdpa", "forward_tpu": forward}
     OperationRegistry.register(type("Sdpa", (sdpa,), name))
-    found = {plugin["name"]: plugin for plugin in run_json("list", "--load")}
+    found = {plugin["name"]: plugin for plugin in run_json("list")}
     assert found["acme:sdpa"]["platforms"] == ["tpu"]
 
 
@@ -160,9 +161,9 @@ def test_explain_has_sensible_defaults() -> None:
     found = run_json("explain", "vanilla", "-T", "32", "-H", "6", "-D", "80")
     shape = ("batch", "query_length", "key_length", "heads", "kv_heads", "head_dim", "value_head_dim")
     assert [found["request"][name] for name in shape] == [1, 32, 32, 6, 6, 80, 80]
-    assert (found["request"]["mode"], found["request"]["dtypes"]) == ("__train__", ["float32"] * 3)
+    assert (found["request"]["mode"], found["request"]["dtypes"]) == ("train", ["float32"] * 3)
     assert (found["chosen"]["name"], found["chosen"]["forward"]) == ("attnops:vanilla", "native")
-    assert run_json("explain", "--query-length", "1")["request"]["mode"] == "__autoregressive__"
+    assert run_json("explain", "--query-length", "1")["request"]["mode"] == "decode"
 
 
 def test_explain_knows_every_option() -> None:
@@ -173,7 +174,7 @@ def test_explain_knows_every_option() -> None:
         "--sinks", "--dropout", "0.25", "--return-lse", "--return-weights", "--interpret",
     )  # fmt: skip
     expected = {
-        "platform": "tpu", "mode": "__prefill__", "interpret": True, "batch": 2, "query_length": 16, "key_length": 24,
+        "platform": "tpu", "mode": "prefill", "interpret": True, "batch": 2, "query_length": 16, "key_length": 24,
         "heads": 4, "kv_heads": 2, "head_dim": 8, "value_head_dim": 12, "dtypes": ["bfloat16"] * 3,
         "mask_kinds": ["Causal"], "bias_kind": "array", "bias_shape": [2, 1, 16, 24], "bias_dtype": "bfloat16",
         "softmax_scale": 0.5, "logits_soft_cap": 30.0, "sinks": True, "dropout_prob": 0.25, "return_lse": True,
@@ -188,7 +189,7 @@ def test_explain_asks_what_the_library_asks() -> None:
     expected = str(attnops.explain(operation.request(q, q, q, mask=Causal()), "sdpa"))
     result = run("explain", "sdpa", "--query-length", "64", "--platform", "cuda", "--mask", "causal")
     assert (result.exit_code, result.output) == (0, expected + "\n")
-    assert "although query.dtype=float32: must be one of ['bfloat16', 'float16']" in result.output
+    assert "although dtype=float32: must be one of ['bfloat16', 'float16']" in result.output
 
 
 def test_explain_makes_no_array() -> None:
@@ -298,7 +299,7 @@ def test_doctor_names_ambiguity_once() -> None:
     result = run("doctor")
     assert result.exit_code == 1
     assert "\nWrong\n- 'vanilla' on cuda is served by acme:vanilla and other:vanilla" in result.output
-    assert "'vanilla' on cuda is served by acme:vanilla and other:vanilla" in run("list", "--load").output
+    assert "'vanilla' on cuda is served by acme:vanilla and other:vanilla" in run("list").output
 
 
 def test_a_distribution_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

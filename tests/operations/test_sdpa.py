@@ -61,7 +61,7 @@ def request(**changes) -> AttentionRequest:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"dtypes": ("float32",) * 3}, "query.dtype=float32: must be one of ['bfloat16', 'float16']"),
+        ({"dtypes": ("float32",) * 3}, "dtype=float32: must be one of ['bfloat16', 'float16']"),
         ({"dtypes": ("bfloat16", "float16", "float16")}, "dtypes=bfloat16/float16/float16: query, key and value must"),
         ({"head_dim": 60, "value_head_dim": 60}, "head_dim=60: must be a multiple of 8; pad it with zeros"),
         ({"head_dim": 160, "value_head_dim": 160}, "head_dim=160: must be at most 128 for cuDNN on this GPU"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import glob
+import importlib.metadata
+import importlib.util
+import io
+import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +21,18 @@ COMMANDS: Final = ("list", "explain", "show", "bench", "check", "doctor", "demo"
 RENAMED: Final = {"--T": "--query-length", "--S": "--key-length", "--b": "--batch", "--h": "--head"}
 
 
+# The devices by which Linux shows a TPU.
+TPU_FILES: Final = ("/dev/accel*", "/dev/vfio/*")
+# What keeps libtpu from asking for its machine's description over the network, and from telling of it.
+QUIET_LIBTPU: Final = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+
+
 def main() -> None:
     """Run the command line; where its libraries are missing, say what to install and exit with status 1."""
     try:
@@ -25,7 +41,31 @@ def main() -> None:
         import typer  # noqa: F401
     except ModuleNotFoundError as error:
         sys.exit(f"The attnops command needs {error.name}, which is not installed: pip install 'attnops[cli]'")
+    leave_libtpu_alone()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale that lacks a character must not end a command
     make_app()(prog_name="attnops")
+
+
+def leave_libtpu_alone() -> None:
+    """Keep JAX from trying libtpu where it is installed but no TPU is: it prints dozens of lines before it gives up.
+
+    What the user set is left as it is.
+    """
+    if any(glob.glob(path) for path in TPU_FILES) or "JAX_FORCE_TPU_INIT" in os.environ:
+        return
+    if importlib.util.find_spec("libtpu") is None:
+        return
+    import jax
+
+    if jax.config.jax_platforms is not None:  # type: ignore[attr-defined]
+        return
+    if importlib.util.find_spec("jax_plugins") is None and not importlib.metadata.entry_points(group="jax_plugins"):
+        jax.config.update("jax_platforms", "cpu")
+        return
+    # JAX has another platform to try, whose failure must not end the program: libtpu is tried, but told its place.
+    for name, value in QUIET_LIBTPU.items():
+        os.environ.setdefault(name, value)
 
 
 def make_app() -> typer.Typer:

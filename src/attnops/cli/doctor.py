@@ -90,7 +90,11 @@ def examine() -> Report:
         problems.append(Problem("what distributions require is not checked", "pip install packaging"))
     installed = find(load=True)
     problems += _plugin_problems(installed.plugins)
-    problems += [Problem(text, "pip uninstall it and install it again") for text in installed.unreadable]
+    problems += [
+        Problem(f"{name} is faulty: {fault}", f"tell its author; to do without it set ATTNOPS_DISABLE={name}")
+        for name, fault in installed.faults
+    ]
+    problems += [Problem(*trouble) for trouble in installed.troubles]
     problems += [Problem(text, "pip uninstall or switch off one of them") for text in installed.ambiguous]
     suggestions = _suggestions(devices, {plugin.distribution for plugin in installed.plugins})
     return Report(versions, backend, [str(d) for d in devices], checker, installed, problems, suggestions)

@@ -19,6 +19,7 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.request import AttentionRequest, Reason
 from attnops.errors import PluginError, PluginWarning, UnsupportedError
 from attnops.operations.vanilla import VanillaAttention
+from attnops.sharding.modes import printed_mode
 
 
 def command(
@@ -145,7 +146,7 @@ def _print_refusal(
     if json:
         print_json(
             {
-                "request": dataclasses.asdict(request),
+                "request": _request_fields(request),
                 "chosen": None,
                 "others": [_candidate(other) for other in others],
                 "error": sentence,
@@ -159,7 +160,7 @@ def _print_refusal(
 
 def _describe(explanation: Explanation) -> dict[str, Any]:
     return {
-        "request": dataclasses.asdict(explanation.request),
+        "request": _request_fields(explanation.request),
         "chosen": _candidate(explanation.chosen),
         "others": [_candidate(other) for other in explanation.others],
         "error": None,
@@ -168,14 +169,18 @@ def _describe(explanation: Explanation) -> dict[str, Any]:
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
-    described = dataclasses.asdict(candidate) | {"serves": candidate.serves}
-    return described | {"reasons": [_reason(reason) for reason in candidate.reasons]}
+    fields = {field.name: getattr(candidate, field.name) for field in dataclasses.fields(candidate)}
+    return fields | {"serves": candidate.serves, "reasons": [_reason(reason) for reason in candidate.reasons]}
+
+
+def _request_fields(request: AttentionRequest) -> dict[str, Any]:
+    return dataclasses.asdict(request) | {"mode": printed_mode(request.mode)}
 
 
 def _reason(reason: Reason) -> dict[str, str]:
     return {
         "argument": reason.argument,
-        "value": str(reason.value),
+        "value": reason.text,
         "limit": reason.limit,
         "hint": reason.hint,
     }

@@ -8,8 +8,9 @@ import sys
 import warnings
 from typing import Any
 
+from attnops.dispatch.explain import find_faults
 from attnops.dispatch.platforms import PLATFORMS
-from attnops.dispatch.plugins import CORE, Plugin
+from attnops.dispatch.plugins import CORE, Plugin, Trouble
 from attnops.dispatch.registry import OperationRegistry, served_platforms
 from attnops.errors import AmbiguousOperationError, DuplicateOperationError, PluginError, PluginWarning
 
@@ -20,12 +21,16 @@ class Installed:
 
     Attributes:
         plugins: every operation of every distribution, by operation, the core's first.
-        unreadable: distributions whose metadata is broken, so that their operations are not known.
-        ambiguous: names that several serve equally well; empty where the plugins are not loaded.
+        troubles: what no plugin's state tells, such as distributions whose metadata is broken.
+        faults: what plugins do wrong when they are asked whether they serve a call, each with the plugin's name.
+        ambiguous: names that several serve equally well.
+
+    Without loading, the last two are empty.
     """
 
     plugins: tuple[Plugin, ...]
-    unreadable: tuple[str, ...]
+    troubles: tuple[Trouble, ...]
+    faults: tuple[tuple[str, str], ...]
     ambiguous: tuple[str, ...]
 
 
@@ -33,17 +38,22 @@ def find(load: bool) -> Installed:
     """Look at what is installed.
 
     Args:
-        load: import every plugin, one by one; what they print goes to stderr. Without it none is imported, and
-            whether a name is ambiguous is not known.
+        load: import every plugin, one by one, and ask it; what it prints goes to stderr. Without it none is imported.
     """
-    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
         OperationRegistry.refresh()
         plugins = OperationRegistry.plugins(load=load)
-    unreadable = tuple(str(warning.message) for warning in caught if warning.category is PluginWarning)
-    ambiguous = tuple(_ambiguous(sorted({plugin.operation for plugin in plugins}))) if load else ()
+        faults = tuple((plugin.name, fault) for plugin in plugins for fault in find_faults(plugin))
+    usable = {plugin.operation for plugin in plugins if plugin.operation_class is not None}
+    ambiguous = tuple(_ambiguous(sorted(usable))) if load else ()
     order = sorted(plugins, key=lambda plugin: (plugin.operation, plugin.distribution != CORE, plugin.distribution))
-    return Installed(tuple(order), unreadable, ambiguous)
+    return Installed(tuple(order), OperationRegistry.troubles(), faults, ambiguous)
+
+
+def computes(plugin: Plugin) -> str | None:
+    """What a plugin declares that it computes, ``"attention"`` or ``"other"``; None: it is not loaded."""
+    return None if plugin.operation_class is None else plugin.operation_class.computes or "other"
 
 
 def platforms(plugin: Plugin, plugins: tuple[Plugin, ...]) -> list[str] | None:
@@ -67,6 +77,7 @@ def describe(plugin: Plugin, plugins: tuple[Plugin, ...]) -> dict[str, Any]:
     return {
         "operation": plugin.operation,
         "platforms": platforms(plugin, plugins),
+        "computes": computes(plugin),
         "distribution": plugin.distribution,
         "version": plugin.version,
         "state": str(plugin.state),

@@ -6,20 +6,23 @@ from typing import Annotated
 
 import typer
 
-from attnops.cli.installed import describe, find, platforms
+from attnops.cli.installed import computes, describe, find, platforms
 from attnops.cli.output import print_json, print_table, print_text
 
 
 def command(
     load: Annotated[
-        bool, typer.Option("--load", help="Import each distribution, to see whether it works and what it serves.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--load/--no-load", help="Import each distribution, to see whether it works and what it serves; or none."
+        ),
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every field.")] = False,
 ) -> None:
-    """List operations by platform, distribution, version and state. Imports no distribution unless told to.
+    """List operations by what they compute, platform, distribution, version and state.
 
-    The platforms are those that an implementation has forwards of its own for: "any" is plain JAX alone, "?" is not
-    known before it is imported.
+    "attention" is what `auto` may pick; "other" runs only when it is asked for by name. The platforms are those that an
+    implementation has forwards of its own for: "any" is plain JAX alone, "?" is not known before it is imported.
     """
     installed = find(load)
     plugins = installed.plugins
@@ -29,6 +32,7 @@ def command(
     rows = [
         (
             plugin.operation,
+            computes(plugin) or "?",
             "?" if (served := platforms(plugin, plugins)) is None else ", ".join(served),
             plugin.distribution,
             plugin.version,
@@ -36,8 +40,9 @@ def command(
         )
         for plugin in plugins
     ]
-    print_table(("operation", "platforms", "distribution", "version", "state"), rows)
+    print_table(("operation", "computes", "platforms", "distribution", "version", "state"), rows)
     causes = [f"{plugin.name} is {plugin.state}: {plugin.cause}" for plugin in plugins if plugin.cause]
-    notes = [*causes, *installed.unreadable, *installed.ambiguous]
+    faults = [f"{name} is faulty: {fault}" for name, fault in installed.faults]
+    notes = [*causes, *faults, *(trouble.what for trouble in installed.troubles), *installed.ambiguous]
     if notes:
         print_text("\n" + "\n".join(notes))

@@ -24,23 +24,40 @@ _STYLES = {
 }
 
 
+# What stands for a character that the terminal can't show; "?" for any other.
+_ASCII = str.maketrans({
+    "·": ".", "▒": "+", "█": "#", "×": "x", "≥": ">=", "≤": "<=", "≠": "!=", "–": "-", "−": "-", "…": "...",
+    "→": "->", "∞": "inf", "²": "2", "●": "*", "○": "o", "±": "+-", "µ": "u", "Σ": "sum", "’": "'",
+})  # fmt: skip
+
+
+def showable(text: str) -> str:
+    """``text`` in the characters that stdout can show, as those of a locale "C" are ASCII alone."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
+    return text
+
+
 def print_text(text: str) -> None:
     """Print ``text`` as it is: no markup, no wrapping."""
-    _console().print(Text(text), soft_wrap=True)
+    _console().print(Text(showable(text)), soft_wrap=True)
 
 
 def print_heading(text: str) -> None:
     """Print the heading of a section."""
-    _console().print(Text(f"\n{text}", style="bold"), soft_wrap=True)
+    _console().print(Text(f"\n{showable(text)}", style="bold"), soft_wrap=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; a cell that is a plugin's state is coloured."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(showable(column), overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        table.add_row(*(Text(showable(cell), style=_STYLES.get(cell, "")) for cell in row))
     _console().print(table)
 
 

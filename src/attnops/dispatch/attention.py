@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -10,9 +11,11 @@ import jax
 from jax.sharding import PartitionSpec
 
 from attnops.dispatch.binding import Call, bind_attention, resolve_mode
+from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, forward_for, warn_gathers
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import AttentionRequest, Reason, Request
+from attnops.dispatch.result import check_output
 from attnops.errors import UnsupportedError
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
@@ -26,7 +29,12 @@ class OperationImpl(BaseOperation):
 
     Forwards have the signature of `__call__`, or name a part of its options. They always see the layout "BTHD",
     ``mask`` as an `attnops.masks.Mask` bound to the call's shapes, and return an `OperationOutput`. The scale and the
-    soft cap of the metadata arrive as if the caller had given them; ``mode`` only where the forward names it.
+    soft cap of the metadata arrive as if the caller had given them; ``mode`` only where the forward names it. The
+    shapes and dtypes of what they return are checked.
+
+    A class that computes what `__call__` documents, and is no subclass of one of the core's operations, declares
+    ``computes = "attention"``. `auto` and `explain` consider no other: a linear attention takes the same arguments, but
+    must not stand in for this one.
 
     Class attributes:
         option_axes: by option that the contract has not, what the dimensions of its arrays are: a letter each, "b" for
@@ -35,6 +43,7 @@ class OperationImpl(BaseOperation):
             named is refused. ``{"decay": "h"}`` for decays [H].
     """
 
+    reads: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
     option_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @classmethod
@@ -129,22 +138,22 @@ class OperationImpl(BaseOperation):
             raise ValueError("whole is of a device's part of a call; give it inside jax.shard_map, with no mesh")
         if boundary.sequence:
             self._gathers(boundary.sequence)
-        return run_in_parts(boundary, function, call.args, options, is_interpreted=call.request.interpret,
+
+        def checked(query: Any, key: Any, value: Any, **rest: Any) -> OperationOutput:
+            found = function(query, key, value, **rest)
+            return check_output(type(self).__name__, (query, key, value), rest, found)
+
+        return run_in_parts(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
                             option_axes=self.option_axes)  # fmt: skip
 
     def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
         """Bring a forward's result to what the caller asked for, tagged for checkpoint policies.
 
         Raises:
-            TypeError: the forward returned no `OperationOutput`, or left out what it was asked for.
+            TypeError: the forward returned no `OperationOutput`, left out what it was asked for, or returned another
+                shape or dtype than the contract's.
         """
-        if not isinstance(result, OperationOutput):
-            raise TypeError(
-                f"{type(self).__name__} returned a {type(result).__name__}, but must return OperationOutput"
-            )
-        for option, field in (("return_lse", "logsumexp"), ("return_weights", "attention_weights")):
-            if option in call.options and getattr(result, field) is None:
-                raise TypeError(f"{type(self).__name__} was asked for {field} with {option}=True, but returned None")
+        check_output(type(self).__name__, call.args, call.options, result)
         out = tag(result.attention_outputs, OUTPUT_NAME)
         if self.metadata.layout == "BHTD":
             out = out.swapaxes(1, 2)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
+from attnops.dispatch import border
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import forward_for
+from attnops.dispatch.operation import ATTENTION, BaseOperation, forward_for
+from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.plugins import CORE, Plugin, State
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest, Reason
-from attnops.errors import UnsupportedError
+from attnops.dispatch.request import AttentionRequest, Reason, Request, printable
+from attnops.errors import PluginError, UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Explanation:
     Attributes:
         request: the request.
         chosen: what would run.
-        others: every other implementation of attention, the preferred first.
+        others: every other implementation that declares that it computes attention, the preferred first.
     """
 
     request: AttentionRequest
@@ -69,7 +70,8 @@ def explain(
 ) -> Explanation:
     """What ``OperationRegistry.create(operation, metadata)`` would run for a request, and why nothing else.
 
-    Loads every distribution that offers an operation; traces nothing.
+    Loads every distribution that offers an operation; traces nothing. Only classes with ``computes = "attention"`` are
+    considered, the core's operations, their subclasses and what declares it; others may be asked about by name.
 
     Args:
         request: from an operation's ``request(query, key, value, ...)``, or made by hand.
@@ -86,13 +88,16 @@ def explain(
     if operation.rpartition(":")[2] == "auto":
         name = pick(request, metadata).name
     else:
-        plugins = [p for p in OperationRegistry.plugins() if p.operation_class is cls and p.name in candidates]
-        if not plugins:
+        if not issubclass(cls, OperationImpl):
             raise ValueError(
                 f"operation={operation!r} is not attention of query, key and value, so it has no such request; "
                 f"ask {cls.__name__}(metadata).reasons(request)"
             )
-        name = plugins[0].name
+        plugins = [p for p in OperationRegistry.plugins() if p.operation_class is cls]
+        plugin = next((p for p in plugins if p.name in candidates), plugins[0])
+        name = plugin.name
+        if name not in candidates:
+            candidates[name] = _ask(plugin, cls, request, metadata)
     chosen = candidates.pop(name)
     if not chosen.forward:
         problem = f": {chosen.problem}" if chosen.problem else ""
@@ -134,21 +139,59 @@ def _candidates(request: AttentionRequest, metadata: OperationMetadata) -> Itera
             if plugin.state is not State.DISCOVERED:
                 yield Candidate(plugin.name, "", problem=f"{plugin.state}: {plugin.cause}")
             continue
-        if cls in seen or not issubclass(cls, OperationImpl) or plugin.operation == "auto":
+        if cls in seen or not issubclass(cls, OperationImpl) or cls.computes != ATTENTION or plugin.operation == "auto":
             continue
         seen.add(cls)
+        yield _ask(plugin, cls, request, metadata)
+
+
+def _ask(plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
+    try:
+        return _candidate(plugin, cls, request, metadata)
+    except PluginError as error:
+        return Candidate(plugin.name, "", problem=f"failed: {error}")
+    except border.RAISED as error:  # one that can't answer must not keep the others from serving
+        problem = f"failed: asking whether it serves raised {type(error).__name__}: {printable(error)}"
+        return Candidate(plugin.name, "", problem=problem)
+
+
+def find_faults(plugin: Plugin) -> list[str]:
+    """What a loaded class does wrong when it is asked about a small call on each platform; runs no forward."""
+    cls = plugin.operation_class
+    faults: dict[str, None] = {}
+    for platform in PLATFORMS:
         try:
-            candidate = _candidate(plugin, cls, request, metadata)
-        except Exception as error:  # one that can't answer must not keep the others from serving
-            problem = f"failed: asking whether it serves raised {type(error).__name__}: {error}"
-            candidate = Candidate(plugin.name, "", problem=problem)
-        yield candidate
+            if cls is not None:
+                _ask_all(cls, platform)
+        except PluginError as error:
+            faults[str(error)] = None
+        except border.RAISED as error:
+            faults[f"asking it raised {type(error).__name__}: {printable(error)}"] = None
+    return list(faults)
+
+
+def _ask_all(cls: type[BaseOperation], platform: str) -> None:
+    try:
+        operation = border.make(cls, OperationMetadata(platform=platform))
+    except (ValueError, UnsupportedError):
+        return  # it refuses the metadata, as it may
+    if not issubclass(cls, OperationImpl):
+        operation.reasons(Request(platform=platform))
+    else:
+        request = AttentionRequest(
+            platform=platform, batch=1, query_length=128, key_length=128, heads=2, kv_heads=2, head_dim=64,
+            value_head_dim=64,
+        )  # fmt: skip
+        border.preference(cls, request)
+        operation.reasons(request)
+    border.circumstances(operation)
 
 
 def _candidate(
     plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata
 ) -> Candidate:
-    operation = cls(metadata)
+    operation = border.make(cls, metadata)
+    border.circumstances(operation)
     forward = forward_for(cls, request.platform)
     reasons = operation.reasons(request)
     if reasons:
@@ -156,7 +199,5 @@ def _candidate(
             forward != "native" and metadata.on_unsupported == "native" and not operation._reasons("native", request)
         )
         forward = "native" if native else ""
-    preference = cls.preference(request)
-    if preference is not None and not math.isfinite(preference):  # raises where it is no number
-        raise ValueError(f"preference={preference} must be finite, or None for never")
+    preference = border.preference(cls, request)
     return Candidate(plugin.name, forward, tuple(reasons), preference=preference, priority=cls.priority)

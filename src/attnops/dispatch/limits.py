@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any, Final
 
 import jax.numpy as jnp
 
+from attnops.biases import Bias
 from attnops.dispatch.request import AttentionRequest, Reason, Request
+from attnops.masks.base import Mask
+from attnops.sharding.modes import printed_mode
+
+# Limits that a call without query, key and value has nothing to compare with.
+ATTENTION_ONLY: Final = (
+    "max_head_dim", "head_dim_multiple", "equal_head_dims", "mask_kinds", "bias_kinds", "mask_primitives",
+    "bias_primitives", "linear_memory",
+)  # fmt: skip
+# What `Mask.kinds` gives in addition to the names of classes.
+_OPERATORS: Final = {"And": "&", "Or": "|", "Not": "~", "At": "at"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,8 +28,9 @@ class Limits:
     """What one forward of an implementation can serve and its signature can't say, declared as data.
 
     Attributes:
-        dtypes: dtypes that query, key and value may have; given as dtypes or their names, kept as names.
-        same_dtype: query, key and value must share one dtype.
+        dtypes: dtypes that query, key and value may have; of another operation, all its floating-point arguments.
+            Given as dtypes or their names, kept as names.
+        same_dtype: these arguments must share one dtype.
         max_head_dim: the largest D, and the largest Dv.
         head_dim_multiple: D and Dv must be a multiple of it.
         equal_head_dims: D must equal Dv.
@@ -28,6 +43,11 @@ class Limits:
             True for plain JAX, which runs anywhere as it is.
         linear_memory: forward and backward need O(T + S) memory. One that needs O(T · S) declares it; the conformance
             suite holds every other to it.
+
+    A class that is no `OperationImpl` may declare dtypes, same_dtype, differentiable and interpretable.
+
+    Raises:
+        ValueError: a field is outside its range, or names an unknown dtype or an unknown kind of mask or bias.
     """
 
     dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float16"})
@@ -44,42 +64,60 @@ class Limits:
     linear_memory: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtypes", frozenset(jnp.dtype(dtype).name for dtype in self.dtypes))
-        for name in ("mask_kinds", "bias_kinds"):
-            kinds = getattr(self, name)
-            if kinds is not None:
-                object.__setattr__(self, name, frozenset(kinds))
-        if self.head_dim_multiple < 1:
-            raise ValueError(f"head_dim_multiple={self.head_dim_multiple} must be at least 1; leave it out for any")
+        object.__setattr__(self, "dtypes", frozenset(_dtype(dtype) for dtype in _collection("dtypes", self.dtypes)))
+        for name in ("mask_kinds", "bias_kinds", "mask_primitives", "bias_primitives"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, frozenset(_collection(name, value)))
+        _check_kinds("mask_kinds", self.mask_kinds, _names(Mask) - {*_OPERATORS, "Shifted"} | {*_OPERATORS.values()})
+        _check_kinds("bias_kinds", self.bias_kinds, _names(Bias) | {"array"})
+        for name in ("head_dim_multiple", "max_head_dim"):
+            number = getattr(self, name)
+            if number is None and name == "max_head_dim":
+                continue
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number!r} must be an int of at least 1; leave it out for any")
+
+    def attention_only(self) -> list[str]:
+        """The fields of `ATTENTION_ONLY` that are not at their defaults."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in ATTENTION_ONLY if getattr(self, name) != defaults[name]]
 
     def reasons(self, request: Request) -> list[Reason]:
         """Every limit that ``request`` breaks."""
         found = []
         if request.needs_grad and not self.differentiable:
             found.append(
-                Reason("mode", request.mode, "has no backward pass and serves prefill, decode and insert only",
-                       "say which with mode=...")
+                Reason("mode", printed_mode(request.mode),
+                       "has no backward pass and serves prefill, decode and insert only",
+                       "if you take no gradient, call it with mode='prefill'")
             )  # fmt: skip
         if request.interpret and not self.interpretable:
             found.append(Reason("interpret", True, "this kernel has no interpreter", "run it on its own platform"))
+        found += self._dtype_reasons(request)
         if isinstance(request, AttentionRequest):
             found += self._attention_reasons(request)
         return found
 
+    def _dtype_reasons(self, request: Request) -> list[Reason]:
+        is_attention = isinstance(request, AttentionRequest)
+        todo = "cast it, or set metadata.runtime_dtype" if is_attention else "cast it"
+        found, dtypes = [], request.dtypes
+        wrong = {dtype: "dtype" for dtype in dtypes if dtype not in self.dtypes}
+        if is_attention and len(set(dtypes)) > 1:
+            names = ("query.dtype", "key.dtype", "value.dtype")
+            wrong = {dtype: ", ".join(n for n, d in zip(names, dtypes, strict=True) if d == dtype) for dtype in wrong}
+        for dtype, names_of in wrong.items():
+            found.append(Reason(names_of, dtype, f"must be one of {sorted(self.dtypes)}", todo))
+        if self.same_dtype and len(set(dtypes)) > 1:
+            who = "query, key and value" if is_attention else "floating-point arguments"
+            found.append(Reason("dtypes", "/".join(dtypes), f"{who} must share one", todo.replace("it", "them", 1)))
+        return found
+
     def _attention_reasons(self, request: AttentionRequest) -> list[Reason]:
         found = []
-        for name, dtype in zip(("query", "key", "value"), request.dtypes, strict=True):
-            if dtype not in self.dtypes:
-                found.append(
-                    Reason(f"{name}.dtype", dtype, f"must be one of {sorted(self.dtypes)}",
-                           "cast it, or set metadata.runtime_dtype")
-                )  # fmt: skip
-        if self.same_dtype and len(set(request.dtypes)) > 1:
-            found.append(
-                Reason("dtypes", "/".join(request.dtypes), "query, key and value must share one",
-                       "cast them, or set metadata.runtime_dtype")
-            )  # fmt: skip
-        for name, dim in (("head_dim", request.head_dim), ("value_head_dim", request.value_head_dim)):
+        dims = {request.value_head_dim: "value_head_dim", request.head_dim: "head_dim"}  # one where they are equal
+        for dim, name in sorted(dims.items(), key=lambda item: item[1]):
             if self.max_head_dim is not None and dim > self.max_head_dim:
                 found.append(Reason(name, dim, f"must be at most {self.max_head_dim}"))
             if dim % self.head_dim_multiple:
@@ -103,6 +141,39 @@ class Limits:
                            + _of_derivatives(primitives - known))
                 )  # fmt: skip
         return found
+
+
+def _collection(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}={value!r} must be a collection, such as {{{value!r}}}")
+    return tuple(value)
+
+
+def _dtype(dtype: Any) -> str:
+    try:
+        return str(jnp.dtype(dtype).name)
+    except TypeError:
+        raise ValueError(f"dtypes names {dtype!r}, which is no dtype; use float32, bfloat16, float16, …") from None
+
+
+def _names(base: type) -> frozenset[str]:
+    """The names of the public subclasses of a class."""
+    found: frozenset[str] = frozenset()
+    cls: type
+    for cls in base.__subclasses__():
+        found |= _names(cls) | ({cls.__name__} if not cls.__name__.startswith("_") else set())
+    return found
+
+
+def _check_kinds(name: str, kinds: frozenset[str] | None, known: frozenset[str]) -> None:
+    for kind in sorted(map(str, kinds or ())):
+        if kind not in known:
+            lower = {other.lower(): other for other in known} | {k.lower(): v for k, v in _OPERATORS.items()}
+            near = difflib.get_close_matches(kind.lower(), lower)
+            hint = (
+                f"did you mean {' or '.join(repr(lower[x]) for x in near)}?" if near else f"known are {sorted(known)}"
+            )
+            raise ValueError(f"{name} names {kind!r}, which is no class or operator of masks or biases; {hint}")
 
 
 def _of_derivatives(primitives: frozenset[str]) -> str:

@@ -15,7 +15,7 @@ from attnops.models.configs import read, text_config
 from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, KV_LENGTH, QUERY_LENGTH
 from attnops.sharding.call import AttentionShardings
 from attnops.sharding.mesh import current_mesh
-from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, canonicalize_mode
+from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, canonicalize_mode, printed_mode
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules
 
 Layout = Literal["BTHD", "BHTD"]
@@ -90,6 +90,12 @@ class OperationMetadata:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a positive int, or None for the implementation's table")
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.mode is not None:
+            values["mode"] = printed_mode(self.mode)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @classmethod
     def from_config(cls, config: Any, **overrides: Any) -> OperationMetadata:

@@ -11,19 +11,26 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, ClassVar, Final, final
 
 import jax
+import jax.numpy as jnp
 
+from attnops.dispatch import border
 from attnops.dispatch.binding import Call, resolve_mode
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
-from attnops.dispatch.request import Reason, Request
+from attnops.dispatch.request import AttentionRequest, Reason, Request, dtype_name
 from attnops.errors import UnsupportedError, UnsupportedWarning
 from attnops.kernels.nograd import not_differentiable
 
 # The version of the contract between the core and implementations; raised when an old implementation would break.
 API_VERSION: Final = 1
 
+ATTENTION: Final = "attention"
+
 _NO_LIMITS = Limits()
+# The fields of the metadata that the dispatcher honours for every operation.
+_DISPATCHED: Final = frozenset({"mode", "platform", "on_unsupported", "interpret"})
+_INSTEAD: Final = {"runtime_dtype": "cast its arguments", "mesh": "place its arguments with jax.device_put"}
 
 
 class BaseOperation(abc.ABC):
@@ -37,12 +44,18 @@ class BaseOperation(abc.ABC):
     Class attributes:
         priority: of several classes that serve one name on one platform, the highest is picked.
         api_version: the version of this contract that the class was written for; state it as a number.
+        computes: ``"attention"``: the class computes the attention contract, so that `auto` may pick it and `explain`
+            lists it. The core's operations declare it, and their subclasses inherit it. None: something else.
+        reads: the fields of the metadata that its forwards read, in addition to what the dispatcher does by ``mode``,
+            ``platform``, ``on_unsupported`` and ``interpret``. A field that is set and not read is a reason.
         limits: by forward ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt"): what that forward can't serve. A
             forward that a class inherits keeps the limits that it has there, unless the class names them anew.
     """
 
     priority: ClassVar[int] = 0
     api_version: ClassVar[int] = API_VERSION
+    computes: ClassVar[str | None] = None
+    reads: ClassVar[frozenset[str]] = frozenset()
     limits: ClassVar[Mapping[str, Limits]] = {}
     metadata: OperationMetadata
 
@@ -119,11 +132,18 @@ class BaseOperation(abc.ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward for the platform of the call.
 
+        Args:
+            *args: of the forward.
+            **kwargs: options, and arguments of the forward by the names that `forward_native` gives them. ``mode`` is
+                the runtime mode: None for the metadata's, else train.
+
         Raises:
             ValueError: the arguments fit no implementation.
             TypeError: an option that no forward of this operation names.
             UnsupportedError: the forward can't serve the call, and the metadata says ``on_unsupported="error"`` or
-                the native forward can't either.
+                the native forward can't either. A forward may itself raise it while it is traced, with the same
+                consequence; raised in a backward pass it reaches the caller.
+            PluginError: the class is at fault: it gave what is no reason, or raised when asked.
         """
         return self.run(self.prepare(*args, **kwargs))
 
@@ -163,15 +183,32 @@ class BaseOperation(abc.ABC):
 
     def bind(self, *args: Any, **kwargs: Any) -> Call:
         """Check the arguments and describe the call. The platform is filled in by `prepare`."""
+        args, kwargs = _by_position(type(self), args, kwargs)
+        mode = resolve_mode(self.metadata, 0, kwargs.pop("mode", None))
         self._check_options(kwargs)
-        mode = resolve_mode(self.metadata, 0)
         options = {name: value for name, value in kwargs.items() if value is not None}
-        request = Request(options=frozenset(options), mode=mode, interpret=self.metadata.interpret)
+        arrays = [x for x in jax.tree.leaves((args, options)) if hasattr(x, "dtype")]
+        dtypes = {dtype_name(x) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)}
+        request = Request(
+            options=frozenset(options), mode=mode, interpret=self.metadata.interpret, dtypes=tuple(sorted(dtypes))
+        )
         return Call(request, args, options)
 
     def run(self, call: Call) -> Any:
         """Decide which forward serves a call that `prepare` described, and run it."""
         forward = decide(self, call.request)
+        try:
+            result = self._run(forward, call)
+        except UnsupportedError as error:  # of a forward that finds out while it is traced
+            may = forward != "native" and self.metadata.on_unsupported == "native"
+            if not may or self._reasons("native", call.request):
+                raise
+            what = "; ".join(map(str, error.reasons)) or str(error)
+            _warn_once(f"{type(self).__name__}.forward_{forward}", what, 4)  # past this, run and __call__
+            result = self._run("native", call)
+        return self.finish(call, result)
+
+    def _run(self, forward: str, call: Call) -> Any:
         function: Callable[..., Any] = getattr(self, f"forward_{forward}")
         if not self._limits(forward).differentiable:
             name = f"{type(self).__name__}.forward_{forward}"
@@ -183,7 +220,7 @@ class BaseOperation(abc.ABC):
         options = call.options
         if "mode" in named_options(type(self), forward):
             options = options | {"mode": call.request.mode}
-        return self.finish(call, self.invoke(forward, function, call, options))
+        return self.invoke(forward, function, call, options)
 
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """What a forward, of this name, gives for a call."""
@@ -207,17 +244,32 @@ class BaseOperation(abc.ABC):
             Reason(option, getattr(request, option, "given"), f"forward_{forward} has no such option")
             for option in sorted(request.options - known)
         ]
-        found += self._limits(forward).reasons(request)
+        limits = self._limits(forward)
+        # Without any declared, dtypes are limited by the attention contract alone.
+        if limits is not _NO_LIMITS or isinstance(request, AttentionRequest):
+            found += limits.reasons(request)
+        found += self._unread()
         if forward != "native":
-            found += self.unsupported(request)
+            found += border.unsupported(self, request)
         return found
+
+    def _unread(self) -> Iterable[Reason]:
+        """What the metadata sets that neither the dispatcher nor the class's forwards read."""
+        for field in dataclasses.fields(OperationMetadata):
+            value = getattr(self.metadata, field.name)
+            if field.name in _DISPATCHED or field.name in self.reads or value is field.default:
+                continue
+            if field.default is None or value != field.default:
+                yield Reason(f"metadata.{field.name}", value, f"{type(self).__name__} does not read it",
+                             _INSTEAD.get(field.name, "leave it out"))  # fmt: skip
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Refuse an option that no forward of this class names: a misspelling."""
         known = all_options(type(self))
         for option in options:
             if option not in known:
-                raise TypeError(f"{type(self).__name__} has no option {option!r}; it has {sorted(known)}")
+                listed = sorted(known | {"mode"})
+                raise TypeError(f"{type(self).__name__} has no option {option!r}; it has {listed}")
 
 
 def forward_for(cls: type[BaseOperation], platform: str) -> str:
@@ -247,17 +299,59 @@ def all_options(cls: type[BaseOperation]) -> frozenset[str]:
     return frozenset().union(*(named_options(cls, forward_for(cls, platform)) for platform in PLATFORMS))
 
 
+@functools.cache
+def positional_names(cls: type[BaseOperation]) -> tuple[str, ...]:
+    """The arguments that `forward_native` takes by position and can't do without."""
+    parameters = list(inspect.signature(cls.forward_native).parameters.values())[1:]
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty)
+
+
+def _by_position(
+    cls: type[BaseOperation], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, those of the forward that were given by name in their places; and the options."""
+    names, options = positional_names(cls), dict(kwargs)
+    given = list(args)
+    for name in names[len(args) :]:
+        if name not in options:
+            break
+        given.append(options.pop(name))
+    for name in names:
+        if name in options and names.index(name) < len(args):
+            raise TypeError(f"{cls.__name__} got its argument {name!r} twice, by position and by name")
+        if name in options:
+            raise TypeError(f"{cls.__name__} lacks its argument {names[len(given)]!r}; it takes {list(names)}")
+    return tuple(given), options
+
+
 def decide(operation: BaseOperation, request: Request) -> str:
     """The forward that serves ``request``: the platform's, or the native one if the metadata allows it.
 
     Raises:
         UnsupportedError: neither may or can, with all reasons.
+        PluginError: the operation's class is at fault, see `attnops.dispatch.border`.
     """
-    return _decide(operation, request, operation.circumstances())
+    return _decide(_Asked(operation), request, border.circumstances(operation))
+
+
+class _Asked:
+    """An operation that is asked, compared by class and metadata: its own ``__eq__`` may be anything."""
+
+    __slots__ = ("key", "operation")
+
+    def __init__(self, operation: BaseOperation) -> None:
+        self.operation, self.key = operation, (type(operation), operation.metadata)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Asked) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
 
 @functools.lru_cache(maxsize=4096)
-def _decide(operation: BaseOperation, request: Request, circumstances: Hashable) -> str:
+def _decide(asked: _Asked, request: Request, circumstances: Hashable) -> str:
+    operation = asked.operation
     forward = forward_for(type(operation), request.platform)
     reasons = operation._reasons(forward, request)
     if not reasons:
@@ -269,7 +363,10 @@ def _decide(operation: BaseOperation, request: Request, circumstances: Hashable)
             for reason in reasons:
                 _warn_once(name, str(reason))  # as text: a plugin's value need not be hashable
             return "native"
-        reasons = reasons + [dataclasses.replace(r, limit=f"{r.limit} (native forward)") for r in native]
+        known = {str(reason) for reason in reasons}
+        reasons = reasons + [
+            dataclasses.replace(r, limit=f"{r.limit} (native forward)") for r in native if str(r) not in known
+        ]
     listed = "".join(f"\n  - {reason}" for reason in reasons)
     raise UnsupportedError(f"{name} can't serve {request}:{listed}", reasons)
 
@@ -280,6 +377,8 @@ def warn_gathers(name: str, reason: str) -> None:
 
 
 @functools.cache
-def _warn_once(name: str, reason: str) -> None:
+def _warn_once(name: str, reason: str, stacklevel: int = 6) -> None:
     # Points at the caller of the operation, past this, _decide, decide, run and __call__.
-    warnings.warn(f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=6)
+    warnings.warn(
+        f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=stacklevel
+    )

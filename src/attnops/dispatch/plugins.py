@@ -8,12 +8,11 @@ import os
 import re
 import threading
 import traceback
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from attnops.errors import PluginWarning
+from attnops.dispatch.request import printable
 
 if TYPE_CHECKING:
     from importlib_metadata import EntryPoint
@@ -38,6 +37,18 @@ class State(enum.StrEnum):
     DISABLED = "disabled"  # by ATTNOPS_DISABLE or ATTNOPS_NO_AUTOLOAD
     INCOMPATIBLE = "incompatible"  # by its api_version, or by what it requires
     FAILED = "failed"  # its import raised, or gave no operation
+
+
+class Trouble(NamedTuple):
+    """Something wrong with an installation that is of no plugin's state.
+
+    Attributes:
+        what: it, in a sentence.
+        remedy: what to do about it.
+    """
+
+    what: str
+    remedy: str
 
 
 @dataclasses.dataclass(eq=False)
@@ -98,9 +109,16 @@ class Plugin:
         try:
             loaded = entry_point.load()
         except (Exception, SystemExit) as error:  # a plugin that exits on import must not end the program
-            return None, f"importing {self.target} raised {type(error).__name__}: {error}", error, State.FAILED
+            return (
+                None,
+                f"importing {self.target} raised {type(error).__name__}: {printable(error)}",
+                error,
+                State.FAILED,
+            )
         finally:
             _loading.reset(token)
+        from attnops.dispatch.classes import check_class
+
         wrong_kind, wrong_version = check_class(loaded)
         if wrong_kind:
             return None, f"{self.target} {wrong_kind}", None, State.FAILED
@@ -109,58 +127,63 @@ class Plugin:
         return loaded, "", None, State.LOADED
 
 
-def check_class(loaded: Any) -> tuple[str, str]:
-    """What is wrong with a class as an operation: (its kind, its api_version); empty where nothing is."""
-    from attnops.dispatch.limits import Limits
-    from attnops.dispatch.operation import API_VERSION, BaseOperation, has_forward
-    from attnops.dispatch.platforms import FORWARD_CHAIN
+def discover() -> tuple[list[Plugin], list[Trouble]]:
+    """Every operation that an installed distribution offers, in order of name; and what is wrong besides.
 
-    if not (isinstance(loaded, type) and issubclass(loaded, BaseOperation)):
-        return "is not a subclass of attnops.BaseOperation", ""
-    if loaded.__abstractmethods__:
-        return f"does not implement {', '.join(sorted(loaded.__abstractmethods__))}", ""
-    if not isinstance(loaded.api_version, int):
-        return f"has api_version={loaded.api_version!r}, which must be an int", ""
-    if loaded.api_version != API_VERSION:
-        newer = loaded.api_version > API_VERSION
-        todo = "upgrade attnops" if newer else "upgrade the plugin"
-        return "", f"has api_version={loaded.api_version}, but this attnops has api_version={API_VERSION}; {todo}"
-    # What would be ignored, or break others than itself when it is compared with them.
-    if isinstance(loaded.priority, bool) or not isinstance(loaded.priority, int):
-        return f"has priority={loaded.priority!r}, which must be an int", ""
-    if not isinstance(loaded.limits, Mapping):
-        return f"has limits={loaded.limits!r}, which must map forwards to attnops.Limits", ""
-    forwards = set().union(*FORWARD_CHAIN.values())
-    for forward, limits in loaded.limits.items():
-        if forward not in forwards:
-            return f"has limits for {forward!r}, which is no forward; use one of {sorted(forwards)}", ""
-        if not isinstance(limits, Limits):
-            return f"has limits[{forward!r}]={limits!r}, which must be an attnops.Limits", ""
-        if not has_forward(loaded, forward):
-            return f"has limits for {forward!r}, but does not override forward_{forward}, so they would never count", ""
-    return "", ""
-
-
-def discover() -> list[Plugin]:
-    """Every operation that an installed distribution offers, in order of name. Imports none of them."""
+    Imports none of them.
+    """
     import importlib_metadata
 
     found: dict[str, list[Plugin]] = {}
+    troubles = []
     for distribution in importlib_metadata.distributions():
         try:
             # Asked before anything is parsed: what is wrong with a distribution that offers none is not our business.
-            if GROUP not in (distribution.read_text("entry_points.txt") or ""):
+            text = distribution.read_text("entry_points.txt") or ""
+            if CORE not in text:
+                continue
+            troubles += [
+                Trouble(f"{distribution.name} has the entry-point group {group}, so its operations are missing",
+                        f"its author must call the group [{GROUP}]")
+                for group in _misspelt_groups(text)
+            ]  # fmt: skip
+            if GROUP not in text:
                 continue
             name = normalize(distribution.metadata["Name"])
             offered = _offered(name, distribution)
+            # Of two folders of sys.path that have a distribution, Python imports the first one's, whatever it offers.
+            if importlib_metadata.distribution(name).locate_file("") == distribution.locate_file(""):
+                found.setdefault(name, offered)
         except Exception as error:  # broken metadata must not hide the other distributions
-            message = f"the metadata of {distribution} can't be read, so its operations are missing: {error}"
-            warnings.warn(message, PluginWarning, stacklevel=2)
+            what = f"the metadata of {_where(distribution)} can't be read, so its operations are missing: "
+            troubles.append(Trouble(what + printable(error), "pip uninstall it and install it again"))
+    plugins = sorted((plugin for offered in found.values() for plugin in offered), key=lambda plugin: plugin.name)
+    return plugins, troubles + _disabling_nothing(plugins)
+
+
+def _where(distribution: Any) -> str:
+    return str(getattr(distribution, "_path", distribution))
+
+
+def _misspelt_groups(text: str) -> list[str]:
+    """The headings of groups that look like `GROUP` but are not read as it."""
+    headings = [line.strip() for line in text.splitlines() if CORE in line and "=" not in line]
+    # An entry without "=" is an error of its own; what follows "#" is a comment.
+    return [x for x in headings if "[" in x.partition(CORE)[0] and not x.startswith("#") and x != f"[{GROUP}]"]
+
+
+def _disabling_nothing(plugins: list[Plugin]) -> list[Trouble]:
+    """What ATTNOPS_DISABLE names that is not installed."""
+    troubles = []
+    for item in _disabled():
+        if any(_matches(item, plugin) for plugin in plugins):
             continue
-        # Of two folders of sys.path that have a distribution, Python imports the first one's, whatever it offers.
-        if importlib_metadata.distribution(name).locate_file("") == distribution.locate_file(""):
-            found.setdefault(name, offered)
-    return sorted((plugin for offered in found.values() for plugin in offered), key=lambda plugin: plugin.name)
+        names = [plugin.name for plugin in plugins if plugin.operation == item.rpartition(":")[2]]
+        distributions = sorted({plugin.distribution for plugin in plugins})
+        what = f"ATTNOPS_DISABLE names {item!r}, which is no installed distribution with operations"
+        todo = f"write distribution:operation, {' or '.join(names)}" if names else f"installed are {distributions}"
+        troubles.append(Trouble(what, todo))
+    return troubles
 
 
 def _offered(name: str, distribution: Any) -> list[Plugin]:
@@ -168,7 +191,9 @@ def _offered(name: str, distribution: Any) -> list[Plugin]:
     offered = []
     for entry_point in distribution.entry_points.select(group=GROUP):
         plugin = Plugin(name, distribution.version, entry_point.name, entry_point.value, _entry_point=entry_point)
-        if cause := _disabled_by(plugin):
+        if cause := check_name(entry_point.name):
+            plugin.state, plugin.cause = State.FAILED, f"its entry point's name {cause}"
+        elif cause := _disabled_by(plugin):
             plugin.state, plugin.cause = State.DISABLED, cause
         elif unmet:
             plugin.state, plugin.cause = State.INCOMPATIBLE, "; ".join(unmet)
@@ -192,11 +217,27 @@ def _package(target: str) -> str:
     return re.split("[.:]", target.strip(), maxsplit=1)[0]
 
 
+def check_name(name: Any) -> str:
+    """What is wrong with an operation's name; empty where nothing is."""
+    if isinstance(name, str) and re.fullmatch(r"[^\s:,]+", name):
+        return ""
+    return f"is {name!r}, but must be a string of at least one character, with no ':', ',' or white space"
+
+
+def _disabled() -> list[str]:
+    items = (item.strip() for item in os.environ.get("ATTNOPS_DISABLE", "").split(","))
+    return [item for item in items if item]
+
+
+def _matches(item: str, plugin: Plugin) -> bool:
+    distribution, _, operation = item.partition(":")
+    return normalize(distribution) == plugin.distribution and operation in ("", plugin.operation)
+
+
 def _disabled_by(plugin: Plugin) -> str:
-    for item in os.environ.get("ATTNOPS_DISABLE", "").split(","):
-        distribution, _, operation = item.strip().partition(":")
-        if distribution and normalize(distribution) == plugin.distribution and operation in ("", plugin.operation):
-            return f"ATTNOPS_DISABLE names {item.strip()}"
+    for item in _disabled():
+        if _matches(item, plugin):
+            return f"ATTNOPS_DISABLE names {item}"
     if plugin.distribution != CORE and os.environ.get("ATTNOPS_NO_AUTOLOAD", "") not in ("", "0"):
         return NO_AUTOLOAD
     return ""

@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Final, TypeVar, overload
 
-from attnops.dispatch import plugins
+from attnops.dispatch import border, plugins
+from attnops.dispatch.classes import check_class, names_of
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, forward_for
 from attnops.dispatch.platforms import PLATFORMS, find_platform
-from attnops.dispatch.plugins import CORE, Plugin, State
+from attnops.dispatch.plugins import CORE, Plugin, State, Trouble
+from attnops.dispatch.request import printable
 from attnops.errors import (
     AmbiguousOperationError,
     DuplicateOperationError,
@@ -36,6 +38,8 @@ class OperationRegistry:
 
     _lock: threading.RLock = threading.RLock()
     _plugins: list[Plugin] | None = None
+    _troubles: tuple[Trouble, ...] = ()
+    _warned: set[str] = set()  # noqa: RUF012  (guarded by the lock)
     _registered: list[Plugin] = []  # noqa: RUF012  (by hand; guarded by the lock)
     _picked: dict[tuple[str, str], type[BaseOperation]] = {}  # noqa: RUF012  (guarded by the lock)
     _generation: int = 0
@@ -61,18 +65,24 @@ class OperationRegistry:
         Raises:
             DuplicateOperationError: the class's distribution already has another class for the name and for a
                 platform that both serve.
-            TypeError: the class is not a complete `BaseOperation`, or has another ``api_version``.
+            TypeError: the class is not a complete `BaseOperation`, has another ``api_version``, or declares what would
+                be ignored. Nothing is registered then, under none of its names.
         """
         if impl_cls is None:
             return lambda decorated: cls.register(decorated, override=override)
-        wrong = " ".join(plugins.check_class(impl_cls)).strip()
+        wrong = " ".join(check_class(impl_cls)).strip()
         if wrong:
             raise TypeError(f"{impl_cls} {wrong}")
         distribution = plugins.distribution_of(impl_cls)
-        names = impl_cls.get_impl_name()
+        names = names_of(impl_cls)
         with cls._lock:
-            for name in (names,) if isinstance(names, str) else names:
-                cls._register(impl_cls, distribution, name, override)
+            before = cls._registered[:]
+            try:
+                for name in names:
+                    cls._register(impl_cls, distribution, name, override)
+            except Exception:  # all of its names, or none
+                cls._registered[:] = before
+                raise
             cls._forget()
         return impl_cls
 
@@ -113,7 +123,11 @@ class OperationRegistry:
             AmbiguousOperationError: several serve it equally well (a `ValueError`).
             PluginError: all that name it are broken, incompatible or disabled; chained to what their import raised.
             ValueError: the platform is unknown.
+            TypeError: ``impl_name`` is no string.
         """
+        if not isinstance(impl_name, str):
+            given = printable(impl_name)
+            raise TypeError(f"impl_name={given} must be a string, the name of an operation such as 'flash' or 'auto'")
         platform = find_platform(platform, None, ())
         picked = cls._picked.get((impl_name, platform))
         if picked is not None:
@@ -142,11 +156,15 @@ class OperationRegistry:
             metadata: how it is to run. None: all defaults.
 
         Raises:
-            UnknownOperationError, AmbiguousOperationError, PluginError: see `get`.
+            UnknownOperationError, AmbiguousOperationError, PluginError: see `get`; or the class can't be made.
+            TypeError: ``impl_name`` is no string, or ``metadata`` no `OperationMetadata`.
         """
+        if metadata is not None and not isinstance(metadata, OperationMetadata):
+            hint = "; write OperationMetadata(**metadata)" if isinstance(metadata, dict) else ""
+            raise TypeError(f"metadata is a {type(metadata).__name__}, but must be an attnops.OperationMetadata{hint}")
         metadata = OperationMetadata() if metadata is None else metadata
         platform = metadata.platform or find_platform(None, metadata.mesh, ())
-        return cls.get(impl_name, platform)(metadata)
+        return border.make(cls.get(impl_name, platform), metadata)
 
     @classmethod
     def list_implementations(cls) -> list[str]:
@@ -166,6 +184,13 @@ class OperationRegistry:
             for plugin in found:
                 plugin.load()
         return found
+
+    @classmethod
+    def troubles(cls) -> tuple[Trouble, ...]:
+        """What is wrong with the installation that no plugin's state tells: unreadable metadata, say."""
+        with cls._lock:
+            cls._all()
+            return cls._troubles
 
     @classmethod
     def refresh(cls) -> None:
@@ -188,14 +213,22 @@ class OperationRegistry:
     def _all(cls) -> list[Plugin]:
         with cls._lock:
             if cls._plugins is None:
-                cls._plugins = plugins.discover()
+                cls._plugins, troubles = plugins.discover()
+                cls._troubles = tuple(troubles)
+                for what, remedy in troubles:
+                    if what not in cls._warned:
+                        cls._warned.add(what)
+                        warnings.warn(f"{what}; {remedy}", PluginWarning, stacklevel=4)
             # An entry point that names a re-export has another target than the class that registers itself.
             loaded = {(plugin.name, plugin.operation_class) for plugin in cls._plugins}
             return cls._plugins + [p for p in cls._registered if (p.name, p.operation_class) not in loaded]
 
     @classmethod
     def _named(cls, impl_name: str) -> list[Plugin]:
-        distribution, _, operation = impl_name.rpartition(":")
+        # A distribution's name has no ":"; a faulty entry point's may.
+        distribution, colon, operation = impl_name.partition(":")
+        if not colon:
+            distribution, operation = "", impl_name
         found = [
             plugin
             for plugin in cls.plugins()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.masks.structure import MaskStructure
-from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES
+from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode, printed_mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,12 @@ class Reason:
 
     def __str__(self) -> str:
         hint = f"; {self.hint}" if self.hint else ""
-        return f"{self.argument}={self.value}: {self.limit}{hint}"
+        return f"{self.argument}={self.text}: {self.limit}{hint}"
+
+    @property
+    def text(self) -> str:
+        """The value as text; also of a value that can't be printed."""
+        return printable(self.value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,14 +47,26 @@ class Request:
         options: the names of the options that the caller set.
         mode: the runtime mode.
         interpret: whether a kernel is to be interpreted on the host.
+        dtypes: the names of the dtypes of the floating-point arguments, each once, sorted.
     """
 
     platform: str = "cpu"
     options: frozenset[str] = frozenset()
     mode: RUNTIME_MODE_TYPES = MODE_TRAIN
     interpret: bool = False
+    dtypes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["mode"] = printed_mode(self.mode)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+    def __str__(self) -> str:
+        options = " ".join(sorted(self.options))
+        return f"{printed_mode(self.mode)} on {self.platform}" + (f" with {options}" if options else "")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", canonicalize_mode(self.mode))
         if self.platform not in FORWARD_CHAIN:
             raise ValueError(f"platform={self.platform!r} is unknown; use one of {list(FORWARD_CHAIN)}")
 
@@ -63,7 +80,7 @@ class Request:
         return dataclasses.replace(self, **changes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionRequest(Request):
     """What the dispatcher knows of a call of attention. Lengths are in tokens; the layout plays no part here.
 
@@ -141,8 +158,15 @@ class AttentionRequest(Request):
             f"D{self.head_dim} Dv{self.value_head_dim}"
         )
         dtype = self.dtypes[0] if len(set(self.dtypes)) == 1 else "/".join(self.dtypes)
-        options = " ".join(sorted(self.options))
-        return f"{shape} {dtype} {self.mode.strip('_')} on {self.platform}" + (f" with {options}" if options else "")
+        return f"{shape} {dtype} {super().__str__()}"
+
+
+def printable(value: Any) -> str:
+    """``str(value)``, or what it is where that raises."""
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<a {type(value).__name__}, whose printing raised {type(error).__name__}>"
 
 
 def dtype_name(array: Any) -> str:

@@ -17,8 +17,8 @@ from attnops.operations.vanilla import VanillaAttention
 class AutoAttention(VanillaAttention):
     """Runs, for each call, the installed implementation that serves it best; `attnops.explain` says which and why.
 
-    Only implementations that serve the request on the forward meant for the platform are considered. Each states by
-    ``preference`` how good a choice it is.
+    Only implementations that declare ``computes = "attention"`` and serve the request on the forward meant for the
+    platform are considered. Each states by ``preference`` how good a choice it is.
     """
 
     @classmethod

@@ -13,7 +13,7 @@ from jax import lax
 from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import Limits
-from attnops.dispatch.operation import forward_for
+from attnops.dispatch.operation import ATTENTION, forward_for
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import Request
 from attnops.dropout import dropout_mask
@@ -27,6 +27,7 @@ class VanillaAttention(OperationImpl):
     All of it is computed in float32. Serves every request of the contract on every platform.
     """
 
+    computes: ClassVar[str | None] = ATTENTION
     limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None, linear_memory=False)}
 
     @classmethod

@@ -20,6 +20,7 @@ _SHORT_NAMES = {
     "train": MODE_TRAIN,
     "insert": MODE_INSERT,
 }
+_PRINTED = {MODE_DECODE: "decode", MODE_PREFILL: "prefill", MODE_TRAIN: "train", MODE_INSERT: "insert"}
 
 
 def canonicalize_mode(mode: str) -> RUNTIME_MODE_TYPES:
@@ -30,5 +31,10 @@ def canonicalize_mode(mode: str) -> RUNTIME_MODE_TYPES:
     """
     full = _SHORT_NAMES.get(mode, mode) if isinstance(mode, str) else None
     if full not in get_args(RUNTIME_MODE_TYPES):
-        raise ValueError(f"mode={mode!r} is not a runtime mode; use one of {sorted(_SHORT_NAMES)}")
+        raise ValueError(f"mode={mode!r} is not a runtime mode; use one of {sorted(_PRINTED.values())}")
     return cast(RUNTIME_MODE_TYPES, full)
+
+
+def printed_mode(mode: str) -> str:
+    """The short name of a runtime mode, as messages print it: ``"train"``, ``"decode"``."""
+    return _PRINTED.get(mode, mode)

@@ -55,6 +55,7 @@ class RingAttention(OperationImpl):
             it was. Both T and S are in that order; of queries that are not cut, S alone.
     """
 
+    computes: ClassVar[str | None] = "attention"
     limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None)}
 
     @classmethod

@@ -13,6 +13,7 @@ from jax import lax
 from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import Limits
+from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dropout import dropout_seed, dropout_step
@@ -44,6 +45,7 @@ class FlashAttention(OperationImpl):
     O(B · H · T · S) memory by its nature and is computed as `vanilla` does. A second derivative is refused.
     """
 
+    computes: ClassVar[str | None] = ATTENTION
     limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None)}
 
     @classmethod

@@ -1,0 +1,109 @@
+"""The border to classes that others wrote: what they are asked is checked; a fault names the class and what it did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.request import Reason, Request, printable
+from attnops.errors import PluginError, UnsupportedError
+
+if TYPE_CHECKING:
+    from attnops.dispatch.attention import OperationImpl
+    from attnops.dispatch.operation import BaseOperation
+
+# What a class that others wrote may raise when it is asked; a plugin that exits must not end the program.
+RAISED = (Exception, SystemExit)
+
+
+def make(cls: type[BaseOperation], metadata: OperationMetadata) -> BaseOperation:
+    """``cls(metadata)``.
+
+    Raises:
+        ValueError, UnsupportedError: the class refuses the metadata.
+        PluginError: its ``__init__`` raised anything else, or set no ``metadata``.
+    """
+    try:
+        operation = cls(metadata)
+        kept = getattr(operation, "metadata", None)
+    except (ValueError, UnsupportedError):
+        raise
+    except RAISED as error:
+        raise _raised(cls, "__init__", error) from error
+    if not isinstance(kept, OperationMetadata):
+        raise _fault(cls, "__init__ left metadata unset; it must call super().__init__(metadata)")
+    return operation
+
+
+def circumstances(operation: BaseOperation) -> Hashable:
+    """``operation.circumstances()``.
+
+    Raises:
+        PluginError: it raised, or gave what can't be hashed.
+    """
+    cls = type(operation)
+    try:
+        found = operation.circumstances()
+    except RAISED as error:
+        raise _raised(cls, "circumstances", error) from error
+    try:
+        hash(found)
+    except RAISED as error:
+        what = f"circumstances returned a {type(found).__name__}, but must return a hashable value"
+        raise _fault(cls, what) from error
+    return found
+
+
+def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
+    """``operation.unsupported(request)``.
+
+    Raises:
+        PluginError: it raised, or gave anything but reasons.
+    """
+    cls = type(operation)
+    try:
+        given: Any = operation.unsupported(request)
+        if given is None or isinstance(given, str):
+            what = f"unsupported returned {given!r}, but must return or yield attnops.Reason; return () for none"
+            raise _fault(cls, what)
+        found = list(given)
+        for reason in found:
+            if not isinstance(reason, Reason):
+                what = f"unsupported gave {printable(reason)!r} ({type(reason).__name__}), but must give attnops.Reason"
+                raise _fault(cls, what)
+            str(reason)
+    except PluginError:
+        raise
+    except RAISED as error:
+        raise _raised(cls, "unsupported", error) from error
+    return found
+
+
+def preference(cls: type[OperationImpl], request: Request) -> float | None:
+    """``cls.preference(request)``.
+
+    Raises:
+        PluginError: it raised, or gave neither a finite number nor None.
+    """
+    try:
+        found: Any = cls.preference(request)
+    except RAISED as error:
+        raise _raised(cls, "preference", error) from error
+    try:
+        is_finite = found is None or math.isfinite(found)
+    except RAISED:
+        is_finite = False
+    if not is_finite:
+        text = printable(found)
+        raise _fault(cls, f"preference returned {text}, but must return a finite number, or None for never")
+    return None if found is None else float(found)
+
+
+def _raised(cls: type, method: str, error: BaseException) -> PluginError:
+    return _fault(cls, f"{method} raised {type(error).__name__}: {printable(error)}")
+
+
+def _fault(cls: type, what: str) -> PluginError:
+    return PluginError(f"{cls.__module__}:{cls.__qualname__}.{what}")

@@ -1,0 +1,106 @@
+"""Whether a class may be an operation: what would be ignored in it, or harm others, is refused when it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.border import RAISED
+from attnops.dispatch.limits import Limits
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import API_VERSION, ATTENTION, BaseOperation, has_forward
+from attnops.dispatch.platforms import FORWARD_CHAIN
+from attnops.dispatch.plugins import check_name
+from attnops.dispatch.request import printable
+
+FORWARDS: Final = frozenset().union(*FORWARD_CHAIN.values())
+FIELDS: Final = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
+
+
+def check_class(loaded: Any) -> tuple[str, str]:
+    """What is wrong with a class as an operation: (its kind, its api_version); empty where nothing is."""
+    try:
+        if not (isinstance(loaded, type) and issubclass(loaded, BaseOperation)):
+            return "is not a subclass of attnops.BaseOperation", ""
+        if loaded.__abstractmethods__:
+            return f"does not implement {', '.join(sorted(loaded.__abstractmethods__))}", ""
+        wrong_version = _wrong_version(loaded)
+        if wrong_version[0] or wrong_version[1]:
+            return wrong_version
+        hash(loaded)
+        return _wrong_names(loaded) or _wrong_attributes(loaded) or _wrong_limits(loaded), ""
+    except RAISED as error:  # a property of a metaclass, say
+        return f"can't be examined: it raised {type(error).__name__}: {printable(error)}", ""
+
+
+def names_of(cls: type[BaseOperation]) -> tuple[str, ...]:
+    """The names that ``cls.get_impl_name`` gives.
+
+    Raises:
+        ValueError: it raised, or gave no names of operations.
+    """
+    try:
+        given: Any = cls.get_impl_name()
+        names = (given,) if isinstance(given, str) else tuple(given)
+    except RAISED as error:
+        text = printable(error)
+        raise ValueError(f"has a get_impl_name that gave no name, but {type(error).__name__}: {text}") from error
+    if not names:
+        raise ValueError("has a get_impl_name that returned no name")
+    for name in names:
+        if wrong := check_name(name):
+            raise ValueError(f"has a get_impl_name that returned a name that {wrong}")
+    return names
+
+
+def _wrong_version(loaded: type[BaseOperation]) -> tuple[str, str]:
+    if not isinstance(loaded.api_version, int):
+        return f"has api_version={loaded.api_version!r}, which must be an int", ""
+    if loaded.api_version != API_VERSION:
+        todo = "upgrade attnops" if loaded.api_version > API_VERSION else "upgrade the plugin"
+        return "", f"has api_version={loaded.api_version}, but this attnops has api_version={API_VERSION}; {todo}"
+    return "", ""
+
+
+def _wrong_names(loaded: type[BaseOperation]) -> str:
+    try:
+        names_of(loaded)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _wrong_attributes(loaded: type[BaseOperation]) -> str:
+    if isinstance(loaded.priority, bool) or not isinstance(loaded.priority, int):
+        return f"has priority={loaded.priority!r}, which must be an int"
+    if loaded.computes not in (None, ATTENTION):
+        return f"has computes={loaded.computes!r}, which must be {ATTENTION!r} or None"
+    if loaded.computes is not None and not issubclass(loaded, OperationImpl):
+        return f"has computes={ATTENTION!r}, but is not a subclass of attnops.OperationImpl"
+    if isinstance(loaded.reads, str) or not set(loaded.reads) <= FIELDS:
+        return f"has reads={loaded.reads!r}, which must be a set of fields of OperationMetadata: {sorted(FIELDS)}"
+    return ""
+
+
+def _wrong_limits(loaded: type[BaseOperation]) -> str:
+    for cls in loaded.__mro__:
+        declared = vars(cls).get("limits", {})
+        if not isinstance(declared, Mapping):
+            return f"has limits={declared!r}, which must map forwards to attnops.Limits"
+        for forward, limits in declared.items():
+            if forward not in FORWARDS:
+                return f"has limits for {forward!r}, which is no forward; use one of {sorted(FORWARDS)}"
+            if not isinstance(limits, Limits):
+                return f"has limits[{forward!r}]={limits!r}, which must be an attnops.Limits"
+            fields = limits.attention_only()
+            if fields and not issubclass(loaded, OperationImpl):
+                return (
+                    f"has limits[{forward!r}] with {', '.join(fields)}, which only a subclass of attnops.OperationImpl "
+                    f"can declare; yield a Reason from unsupported instead"
+                )
+    for forward in loaded.limits:
+        if not has_forward(loaded, forward):
+            return f"has limits for {forward!r}, but does not override forward_{forward}, so they would never count"
+    return ""

@@ -1,0 +1,59 @@
+"""What a forward of attention returned is checked against the contract, by shapes and dtypes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.dispatch.output import OperationOutput
+
+
+def check_output(name: str, args: tuple[Any, Any, Any], options: Container[str], result: Any) -> OperationOutput:
+    """``result`` as it is, if it has the shapes and dtypes of the contract.
+
+    Args:
+        name: of the implementation, for the message.
+        args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv], as the forward was given them.
+        options: the names of the options that it was given; ``as_part`` and ``whole`` change what it returns, see
+            `attnops.kernels.parts`.
+        result: what it returned.
+
+    Raises:
+        TypeError: it is no `OperationOutput`, lacks what it was asked for, or has another shape or dtype.
+    """
+    if not isinstance(result, OperationOutput):
+        raise TypeError(f"{name} returned a {type(result).__name__}, but must return OperationOutput")
+    query, key, value = args
+    (B, T, H, _), S, Dv = query.shape, key.shape[1], value.shape[3]
+    is_part = "as_part" in options or "whole" in options
+    dtype, rule = (jnp.dtype(jnp.float32), "parts are float32") if is_part else (query.dtype, "the query's dtype")
+    _check(name, "attention_outputs", result.attention_outputs, "[B, T, H, Dv]", (B, T, H, Dv), dtype, rule)
+    for option, field in (("return_lse", "logsumexp"), ("return_weights", "attention_weights")):
+        if option in options and getattr(result, field) is None:
+            raise TypeError(f"{name} was asked for {field} with {option}=True, but returned None")
+    if "return_lse" in options:
+        two = "as_part" in options and "whole" not in options
+        letters, shape = ("[B, H, T, 2]", (B, H, T, 2)) if two else ("[B, H, T]", (B, H, T))
+        _check(name, "logsumexp", result.logsumexp, letters, shape, jnp.dtype(jnp.float32), "always float32")
+    if "return_weights" in options:
+        _check(name, "attention_weights", result.attention_weights, "[B, H, T, S]", (B, H, T, S), None, "")
+    return result
+
+
+def _check(
+    name: str, field: str, array: Any, letters: str, shape: tuple[Any, ...], dtype: Any, rule: str
+) -> None:  # fmt: skip
+    if not isinstance(array, (jax.Array, np.ndarray)):
+        given = "None" if array is None else f"a {type(array).__name__}"
+        raise TypeError(f"{name} returned {given} as {field}, but must return an array {letters}={shape}")
+    if array.shape != shape:
+        raise TypeError(f"{name} returned {field} of shape {array.shape}, but must return {letters}={shape}")
+    if dtype is None:
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} returned {field} of dtype {array.dtype}, but it must be floating-point")
+    elif array.dtype != dtype:
+        raise TypeError(f"{name} returned {field} of dtype {array.dtype}, but must return {dtype}: {rule}")

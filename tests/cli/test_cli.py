@@ -101,7 +101,14 @@ def test_python_m_attnops_and_what_import_needs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[0].split() == ["operation", "computes", "platforms", "distribution", "version", "state"]
+    assert done.stdout.splitlines()[0].split() == [
+        "operation",
+        "computes",
+        "platforms",
+        "distribution",
+        "version",
+        "state",
+    ]
     assert f"vanilla ? ? attnops {attnops.__version__} discovered" in " ".join(done.stdout.split())
 
 

@@ -1,0 +1,156 @@
+"""A class that breaks the rules of the border: named where it is asked for, and without effect on any other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from attnops import (
+    OperationMetadata,
+    OperationOutput,
+    OperationRegistry,
+    PluginError,
+    Reason,
+    UnsupportedError,
+    explain,
+)
+from attnops.dispatch.explain import find_faults
+from attnops.operations.vanilla import VanillaAttention
+
+Q = jnp.ones((1, 4, 2, 8))
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    before = OperationRegistry._registered[:]
+    yield
+    OperationRegistry._registered[:] = before
+    OperationRegistry.refresh()
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("not for you")
+
+    __repr__ = __str__
+
+
+def register(**members: Any) -> type[VanillaAttention]:
+    """An operation "zeta" of a distribution "acme", with a forward for the platform tt and a preference above all others."""
+
+    def forward_tt(self: Any, query: Any, key: Any, value: Any) -> OperationOutput:
+        return OperationOutput(jnp.full_like(query, 7))
+
+    body = {
+        "get_impl_name": classmethod(lambda cls: "zeta"),
+        "preference": classmethod(lambda cls, request: 99.0),
+        "forward_tt": forward_tt,
+        "__module__": "acme.zeta",
+        "__qualname__": "Zeta",
+    }
+    return OperationRegistry.register(type("Zeta", (VanillaAttention,), body | members))
+
+
+def raising(*args: Any) -> Any:
+    raise KeyError("oops")
+
+
+def yields_text(self: Any, request: Any) -> Any:
+    yield "too long"
+
+
+def sets_nothing(self: Any, metadata: Any) -> None:
+    pass
+
+
+FAULTS = {
+    "a reason that is a str": ({"unsupported": yields_text}, "unsupported gave 'too long' (str), but must give attnops.R"),
+    "a str of reasons": ({"unsupported": lambda self, r: "long"}, "unsupported returned 'long', but must return or yield"),
+    "None": ({"unsupported": lambda self, request: None}, "unsupported returned None, but must return or yield"),
+    "raises": ({"unsupported": raising}, "unsupported raised KeyError: 'oops'"),
+    "unhashable": ({"circumstances": lambda self: ["sm_90"]}, "circumstances returned a list, but must return a hashable"),
+    "circumstances raise": ({"circumstances": raising}, "circumstances raised KeyError: 'oops'"),
+    "no metadata": ({"__init__": sets_nothing}, "__init__ left metadata unset; it must call super().__init__(metadata)"),
+    "no argument": ({"__init__": lambda self: None}, "__init__ raised TypeError: "),
+    "exits": ({"unsupported": lambda self, request: (_ for _ in ()).throw(SystemExit(3))}, "unsupported raised SystemEx"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("members", "text"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_named_and_harms_no_other(members: dict[str, Any], text: str) -> None:
+    cls = register(**members)
+    metadata = OperationMetadata(platform="tt")
+    found = explain(OperationRegistry.create("vanilla", metadata).request(Q, Q, Q))
+    (faulty,) = (c for c in found.others if c.name == "acme:zeta")
+    assert faulty.problem.startswith(f"failed: acme.zeta:Zeta.{text}")
+    assert found.chosen.name.startswith("attnops")
+    out = OperationRegistry.create("auto", metadata)(Q, Q, 3 * Q).attention_outputs
+    assert jnp.allclose(out, 3.0, atol=1e-5)
+    with pytest.raises(PluginError, match=re.escape(f"acme.zeta:Zeta.{text}")):
+        OperationRegistry.create("zeta", metadata)(Q, Q, Q)
+    (plugin,) = (p for p in OperationRegistry.plugins() if p.operation_class is cls)
+    faults = find_faults(plugin)
+    assert len(faults) == 1
+    assert faults[0].startswith(f"acme.zeta:Zeta.{text}")
+
+
+@pytest.mark.parametrize(
+    ("preference", "text"),
+    [
+        (classmethod(raising), "preference raised KeyError: 'oops'"),
+        (classmethod(lambda cls, request: "high"), "preference returned high, but must return a finite number"),
+        (classmethod(lambda cls, request: float("nan")), "preference returned nan, but must return a finite number"),
+    ],
+)
+def test_a_faulty_preference_is_named_and_harms_no_other(preference: Any, text: str) -> None:
+    cls = register(preference=preference)
+    metadata = OperationMetadata(platform="tt")
+    found = explain(OperationRegistry.create("vanilla", metadata).request(Q, Q, Q))
+    (faulty,) = (c for c in found.others if c.name == "acme:zeta")
+    assert text in faulty.problem
+    assert found.chosen.name.startswith("attnops")
+    (plugin,) = (p for p in OperationRegistry.plugins() if p.operation_class is cls)
+    assert [text in fault for fault in find_faults(plugin)] == [True]
+    # Asked for by name it isn't compared with any other.
+    assert (OperationRegistry.create("zeta", metadata)(Q, Q, Q).attention_outputs == 7).all()
+
+
+def test_a_reason_whose_value_cannot_be_printed() -> None:
+    reason = Reason("pages", Unprintable(), "must be even")
+    assert str(reason) == "pages=<a Unprintable, whose printing raised RuntimeError>: must be even"
+    register(unsupported=lambda self, request: [reason])
+    metadata = OperationMetadata(platform="tt", on_unsupported="error")
+    found = explain(OperationRegistry.create("vanilla", metadata).request(Q, Q, Q))
+    assert f"acme:zeta: can't serve it\n  - {reason}" in str(found)
+    with pytest.raises(UnsupportedError, match="pages=<a Unprintable, whose printing raised RuntimeError>: must be ev"):
+        OperationRegistry.create("zeta", metadata)(Q, Q, Q)
+
+
+@pytest.mark.parametrize("method", ["__eq__", "__hash__", "both"])
+def test_an_operation_that_cannot_be_compared_runs(method: str) -> None:
+    members = {name: raising for name in ("__eq__", "__hash__") if method in (name, "both")}
+    cls = register(**({"__hash__": VanillaAttention.__hash__} | members))
+    metadata = OperationMetadata(platform="tt")
+    for _ in range(2):
+        assert (OperationRegistry.create("zeta", metadata)(Q, Q, Q).attention_outputs == 7).all()
+        assert (OperationRegistry.create("auto", metadata)(Q, Q, Q).attention_outputs == 7).all()
+    assert (cls(metadata)(Q, Q, Q).attention_outputs == 7).all()
+
+
+def test_an_init_may_refuse_its_metadata() -> None:
+    def refuse(self: Any, metadata: Any) -> None:
+        raise ValueError("takes no block_q")
+
+    cls = register(__init__=refuse)
+    with pytest.raises(ValueError, match=r"^takes no block_q$"):
+        OperationRegistry.create("zeta", OperationMetadata(platform="tt"))
+    (plugin,) = (p for p in OperationRegistry.plugins() if p.operation_class is cls)
+    assert find_faults(plugin) == []
+
+
+def test_no_installed_operation_is_faulty() -> None:
+    assert [fault for plugin in OperationRegistry.plugins(load=True) for fault in find_faults(plugin)] == []

@@ -1,0 +1,77 @@
+"""Only what declares that it computes attention is picked or listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import OperationImpl, OperationMetadata, OperationOutput, OperationRegistry, explain
+from attnops.dispatch.platforms import PLATFORMS
+from attnops.testing.oracle import attention
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ATTNOPS_NO_AUTOLOAD", "1")
+    before = OperationRegistry._registered[:]
+    OperationRegistry.refresh()
+    yield
+    OperationRegistry._registered[:] = before
+    monkeypatch.undo()
+    OperationRegistry.refresh()
+
+
+def linear(**members: Any) -> type[OperationImpl]:
+    """A linear attention: it takes what attention takes, and computes something else."""
+
+    def forward(self: Any, query: Any, key: Any, value: Any) -> OperationOutput:
+        return OperationOutput(jnp.einsum("bthd,bshd,bshe->bthe", query, key, value))
+
+    body = {
+        "get_impl_name": classmethod(lambda cls: "linear"),
+        "preference": classmethod(lambda cls, request: 99.0),
+        "forward_native": forward,
+        "__module__": "acme.linear",
+    }
+    forwards = {f"forward_{platform}": forward for platform in members.pop("forwards", ())}
+    return OperationRegistry.register(type("Linear", (OperationImpl,), body | forwards | members))
+
+
+@pytest.mark.parametrize("forwards", [(), PLATFORMS])
+def test_a_class_that_declares_nothing_is_not_picked_and_not_listed_on_any_platform(forwards: tuple[str, ...]) -> None:
+    linear(forwards=forwards)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 5, 2, 8)), jnp.float32) for _ in range(3))
+    request = OperationRegistry.create("auto").request(q, k, v)
+    for platform in PLATFORMS:
+        found = explain(request.replace(platform=platform))
+        assert "acme:linear" not in {c.name for c in (found.chosen, *found.others)}
+    out = OperationRegistry.create("auto", OperationMetadata(platform="cpu"))(q, k, v).attention_outputs
+    np.testing.assert_allclose(out, attention(q, k, v).out, atol=1e-5)
+
+
+def test_one_that_declares_it_is() -> None:
+    linear(computes="attention")
+    q = jnp.ones((1, 5, 2, 8))
+    assert explain(OperationRegistry.create("auto").request(q, q, q)).chosen.name == "acme:linear"
+
+
+def test_one_that_declares_nothing_is_explained_by_name() -> None:
+    linear()
+    q = jnp.ones((1, 5, 2, 8))
+    found = explain(OperationRegistry.create("auto").request(q, q, q), "linear")
+    assert (found.chosen.name, found.chosen.forward) == ("acme:linear", "native")
+    assert "attnops:vanilla" in {c.name for c in found.others}
+
+
+def test_a_subclass_of_a_core_operation_may_say_that_it_computes_something_else() -> None:
+    vanilla = OperationRegistry.get("vanilla", "cpu")
+    name = {"get_impl_name": classmethod(lambda cls: "mean"), "__module__": "acme.mean", "computes": None}
+    OperationRegistry.register(type("Mean", (vanilla,), name))
+    q = jnp.ones((1, 5, 2, 8))
+    found = explain(OperationRegistry.create("auto").request(q, q, q))
+    assert "acme:mean" not in {c.name for c in (found.chosen, *found.others)}

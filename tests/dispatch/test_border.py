@@ -40,7 +40,7 @@ class Unprintable:
 
 
 def register(**members: Any) -> type[VanillaAttention]:
-    """An operation "zeta" of a distribution "acme", with a forward for the platform tt and a preference above all others."""
+    """An operation "zeta" of a distribution "acme", with a forward for tt and a preference above all others."""
 
     def forward_tt(self: Any, query: Any, key: Any, value: Any) -> OperationOutput:
         return OperationOutput(jnp.full_like(query, 7))
@@ -68,15 +68,15 @@ def sets_nothing(self: Any, metadata: Any) -> None:
 
 
 FAULTS = {
-    "a reason that is a str": ({"unsupported": yields_text}, "unsupported gave 'too long' (str), but must give attnops.R"),
-    "a str of reasons": ({"unsupported": lambda self, r: "long"}, "unsupported returned 'long', but must return or yield"),
+    "a reason that is a str": ({"unsupported": yields_text}, "unsupported gave 'too long' (str), but must give attnop"),
+    "a str of reasons": ({"unsupported": lambda self, r: "long"}, "unsupported returned 'long', but must return or yi"),
     "None": ({"unsupported": lambda self, request: None}, "unsupported returned None, but must return or yield"),
     "raises": ({"unsupported": raising}, "unsupported raised KeyError: 'oops'"),
-    "unhashable": ({"circumstances": lambda self: ["sm_90"]}, "circumstances returned a list, but must return a hashable"),
+    "unhashable": ({"circumstances": lambda self: ["sm_90"]}, "circumstances returned a list, but must return a hasha"),
     "circumstances raise": ({"circumstances": raising}, "circumstances raised KeyError: 'oops'"),
-    "no metadata": ({"__init__": sets_nothing}, "__init__ left metadata unset; it must call super().__init__(metadata)"),
+    "no metadata": ({"__init__": sets_nothing}, "__init__ left metadata unset; it must call super().__init__(metadata"),
     "no argument": ({"__init__": lambda self: None}, "__init__ raised TypeError: "),
-    "exits": ({"unsupported": lambda self, request: (_ for _ in ()).throw(SystemExit(3))}, "unsupported raised SystemEx"),
+    "exits": ({"unsupported": lambda self, request: (_ for _ in ()).throw(SystemExit(3))}, "unsupported raised System"),
 }  # fmt: skip
 
 

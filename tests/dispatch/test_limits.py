@@ -21,9 +21,9 @@ REQUEST = AttentionRequest(
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"mask_kinds": {"causal"}}, "mask_kinds names 'causal', which is no class or operator of masks or biases; did y"),
+        ({"mask_kinds": {"causal"}}, "mask_kinds names 'causal', which is no class or operator of masks or biases; di"),
         ({"mask_kinds": {"causal"}}, "did you mean 'Causal'"),
-        ({"mask_kinds": {"Causal", "And"}}, "mask_kinds names 'And', which is no class or operator of masks or biases; d"),
+        ({"mask_kinds": {"Causal", "And"}}, "mask_kinds names 'And', which is no class or operator of masks or biases"),
         ({"mask_kinds": {"And"}}, "did you mean '&'?"),
         ({"mask_kinds": {"zzz"}}, "known are ['&', "),
         ({"mask_kinds": "Causal"}, "mask_kinds='Causal' must be a collection, such as {'Causal'}"),
@@ -54,13 +54,13 @@ def test_every_kind_of_the_contract_is_known() -> None:
 @pytest.mark.parametrize(
     ("limits", "changes", "reasons"),
     [
-        ({"dtypes": ["bfloat16"]}, {}, ["dtype=float32: must be one of ['bfloat16']; cast it, or set metadata.runtime_d"]),
+        ({"dtypes": ["bfloat16"]}, {}, ["dtype=float32: must be one of ['bfloat16']; cast it, or set metadata.runtim"]),
         ({"dtypes": ["bfloat16"]}, {"dtypes": ("bfloat16", "float32", "float32")},
          ["key.dtype, value.dtype=float32: must be one of ['bfloat16']"]),
         ({"dtypes": ["float32"]}, {"dtypes": ("bfloat16", "float32", "float16")},
          ["query.dtype=bfloat16: must be one of ['float32']", "value.dtype=float16: must be one of ['float32']"]),
         ({"max_head_dim": 4}, {}, ["head_dim=8: must be at most 4"]),
-        ({"max_head_dim": 4}, {"value_head_dim": 12}, ["head_dim=8: must be at most 4", "value_head_dim=12: must be at m"]),
+        ({"max_head_dim": 4}, {"value_head_dim": 12}, ["head_dim=8: must be at most 4", "value_head_dim=12: must be "]),
         ({"max_head_dim": 8}, {"value_head_dim": 12}, ["value_head_dim=12: must be at most 8"]),
         ({"head_dim_multiple": 16}, {}, ["head_dim=8: must be a multiple of 16; pad it with zeros"]),
     ],

@@ -141,7 +141,7 @@ class TestMetadata:
     @pytest.mark.parametrize(
         ("metadata", "text"),
         [
-            ({"runtime_dtype": jnp.bfloat16}, "metadata.runtime_dtype=bfloat16: RMSNorm does not read it; cast its arg"),
+            ({"runtime_dtype": jnp.bfloat16}, "metadata.runtime_dtype=bfloat16: RMSNorm does not read it; cast its ar"),
             ({"mesh": jax.sharding.Mesh(jax.devices()[:1], ("x",))}, "does not read it; place its arguments with jax."),
             ({"softmax_scale": 2.0}, "metadata.softmax_scale=2.0: RMSNorm does not read it; leave it out"),
             ({"layout": "BHTD"}, "metadata.layout=BHTD: RMSNorm does not read it; leave it out"),
@@ -159,5 +159,7 @@ class TestMetadata:
             OperationRegistry.register(rms_norm(reads=frozenset({"dtype"})))
 
     def test_it_does_not_compute_attention(self) -> None:
-        with pytest.raises(TypeError, match="has computes='attention', but is not a subclass of attnops.OperationImpl"):
+        with pytest.raises(
+            TypeError, match=r"has computes='attention', but is not a subclass of attnops.OperationImpl"
+        ):
             OperationRegistry.register(rms_norm(computes="attention"))

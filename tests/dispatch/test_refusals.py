@@ -56,7 +56,7 @@ class TestNames:
     @pytest.mark.parametrize("name", ["", "a:b", "a b", "a,b", None, 3, ()])
     def test_what_is_no_name_is_refused(self, write: Write, name: Any) -> None:
         before = OperationRegistry.list_implementations()
-        with pytest.raises(TypeError, match="has a get_impl_name that (returned|gave) "):
+        with pytest.raises(TypeError, match=r"has a get_impl_name that (returned|gave) "):
             OperationRegistry.register(operation(name))
         assert OperationRegistry.list_implementations() == before
 
@@ -102,7 +102,7 @@ class TestArguments:
         text = "metadata is a dict, but must be an attnops.OperationMetadata; write OperationMetadata(**metadata)"
         with pytest.raises(TypeError, match=re.escape(text)):
             OperationRegistry.create("vanilla", {"platform": "cpu"})  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="metadata is a str, but must be an attnops.OperationMetadata$"):
+        with pytest.raises(TypeError, match=r"metadata is a str, but must be an attnops.OperationMetadata$"):
             OperationRegistry.create("vanilla", "cpu")  # type: ignore[arg-type]
         assert OperationRegistry.create("vanilla", OperationMetadata(platform="cpu"))
 
@@ -135,10 +135,10 @@ class TestEntryPoints:
     @pytest.mark.parametrize(
         ("text", "trouble"),
         [
-            ("[attnops.operations\nzeta = acme:Zeta\n", "acme has the entry-point group [attnops.operations, so its op"),
-            ("[attnops.operation]\nzeta = acme:Zeta\n", "acme has the entry-point group [attnops.operation], so its op"),
+            ("[attnops.operations\nzeta = acme:Zeta\n", "acme has the entry-point group [attnops.operations, so its o"),
+            ("[attnops.operation]\nzeta = acme:Zeta\n", "acme has the entry-point group [attnops.operation], so its o"),
             ("[ attnops.operations ]\nzeta = acme:Zeta\n", "acme has the entry-point group [ attnops.operations ], so"),
-            ("\ufeff[attnops.operations]\nzeta = acme:Zeta\n", "acme has the entry-point group \ufeff[attnops.operations]"),
+            ("\ufeff[attnops.operations]\nzeta = acme:Zeta\n", "acme has the entry-point group \ufeff[attnops.operati"),
             ("[attnops.operations]\nzeta acme:Zeta\n", "dist-info can't be read, so its operations are missing: "),
         ],
     )  # fmt: skip

@@ -30,15 +30,15 @@ def returning(result: Any, metadata: OperationMetadata | None = None) -> Vanilla
 
 
 WRONG = [
-    (OperationOutput(OUT.swapaxes(1, 2)), "attention_outputs of shape (2, 2, 4, 3), but must return [B, T, H, Dv]=(2, 4, "),
+    (OperationOutput(OUT.swapaxes(1, 2)), "attention_outputs of shape (2, 2, 4, 3), but must return [B, T, H, Dv]=(2,"),
     (OperationOutput(OUT[..., 0]), "attention_outputs of shape (2, 4, 2), but must return [B, T, H, Dv]=(2, 4, 2, 3)"),
     (OperationOutput(jnp.float32(0)), "attention_outputs of shape (), but must return [B, T, H, Dv]=(2, 4, 2, 3)"),
-    (OperationOutput(OUT.astype(jnp.bfloat16)), "attention_outputs of dtype bfloat16, but must return float32: the query"),
+    (OperationOutput(OUT.astype(jnp.bfloat16)), "attention_outputs of dtype bfloat16, but must return float32: the qu"),
     (OperationOutput(None), "None as attention_outputs, but must return an array [B, T, H, Dv]=(2, 4, 2, 3)"),
     (OperationOutput(0.0), "a float as attention_outputs, but must return an array"),
     (OperationOutput(OUT, WEIGHTS, LSE[..., 0]), "logsumexp of shape (2, 2), but must return [B, H, T]=(2, 2, 4)"),
-    (OperationOutput(OUT, WEIGHTS, LSE.astype(jnp.float16)), "logsumexp of dtype float16, but must return float32: alw"),
-    (OperationOutput(OUT, WEIGHTS.swapaxes(2, 3), LSE), "attention_weights of shape (2, 2, 6, 4), but must return [B, H,"),
+    (OperationOutput(OUT, WEIGHTS, LSE.astype(jnp.float16)), "logsumexp of dtype float16, but must return float32: al"),
+    (OperationOutput(OUT, WEIGHTS.swapaxes(2, 3), LSE), "attention_weights of shape (2, 2, 6, 4), but must return [B,"),
     (OperationOutput(OUT, WEIGHTS > 0, LSE), "attention_weights of dtype bool, but it must be floating-point"),
     (OUT, "a ArrayImpl, but must return OperationOutput"),
 ]  # fmt: skip

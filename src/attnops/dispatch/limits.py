@@ -169,7 +169,8 @@ def _check_kinds(name: str, kinds: frozenset[str] | None, known: frozenset[str])
     for kind in sorted(map(str, kinds or ())):
         if kind not in known:
             lower = {other.lower(): other for other in known} | {k.lower(): v for k, v in _OPERATORS.items()}
-            near = difflib.get_close_matches(kind.lower(), lower)
+            same = [kind.lower()] if kind.lower() in lower else []
+            near = same or difflib.get_close_matches(kind.lower(), lower)
             hint = (
                 f"did you mean {' or '.join(repr(lower[x]) for x in near)}?" if near else f"known are {sorted(known)}"
             )

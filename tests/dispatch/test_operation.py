@@ -244,6 +244,16 @@ class TestMalformed:
             ({"limits": {"tpu": {"max_head_dim": 4}}}, "has limits['tpu']={'max_head_dim': 4}, which must be an"),
             ({"limits": None}, "has limits=None, which must map forwards to attnops.Limits"),
             ({"priority": "high"}, "has priority='high', which must be an int"),
+            ({"computes": "Attention"}, "has computes='Attention', which must be 'attention' or None"),
+            (
+                {"reads": "mesh"},
+                "has reads='mesh', which must be a set of fields of OperationMetadata: ['axis_rules', ",
+            ),
+            (
+                {"option_axes": {"decay": "H"}},
+                "has option_axes={'decay': 'H'}, which must map options to letters of 'b'",
+            ),
+            ({"option_axes": "h"}, "has option_axes='h', which must map options to letters of 'b', 'h', 'k' and '-'"),
         ],
     )
     def test_refused(self, members, text):

@@ -81,6 +81,12 @@ def _wrong_attributes(loaded: type[BaseOperation]) -> str:
         return f"has computes={ATTENTION!r}, but is not a subclass of attnops.OperationImpl"
     if isinstance(loaded.reads, str) or not set(loaded.reads) <= FIELDS:
         return f"has reads={loaded.reads!r}, which must be a set of fields of OperationMetadata: {sorted(FIELDS)}"
+    if issubclass(loaded, OperationImpl):
+        axes: Any = loaded.option_axes
+        if not isinstance(axes, Mapping) or not all(
+            isinstance(x, str) and set(x) <= set("bhk-") for x in axes.values()
+        ):
+            return f"has option_axes={axes!r}, which must map options to letters of 'b', 'h', 'k' and '-'"
     return ""
 
 

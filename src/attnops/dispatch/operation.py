@@ -204,8 +204,8 @@ class BaseOperation(abc.ABC):
             if not may or self._reasons("native", call.request):
                 raise
             what = "; ".join(map(str, error.reasons)) or str(error)
-            _warn_once(f"{type(self).__name__}.forward_{forward}", what, 4)  # past this, run and __call__
             result = self._run("native", call)
+            _warn_once(f"{type(self).__name__}.forward_{forward}", what, 4)  # past this, run and __call__
         return self.finish(call, result)
 
     def _run(self, forward: str, call: Call) -> Any:

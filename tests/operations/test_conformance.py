@@ -9,11 +9,10 @@ from attnops.testing.features import combine
 from attnops.testing.strategies import requests
 
 
-# vanilla and sdpa are drawn by hypothesis in the quick tests already.
-@pytest.mark.slow
 class TestVanilla(OperationConformance):
     operation = "vanilla"
     refuses = frozenset()
+    exhaustive = frozenset({"test_all_pairs"})
 
 
 class TestFlash(OperationConformance):
@@ -21,13 +20,13 @@ class TestFlash(OperationConformance):
     refuses = frozenset()
 
 
-@pytest.mark.slow
 class TestScaledDotProduct(OperationConformance):
     operation = "sdpa"
     refuses = frozenset(
         {"mixed dtypes", "D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks",
          "dropout", "logsumexp", "weights"}
     )  # fmt: skip
+    exhaustive = frozenset({"test_all_pairs"})
 
 
 @pytest.mark.parametrize("block", [4, 16, 64])

@@ -257,6 +257,9 @@ BEHAVIOURS: Final[dict[str, Callable[[Subject], None]]] = {
     **CORNERS,
 }
 
+# Of these, what compiles nothing.
+WITHOUT_PROGRAM: Final = frozenset({"unknown option", "float8", "refusals are listed"})
+
 
 def _segments(T: int) -> dict[str, Any]:
     return {"mask": Segments(jax.ShapeDtypeStruct((1, T), jnp.int32))}

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import pytest
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation
-from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
+from attnops.testing.behaviours import BEHAVIOURS, MEMORY, WITHOUT_PROGRAM, memory_growth
 from attnops.testing.corners import CORNERS
 from attnops.testing.features import FEATURES
 from attnops.testing.long import LONG
-from attnops.testing.pairs import covering_rows, joined, sampled_pairs
+from attnops.testing.pairs import covering_rows, joined, rows_of_each, sampled_pairs
 from attnops.testing.reference import CHECKS, ReferenceProblem, ReferenceSubject
 from attnops.testing.runner import Outcome, Status, Subject, attempt
 
@@ -31,8 +31,9 @@ class OperationConformance:
 
     Values and gradients are held to the float64 oracle by the tolerance rule. Problems fit the operation: their
     dtype, lengths, heads and head dims are the first that it does not refuse, see `attnops.testing.fit`. Marked
-    ``slow`` are each feature alone, all pairs, corners, long problems and most memory figures: register the
-    marker, and leave them out with ``-m "not slow"``. What remains has every feature in one pair or another.
+    ``slow`` are each feature alone, pairs, corners, long problems and most memory figures, and of what is interpreted
+    most behaviours too: register the marker, and leave them out with ``-m "not slow"``. What remains has every
+    feature, several in a problem.
 
     Class attributes:
         operation: the operation's name, ``distribution:name``, or its class.
@@ -46,6 +47,8 @@ class OperationConformance:
         refuses: the names of the features and behaviours ("export", "second derivative") that it refuses, and no
             others; pairs as ``"GQA + Causal"`` where both features are served alone. A behaviour that is named here
             may also raise any exception. None: any may be refused.
+        exhaustive: the names of tests of this class, "test_all_pairs", of which there are too many for what a problem
+            takes with this operation: they are marked ``exhaustive`` too.
     """
 
     operation: ClassVar[str | type[OperationImpl]]
@@ -56,6 +59,19 @@ class OperationConformance:
     dtype: ClassVar[str | None] = None
     metadata: ClassVar[OperationMetadata] = OperationMetadata()
     refuses: ClassVar[frozenset[str] | None] = None
+    exhaustive: ClassVar[frozenset[str]] = frozenset()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """The cases of each test, marked by what they cost."""
+        name = metafunc.function.__name__
+        argument, cases, is_slow = _CASES.get(name, ("", (), bool))
+        if argument in metafunc.fixturenames:
+            marks = [pytest.mark.slow, *([pytest.mark.exhaustive] if name in self.exhaustive else [])]
+            metafunc.parametrize(
+                argument,
+                [pytest.param(case, marks=marks if is_slow(case, self.interpret) else []) for case in cases],
+                ids=lambda case: case if isinstance(case, str) else joined(case),
+            )
 
     @classmethod
     def subject(cls) -> Subject:
@@ -69,33 +85,26 @@ class OperationConformance:
         subject.require_kernel()
         return subject
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("feature", FEATURES)
+    def test_each_feature(self, row: tuple[str, ...], record_property: Any) -> None:
+        """Every feature, several in a problem."""
+        self._judge(self.subject().check_row(row), record_property)
+
     def test_feature(self, feature: str, record_property: Any) -> None:
         """See `Subject.check`."""
         self._judge([self.subject().check([feature])], record_property)
 
-    @pytest.mark.parametrize("pair", sampled_pairs(), ids=joined)
     def test_sampled_pair(self, pair: tuple[str, str], record_property: Any) -> None:
         """Every feature together with another; with one that is served, where that one is refused."""
         self._judge(self.subject().check_pair_or_others(pair), record_property)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("row", LONG, ids=joined)
     def test_long(self, row: tuple[str, ...], record_property: Any) -> None:
         """In several tiles of 128, as kernels that choose their tiles themselves have them."""
         self._judge([self.subject().long.check(row)], record_property)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("row", covering_rows(), ids=joined)
     def test_all_pairs(self, row: tuple[str, ...], record_property: Any) -> None:
         """Every pair, several in a problem."""
         self._judge(self.subject().check_pairs(row), record_property)
 
-    @pytest.mark.parametrize(
-        "behaviour",
-        [pytest.param(name, marks=pytest.mark.slow) if name in CORNERS else name for name in BEHAVIOURS],
-    )
     def test_behaviour(self, behaviour: str) -> None:
         """See `attnops.testing.behaviours`."""
         outcome = attempt(behaviour, functools.partial(BEHAVIOURS[behaviour], self.subject()))
@@ -106,9 +115,6 @@ class OperationConformance:
                 f"{behaviour} is in `refuses`, but is right: take it out"
             )
 
-    @pytest.mark.parametrize(
-        "case", [case if case == "Causal" else pytest.param(case, marks=pytest.mark.slow) for case in MEMORY]
-    )
     def test_memory_growth(self, case: str) -> None:
         """See `attnops.testing.behaviours.memory_growth`."""
         outcome = attempt(case, functools.partial(memory_growth, self.subject(), case))
@@ -129,6 +135,21 @@ class OperationConformance:
                 # A pair may be served that has a part which alone is not: float16 where a runtime_dtype casts it.
                 assert outcome.name not in self.refuses, f"{outcome.name} is in `refuses`, but is served: take it out"
 
+
+# By test: its argument, its cases, and whether a case is slow, of what is compiled and of what is interpreted.
+_CASES: Final[dict[str, tuple[str, Any, Callable[[Any, bool], bool]]]] = {
+    "test_each_feature": ("row", rows_of_each(), lambda row, interpret: False),
+    "test_feature": ("feature", FEATURES, lambda feature, interpret: True),
+    "test_sampled_pair": ("pair", sampled_pairs(), lambda pair, interpret: True),
+    "test_long": ("row", LONG, lambda row, interpret: True),
+    "test_all_pairs": ("row", covering_rows(), lambda row, interpret: True),
+    "test_behaviour": (
+        "behaviour",
+        BEHAVIOURS,
+        lambda name, interpret: name in CORNERS or (interpret and name not in WITHOUT_PROGRAM),
+    ),
+    "test_memory_growth": ("case", MEMORY, lambda case, interpret: case != "Causal"),
+}
 
 # One an operation, so that what a problem needs is found once.
 _subject = functools.cache(Subject)

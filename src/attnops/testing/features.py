@@ -184,12 +184,14 @@ class Feature:
         group: features of one group exclude each other.
         changes: fields of `Spec`; a function gives a field for the plain problem.
         trivial: it makes others hold trivially, so that a pair of others is not proven in its company.
+        cost: how many times as long as the plain problem it takes in a kernel language's interpreter.
     """
 
     name: str
     group: str
     changes: Mapping[str, Any]
     trivial: bool = False
+    cost: float = 1
 
 
 def _features() -> Iterable[Feature]:
@@ -204,8 +206,8 @@ def _features() -> Iterable[Feature]:
     yield Feature("odd lengths", "lengths", {"T": (2, 5)})
     yield Feature("D ≠ Dv", "head_dim", {"Dv": lambda plain: plain.D * 3 // 2 if plain.D < 128 else plain.D // 2})
     yield Feature("head_dim 80", "head_dim", {"D": 80})
-    yield Feature("head_dim 256", "head_dim", {"D": 256})
-    yield Feature("head dims 576/512", "head_dim", {"D": 576, "Dv": 512})
+    yield Feature("head_dim 256", "head_dim", {"D": 256}, cost=2)
+    yield Feature("head dims 576/512", "head_dim", {"D": 576, "Dv": 512}, cost=4)
     yield from (Feature(name, "mask", {"mask": mask}) for name, mask in MASKS.items())
     yield from (Feature(name, "mask", {"mask": m, "traced_mask": True}) for name, m in TRACED_MASKS.items())
     yield from (Feature(name, "padding", {"padding": padding}) for name, padding in PADDINGS.items())

@@ -1,13 +1,14 @@
-"""Which features are combined: a sample of pairs that has each feature, or rows that prove every pair."""
+"""Which features are combined: rows that have each once, pairs that have each, rows that prove every pair."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from attnops.testing.features import FEATURES, combine
+from attnops.testing.features import FEATURES, Feature, combine
 from attnops.testing.fit import Fit
 
 # How many features at most are combined in one problem, so that each keeps enough to act on.
@@ -15,6 +16,9 @@ ROW: Final = 5
 
 # Where kernels went wrong, though each feature alone was right: in every sample.
 ALWAYS: Final = (("GQA", "Segments"), ("D ≠ Dv", "sinks"), ("SlidingWindow", "logsumexp"), ("T < S", "Causal"))
+
+# A feature that is shown only by a problem that has the other: of any other dtype this bias is an ordinary one.
+COMPANIONS: Final = {"bfloat16": "float32 bias"}
 
 
 def joined(names: Sequence[str]) -> str:
@@ -43,6 +47,33 @@ def all_pairs(names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
     for a, b in itertools.combinations(changing() if names is None else names, 2):
         if FEATURES[a].group != FEATURES[b].group:
             yield a, b
+
+
+@functools.cache
+def rows_of_each() -> tuple[tuple[str, ...], ...]:
+    """Combinations in which every feature occurs once, as few as the largest group allows and equally costly.
+
+    Features that make others hold trivially have a row of their own.
+    """
+    order = list(FEATURES)
+    sizes = collections.Counter(feature.group for feature in FEATURES.values())
+    rows: list[list[str]] = [[] for _ in range(max(sizes.values()))]
+    # The largest group first, one a row; of the others, the costliest first.
+    for name in sorted(changing(), key=lambda name: (-sizes[FEATURES[name].group], -FEATURES[name].cost)):
+        if FEATURES[name].trivial:
+            rows.append([name])
+            continue
+        shown = [row for row in rows if COMPANIONS.get(name) in row]
+        free = (row for row in shown or rows if all(_combine(FEATURES[name], FEATURES[other]) for other in row))
+        row = min(free, key=lambda row: sum(FEATURES[other].cost for other in row), default=None)
+        if row is None:
+            rows.append(row := [])
+        row.append(name)
+    return tuple(tuple(sorted(row, key=order.index)) for row in rows)
+
+
+def _combine(a: Feature, b: Feature) -> bool:
+    return a.group != b.group and not a.trivial and not b.trivial
 
 
 def sampled_pairs(names: Iterable[str] | None = None) -> list[tuple[str, str]]:

@@ -226,6 +226,12 @@ class Subject:
         vars(copy)["fit"] = smaller  # where it refuses this one, every check says so
         return copy
 
+    def small(self, heads: int) -> Subject:
+        """The same with fewer heads, where the operation serves any number of them."""
+        copy = dataclasses.replace(self)
+        vars(copy)["fit"] = dataclasses.replace(self.fit, H=heads) if self.fit.H == Fit.H else self.fit
+        return copy
+
     @property
     def limits(self) -> Limits:
         """What that forward declares."""
@@ -262,6 +268,25 @@ class Subject:
             problem.check(self.make(problem.metadata), self.gradients, self.compiler_options)
 
         return attempt(joined(names), check)
+
+    def check_row(self, row: Sequence[str]) -> list[Outcome]:
+        """Each feature of the row, from one small program where that can be.
+
+        What is refused is found without compiling. The rest runs as one problem; where that is wrong, or refused
+        although no feature of it is, each runs alone.
+        """
+        small = self.small(4 if "GQA" in row else 2)
+        found = {name: small.refusal([name]) for name in row}
+        served = [name for name in row if found[name] is None]
+        whole = small.check(served) if served else None
+        for name in served:
+            right = whole is not None and whole.status is Status.RIGHT
+            found[name] = Outcome(name, Status.RIGHT) if right else small.check([name])
+        outcomes = [outcome for outcome in found.values() if outcome is not None]
+        wrong = any(outcome.status is Status.WRONG for outcome in outcomes)
+        if whole is not None and whole.status is Status.WRONG and not wrong:
+            outcomes.append(whole)  # only all of them together are
+        return outcomes
 
     def check_pairs(self, row: Sequence[str]) -> list[Outcome]:
         """Every pair that the row proves, from as few programs as can be.

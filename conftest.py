@@ -1,7 +1,12 @@
-"""What all tests share: the CPU as eight devices, reproducible draws, and compiled programs kept between runs."""
+"""What all tests share: the CPU as eight devices, reproducible draws, programs kept between runs but not in memory."""
 
+import ctypes
+import functools
+import gc
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -10,6 +15,7 @@ from typing import Any
 
 import hypothesis
 import jax
+import pytest
 from jax._src import compiler
 
 _cache = Path(os.environ.get("ATTNOPS_TEST_CACHE", Path(tempfile.gettempdir()) / "attnops-test-cache"))
@@ -34,6 +40,25 @@ def _compiled(backend: Any, module: Any, devices: Any, options: Any, callbacks: 
 
 
 compiler.compile_or_get_cached = _compiled
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module_of_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave optimisation to modules marked ``optimised``, and let go of what a module compiled and traced.
+
+    LLVM's optimiser takes a quarter of the time of all tests, and does not make a wrong formula right. All programs
+    together take gigabytes.
+    """
+    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimised") is None)
+    yield
+    jax.clear_caches()
+    for cache in [x for x in gc.get_objects() if isinstance(x, functools._lru_cache_wrapper)]:
+        if str(cache.__module__).startswith("attnops"):
+            cache.cache_clear()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # else what is free stays with the process
+
 
 # Compiling takes most of a draw's time, so no deadline; the same draws every time, so that a failure can be repeated.
 hypothesis.settings.register_profile("attnops", deadline=None, derandomize=True, max_examples=60, database=None)

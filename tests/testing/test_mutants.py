@@ -21,6 +21,7 @@ from attnops.kernels.unseen import hide_unseen
 from attnops.masks import Causal, Segments, SlidingWindow
 from attnops.masks.algebra import And
 from attnops.testing.behaviours import BEHAVIOURS, memory_growth
+from attnops.testing.pairs import joined, rows_of_each
 from attnops.testing.runner import Outcome, Status, Subject, attempt
 
 TILE = 16
@@ -464,17 +465,34 @@ def check(cls: type[OperationImpl], name: str) -> Outcome:
     return subject.check(name.split(" + "))
 
 
-def test_there_are_enough():
-    assert len(MUTANTS) >= 15
+IN_ROWS = [(mutant, row) for mutant in MUTANTS for row in rows_of_each() if mutant.found_by in row]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
-def test_caught(mutant):
+def test_most_mutants_are_of_a_feature_that_a_row_has():
+    assert len(MUTANTS) >= 30
+    assert len(IN_ROWS) >= 0.8 * len(MUTANTS)
+
+
+@pytest.mark.parametrize(("mutant", "row"), IN_ROWS, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_mutant_is_wrong_where_its_feature_is_one_of_several(mutant, row):
+    outcome = Subject(operation=mutant).small(4 if "GQA" in row else 2).check(row)
+    assert outcome.status is Status.WRONG, f"{mutant.__name__} is {outcome.status} in {joined(row)}"
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, marks=[pytest.mark.slow] if any(mutant is other for other, _ in IN_ROWS) else [])
+        for mutant in MUTANTS
+    ],
+    ids=lambda cls: cls.__name__,
+)
+def test_a_mutant_is_wrong_in_its_feature_alone(mutant):
     outcome = check(mutant, mutant.found_by)
     assert outcome.status is Status.WRONG, f"{mutant.__name__} is {outcome.status} in {mutant.found_by!r}"
 
 
-def test_memory_that_is_not_declared_is_caught():
+def test_memory_that_is_not_declared_is_wrong():
     class Undeclared(Reference):
         limits: ClassVar = {"native": Limits(bias_kinds=None)}
 
@@ -484,7 +502,13 @@ def test_memory_that_is_not_declared_is_caught():
     assert "Limits(linear_memory=False)" in outcome.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", dict.fromkeys(mutant.found_by for mutant in MUTANTS))
-def test_the_unmutated_passes(name):
+def test_the_unmutated_is_right_in_each_feature_alone(name):
     outcome = check(Reference, name)
     assert outcome.status is Status.RIGHT, outcome.detail
+
+
+@pytest.mark.parametrize("row", rows_of_each(), ids=joined)
+def test_the_unmutated_is_right_in_every_row(row):
+    assert {outcome.status for outcome in Subject(operation=Reference).check_row(row)} == {Status.RIGHT}

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attnops.biases import ALiBi, RelativePosition
@@ -149,7 +149,10 @@ def export(subject: Subject) -> None:
         if "callback" not in str(error):
             raise
         raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
-    _check(subject, problem, _jit(subject, exported.call)(*problem.arguments))
+    arguments, mesh = problem.arguments, subject.base.mesh
+    if mesh is not None:
+        arguments = jax.device_put(arguments, NamedSharding(mesh, P()))  # it runs on as many devices as it is for
+    _check(subject, problem, _jit(subject, exported.call)(*arguments))
 
 
 def second_derivative(subject: Subject) -> None:

@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+import numpy as np
+
 from attnops.testing.features import FEATURES, Feature, combine
 from attnops.testing.fit import Fit
 
@@ -19,6 +21,10 @@ ALWAYS: Final = (("GQA", "Segments"), ("D ≠ Dv", "sinks"), ("SlidingWindow", "
 
 # A feature that is shown only by a problem that has the other: of any other dtype this bias is an ordinary one.
 COMPANIONS: Final = {"bfloat16": "float32 bias"}
+
+# Features whose scores are so far apart that little is left of what others of these groups change.
+EXTREME: Final = frozenset({"rising bias", "bias near finfo.min", "large logits"})
+OF_SCORES: Final = frozenset({"bias", "scale", "logits", "cap", "sinks"})
 
 
 def joined(names: Sequence[str]) -> str:
@@ -73,7 +79,18 @@ def rows_of_each() -> tuple[tuple[str, ...], ...]:
 
 
 def _combine(a: Feature, b: Feature) -> bool:
-    return a.group != b.group and not a.trivial and not b.trivial
+    """Whether both still act in one problem."""
+    if a.group == b.group or a.trivial or b.trivial:
+        return False
+    if any(x.name in EXTREME and y.group in OF_SCORES for x, y in ((a, b), (b, a))):
+        return False
+    if {a.group, b.group} != {"mask", "padding"}:
+        return True
+    # Neither may hide all that the other hides.
+    shape = 2, 2, 40, 40
+    one, other = (np.broadcast_to(x.changes[x.group](*shape).visible, shape) for x in (a, b))
+    seen = one & other
+    return bool(seen.any() and (one != seen).any() and (other != seen).any())
 
 
 def sampled_pairs(names: Iterable[str] | None = None) -> list[tuple[str, str]]:

@@ -1,0 +1,26 @@
+"""The conformance suite over four devices along the sequence."""
+
+import functools
+
+import jax
+
+from attnops import OperationMetadata
+from attnops.sharding import create_mesh
+from attnops.testing import OperationConformance
+from attnops.testing.runner import Subject
+
+
+@functools.cache
+def over_four_devices() -> OperationMetadata:
+    return OperationMetadata(mesh=create_mesh((4,), ("sp",), devices=jax.devices()[:4]))
+
+
+class TestRing(OperationConformance):
+    operation = "ring"
+    refuses = frozenset({"weights"})
+    exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs"})
+
+    @classmethod
+    def subject(cls) -> Subject:
+        cls.metadata = over_four_devices()  # asks for devices, which collecting tests should not
+        return super().subject()

@@ -64,8 +64,8 @@ class OperationConformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """The cases of each test, marked by what they cost."""
         name = metafunc.function.__name__
-        argument, cases, is_slow = _CASES.get(name, ("", (), bool))
-        if argument in metafunc.fixturenames:
+        if name in _CASES and _CASES[name][0] in metafunc.fixturenames:
+            argument, cases, is_slow = _CASES[name]
             marks = [pytest.mark.slow, *([pytest.mark.exhaustive] if name in self.exhaustive else [])]
             metafunc.parametrize(
                 argument,

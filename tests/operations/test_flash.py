@@ -290,3 +290,28 @@ def test_no_warning_is_given():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.grad(lambda q: flash()(q, k, v, mask=Causal()).attention_outputs.sum())(q)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "jvp of jit", "jacfwd", "linearize"])
+def test_forward_mode_is_refused_in_words(transform):
+    q = jnp.ones((1, 3, 1, 4))
+    call = lambda q: flash()(q, q, q).attention_outputs  # noqa: E731
+    run = {
+        "jvp": lambda: jax.jvp(call, (q,), (q,)),
+        "jvp of jit": lambda: jax.jvp(jax.jit(call), (q,), (q,)),
+        "jacfwd": lambda: jax.jacfwd(call)(q),
+        "linearize": lambda: jax.linearize(call, q)[1](q),
+    }
+    with pytest.raises(NotDifferentiableError, match=r"has no forward mode \(jax.jvp, linearize.*; vanilla has both"):
+        run[transform]()
+
+
+def test_reverse_mode_is_as_without_the_refusal_of_forward_mode():
+    from attnops.kernels.reverse import reverse_mode_only
+
+    def grads(guard):
+        function = lambda x: (jnp.sin(guard(x)) ** 2).sum()  # noqa: E731
+        mapped = jax.vmap(jax.grad(jax.checkpoint(jax.jit(function))))
+        return mapped(jnp.arange(6.0).reshape(2, 3))
+
+    np.testing.assert_array_equal(grads(lambda x: reverse_mode_only((x, None), "")[0]), grads(lambda x: x))

@@ -19,6 +19,7 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
 from attnops.dispatch.operation import all_options
 from attnops.kernels.parts import Partial, joined
+from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
 from attnops.partition.boundary import Boundary, find_boundary, run_in_parts
@@ -222,7 +223,7 @@ def _part(
     if strategy == "reduce":
         found = reduced(inner, axis, *given)
     else:
-        given = equally_varying(given)
+        given = reverse_mode_only(equally_varying(given), REVERSE_ONLY)
         if strategy == "ring":
             found = ring(inner, axis, hops, *given)
         elif strategy == "all_gather":

@@ -18,6 +18,7 @@ from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dropout import dropout_seed, dropout_step
 from attnops.kernels.parts import Whole, check_parts, two_parts
+from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
 from attnops.kernels.varying import equally_varying
 from attnops.masks.base import Mask
 from attnops.masks.tiles import Coverage, block_map
@@ -118,7 +119,7 @@ class FlashAttention(OperationImpl):
         )
         flat = coverage.reshape(-1, *coverage.shape[2:])
         both = visits(flat), visits(flat.swapaxes(1, 2))
-        given = equally_varying((query, key, value, arrays, both, whole))
+        given = equally_varying(reverse_mode_only((query, key, value, arrays, both, whole), REVERSE_ONLY))
         if whole is not None:
             out, rows = attend_share((plan, options), *given)
         else:

@@ -14,6 +14,7 @@ from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
 from attnops.dropout import dropout_step
 from attnops.kernels.parts import Whole, check_parts, two_parts
+from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
@@ -119,7 +120,7 @@ class TPUFlashAttention(FlashAttention):
         if array is not None:
             tiles_to_visit = tiles_to_visit._replace(by_score=by_score(plan, mask, array.shape))
         arguments = (query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit, whole)
-        given = equally_varying(arguments)
+        given = equally_varying(reverse_mode_only(arguments, REVERSE_ONLY))
         if whole is not None:
             out, rows = attend_share(plan, *given)
         else:

@@ -95,6 +95,7 @@ class TritonFlashAttention(FlashAttention):
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`, and `attnops.kernels.parts` for the last two options."""
         # Triton is imported where it is used: the plugin is listed on machines that lack it.
+        from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
         from attnops.kernels.scoring import describe
         from attnops.kernels.varying import equally_varying
         from attnops_triton.flash.attend import attend, attend_share
@@ -132,7 +133,8 @@ class TritonFlashAttention(FlashAttention):
             interpret=self.metadata.interpret,
         )  # fmt: skip
         given = arrays(plan, written, bias, sinks, dropout_key)
-        arguments = equally_varying((query, key, value, given, maps(plan, mask), whole))
+        everything = reverse_mode_only((query, key, value, given, maps(plan, mask), whole), REVERSE_ONLY)
+        arguments = equally_varying(everything)
         if whole is not None:
             out, rows = attend_share(plan, *arguments)
         else:

@@ -1,0 +1,58 @@
+"""Forward-mode differentiation of what has reverse mode alone, refused in words."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from attnops.errors import NotDifferentiableError
+
+Tree = TypeVar("Tree")
+
+REVERSE_ONLY: Final = (
+    "this implementation has no forward mode (jax.jvp, linearize, jacfwd), but reverse mode alone (grad, vjp); "
+    "vanilla has both"
+)
+# The identity on tangents: reverse mode transposes it, and only forward mode evaluates it.
+_tangent: Final = core.Primitive("reverse_mode_only")
+
+
+def reverse_mode_only(tree: Tree, message: str) -> Tree:
+    """The same arrays, but what pushes their tangents forward raises `NotDifferentiableError` with ``message``.
+
+    For what is given to a `jax.custom_vjp`, which JAX refuses to differentiate by `jax.jvp` without saying whose it is.
+    Reverse mode is as it was, and costs nothing more.
+    """
+
+    @jax.custom_jvp
+    def guard(x: jax.Array) -> jax.Array:
+        return x
+
+    @guard.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return primals[0], _tangent.bind(tangents[0], message=message)
+
+    def guarded(x: Any) -> Any:
+        # One by one, so that an array without a tangent is given none.
+        is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+        return guard(x) if is_float else x
+
+    return jax.tree.map(guarded, tree)
+
+
+def _raise(*_: Any, message: str) -> Any:
+    raise NotDifferentiableError(message)
+
+
+_tangent.def_impl(_raise)
+_tangent.def_abstract_eval(lambda x, *, message: x)
+ad.deflinear2(_tangent, lambda cotangent, x, *, message: [cotangent])  # type: ignore[no-untyped-call]
+batching.primitive_batchers[_tangent] = lambda given, axes, *, message: (
+    _tangent.bind(*given, message=message),
+    axes[0],
+)
+mlir.register_lowering(_tangent, lambda context, x, *, message: _raise(message=message))

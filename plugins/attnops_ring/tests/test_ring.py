@@ -15,15 +15,18 @@ from attnops_ring.block import Inner
 from attnops_ring.operation import STRATEGIES, needed_hops
 from attnops_ring.orders import ORDERS
 from attnops_ring.pieces import Stretch, piece_of_mask, sees_any
+from jax.sharding import AxisType
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError, explain
 from attnops.masks import Causal, KeyPadding, MaskFn, Segments, SlidingWindow
 from attnops.sharding import AxisRules, create_mesh
+from attnops.testing import attention, attention_gradients
 from attnops.testing.features import FEATURES as FEATURES_OF_THE_SUITE
 from attnops.testing.features import combine
 from attnops.testing.not_finite import check_not_finite
 from attnops.testing.problem import FAST_COMPILE
 
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 TWO_AXES = AxisRules(query_length=("r", "u"), kv_length=("r", "u"))
 
 
@@ -326,3 +329,37 @@ def test_a_row_that_is_nan_is_alone(case: str) -> None:
     mesh = create_mesh((1, 2), ("dp", "sp"), devices=jax.devices()[:2])
     operation = OperationRegistry.create("ring", OperationMetadata(mesh=mesh, on_unsupported="error"))
     check_not_finite(operation, case, sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kinds", "T"),
+    [((1, 1), (EXPLICIT, EXPLICIT), 8), ((2, 2), (EXPLICIT, EXPLICIT), 8), ((2, 2), (EXPLICIT, AUTO), 7),
+     pytest.param((2, 2), (AUTO, EXPLICIT), 7, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_meshes_that_types_name(shape: tuple[int, int], kinds: tuple[AxisType, AxisType], T: int) -> None:
+    """A program taken to one device, documents with types, and lengths that such axes can't cut."""
+    rng = np.random.default_rng(0)
+    qkv = [rng.normal(size=(2, T, heads, 8)).astype(np.float32) for heads in (2, 1, 1)]
+    d_out = rng.normal(size=qkv[0].shape).astype(np.float32)
+    ids = (np.arange(T, dtype=np.int32) // 3)[None].repeat(2, 0)
+    mesh = jax.make_mesh(shape, ("dp", "sp"), axis_types=kinds, devices=jax.devices()[: shape[0] * shape[1]])
+    metadata = OperationMetadata(mesh=mesh, on_unsupported="error")
+    specs, operation = metadata.get_shardings(*qkv[:2]), OperationRegistry.create("ring", metadata)
+    arrays = [jax.device_put(x, specs.named(specs.query)) for x in qkv]
+
+    @jax.jit
+    def run(qkv: Any, ids: Any) -> Any:
+        def loss(*qkv: Any) -> Any:
+            out = operation(*qkv, mask=Causal() & Segments(ids, ids)).attention_outputs
+            return (out * d_out).sum(), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(*qkv)
+
+    gradients, out = run(arrays, jax.device_put(ids, specs.named(specs.by_query)))
+    mask = np.tril(np.ones((T, T), bool)) & (ids[:, None, :, None] == ids[:, None, None, :])
+    expected = attention_gradients(*qkv, d_out=d_out, mask=mask).values
+    np.testing.assert_allclose(out, attention(*qkv, mask=mask).out, atol=5e-6)
+    for name, gradient in zip(("query", "key", "value"), gradients, strict=True):
+        np.testing.assert_allclose(gradient, expected[name], atol=5e-6)
+    if AUTO not in kinds:
+        assert jax.typeof(out).sharding.spec == specs.output

@@ -19,7 +19,7 @@ from attnops.dispatch.result import check_output
 from attnops.errors import UnsupportedError
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
-from attnops.partition.boundary import find_boundary, run_in_parts
+from attnops.partition.boundary import Boundary, find_boundary, run_in_parts, run_whole
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
 
@@ -123,17 +123,19 @@ class OperationImpl(BaseOperation):
         """See `attnops.dispatch.binding.bind_attention`."""
         call = bind_attention(self.metadata, query, key, value, options)
         assert isinstance(call.request, AttentionRequest)
-        boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
+        boundary = self.boundary(call)
         axes = () if boundary is None else boundary.sequence
         return call._replace(request=call.request.replace(sequence_axes=axes)) if axes else call
 
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """What a forward gives for a call; under a mesh each device runs it on a part, see `attnops.sharding`."""
         assert isinstance(call.request, AttentionRequest)
-        boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
-        # JAX has no gradient of a `jax.shard_map` in another; what is plain JAX, its compiler can cut by itself.
-        if boundary is None or (boundary.is_nested and forward == "native"):
+        boundary = self.boundary(call)
+        if boundary is None:
             return super().invoke(forward, function, call, options)
+        # JAX has no gradient of a `jax.shard_map` in another; what is plain JAX, its compiler can cut by itself.
+        if boundary.is_nested and self.is_plain(forward):
+            return boundary.typed(run_whole(boundary, function, call.args, options))
         if "whole" in options:
             raise ValueError("whole is of a device's part of a call; give it inside jax.shard_map, with no mesh")
         if boundary.sequence:
@@ -143,8 +145,19 @@ class OperationImpl(BaseOperation):
             found = function(query, key, value, **rest)
             return check_output(type(self).__name__, (query, key, value), rest, found)
 
-        return run_in_parts(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
-                            option_axes=self.option_axes)  # fmt: skip
+        found = run_in_parts(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
+                             option_axes=self.option_axes)  # fmt: skip
+        return boundary.typed(found)
+
+    def is_plain(self, forward: str) -> bool:
+        """Whether a forward, of this name, is plain JAX, which its compiler can cut; kernels are not."""
+        return forward == "native"
+
+    def boundary(self, call: Call) -> Boundary | None:
+        """How the mesh of a bound call cuts it; None where it cuts nothing."""
+        assert isinstance(call.request, AttentionRequest)
+        arrays = jax.tree.leaves((call.args, dict(call.options)))
+        return find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request, arrays)
 
     def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
         """Bring a forward's result to what the caller asked for, tagged for checkpoint policies.

@@ -36,7 +36,8 @@ class OperationMetadata:
         mode: runtime mode (a constant of `attnops.sharding`, or "train", "prefill", "decode", "insert").
             None: decode where the query's length is 1, else train.
         platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: see `attnops.dispatch.platforms.find_platform`.
-        mesh: the mesh that calls run on. None: the one that `jax.set_mesh` sets, if any.
+        mesh: the mesh that calls run on. None: the one that `jax.set_mesh` sets, else that of the arrays' types
+            (`jax.sharding.AxisType.Explicit`), if any. Where one is set, it must have the same axes.
         axis_rules: which axes of the mesh cut which dimension, see `attnops.sharding.AxisRules`.
         precision: of matrix products. None: full float32 for float32 inputs on every platform
             (`jax.lax.Precision.HIGHEST`); `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16 passes.

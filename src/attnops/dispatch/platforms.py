@@ -58,7 +58,7 @@ def find_platform(platform: str | None, mesh: Any | None, arrays: Iterable[Any])
         _mesh_device(mesh)
         or _mesh_device(jax.sharding.get_abstract_mesh())
         or _committed_device(arrays)
-        or _default_device()
+        or default_device()
     )
     return platform_of(device)
 
@@ -76,7 +76,8 @@ def _committed_device(arrays: Iterable[Any]) -> Any | None:
     return None
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
+    """The device that an operation of uncommitted arrays runs on: ``jax_default_device``, else the first."""
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None:
         return jax.local_devices()[0]

@@ -104,6 +104,12 @@ class ScaledDotProductAttention(VanillaAttention):
         """See `OperationImpl.__call__`; in cuDNN."""
         return self._attend("cudnn", query, key, value, mask, bias, softmax_scale)
 
+    def is_plain(self, forward: str) -> bool:
+        """See `OperationImpl.is_plain`: only what calls cuDNN is not."""
+        return forward != "cuda" and getattr(type(self), f"forward_{forward}") is getattr(
+            ScaledDotProductAttention, f"forward_{forward}"
+        )
+
     def unsupported(self, request: Request) -> Iterator[Reason]:
         """The limits of cuDNN's kernel, from ``jax._src.cudnn.fused_attention_stablehlo``."""
         if request.platform != "cuda" or not isinstance(request, AttentionRequest):

@@ -7,23 +7,34 @@ them is cut: masks, biases, sinks, dropout, outputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from attnops.dispatch.output import OperationOutput
+from attnops.dispatch.platforms import default_device
 from attnops.dispatch.request import AttentionRequest
 from attnops.dropout import ShiftedKey
+from attnops.partition.operands import Operands
 from attnops.partition.options import CONTRACT, own_axis, own_option_specs
 from attnops.partition.parts import Place, part_of, specs_of
-from attnops.sharding.axes import BATCH, HEAD, KV_HEAD, KV_LENGTH, QUERY_LENGTH
+from attnops.partition.placing import (
+    concrete,
+    explicit_names,
+    mapped_names,
+    mesh_of_types,
+    own_entry,
+    placed,
+    resharded,
+)
+from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_LENGTH, QUERY_LENGTH
 from attnops.sharding.mesh import get_names_from_partition_spec
 from attnops.sharding.rules import AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
@@ -42,6 +53,7 @@ class Boundary:
         heads: that cut query heads.
         kv_heads: that cut key and value heads: the same, or none where they do not divide.
         lengths: that the rules cut queries, and keys, whether these divide or not.
+        results: by field of `OperationOutput`, the spec that the rules give it; types say so where axes are explicit.
     """
 
     mesh: MeshLike
@@ -50,6 +62,7 @@ class Boundary:
     heads: Entry
     kv_heads: Entry
     lengths: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
+    results: Mapping[str, PartitionSpec]
 
     @property
     def is_nested(self) -> bool:
@@ -57,45 +70,72 @@ class Boundary:
         return self.is_ambient and bool(self.mesh.manual_axes)  # type: ignore[union-attr]
 
     @property
+    def is_explicit(self) -> bool:
+        """Whether types of arrays name axes of the mesh."""
+        return bool(explicit_names(self.mesh))
+
+    @property
     def sequence(self) -> tuple[str, ...]:
         """The mesh axes that the rules cut queries or keys by."""
         return tuple(get_names_from_partition_spec(self.lengths))
 
+    def typed(self, output: OperationOutput) -> OperationOutput:
+        """What a call gives, with types that say what the rules do, where axes are explicit."""
+        if not self.is_explicit:
+            return output
+        given = {name: getattr(output, name) for name in self.results}
+        return output.replace(
+            **{name: resharded(x, self.results[name], self.mesh) for name, x in given.items() if x is not None}
+        )
 
-def find_boundary(mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest) -> Boundary | None:
-    """How a mesh cuts a call; None where there is no mesh of more than one device, or it cuts nothing.
+
+def find_boundary(
+    mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest, arrays: Sequence[Any] = ()
+) -> Boundary | None:
+    """How a mesh cuts a call; None where there is none, or it cuts nothing.
+
+    Arrays whose types name mesh axes can't pass through a forward as they are, so with explicit axes there is always
+    a boundary. Axes that the rules don't know then cut batch and heads as they cut those of the query.
 
     Args:
-        mesh: the metadata's; where one is set, that one counts.
+        mesh: the metadata's; else the one that is set counts, else that of the arrays' types.
         rules: the metadata's.
         request: what the call is.
+        arrays: the call's, query [B, T, H, D] first.
+
+    Raises:
+        ValueError: ``mesh`` is not the one that is set.
     """
     ambient = jax.sharding.get_abstract_mesh()
-    found: MeshLike | None = mesh if ambient.empty else ambient
-    manual = set() if ambient.empty else set(ambient.manual_axes)
+    typed = mesh_of_types(arrays)
+    found = _mesh_of(mesh, ambient, typed)
     if found is None:
         return None
+    manual = mapped_names(arrays) | set(() if ambient.empty else ambient.manual_axes)
     free = {name: size for name, size in found.shape.items() if name not in manual}
-    if math.prod(free.values()) == 1:
+    is_explicit = bool(explicit_names(found) | explicit_names(typed))
+    is_one_device = math.prod(free.values()) == 1
+    if is_one_device and not is_explicit and not _is_elsewhere(found, arrays):
         return None
 
-    def cut(wanted: Any, size: int) -> Entry:
-        names = tuple(name for name in get_names_from_partition_spec((wanted,)) if name in free)
-        return correct_spec(PartitionSpec(names), (size,), found)[0] if names else None  # type: ignore[no-any-return]
-
+    cut = functools.partial(_cut, found, frozenset(free))
+    of = functools.partial(_names_of, rules, request.mode)
     # Together: what cuts the batch does not cut heads as well.
     spec = rules.spec([BATCH, HEAD], mode=request.mode)
     batch, heads = cut(spec[0], request.batch), cut(spec[1], request.heads)
     kv_heads = cut(rules.spec([BATCH, KV_HEAD], mode=request.mode)[1], request.kv_heads)
+    if is_explicit and arrays:
+        known = {name for axis in (BATCH, HEAD, KV_HEAD, QUERY_LENGTH, KV_LENGTH) for name in of(axis)}
+        of_batch, of_heads = (tuple(x for x in own_entry(arrays[0], axis) if x not in known) for axis in (0, 2))
+        batch = batch or cut(of_batch, request.batch)
+        if heads is None:
+            heads, kv_heads = cut(of_heads, request.heads), cut(of_heads, request.kv_heads)
     taken = get_names_from_partition_spec((batch, heads))
-
-    def wanted(axis: str) -> tuple[str, ...] | None:
-        """What the rules cut a length by, whether it divides or not."""
-        names = get_names_from_partition_spec(rules.spec([axis], mode=request.mode))
-        return tuple(name for name in names if free.get(name, 1) > 1 and name not in taken) or None
-
-    lengths = wanted(QUERY_LENGTH), wanted(KV_LENGTH)
-    if (batch, heads, *lengths) == (None, None, None, None):
+    lengths = (
+        tuple(name for name in of(QUERY_LENGTH) if free.get(name, 1) > 1 and name not in taken) or None,
+        tuple(name for name in of(KV_LENGTH) if free.get(name, 1) > 1 and name not in taken) or None,
+    )
+    if (batch, heads, *lengths) == (None, None, None, None) and not is_explicit and not is_one_device:
         return None  # no rule speaks of this mesh, or nothing divides: the compiler may do as it likes
     return Boundary(
         mesh=found,
@@ -104,7 +144,41 @@ def find_boundary(mesh: MeshLike | None, rules: AxisRules, request: AttentionReq
         heads=heads,
         kv_heads=kv_heads if kv_heads == heads else None,
         lengths=lengths,
+        results=_results(cut, of, request, batch, heads) if is_explicit else {},
     )
+
+
+def _cut(mesh: MeshLike, free: frozenset[str], wanted: Any, size: int) -> Entry:
+    """Of the mesh axes that are to cut a dimension, those that do."""
+    names = tuple(name for name in get_names_from_partition_spec((wanted,)) if name in free)
+    return correct_spec(PartitionSpec(names), (size,), mesh)[0] if names else None  # type: ignore[no-any-return]
+
+
+def _names_of(rules: AxisRules, mode: str, axis: str) -> list[str]:
+    """The mesh axes that the rules cut a semantic axis by, whether it divides or not."""
+    return get_names_from_partition_spec(rules.spec([axis], mode=mode))
+
+
+def _results(
+    cut: Callable[[Any, int], Entry], of: Callable[[str], list[str]], request: AttentionRequest, batch: Entry,
+    heads: Entry,
+) -> dict[str, PartitionSpec]:  # fmt: skip
+    """The specs of a call's results, as `attnops.sharding.AttentionShardings` has them."""
+    taken = get_names_from_partition_spec((batch, heads))
+
+    def entry(axis: str, size: int) -> Entry:
+        found = cut(tuple(name for name in of(axis) if name not in taken), size)
+        taken.extend(get_names_from_partition_spec((found,)))
+        return found
+
+    queries = entry(QUERY_LENGTH, request.query_length)
+    features, taken = entry(HEAD_DIM, request.value_head_dim), get_names_from_partition_spec((batch, heads, queries))
+    keys = entry(KV_LENGTH, request.key_length)
+    return {
+        "attention_outputs": PartitionSpec(batch, queries, heads, features),
+        "attention_weights": PartitionSpec(batch, heads, queries, keys),
+        "logsumexp": PartitionSpec(batch, heads, queries),
+    }
 
 
 def run_in_parts(
@@ -132,37 +206,15 @@ def run_in_parts(
         UnsupportedError: they have arrays that it does not name.
     """
     H, K = args[0].shape[2], args[1].shape[2]
-    cuts = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
-    sizes = {"b": args[0].shape[0], "h": H, "k": K}
-
-    def spec_of(shape: tuple[int, ...], letters: str) -> PartitionSpec:
-        sized = zip(letters, shape, strict=False)
-        return PartitionSpec(*(cuts.get(letter) if size > 1 else None for letter, size in sized))
-
     q_spec = PartitionSpec(boundary.batch, lengths[0], boundary.heads)
     kv_spec = PartitionSpec(boundary.batch, lengths[1], boundary.kv_heads)
-    given = {"args": args, **options}
-    specs: dict[str, Any] = {"args": (q_spec, kv_spec, kv_spec)}
-    for name, option in options.items():
-        if name in ("mask", "bias"):
-            specs[name] = specs_of(option, spec_of)
-        elif name not in CONTRACT:
-            specs[name] = own_option_specs(name, option, option_axes, sizes, spec_of)
-        else:
-            by_head = "h" if name == "sinks" else ""
-            specs[name] = jax.tree.map(lambda x, by=by_head: spec_of(jnp.shape(x), by), option)  # type: ignore[misc]
-    leaves, tree = jax.tree.flatten(given)
-    leaf_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    is_operand = [_is_operand(x, spec) for x, spec in zip(leaves, leaf_specs, strict=True)]
-    # One array in two places, such as the segments of queries and of keys, stays one array.
-    keys = [(id(x), spec) for x, spec in zip(leaves, leaf_specs, strict=True)]
-    operands = {key: x for key, x, moves in zip(keys, leaves, is_operand, strict=True) if moves}
-    operand_specs = [spec for _, spec in operands]
+    operands = Operands(
+        args, options, {"args": (q_spec, kv_spec, kv_spec), **_specs(boundary, args, options, option_axes)}
+    )
+    wanted = _wanted(options)
 
     def part(*arrays: Any) -> tuple[Any, ...]:
-        local = dict(zip(operands, arrays, strict=True))
-        here = jax.tree.unflatten(tree, [local.get(key, x) for key, x in zip(keys, leaves, strict=True)])
-        (query, key, value), rest = here.pop("args"), here
+        (query, key, value), rest = operands.filled(arrays)
         place = Place(_first(boundary.batch, query.shape[0]), _first(boundary.heads, query.shape[2]),
                       query.shape[0], query.shape[2])  # fmt: skip
         if boundary.kv_heads != boundary.heads:
@@ -178,32 +230,100 @@ def run_in_parts(
                 rest[name] = part_of(rest[name], place)
         if "dropout_key" in rest:
             rest["dropout_key"] = ShiftedKey(rest["dropout_key"], place.b, place.h)
-        found = function(query, key, value, **rest)
-        if not isinstance(found, OperationOutput):
-            raise TypeError(f"a forward returned a {type(found).__name__}, but must return OperationOutput")
-        return tuple(getattr(found, name) for name in wanted)
+        return _fields(function(query, key, value, **rest), wanted)
 
-    fields = {
-        "attention_outputs": q_spec,
-        "attention_weights": PartitionSpec(boundary.batch, boundary.heads, lengths[0]),
-        "logsumexp": PartitionSpec(boundary.batch, boundary.heads, lengths[0]),
-    }
-    asked = {"attention_weights": "return_weights", "logsumexp": "return_lse"}
-    wanted = [name for name in fields if name not in asked or asked[name] in options]
+    by_head = PartitionSpec(boundary.batch, boundary.heads, lengths[0])
+    fields = {"attention_outputs": q_spec, "attention_weights": by_head, "logsumexp": by_head}
     mapped: Any = jax.shard_map(
-        part, in_specs=tuple(operand_specs), out_specs=tuple(fields[name] for name in wanted),
+        part, in_specs=tuple(operands.specs), out_specs=tuple(fields[name] for name in wanted),
         check_vma=not is_interpreted, **_where(boundary),
     )  # fmt: skip
-    moved = [_placed(boundary, x, spec) for x, spec in zip(operands.values(), operand_specs, strict=True)]
+    moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
     # Compiled in any case: outside `jax.jit` JAX can't differentiate a kernel's rule inside `jax.shard_map`.
-    compiled = jax.jit(mapped, **_given_at(boundary.mesh, operand_specs))
-    return OperationOutput(**dict(zip(wanted, compiled(*moved), strict=True)))
+    return OperationOutput(**dict(zip(wanted, jax.jit(mapped)(*moved), strict=True)))
 
 
-def _is_operand(leaf: Any, spec: PartitionSpec) -> bool:
-    """Whether a leaf goes through `jax.shard_map`. What is known when tracing, and not cut, stays known."""
-    is_array = isinstance(leaf, (jax.Array, np.ndarray)) or hasattr(leaf, "aval")
-    return is_array and (not isinstance(leaf, np.ndarray) or any(entry is not None for entry in spec))
+def run_whole(
+    boundary: Boundary, function: Callable[..., OperationOutput], args: tuple[Any, Any, Any], options: Mapping[str, Any]
+) -> OperationOutput:
+    """What ``function(*args, **options)``, which is plain JAX, gives, for JAX's compiler to cut.
+
+    It can't where axes are explicit: there every device of these computes all, as JAX has no gradient of
+    `jax.sharding.auto_axes` in `jax.shard_map`.
+
+    Args:
+        boundary: nested in another, see `Boundary.is_nested`.
+        function: a forward.
+        args: see `run_in_parts`.
+        options: those of the contract, bound.
+    """
+    if not boundary.is_explicit:
+        return function(*args, **options)
+    given = {"args": args, **options}
+    whole = jax.tree.map(
+        lambda x: resharded(x, PartitionSpec(), boundary.mesh) if isinstance(x, jax.Array) else x, given
+    )
+    return function(*whole.pop("args"), **whole)
+
+
+def _specs(
+    boundary: Boundary, args: tuple[Any, Any, Any], options: Mapping[str, Any], option_axes: Mapping[str, str]
+) -> dict[str, Any]:
+    """Of each option, the specs of its arrays."""
+    cuts = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
+    sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": args[1].shape[2]}
+
+    def spec_of(shape: tuple[int, ...], letters: str) -> PartitionSpec:
+        sized = zip(letters, shape, strict=False)
+        return PartitionSpec(*(cuts.get(letter) if size > 1 else None for letter, size in sized))
+
+    specs: dict[str, Any] = {}
+    for name, option in options.items():
+        if name in ("mask", "bias"):
+            specs[name] = specs_of(option, spec_of)
+        elif name not in CONTRACT:
+            specs[name] = own_option_specs(name, option, option_axes, sizes, spec_of)
+        else:
+            by_head = "h" if name == "sinks" else ""
+            specs[name] = jax.tree.map(lambda x, by=by_head: spec_of(jnp.shape(x), by), option)  # type: ignore[misc]
+    return specs
+
+
+def _wanted(options: Mapping[str, Any]) -> list[str]:
+    """The fields of the output that a call asks for."""
+    asked = {"return_weights": "attention_weights", "return_lse": "logsumexp"}
+    return ["attention_outputs", *(field for option, field in asked.items() if option in options)]
+
+
+def _fields(found: Any, wanted: list[str]) -> tuple[Any, ...]:
+    if not isinstance(found, OperationOutput):
+        raise TypeError(f"a forward returned a {type(found).__name__}, but must return OperationOutput")
+    return tuple(getattr(found, name) for name in wanted)
+
+
+def _mesh_of(mesh: MeshLike | None, ambient: Any, typed: MeshLike | None) -> MeshLike | None:
+    """The mesh that a call runs on.
+
+    Raises:
+        ValueError: the metadata's is not the one that is set.
+    """
+    if ambient.empty:
+        return mesh if mesh is not None else typed
+    if mesh is not None and dict(mesh.shape) != dict(ambient.shape):
+        raise ValueError(
+            f"metadata.mesh has the axes {dict(mesh.shape)}, but the mesh that jax.set_mesh or jax.shard_map sets has "
+            f"{dict(ambient.shape)}; a call runs on one mesh: leave metadata.mesh out, or set the same"
+        )
+    return ambient  # type: ignore[no-any-return]
+
+
+def _is_elsewhere(mesh: MeshLike, arrays: Sequence[Any]) -> bool:
+    """Whether a call on a mesh of one device would run on another one by itself."""
+    if not isinstance(mesh, Mesh):
+        return False
+    device = mesh.devices.flat[0]
+    at_hand = [x for x in map(concrete, arrays) if x is not None]
+    return device != default_device() or any(x.sharding.device_set != {device} for x in at_hand)
 
 
 def _where(boundary: Boundary) -> dict[str, Any]:
@@ -211,23 +331,6 @@ def _where(boundary: Boundary) -> dict[str, Any]:
         return {"mesh": boundary.mesh}
     manual = set(boundary.mesh.manual_axes)  # type: ignore[union-attr]
     return {"axis_names": set(boundary.mesh.axis_names) - manual} if manual else {}
-
-
-def _placed(boundary: Boundary, x: Any, spec: PartitionSpec) -> Any:
-    """An operand where the mesh wants it: explicit axes, and arrays outside `jax.jit`, do not move by themselves."""
-    mesh = boundary.mesh
-    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, spec))
-    if not isinstance(mesh, jax.sharding.Mesh) or isinstance(x, jax.core.Tracer):
-        return x
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def _given_at(mesh: MeshLike, specs: list[PartitionSpec]) -> dict[str, Any]:
-    """Where `jax.jit` is given its operands: unlike `_placed`, it knows of mapped axes."""
-    if not isinstance(mesh, jax.sharding.Mesh) or any(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return {}
-    return {"in_shardings": tuple(NamedSharding(mesh, spec) for spec in specs)}
 
 
 def _first(entry: Entry, size: int) -> Any:

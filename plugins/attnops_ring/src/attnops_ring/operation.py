@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from attnops import AttentionRequest, Limits, OperationOutput, OperationRegistry, Reason, Request, UnsupportedError
 from attnops.dispatch.attention import OperationImpl
@@ -22,7 +22,8 @@ from attnops.kernels.parts import Partial, joined
 from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
-from attnops.partition.boundary import Boundary, find_boundary, run_in_parts
+from attnops.partition.boundary import Boundary, run_in_parts
+from attnops.partition.placing import mesh_of_types, own_entry, resharded
 from attnops.sharding import get_names_from_partition_spec
 from attnops.sharding.axes import KV_LENGTH
 from attnops_ring.block import Extras, Inner, at_once
@@ -87,7 +88,7 @@ class RingAttention(OperationImpl):
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """See `attnops.dispatch.attention.OperationImpl.invoke`: parts are of the sequence too."""
         assert isinstance(call.request, AttentionRequest)
-        boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request)
+        boundary = self.boundary(call)
         if boundary is None or not boundary.sequence:
             return super().invoke(forward, function, call, options)
         order, strategy = _checked(options.get("order", "contiguous"), options.get("strategy", "ring"))
@@ -105,7 +106,7 @@ class RingAttention(OperationImpl):
                 strategy, order = "ulysses", "contiguous"
             elif len(named) > 1 and by_key == named[:1]:
                 strategy = "ring"
-        return _run(self, boundary, by_key, call, rest, order, strategy)
+        return boundary.typed(_run(self, boundary, by_key, call, rest, order, strategy))
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:
         found = super()._reasons(forward, request)
@@ -187,7 +188,7 @@ def _run(
     if strategy in ("ring", "usp") and order != "striped":
         hops = needed_hops(options.get("mask"), inner, query.shape, Tp, Sp)
     function = functools.partial(_part, inner, axis, hops, strategy, order)
-    padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
+    padded = _padded(boundary, query, Tp), _padded(boundary, key, Sp), _padded(boundary, value, Sp)
     lengths = None if strategy == "reduce" else axis, axis
     found = run_in_parts(boundary, function, padded, options, lengths, is_interpreted=call.request.interpret)
     out, lse = found.attention_outputs, found.logsumexp
@@ -279,8 +280,8 @@ def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int
         Sp: keys, likewise.
     """
     n, parts = inner.devices, inner.devices * inner.stretches
-    if mask is None:
-        return n
+    if mask is None or mesh_of_types(jax.tree.leaves(mask)) is not None:
+        return n  # of arrays that explicit axes cut, a program can't take tiles
     known = block_map(mask, (shape[0], shape[2], inner.T, inner.S), Tp // parts, Sp // parts)
     if not known.is_static:
         return n
@@ -293,12 +294,18 @@ def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int
 
 def _first(boundary: Boundary, x: jax.Array, axis: int, length: int) -> jax.Array:
     """The first tokens of an array, its padding left out."""
-    if any(kind == AxisType.Explicit for kind in boundary.mesh.axis_types):
-        # Such axes can't cut what does not divide.
-        whole = [None if i == axis else entry for i, entry in enumerate(jax.typeof(x).sharding.spec)]
-        x = jax.sharding.reshard(x, PartitionSpec(*whole))
-    return lax.slice_in_dim(x, 0, length, axis=axis)
+    return lax.slice_in_dim(_uncut(boundary, x, axis), 0, length, axis=axis)
 
 
-def _padded(x: jax.Array, length: int) -> jax.Array:
-    return x if x.shape[1] == length else jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+def _padded(boundary: Boundary, x: jax.Array, length: int) -> jax.Array:
+    if x.shape[1] == length:
+        return x
+    return jnp.pad(_uncut(boundary, x, 1), ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+
+
+def _uncut(boundary: Boundary, x: jax.Array, axis: int) -> jax.Array:
+    """An array of which no explicit mesh axis cuts a dimension: such axes can't cut what does not divide."""
+    if not own_entry(x, axis):
+        return x
+    whole = [None if i == axis else entry for i, entry in enumerate(jax.typeof(x).sharding.spec)]
+    return resharded(x, PartitionSpec(*whole), boundary.mesh)

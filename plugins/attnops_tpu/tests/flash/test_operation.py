@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from attnops_tpu.flash.tile_sizes import MOST_TILES, TABLE, Problem, choose
 from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, MaskFn
+from attnops.testing import attention
 from attnops.testing.features import combine
 
 NAME = "attnops-tpu:flash"
@@ -110,3 +115,21 @@ def test_a_second_derivative_is_refused() -> None:
     x = jnp.ones((1, 16, 1, 8))
     with pytest.raises(NotDifferentiableError, match="vanilla has one"):
         jax.grad(lambda y: jax.grad(lambda z: operation(z, x, x).attention_outputs.sum())(y).sum())(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_on_a_mesh_that_types_name(shape: tuple[int, int]) -> None:
+    mesh = jax.make_mesh(
+        shape, ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: math.prod(shape)]
+    )
+    operation = OperationRegistry.create(
+        NAME, OperationMetadata(platform="tpu", interpret=True, mesh=mesh, on_unsupported="error")
+    )
+    rng = np.random.default_rng(0)
+    qkv = [rng.normal(size=(2, 8, heads, 8)).astype(np.float32) for heads in (2, 1, 1)]
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("dp", None, "tp" if x.shape[2] > 1 else None))) for x in qkv]
+    out = jax.jit(lambda *qkv: operation(*qkv, mask=Causal()).attention_outputs)(*arrays)
+    expected = attention(*qkv, mask=np.tril(np.ones((1, 1, 8, 8), bool))).out
+    np.testing.assert_allclose(out, expected, atol=5e-6)
+    assert jax.typeof(out).sharding.spec[:3] == ("dp", None, "tp")

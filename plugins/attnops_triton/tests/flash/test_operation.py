@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,8 @@ from attnops_triton import versions
 from attnops_triton.flash.plan import parts
 from attnops_triton.flash.tile_sizes import TABLE, choose, known
 from attnops_triton.targets import SHARED_MEMORY, target
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from attnops import (
     NotDifferentiableError,
@@ -26,6 +29,7 @@ from attnops import (
 )
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, Segments, SlidingWindow
+from attnops.testing import attention
 
 NAME = "attnops-triton:flash"
 
@@ -176,3 +180,20 @@ def test_small_cotangents_in_float16() -> None:
     found = gradients("attnops-triton:flash", "cuda", q, k, v, d)
     for exact, other, own in zip(expected, rounded, found, strict=True):
         assert abs(own - exact).max() <= 2 * abs(other - exact).max()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_on_a_mesh_that_types_name(shape: tuple[int, int]) -> None:
+    mesh = jax.make_mesh(
+        shape, ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: math.prod(shape)]
+    )
+    operation = OperationRegistry.create(
+        NAME, OperationMetadata(platform="cuda", interpret=True, mesh=mesh, on_unsupported="error")
+    )
+    rng = np.random.default_rng(0)
+    qkv = [rng.normal(size=(2, 8, heads, 8)).astype(np.float32) for heads in (2, 1, 1)]
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("dp", None, "tp" if x.shape[2] > 1 else None))) for x in qkv]
+    out = jax.jit(lambda *qkv: operation(*qkv, mask=Causal()).attention_outputs)(*arrays)
+    expected = attention(*qkv, mask=np.tril(np.ones((1, 1, 8, 8), bool))).out
+    np.testing.assert_allclose(out, expected, atol=5e-6)
+    assert jax.typeof(out).sharding.spec[:3] == ("dp", None, "tp")

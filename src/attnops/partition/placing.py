@@ -1,0 +1,88 @@
+"""Where the operands and results of a call lie on a mesh, and what their types say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from attnops.sharding.specs import MeshLike
+
+
+def explicit_names(mesh: MeshLike | None) -> frozenset[str]:
+    """The axes of a mesh that types of arrays name."""
+    if mesh is None:
+        return frozenset()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def mesh_of_types(arrays: Iterable[Any]) -> MeshLike | None:
+    """The mesh with explicit axes that the type of an array names; None where no type names one."""
+    for x in arrays:
+        if isinstance(x, jax.Array):
+            mesh: Any = jax.typeof(x).sharding.mesh
+            if explicit_names(mesh):
+                at_hand = concrete(x)
+                placed_by = None if at_hand is None else at_hand.sharding
+                return placed_by.mesh if isinstance(placed_by, NamedSharding) else mesh
+    return None
+
+
+def concrete(x: Any) -> jax.Array | None:
+    """The array that an eager `jax.grad` or `jax.vmap` traces; None under `jax.jit`, where there is none yet."""
+    while isinstance(x, jax.core.Tracer):
+        # The attributes of JAX's tracers. Without them nothing is moved, and JAX names the devices in its error.
+        x = getattr(x, "primal", getattr(x, "val", None))
+    return x if isinstance(x, jax.Array) else None
+
+
+def placed(x: Any, spec: PartitionSpec, mesh: MeshLike) -> Any:
+    """An operand where the mesh wants it; explicit axes, and arrays outside `jax.jit`, do not move by themselves."""
+    if isinstance(mesh, Mesh):
+        if not isinstance(x, jax.core.Tracer):
+            return jax.device_put(x, NamedSharding(mesh, spec))
+        at_hand = concrete(x)
+        if at_hand is not None and at_hand.sharding.device_set != set(mesh.devices.flat):
+            # To all devices: `jax.device_put` does not know which dimension `jax.vmap` maps.
+            x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    return resharded(jnp.asarray(x), spec, mesh) if explicit_names(mesh) else x
+
+
+def resharded(x: jax.Array, spec: PartitionSpec, mesh: MeshLike) -> jax.Array:
+    """An array whose type says of the explicit axes what ``spec`` does."""
+    return jax.sharding.reshard(x, NamedSharding(mesh, _of_axes(spec, explicit_names(mesh))))  # type: ignore[no-any-return]
+
+
+def own_entry(x: Any, axis: int) -> tuple[str, ...]:
+    """The explicit mesh axes that cut a dimension, by an array's type."""
+    if not isinstance(x, jax.Array):
+        return ()
+    spec = jax.typeof(x).sharding.spec
+    entry = spec[axis] if axis < len(spec) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def mapped_names(arrays: Iterable[Any]) -> frozenset[str]:
+    """The explicit mesh axes that cut what `jax.vmap` maps; these can't cut anything else."""
+    found: set[str] = set()
+    for x in arrays:
+        while isinstance(x, jax.core.Tracer):
+            inner = getattr(x, "primal", getattr(x, "val", None))
+            axis = getattr(x, "batch_dim", None)
+            if isinstance(axis, int):
+                found.update(own_entry(inner, axis))
+            x = inner
+    return frozenset(found)
+
+
+def _of_axes(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+    """What ``spec`` says of some mesh axes."""
+    entries = []
+    for entry in spec:
+        kept = tuple(x for x in ((entry,) if isinstance(entry, str) else entry or ()) if x in names)
+        entries.append(kept[0] if len(kept) == 1 else kept or None)
+    return PartitionSpec(*entries)

@@ -141,3 +141,10 @@ def test_errors():
     strict = OperationRegistry.create("sdpa", OperationMetadata(on_unsupported="error"))
     with pytest.raises(UnsupportedError, match=r"bias=ALiBi: must be one of \['array'\]"):
         strict(q, q, q, bias=ALiBi(jnp.ones(2)))
+
+
+def test_relative_position_under_strict_promotion():
+    table = jnp.arange(8, dtype=jnp.float32).reshape(8, 1)
+    expected = RelativePosition(table).bind(1, 1, 3, 3).by_distance(1, 3, 3)
+    with jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_array_equal(RelativePosition(table).bind(1, 1, 3, 3).by_distance(1, 3, 3), expected)

@@ -170,10 +170,11 @@ class RelativePosition(RelativeBias):
 
     def bucket(self, distance: Any) -> Any:
         """The bucket of each distance, int32."""
-        buckets, first = self.table.shape[0], 0
+        buckets = self.table.shape[0]
+        first: Any = 0
         if self.bidirectional:
             buckets //= 2
-            first = (distance > 0) * buckets
+            first = jnp.where(distance > 0, buckets, 0)
             behind = jnp.abs(distance)
         else:
             behind = jnp.maximum(-distance, 0)

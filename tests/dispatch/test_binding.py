@@ -16,6 +16,15 @@ def ones(*shape, dtype=jnp.float32):
     return jnp.ones(shape, dtype)
 
 
+class Tensor:
+    """As torch's: its dtype is none of numpy's."""
+
+    def __init__(self, *shape):
+        self.shape = shape
+        self.dtype = object.__new__(type("torch.float32", (), {}))
+
+
+Tensor.__module__ = "torch"
 Q, K, V = ones(2, 5, 4, 8), ones(2, 7, 2, 8), ones(2, 7, 2, 6)
 
 # fmt: off
@@ -52,6 +61,14 @@ CASES = {
     "a causal offset of a wrong shape": (
         (Q, K, V), {"mask": Causal(offset=jnp.zeros(3, int))},
         "Causal's offset has shape (3,), but must be a number or have shape [B or 1, H or 1]=[2, 4]; write"),
+    "a tensor of another library": (
+        (Tensor(), K, V), {},
+        "query is a torch.Tensor, but must be an array of JAX or numpy; convert it, by jnp.from_dlpack or np.asarray"),
+    "a bias of another library": ((Q, K, V), {"bias": Tensor(1, 1, 5, 7)}, "bias is a torch.Tensor, but must be"),
+    "a float64 bias": ((Q, K, V), {"bias": np.zeros((1, 1, 5, 7))}, "bias has dtype float64, but attention takes"),
+    "float64 sinks": ((Q, K, V), {"sinks": np.zeros(4)}, "sinks has dtype float64, but attention takes float32"),
+    "return_lse that is a number": ((Q, K, V), {"return_lse": 0}, "return_lse=0 must be True or False"),
+    "return_weights that is a string": ((Q, K, V), {"return_weights": "no"}, "return_weights='no' must be True or"),
     "a 2-D bias": ((Q, K, V), {"bias": ones(5, 7)}, "bias has shape (5, 7), but must be 4-D"),
     "a bias of other heads": ((Q, K, V), {"bias": ones(1, 3, 5, 7)}, "its dimension H is 3, but must be 1 or 4"),
     "a boolean bias": (

@@ -336,6 +336,15 @@ def test_pytree():
             lambda: Segments.from_cu_seqlens([[0, 2]], 3),
             "cu_seqlens has shape (1, 2), but must have shape [documents + 1]",
         ),
+        (lambda: Chunked(None), "Chunked's size=None must be an int, or an integer array of shape [B or 1, H or 1]"),
+        (lambda: PrefixLM(None), "PrefixLM's length=None must be an int, or an integer array of shape"),
+        (lambda: Segments.from_cu_seqlens([0, 1.5], 3), "cu_seqlens has dtype float64, but must be integers"),
+        (
+            lambda: Segments.from_cu_seqlens([0, 2, 1], 3),
+            "cu_seqlens=[0, 2, 1] must begin with 0, not decrease, and end",
+        ),
+        (lambda: Segments.from_cu_seqlens(jnp.array([0, 4]), 3), "end at length=3 or before; give the sums of"),
+        (lambda: Segments.from_cu_seqlens([1, 2], 3), "cu_seqlens=[1, 2] must begin with 0"),
         (lambda: Causal().at([0.5, 1]).bind(1, 1, 2, 2), "q_positions has dtype float64, but must be integers"),
         (lambda: Causal().coverage((0, 2), (0, 2)), "bind(B, H, T, S) it first"),
         (lambda: Chunked(2).allowed(0, 0, 1, 1), "bind(B, H, T, S) it first"),
@@ -402,3 +411,11 @@ def test_pictures():
     windows = SlidingWindow(np.array([[0, 1]]), 0)
     assert windows.show(2, h=0) == "█ ·\n· █"
     assert windows.show(2, h=1) == "█ ·\n█ █"
+
+
+def test_not_twice_is_the_mask_itself():
+    mask = Causal()
+    for _ in range(3001):
+        mask = ~mask
+    assert repr(mask) == "~Causal()"
+    np.testing.assert_array_equal(dense(mask, (1, 1, 2, 2))[0, 0], [[False, True], [False, False]])

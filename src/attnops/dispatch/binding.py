@@ -57,6 +57,7 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
 
     scores = (B, H, T, S)
     mode = resolve_mode(metadata, T, options.pop("mode", None))
+    _check_flags(options)
     given = {name: option for name, option in options.items() if option is not None and not _is_off(name, option)}
     for name, check, default in (
         ("softmax_scale", check_scale, metadata.softmax_scale),
@@ -122,6 +123,13 @@ def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | Non
     return MODE_DECODE if query_length == 1 else MODE_TRAIN
 
 
+def _check_flags(options: dict[str, Any]) -> None:
+    for name in ("return_lse", "return_weights"):
+        value = options.get(name)
+        if value is not None and not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"{name}={value!r} must be True or False, known when tracing")
+
+
 def _is_off(name: str, option: Any) -> bool:
     """Whether an option is a flag that is not set. An array that is False is no array: it is refused, not ignored."""
     return name not in _NOT_FLAGS and isinstance(option, (bool, np.bool_)) and not option
@@ -130,11 +138,8 @@ def _is_off(name: str, option: Any) -> bool:
 def _array(name: str, x: Any) -> jax.Array:
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise ValueError(f"{name} is a {type(x).__name__}, but must be an array of shape [B, length, heads, head_dim]")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{name} has dtype {x.dtype}, but must be floating-point; cast it")
-    # The width of a float64 host array would otherwise change without a word where x64 is off.
-    if x.dtype == np.float64:
-        raise ValueError(f"{name} has dtype float64, but attention takes float32, bfloat16 and float16; cast it")
+    check_own_array(name, x)
+    _check_floating(name, x, "cast it")
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"{name} is a ShapeDtypeStruct, which only `request` takes; give an array")
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
@@ -175,6 +180,27 @@ def _dimensions(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
     return B, T, H, D, S, K, value.shape[3]
 
 
+def check_own_array(name: str, x: Any) -> None:
+    """Raise a `ValueError` for an array of another library, whose dtype is none of numpy's."""
+    if isinstance(x, jax.Array):
+        return
+    try:
+        jnp.dtype(x.dtype)
+    except TypeError:
+        kind = f"{type(x).__module__}.{type(x).__name__}"
+        raise ValueError(
+            f"{name} is a {kind}, but must be an array of JAX or numpy; convert it, by jnp.from_dlpack or np.asarray"
+        ) from None
+
+
+def _check_floating(name: str, x: Any, hint: str) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} has dtype {x.dtype}, but must be floating-point; {hint}")
+    # The width of a float64 host array would otherwise change without a word where x64 is off.
+    if x.dtype == np.float64:
+        raise ValueError(f"{name} has dtype float64, but attention takes float32, bfloat16 and float16; cast it")
+
+
 def check_broadcastable(name: str, shape: tuple[int, ...], scores: tuple[int, int, int, int], hint: str) -> None:
     """Raise a `ValueError` unless ``shape`` is 4-D and broadcasts to ``scores`` = (B, H, T, S)."""
     if len(shape) != 4:
@@ -201,6 +227,7 @@ def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
         return mask.bind(*scores)
     if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
         raise ValueError(f"mask is a {type(mask).__name__}, but must be a boolean array or an attnops.masks.Mask")
+    check_own_array("mask", mask)
     hints = {
         2: "write a [B, S] padding mask as mask[:, None, None, :], a [T, S] mask as mask[None, None]",
         3: "write a [B, T, S] mask as mask[:, None]",
@@ -215,9 +242,9 @@ def _bias(bias: Any, scores: tuple[int, int, int, int]) -> jax.Array | Bias:
         return bias.bind(*scores)
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
         raise ValueError(f"bias is a {type(bias).__name__}, but must be an array that broadcasts to [B, H, T, S]")
+    check_own_array("bias", bias)
     check_broadcastable("bias", tuple(bias.shape), scores, "add axes of size 1, such as bias[None]")
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise ValueError(f"bias has dtype {bias.dtype}, but must be floating-point; give a boolean mask as mask=...")
+    _check_floating("bias", bias, "give a boolean mask as mask=...")
     return jnp.asarray(bias)
 
 
@@ -225,8 +252,8 @@ def _sinks(sinks: Any, heads: int) -> jax.Array:
     shape = tuple(getattr(sinks, "shape", ()))
     if shape != (heads,):
         raise ValueError(f"sinks has shape {shape}, but must have shape [H]=({heads},): one logit a head")
-    if not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise ValueError(f"sinks has dtype {sinks.dtype}, but must be floating-point")
+    check_own_array("sinks", sinks)
+    _check_floating("sinks", sinks, "cast it")
     return jnp.asarray(sinks)
 
 

@@ -124,6 +124,9 @@ class Not(Mask):
     def tiles(self, grid: Grid) -> TileCoverage:
         return ~self.mask.tiles(grid)
 
+    def __invert__(self) -> Mask:
+        return self.mask
+
     def __repr__(self) -> str:
         return f"~({self.mask!r})" if isinstance(self.mask, _Pair) else f"~{self.mask!r}"
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from attnops.masks.algebra import at, take, text, token_array
 from attnops.masks.base import Mask
-from attnops.masks.integers import as_limits, ids_as_int32, is_known, less
+from attnops.masks.integers import as_limits, check_integers, ids_as_int32, is_known, less
 from attnops.masks.tiles import Grid, TileCoverage, below, same_number
 
 
@@ -54,8 +54,12 @@ class Segments(_Tokens):
         """From cumulative lengths, [0, n₁, n₁ + n₂, …]: what follows the last is a segment of its own, of padding.
 
         Args:
-            cu_seqlens: integers [documents + 1], not decreasing.
+            cu_seqlens: integers [documents + 1], not decreasing, the first 0 and the last at most ``length``. Traced
+                ones are taken at their word.
             length: T = S.
+
+        Raises:
+            ValueError: they are not.
         """
         xp = np if isinstance(cu_seqlens, (np.ndarray, list, tuple)) else jnp
         ends = xp.asarray(cu_seqlens)
@@ -64,7 +68,15 @@ class Segments(_Tokens):
                 f"cu_seqlens has shape {ends.shape}, but must have shape [documents + 1]; for a batch, give Segments "
                 f"the ids [B, T]"
             )
-        return cls(xp.searchsorted(ends, xp.arange(length), side="right"))
+        check_integers("cu_seqlens", ends)
+        if is_known(ends) and ends.size:
+            known = np.asarray(ends).astype(np.int64)
+            if known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > length:
+                raise ValueError(
+                    f"cu_seqlens={known.tolist() if known.size <= 9 else text(ends)} must begin with 0, not decrease, "
+                    f"and end at length={length} or before; give the sums of the documents' lengths"
+                )
+        return cls(xp.searchsorted(as_limits("cu_seqlens", ends), xp.arange(length, dtype=np.int32), side="right"))
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         if self.kv_ids is None and T != S:

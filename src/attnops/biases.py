@@ -9,11 +9,19 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from attnops.programs.evaluation import evaluate
+from attnops.programs.functions import INDEX, SCORE, Bound, Opaque, as_data, bind_function, name_of
+from attnops.programs.program import Program
+from attnops.programs.tracing import CALLS
+
+# What a function of scores is called with before its own arguments: scores, b, h, q, kv.
+_ARGUMENTS: Final = (SCORE, INDEX, INDEX, INDEX, INDEX)
 
 
 def _fields(cls: type[Bias]) -> list[str]:
@@ -25,8 +33,10 @@ def _fields(cls: type[Bias]) -> list[str]:
 def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, Any], ...]]:
     # The fields are asked for here: when a class is made, it is no dataclass yet.
     fields = [(name, getattr(bias, name)) for name in _fields(type(bias))]
-    leaves = [(jax.tree_util.GetAttrKey(name), value) for name, value in fields if name not in bias.static]
-    return leaves, tuple((name, value) for name, value in fields if name in bias.static)
+    # What may be a number or an array, such as an offset, is static where it is a number.
+    static = [name for name, value in fields if name in bias.static and not hasattr(value, "shape")]
+    leaves = [(jax.tree_util.GetAttrKey(name), value) for name, value in fields if name not in static]
+    return leaves, tuple((name, value) for name, value in fields if name in static)
 
 
 def _unflatten(cls: type[Bias], static: tuple[tuple[str, Any], ...], leaves: Any) -> Bias:
@@ -41,7 +51,8 @@ def _unflatten(cls: type[Bias], static: tuple[tuple[str, Any], ...], leaves: Any
 class Bias(abc.ABC):
     """What is done to the scores before the mask. A pytree: arrays are leaves, and have gradients.
 
-    Query i stands at position ``i + offset`` among the keys; ``offset`` is ``S - T`` unless the bias states one.
+    Query i stands at position ``i + offset`` among the keys; ``offset`` is ``S - T`` unless the bias states one, an int
+    or an integer array [], which may be traced.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -50,7 +61,7 @@ class Bias(abc.ABC):
             cls, _flatten_with_keys, lambda static, leaves: _unflatten(cls, static, leaves)
         )
 
-    # The fields that are no arrays.
+    # The fields that are no arrays; an offset may be one.
     static: ClassVar[tuple[str, ...]] = ("offset",)
     # See `attnops.masks.Mask.axes`; a dot is a dimension of its own.
     axes: ClassVar[Mapping[str, str] | None] = None
@@ -70,25 +81,34 @@ class Bias(abc.ABC):
         """
         return self
 
+    def as_data(self) -> Bias:
+        """This bound bias with the numbers of its functions as arrays, see `attnops.masks.Mask.as_data`."""
+        return self
+
+    def kind(self) -> str:
+        """What a request calls it, see `attnops.dispatch.request.AttentionRequest`."""
+        return type(self).__name__
+
 
 class RelativeBias(Bias):
     """A bias that depends on the head and on how far the key lies behind or ahead of the query alone."""
 
-    offset: int | None
+    offset: Any
 
     @abc.abstractmethod
     def at_distance(self, h: Any, distance: Any) -> Any:
         """The bias of head ``h`` for keys at ``distance`` = key's position − query's; float32, elementwise."""
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        return self if self.offset is not None else dataclasses.replace(self, offset=S - T)  # type: ignore[type-var]
+        offset = S - T if self.offset is None else _offset(type(self).__name__, self.offset)
+        return dataclasses.replace(self, offset=offset)  # type: ignore[type-var]
 
     def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return scores + self.at_distance(h, kv - q - self.offset)
 
     def by_distance(self, H: int, T: int, S: int) -> jax.Array:
         """The bias of each head at each index difference, [H, T + S − 1]: of ``kv − q`` at ``kv − q + T − 1``."""
-        distance = jnp.arange(-(T - 1), S) - (self.offset or 0)
+        distance = jnp.arange(-(T - 1), S) - (0 if self.offset is None else self.offset)
         return jnp.asarray(self.at_distance(jnp.arange(H)[:, None], distance[None, :]))
 
 
@@ -102,7 +122,7 @@ class ALiBi(RelativeBias):
     """
 
     slopes: Any
-    offset: int | None = None
+    offset: Any = None
 
     axes: ClassVar = {"slopes": "h"}
 
@@ -147,7 +167,7 @@ class RelativePosition(RelativeBias):
     table: Any
     bidirectional: bool = True
     max_distance: int = 128
-    offset: int | None = None
+    offset: Any = None
 
     static: ClassVar[tuple[str, ...]] = ("bidirectional", "max_distance", "offset")
     axes: ClassVar = {"table": ".h"}
@@ -194,14 +214,17 @@ class RelativePosition(RelativeBias):
 class ScoreFn(Bias):
     """Scores changed by a function, such as a bias that depends on the position, or a scale by the token.
 
+    The function is traced on scalars at every call, and arrays that it closes over are read then: a later call, or
+    another `jax.jit`, sees what they are by that time. Functions that compute the same share compiled programs.
+
     Attributes:
         fn: ``fn(scores, b, h, q, kv, *args)`` gives the new scores, elementwise in jnp: float32 scores and integer
             indices that broadcast with them. It must be differentiable with respect to the scores and ``args``.
             It is evaluated for every pair of indices, masked ones too, and value and derivatives must be finite for
             all: 0 times NaN is NaN. Write ``log1p(maximum(q - kv, 0))`` where a mask hides ``q < kv``.
-            Outside `jax.jit` each new function compiles anew: define it once, not as a lambda in the call.
-        args: arrays that the function needs. What it takes by argument has a gradient, integers excepted; what it
-            closes over has none and must not be traced.
+            A lookup out of range is clamped, as JAX indexes arrays.
+        args: arrays that the function needs, numpy's or JAX's. What it takes by argument has a gradient, integers
+            excepted; so has a traced array that it closes over.
     """
 
     fn: Callable[..., Any]
@@ -209,7 +232,14 @@ class ScoreFn(Bias):
 
     static: ClassVar[tuple[str, ...]] = ("fn",)
 
+    def bind(self, B: int, H: int, T: int, S: int) -> Bias:  # type: ignore[override]
+        """See `Bias.bind`."""
+        args = as_data(f"{self!r}'s args", self.args)
+        found = bind_function(self.fn, _ARGUMENTS, args, np.float32, CALLS)
+        return ScoreFn(found, args) if isinstance(found, Opaque) else ScoreProgram(name_of(self.fn), *found)
+
     def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        """See `Bias.apply`."""
         changed = jnp.asarray(self.fn(scores, b, h, q, kv, *self.args))
         if changed.dtype != scores.dtype or changed.shape != scores.shape:
             raise ValueError(
@@ -219,7 +249,48 @@ class ScoreFn(Bias):
         return changed
 
     def __repr__(self) -> str:
-        return f"ScoreFn({getattr(self.fn, '__name__', self.fn)})"
+        return f"ScoreFn({name_of(self.fn)})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScoreProgram(Bias):
+    """A bound `ScoreFn`.
+
+    Attributes:
+        name: of the function.
+        program: of ``(scores, b, h, q, kv)`` and the data.
+        data: the function's arguments and what it closes over, arrays.
+    """
+
+    name: str
+    program: Program
+    data: tuple[Any, ...]
+
+    static: ClassVar[tuple[str, ...]] = ("name", "program")
+
+    def as_data(self) -> Bias:
+        """See `Bias.as_data`."""
+        program, numbers = self.program.without_literals()
+        return ScoreProgram(self.name, program, (*self.data, *numbers))
+
+    def kind(self) -> str:
+        """See `Bias.kind`."""
+        return "ScoreFn"
+
+    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        """See `Bias.apply`."""
+        indices = (jnp.asarray(x, jnp.int32) for x in (b, h, q, kv))
+        return jnp.broadcast_to(evaluate(self.program, [scores, *indices], self.data), scores.shape)
+
+    def __repr__(self) -> str:
+        return f"ScoreFn({self.name})"
+
+
+def function_of(bias: Bias) -> Bound | Opaque | None:
+    """The function of a bound `ScoreFn`; None of any other bias."""
+    if isinstance(bias, ScoreProgram):
+        return Bound(bias.program, bias.data)
+    return bias.fn if isinstance(bias, ScoreFn) and isinstance(bias.fn, Opaque) else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -243,6 +314,13 @@ class ShiftedBias(Bias):
 
     def __repr__(self) -> str:
         return repr(self.bias)
+
+
+def _offset(name: str, offset: Any) -> Any:
+    """An int, or a traced integer array []."""
+    if isinstance(offset, int) or (np.shape(offset) == () and np.dtype(getattr(offset, "dtype", float)).kind in "iu"):
+        return int(offset) if isinstance(offset, (int, np.ndarray, np.generic)) else jnp.asarray(offset, jnp.int32)
+    raise ValueError(f"{name}'s offset={offset!r} must be an int, or an integer array of shape []")
 
 
 def _array(values: Any) -> Any:

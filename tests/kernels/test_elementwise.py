@@ -47,7 +47,8 @@ def test_what_is_looked_up_once_a_token_and_what_is_left() -> None:
 
 def test_equal_expressions_share_one_function() -> None:
     first, second = (of_mask((Causal() & Segments(np.arange(T) // n)).bind(B, H, T, T))[0] for n in (3, 5))
-    assert first is second
+    assert first == second
+    assert hash(first) == hash(second)
 
 
 def score(scores: Any, b: Any, h: Any, q: Any, kv: Any, table: Any, factors: Any) -> Any:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.biases import Bias, ScoreFn
+from attnops.biases import Bias, function_of
 from attnops.dispatch.metadata import OperationMetadata, check_scale, check_soft_cap
 from attnops.dispatch.request import AttentionRequest, Request, dtype_name
 from attnops.dropout import ShiftedKey
-from attnops.kernels.elementwise import of_bias, of_mask
+from attnops.kernels.elementwise import ARGUMENTS, AXES, primitives_of
 from attnops.masks.base import Mask
+from attnops.masks.functions import functions
 from attnops.masks.tokens import Dense
 from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
 
@@ -71,13 +71,15 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         mask = given["mask"] = _mask(given["mask"], scores)
         described |= mask.describe() | {"mask_structure": mask.structure(T, S)}
         if "MaskFn" in described["mask_kinds"]:
-            described["mask_primitives"] = _primitives(of_mask, mask)
+            every = (primitives_of(function, AXES) for function in functions(mask))
+            described["mask_primitives"] = frozenset().union(*every)
     if "bias" in given:
         bias = given["bias"] = _bias(given["bias"], scores)
         if isinstance(bias, Bias):
-            described |= {"bias_kind": type(bias).__name__}
-            if isinstance(bias, ScoreFn):
-                described["bias_primitives"] = _primitives(of_bias, bias)
+            described |= {"bias_kind": bias.kind()}
+            function = function_of(bias)
+            if function is not None:
+                described["bias_primitives"] = primitives_of(function, ARGUMENTS)
         else:
             described |= {"bias_kind": "array", "bias_shape": bias.shape, "bias_dtype": dtype_name(bias)}
     if "sinks" in given:
@@ -105,14 +107,6 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         **described,
     )
     return Call(request, (query, key, value), given)
-
-
-def _primitives(split: Callable[[Any], Any], function: Any) -> frozenset[str]:
-    try:
-        return split(function)[0].primitives
-    except Exception as error:
-        # It may still do on whole arrays; only a kernel must take it apart.
-        return frozenset([f"a function that fails on scalars ({type(error).__name__})"])
 
 
 def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | None = None) -> RUNTIME_MODE_TYPES:

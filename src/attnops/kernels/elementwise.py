@@ -3,39 +3,28 @@
 A mask or a bias is a function of ``(b, h, q, kv)``, elementwise. Whatever it looks up by query alone, by key alone or
 by head (segment ids, positions, slopes) is computed before the kernel, once a token, as `Elementwise.values` says. What
 is left mixes queries with keys, and is evaluated on a tile, by `Elementwise.apply` or by a kernel's own translation
-of `Elementwise.steps`.
+of `Elementwise.equations`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.biases import Bias
-from attnops.kernels.steps import (
-    CALLS,
-    IDENTITIES,
-    WITH_DERIVATIVES,
-    Constant,
-    Literal,
-    Step,
-    bind,
-    constant,
-    inline,
-    needed,
-    run,
-)
-from attnops.kernels.varying import equally_varying
+from attnops.biases import Bias, function_of
 from attnops.masks.base import Mask
 from attnops.masks.tokens import Dense
+from attnops.programs.functions import INDEX, SCORE, Bound, Opaque
+from attnops.programs.program import IDENTITIES, Atom, Equation, Program, bind, needed, run
+from attnops.programs.tracing import CALLS, WITH_DERIVATIVES, trace
+from attnops.programs.varying import equally_varying
 
 # What a function is called with, in this order, before its arrays.
 ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")
@@ -45,14 +34,14 @@ AXES: Final = ARGUMENTS[1:]
 _CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | IDENTITIES
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """A function of ``(scores, b, h, q, kv)`` in two parts; hashed by identity, and equal functions share one.
+    """A function of ``(scores, b, h, q, kv)`` in two parts; static, hashable, and equal to what computes the same.
 
     Attributes:
         values: of each value that is computed beforehand, the axes that it depends on: a subset of `AXES` that has not
             both q and kv.
-        steps: what is evaluated on a tile, in order.
+        equations: what is evaluated on a tile, in order.
         result: the variable, or literal, that is the result.
         primitives: the names of the primitives that are evaluated for each score, and of what can't be differentiated.
         axes: what the result depends on, of `ARGUMENTS`.
@@ -60,15 +49,22 @@ class Elementwise:
 
     values: tuple[frozenset[str], ...]
     dtypes: tuple[Any, ...]
-    steps: tuple[Step, ...]
-    result: int | Literal
+    equations: tuple[Equation, ...]
+    result: Atom
     primitives: frozenset[str]
     axes: frozenset[str]
-    _arguments: tuple[int, ...]
+    _arguments: tuple[int | None, ...]
     _given: tuple[int, ...]
     _value_variables: tuple[int, ...]
     _leaves: tuple[int, ...]
-    _before: tuple[Step, ...]
+    _before: tuple[Equation, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.equations, self._before, self.result, self._value_variables, self._leaves))
 
     def compute(self, leaves: Sequence[Any], shape: tuple[int, int, int, int]) -> list[jax.Array]:
         """The values, each [B or 1, H or 1, T or 1, S or 1], for scores of shape [B, H, T, S].
@@ -83,7 +79,8 @@ class Elementwise:
 
         def scalar(*indices: Any) -> Any:
             at = dict(zip(axes, indices, strict=True))
-            known = {variable: at.get(name, 0) for name, variable in zip(AXES, self._arguments[1:], strict=True)}
+            indices = zip(AXES, self._arguments[1:], strict=True)
+            known = {variable: at.get(name, 0) for name, variable in indices if variable is not None}
             known |= dict(zip(self._leaves, map(jnp.asarray, leaves), strict=True))
             wanted = [self._value_variables[i]]
             return run(needed(self._before, wanted), known, wanted, bind)[0]
@@ -118,38 +115,90 @@ class Elementwise:
             instead: by the name of a primitive, what a kernel language has in its place; given the inputs alone.
         """
 
-        def of_tile(step: Step, inputs: list[Any]) -> Any:
-            if step.primitive.name in IDENTITIES:
-                return inputs if step.primitive.multiple_results else inputs[0]
+        def of_tile(equation: Equation, inputs: list[Any]) -> Any:
+            primitive = equation.primitive
+            if primitive.name in IDENTITIES:
+                return inputs if primitive.multiple_results else inputs[0]
             shape = np.broadcast_shapes(*map(jnp.shape, inputs))
             inputs = equally_varying([jnp.broadcast_to(x, shape) for x in inputs])
-            if step.rule is not None:
-                return step.rule.on_tiles(inputs, of_tile)
-            other = instead.get(step.primitive.name)
-            return step.primitive.bind(*inputs, **step.params) if other is None else other(*inputs)
+            if equation.rule is not None:
+                return equation.rule.on_tiles(inputs, of_tile)
+            other = instead.get(primitive.name)
+            return primitive.bind(*inputs, **equation.params) if other is None else other(*inputs)
 
-        known = dict(zip(self._arguments, (scores, b, h, q, kv), strict=True))
+        arguments = zip(self._arguments, (scores, b, h, q, kv), strict=True)
+        known = {variable: x for variable, x in arguments if variable is not None}
         known |= dict(zip(self._value_variables, values, strict=True))
         known |= dict(zip(self._given, given, strict=True))
-        return run(self.steps, known, [self.result], of_tile)[0]
+        return run(self.equations, known, [self.result], of_tile)[0]
 
 
-def of_mask(mask: Mask) -> tuple[Elementwise, list[Any], list[Any]]:
-    """A bound mask, the leaves that `Elementwise.compute` takes, and its arrays of T × S elements.
+class MaskParts(NamedTuple):
+    """A bound mask taken apart.
 
-    Of those, [B or 1, H or 1, T, S] booleans, `Elementwise.apply` takes the tiles.
+    Attributes:
+        function: the mask as a function.
+        leaves: what `Elementwise.compute` takes.
+        dense: the mask's arrays of T × S elements, [B or 1, H or 1, T, S] booleans; `Elementwise.apply` takes the tiles.
     """
+
+    function: Elementwise
+    leaves: list[Any]
+    dense: list[Any]
+
+
+class BiasParts(NamedTuple):
+    """A bound bias taken apart, likewise."""
+
+    function: Elementwise
+    leaves: list[Any]
+
+
+def of_mask(mask: Mask) -> MaskParts:
+    """A bound mask taken apart. Traces it."""
     leaves, tree = jax.tree.flatten(mask, is_leaf=_is_tiled)
     tiled = [isinstance(leaf, Dense) for leaf in leaves]
     plain = [leaf for leaf, is_tiled in zip(leaves, tiled, strict=True) if not is_tiled]
     arrays = [leaf.array for leaf, is_tiled in zip(leaves, tiled, strict=True) if is_tiled]
-    return _split_mask(tree, tuple(tiled), _avals(plain)), plain, arrays
+
+    def function(b: Any, h: Any, q: Any, kv: Any, *rest: Any) -> Any:
+        own, given = iter(rest[: len(plain)]), iter(rest[len(plain) :])
+        parts = [_Given(next(given)) if is_tiled else next(own) for is_tiled in tiled]
+        return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
+
+    scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * len(arrays)
+    avals = [*map(_aval, plain), *scores]
+    found = trace(function, [*(INDEX,) * 4, *avals], CALLS | WITH_DERIVATIVES)
+    split = split_program(found.program, AXES, [*avals[: len(plain)], *map(_aval, found.constants)], len(arrays))
+    return MaskParts(split, [*plain, *found.constants], arrays)
 
 
-def of_bias(bias: Bias) -> tuple[Elementwise, list[Any]]:
-    """A bound bias, and the leaves that `Elementwise.compute` takes."""
+def of_bias(bias: Bias) -> BiasParts:
+    """A bound bias taken apart. Traces it, unless it is a `attnops.biases.ScoreFn`, which has been traced."""
+    function = function_of(bias)
+    if isinstance(function, Bound):
+        return BiasParts(split_program(function.program, ARGUMENTS, [*map(_aval, function.data)]), [*function.data])
     leaves, tree = jax.tree.flatten(bias)
-    return _split_bias(tree, _avals(leaves)), leaves
+    found = trace(
+        lambda scores, b, h, q, kv, *own: jax.tree.unflatten(tree, own).apply(scores, b, h, q, kv),
+        [SCORE, *(INDEX,) * 4, *map(_aval, leaves)], CALLS,
+    )  # fmt: skip
+    every = [*leaves, *found.constants]
+    return BiasParts(split_program(found.program, ARGUMENTS, [*map(_aval, every)]), every)
+
+
+def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozenset[str]:
+    """The names of the primitives that a caller's function, which has been traced, evaluates for each score.
+
+    Args:
+        function: of a mask or a bias, see `attnops.masks.functions.functions`, `attnops.biases.function_of`.
+        arguments: what it is called with before its own, `AXES` or `ARGUMENTS`.
+    """
+    if isinstance(function, Opaque) and function.program is None:
+        # It may still do on whole arrays; only a kernel must take it apart.
+        return frozenset([f"a function that fails on scalars ({type(function.error).__name__})"])
+    assert function.program is not None
+    return split_program(function.program, arguments, None).primitives
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -172,82 +221,69 @@ def _is_tiled(leaf: Any) -> bool:
     return isinstance(leaf, Dense) and min(leaf.array.shape[2:]) > 1
 
 
-@functools.lru_cache(maxsize=512)
-def _split_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...]) -> Elementwise:
-    def function(b: Any, h: Any, q: Any, kv: Any, leaves: Any, given: Any) -> Any:
-        leaves, given = iter(leaves), iter(given)
-        parts = [_Given(next(given)) if is_tiled else next(leaves) for is_tiled in tiled]
-        return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
-
-    return _split(lambda scores, *rest: function(*rest), avals, sum(tiled), CALLS | WITH_DERIVATIVES)
+def _aval(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
 
-@functools.lru_cache(maxsize=512)
-def _split_bias(tree: Any, avals: tuple[Any, ...]) -> Elementwise:
-    return _split(
-        lambda scores, b, h, q, kv, leaves, given: jax.tree.unflatten(tree, leaves).apply(scores, b, h, q, kv),
-        avals,
-        0,
-        CALLS,
-    )
+def split_program(
+    program: Program, names: Sequence[str], leaves: Sequence[Any] | None, n_given: int = 0
+) -> Elementwise:
+    """A program of scalars in two parts.
 
-
-def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-
-
-def _split(function: Callable[..., Any], avals: tuple[Any, ...], n_given: int, calls: frozenset[str]) -> Elementwise:
-    index, score = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
-    leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in avals]
-    given = [jax.ShapeDtypeStruct((), jnp.bool_)] * n_given
-    closed = jax.make_jaxpr(function)(score, index, index, index, index, leaves, given)
-    numbers = itertools.count()
-    inputs = [next(numbers) for _ in closed.jaxpr.invars]
-    constants = {next(numbers): value for value in closed.consts}
-    steps: list[Step] = []
-    (result,) = inline(closed.jaxpr, [*constants], inputs, numbers, steps, calls)
-
-    arguments, rest = inputs[: len(ARGUMENTS)], inputs[len(ARGUMENTS) :]
-    leaf_variables, given_variables = rest[: len(leaves)], rest[len(leaves) :]
-    depends: dict[int, frozenset[str]] = {v: frozenset([name]) for v, name in zip(arguments, ARGUMENTS, strict=True)}
-    depends |= dict.fromkeys([*leaf_variables, *constants], frozenset())
+    Args:
+        program: of ``names``, leaves, and ``n_given`` scalars of arrays of T × S elements.
+        names: of its first arguments, some of `ARGUMENTS` in their order.
+        leaves: shape and dtype of each leaf and constant; None where only primitives are asked for.
+        n_given: see `program`.
+    """
+    (result,) = program.results
+    n = len(names)
+    at = dict(zip(names, program.inputs[:n], strict=True))
+    arguments = tuple(at.get(name) for name in ARGUMENTS)
+    stop = len(program.inputs) - n_given
+    leaf_variables, given_variables = (*program.inputs[n:stop], *program.constants), program.inputs[stop:]
+    depends: dict[int, frozenset[str]] = {variable: frozenset([name]) for name, variable in at.items()}
+    depends |= dict.fromkeys(leaf_variables, frozenset())
     depends |= dict.fromkeys(given_variables, frozenset(AXES))
-    cheap = set(arguments)
-    known: set[int] = set()  # what depends on numbers alone
+    cheap = set(at.values())
+    known: set[int] = set()  # what depends on literals alone
     inner, before = [], []
-    for step in needed(steps, [result]):
-        variables = [x for x in step.inputs if isinstance(x, int)]
+    for equation in needed(program.equations, [result]):
+        variables = [x for x in equation.inputs if isinstance(x, int)]
         found = frozenset().union(*(depends[x] for x in variables))
-        depends |= dict.fromkeys(step.outputs, found)
+        depends |= dict.fromkeys(equation.outputs, found)
         if _mixes(found):
-            inner.append(step)
+            inner.append(equation)
             continue
-        before.append(step)
-        if known.issuperset(variables) and not any(step.shapes) and not isinstance(step.primitive, Constant):
-            known.update(step.outputs)
-            cheap.update(step.outputs)
-        if step.primitive.name in _CHEAP and not any(step.shapes) and cheap.issuperset(variables):
-            cheap.update(step.outputs)
-    wanted = {x for x in (result, *(x for step in inner for x in step.inputs)) if isinstance(x, int)}
-    on_the_spot = needed([step for step in before if set(step.outputs) <= cheap], wanted & cheap)
-    counted = [*on_the_spot, *inner, *(step for step in before if step.is_closed)]
+        before.append(equation)
+        if known.issuperset(variables) and equation.is_scalar:
+            known.update(equation.outputs)
+            cheap.update(equation.outputs)
+        if equation.primitive.name in _CHEAP and equation.is_scalar and cheap.issuperset(variables):
+            cheap.update(equation.outputs)
+    wanted = {x for x in (result, *(x for equation in inner for x in equation.inputs)) if isinstance(x, int)}
+    on_the_spot = needed([equation for equation in before if set(equation.outputs) <= cheap], wanted & cheap)
+    counted = [*on_the_spot, *inner, *(equation for equation in before if equation.is_closed)]
     values = sorted(x for x in wanted if x not in cheap and not _mixes(depends[x]))
-    before = [constant(c, value) for c, value in constants.items()] + before
-    dtypes = dict(zip(leaf_variables, (leaf.dtype for leaf in leaves), strict=True))
-    dtypes |= {x: dtype for step in before for x, dtype in zip(step.outputs, step.dtypes, strict=True)}
+    dtypes = dict.fromkeys(leaf_variables) if leaves is None else _dtypes(leaf_variables, leaves)
+    dtypes |= {x: dtype for equation in before for x, dtype in zip(equation.outputs, equation.dtypes, strict=True)}
     return Elementwise(
         values=tuple(depends[x] for x in values),
         dtypes=tuple(dtypes[x] for x in values),
-        steps=(*on_the_spot, *inner),
+        equations=(*on_the_spot, *inner),
         result=result,
-        primitives=frozenset().union(*(step.names for step in counted)) - IDENTITIES,
+        primitives=frozenset().union(*(equation.names for equation in counted)) - IDENTITIES,
         axes=depends[result] if isinstance(result, int) else frozenset(),
-        _arguments=tuple(arguments),
-        _given=tuple(given_variables),
+        _arguments=arguments,
+        _given=given_variables,
         _value_variables=tuple(values),
-        _leaves=tuple(leaf_variables),
+        _leaves=leaf_variables,
         _before=tuple(before),
     )
+
+
+def _dtypes(variables: Sequence[int], leaves: Sequence[Any]) -> dict[int, Any]:
+    return dict(zip(variables, (leaf.dtype for leaf in leaves), strict=True))
 
 
 def _mixes(axes: frozenset[str]) -> bool:

@@ -1,29 +1,5 @@
-"""Over which axes of a mesh an array varies, inside `jax.shard_map`."""
+"""Over which axes of a mesh an array varies, for kernels; see `attnops.programs.varying`."""
 
-from __future__ import annotations
+from attnops.programs.varying import equally_varying
 
-from typing import Any, TypeVar
-
-import jax
-from jax import lax
-
-Tree = TypeVar("Tree")
-
-
-def equally_varying(tree: Tree) -> Tree:
-    """The same arrays, each varying over all mesh axes that one of them varies over: loops carry no others.
-
-    Gradients are summed over the axes that an array did not vary over. Outside `jax.shard_map` it changes nothing.
-    """
-    axes: frozenset[str] = frozenset().union(*map(_axes, jax.tree.leaves(tree)))
-
-    def vary(x: Any) -> Any:
-        missing = axes - _axes(x)
-        return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return jax.tree.map(vary, tree) if axes else tree
-
-
-def _axes(x: Any) -> frozenset[str]:
-    aval: Any = jax.typeof(x)
-    return aval.vma if hasattr(aval, "vma") else aval.mat.varying  # the latter since JAX 0.10
+__all__ = ["equally_varying"]

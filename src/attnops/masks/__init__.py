@@ -5,7 +5,8 @@
 
 from attnops.masks.algebra import And, At, Not, Or
 from attnops.masks.base import Mask
-from attnops.masks.positions import Causal, Chunked, Full, MaskFn, PrefixLM, SlidingWindow
+from attnops.masks.functions import MaskFn
+from attnops.masks.positions import Causal, Chunked, Full, PrefixLM, SlidingWindow
 from attnops.masks.structure import Band, MaskStructure, Split
 from attnops.masks.tiles import BlockMap, Coverage, block_map
 from attnops.masks.tokens import Dense, KeyPadding, Lengths, Segments

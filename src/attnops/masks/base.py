@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.programs.program import Program
+
 if TYPE_CHECKING:
     from attnops.masks.structure import MaskStructure, Split
     from attnops.masks.tiles import Coverage, Grid, TileCoverage
@@ -34,6 +36,8 @@ class Mask(abc.ABC):
     # By field that may hold an array, once bound: what its dimensions are, letters of "bhts", each of that size or 1;
     # so a part of a call can have its own part of them. None: it asks about b and h in some other way.
     axes: ClassVar[Mapping[str, str] | None] = None
+    # The fields among them whose numbers stay what they are in `as_data`.
+    fixed: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -61,6 +65,20 @@ class Mask(abc.ABC):
             ValueError: an array of the mask does not fit.
         """
         return self
+
+    def as_data(self) -> Mask:
+        """This bound mask with its numbers as arrays, so that other numbers are the same pytree of other data.
+
+        For `allowed` alone: what such a mask says of tiles is not known when tracing.
+        """
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, Mask):
+                changes[field.name] = value.as_data()
+            elif type(value) is int and field.name in (self.axes or {}) and field.name not in self.fixed:
+                changes[field.name] = np.int32(value)
+        return _changed(self, changes) if changes else self
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
         """This mask for tokens that stand at other positions than their index: packed, shifted or permuted ones.
@@ -210,7 +228,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _is_static(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float, str)) or callable(value)
+    return value is None or isinstance(value, (int, float, str, Program)) or callable(value)
 
 
 def _flatten(mask: Mask) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
@@ -222,6 +240,14 @@ def _flatten(mask: Mask) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
         else:
             leaves.append(value)
     return leaves, tuple(static)
+
+
+def _changed(mask: Mask, changes: Mapping[str, Any]) -> Mask:
+    # Not through __init__, which may want a number.
+    found: Mask = object.__new__(type(mask))
+    for field in dataclasses.fields(mask):  # type: ignore[arg-type]
+        object.__setattr__(found, field.name, changes.get(field.name, getattr(mask, field.name)))
+    return found
 
 
 def _unflatten(cls: type[Mask], static: tuple[tuple[str, Any], ...], leaves: Any) -> Mask:

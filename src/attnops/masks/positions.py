@@ -1,4 +1,4 @@
-"""Masks of positions: causal, windows, chunks, prefixes, and any function of them."""
+"""Masks of positions: causal, windows, chunks, prefixes."""
 
 from __future__ import annotations
 
@@ -270,6 +270,9 @@ class Chunked(_Positional):
     size: Any
     offset: Any = None
 
+    # To divide by what is not known costs a kernel much.
+    fixed: ClassVar = frozenset({"size"})
+
     def __post_init__(self) -> None:
         _check_given("Chunked's size", self.size)
         _check_least("Chunked's size", self.size, 1)
@@ -340,40 +343,3 @@ class PrefixLM(_Positional):
 
     def tiles(self, grid: Grid) -> TileCoverage:
         return below(grid.kv_first, grid.kv_last, _spread(self.length)) | self._causal().tiles(grid)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MaskFn(Mask):
-    """A mask that a function computes. Nothing is known of its tiles, so every one is PARTIAL.
-
-    Combine it with what is known, ``Causal() & MaskFn(fn)``, and the tiles that are empty by that are skipped.
-
-    Attributes:
-        fn: ``fn(b, h, q, kv, *args)`` gives a boolean, elementwise in jnp over integer arrays that broadcast.
-            q and kv are indices, or positions where `at` gives them. It is evaluated for tokens too that another
-            mask hides, so that it must not look anything up out of range.
-        args: arrays that the function needs; they pass through `jax.jit`, where arrays that it closes over can't.
-    """
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
-        return at(self, q_positions, kv_positions)
-
-    def with_offset(self, offset: Any) -> Self:
-        return self
-
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        seen = jnp.asarray(self.fn(b, h, q, kv, *self.args))
-        if seen.dtype != np.bool_:
-            raise ValueError(f"{self!r} gave dtype {seen.dtype}, but must give booleans")
-        # One that always says the same gives no array.
-        return jnp.broadcast_to(seen, np.broadcast_shapes(np.shape(q), np.shape(kv))) if seen.ndim == 0 else seen
-
-    def tiles(self, grid: Grid) -> TileCoverage:
-        shape = np.broadcast_shapes(np.shape(grid.q_first), np.shape(grid.kv_first))
-        return TileCoverage(np.ones(shape, bool), np.zeros(shape, bool))
-
-    def __repr__(self) -> str:
-        return f"MaskFn({getattr(self.fn, '__name__', self.fn)})"

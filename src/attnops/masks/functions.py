@@ -1,0 +1,116 @@
+"""Masks that a function computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.masks.algebra import at
+from attnops.masks.base import Mask
+from attnops.masks.tiles import Grid, TileCoverage
+from attnops.programs.evaluation import evaluate
+from attnops.programs.functions import INDEX, Bound, Opaque, as_data, bind_function, name_of
+from attnops.programs.program import Program
+from attnops.programs.tracing import CALLS, WITH_DERIVATIVES
+
+# What a function of a mask is called with before its own arguments: b, h, q, kv.
+_ARGUMENTS: Final = (INDEX,) * 4
+
+
+class _Function(Mask):
+    """A mask of which nothing is known but what it says of two tokens: every tile is PARTIAL."""
+
+    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+        return at(self, q_positions, kv_positions)
+
+    def with_offset(self, offset: Any) -> Self:
+        return self
+
+    def kinds(self) -> frozenset[str]:
+        return frozenset({"MaskFn"})
+
+    def tiles(self, grid: Grid) -> TileCoverage:
+        shape = np.broadcast_shapes(np.shape(grid.q_first), np.shape(grid.kv_first))
+        return TileCoverage(np.ones(shape, bool), np.zeros(shape, bool))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class MaskFn(_Function):
+    """A mask that a function computes. Nothing is known of its tiles, so every one is PARTIAL.
+
+    Combine it with what is known, ``Causal() & MaskFn(fn)``, and the tiles that are empty by that are skipped.
+
+    The function is traced on scalars at every call, and arrays that it closes over are read then: a later call, or
+    another `jax.jit`, sees what they are by that time. Functions that compute the same share compiled programs.
+
+    Attributes:
+        fn: ``fn(b, h, q, kv, *args)`` gives a boolean, elementwise in jnp over integer arrays that broadcast.
+            q and kv are indices, or positions where `at` gives them. It is evaluated for tokens too that another
+            mask hides; a lookup out of range is then clamped, as JAX indexes arrays.
+        args: arrays that the function needs, numpy's or JAX's, traced ones too.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Mask:  # type: ignore[override]
+        args = as_data(f"{self!r}'s args", self.args)
+        found = bind_function(self.fn, _ARGUMENTS, args, np.bool_, CALLS | WITH_DERIVATIVES)
+        return MaskFn(found, args) if isinstance(found, Opaque) else MaskProgram(name_of(self.fn), *found)
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        seen = jnp.asarray(self.fn(b, h, q, kv, *self.args))
+        if seen.dtype != np.bool_:
+            raise ValueError(f"{self!r} gave dtype {seen.dtype}, but must give booleans")
+        return _of_tokens(seen, q, kv)
+
+    def __repr__(self) -> str:
+        return f"MaskFn({name_of(self.fn)})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class MaskProgram(_Function):
+    """A bound `MaskFn`.
+
+    Attributes:
+        name: of the function.
+        program: of ``(b, h, q, kv)`` and the data.
+        data: the function's arguments and what it closes over, arrays.
+    """
+
+    name: str
+    program: Program
+    data: tuple[Any, ...]
+
+    axes: ClassVar = None
+
+    def as_data(self) -> Mask:
+        """See `Mask.as_data`."""
+        program, numbers = self.program.without_literals()
+        return MaskProgram(self.name, program, (*self.data, *numbers))
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        """See `Mask.allowed`."""
+        indices = (jnp.asarray(x, jnp.int32) for x in (b, h, q, kv))
+        return _of_tokens(evaluate(self.program, [*indices], self.data), q, kv)
+
+    def __repr__(self) -> str:
+        return f"MaskFn({self.name})"
+
+
+def _of_tokens(seen: jax.Array, q: Any, kv: Any) -> jax.Array:
+    # One that always says the same gives no array.
+    return jnp.broadcast_to(seen, np.broadcast_shapes(np.shape(q), np.shape(kv))) if seen.ndim == 0 else seen
+
+
+def functions(mask: Mask) -> list[Bound | Opaque]:
+    """The functions of a bound mask."""
+    found = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, _Function))
+    return [
+        Bound(x.program, x.data) if isinstance(x, MaskProgram) else x.fn for x in found if isinstance(x, _Function)
+    ]  # fmt: skip

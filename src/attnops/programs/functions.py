@@ -1,0 +1,122 @@
+"""A caller's function bound to a call: as a program and its data, or opaque where it has no program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.programs.program import Program
+from attnops.programs.tracing import trace
+
+INDEX: Final = jax.ShapeDtypeStruct((), np.int32)
+SCORE: Final = jax.ShapeDtypeStruct((), np.float32)
+
+# On a scalar they are the identity, on an array they mix elements.
+_MIXING: Final = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "dot_general")
+
+
+class Bound(NamedTuple):
+    """A function as a program.
+
+    Attributes:
+        program: of the indices (and scores), then of the data.
+        data: the function's arguments, and what it closes over; arrays.
+    """
+
+    program: Program
+    data: tuple[Any, ...]
+
+
+class Opaque:
+    """A function without a program; equal to itself alone, so that no cache takes it for another.
+
+    Attributes:
+        fn: the function.
+        program: its program, where it has one that can't be compared with others, or evaluated on arrays.
+        error: why it has none, else.
+    """
+
+    def __init__(self, fn: Callable[..., Any], program: Program | None, error: Exception | None) -> None:
+        self.fn, self.program, self.error = fn, program, error
+        self.__name__ = name_of(fn)
+
+    def __call__(self, *args: Any) -> Any:
+        """What the function gives."""
+        return self.fn(*args)
+
+
+def bind_function(
+    fn: Callable[..., Any], avals: Sequence[Any], args: Any, dtype: Any, calls: frozenset[str]
+) -> Bound | Opaque:
+    """A function of scalars and further arguments, bound to these.
+
+    Args:
+        fn: ``fn(*scalars, *args)``; traced once, unless it is opaque already.
+        avals: of the scalars.
+        args: a tuple of pytrees of arrays, see `as_data`.
+        dtype: of the result.
+        calls: see `trace`.
+    """
+    if isinstance(fn, Opaque):
+        return fn
+    leaves, tree = jax.tree.flatten(args)
+    n = len(avals)
+
+    def function(*given: Any) -> Any:
+        return jnp.asarray(fn(*given[:n], *jax.tree.unflatten(tree, given[n:])))
+
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+    try:
+        found = trace(function, [*avals, *shapes], calls)
+    except Exception as error:
+        # It may still do on whole arrays.
+        return Opaque(fn, None, error)
+    program, (result,) = found.program, found.results
+    is_elementwise = not any(e.is_scalar and e.primitive.name in _MIXING for e in program.equations)
+    is_evaluable = program.is_structural and not any(e.is_closed for e in program.equations)
+    if found.has_effects or result.shape or result.dtype != dtype or not (is_elementwise and is_evaluable):
+        return Opaque(fn, program, None)
+    return Bound(program, (*leaves, *found.constants))
+
+
+def as_data(name: str, args: Any) -> Any:
+    """A function's arguments as JAX's arrays, which traced indices can be looked up in.
+
+    Raises:
+        ValueError: one is no array, or holds integers that its dtype in JAX does not.
+    """
+
+    def convert(x: Any) -> Any:
+        if isinstance(x, jax.Array):
+            return x
+        known = np.asarray(x)
+        if known.dtype.kind not in "biufcV":
+            raise ValueError(f"{name} hold {x!r} of type {type(x).__name__}, but must be arrays or numbers")
+        narrow = jax.dtypes.canonicalize_dtype(known.dtype)
+        if known.dtype.kind in "iu" and known.size:
+            held = np.iinfo(narrow)
+            if known.min() < held.min or known.max() > held.max:
+                raise ValueError(
+                    f"{name} hold integers from {known.min()} to {known.max()}, but must fit {narrow}: subtract their "
+                    f"least, or set jax_enable_x64"
+                )
+        return jnp.asarray(known)
+
+    return jax.tree.map(convert, args)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """A function's name, or its class's; never its arrays."""
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def is_staged() -> bool:
+    """Whether what is computed now becomes part of a program that is compiled later, as under `jax.jit`.
+
+    Eager transformations such as `jax.grad` and `jax.vmap` alone compute as they go.
+    """
+    return isinstance(jax.lax.add(np.int32(0), np.int32(0)), jax.core.Tracer)

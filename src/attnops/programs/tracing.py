@@ -1,0 +1,190 @@
+"""From functions to programs."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from attnops.programs.program import Atom, Equation, Literal, Program, Rule, Unique, bind, is_floating, needed
+
+# Calls whose body counts as if it were written out.
+CALLS: Final = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})
+# The same where nothing is differentiated, so that the derivatives that they come with play no part.
+WITH_DERIVATIVES: Final = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+
+class Traced(NamedTuple):
+    """A function as a program.
+
+    Attributes:
+        program: the program.
+        constants: the arrays that the function closes over, tracers too.
+        results: the shape and dtype of each result.
+        has_effects: whether it does more than to compute, such as printing.
+    """
+
+    program: Program
+    constants: list[Any]
+    results: list[Any]
+    has_effects: bool
+
+
+def trace(function: Callable[..., Any], avals: Sequence[Any], calls: frozenset[str]) -> Traced:
+    """The program of a function.
+
+    Args:
+        function: of arrays, to one array or a list of them.
+        avals: the shape and dtype of each of its arguments.
+        calls: what counts as if it were written out.
+    """
+    closed = jax.make_jaxpr(function)(*avals)
+    numbers = itertools.count()
+    inputs = [next(numbers) for _ in closed.jaxpr.invars]
+    constants = {next(numbers): value for value in closed.consts}
+    equations: list[Equation] = []
+    results = _inline(closed.jaxpr, [*constants], inputs, numbers, equations, constants, calls)
+    program = Program(tuple(inputs), tuple(constants), tuple(needed(equations, results)), tuple(results))
+    return Traced(program, list(constants.values()), list(closed.out_avals), bool(closed.effects))
+
+
+def _inline(
+    jaxpr: Any,
+    names_of_constants: Sequence[int],
+    inputs: Sequence[Atom],
+    numbers: Iterator[int],
+    equations: list[Equation],
+    constants: dict[int, Any],
+    calls: frozenset[str],
+) -> list[Atom]:
+    """Append the equations of a jaxpr, calls written out, and what those close over; the variables of its results."""
+    names: dict[Any, Atom] = dict(zip(jaxpr.constvars, names_of_constants, strict=True))
+    names |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Atom:
+        # A literal has a value; to import its class would be a fifth of what `import attnops` costs.
+        return Literal(atom.val, atom.aval.dtype) if hasattr(atom, "val") else names[atom]
+
+    for eqn in jaxpr.eqns:
+        found = [read(atom) for atom in eqn.invars]
+        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if eqn.primitive.name in calls and body is not None:
+            closed = {next(numbers): value for value in getattr(body, "consts", [])}
+            constants |= closed
+            inner = getattr(body, "jaxpr", body)
+            outputs = _inline(inner, [*closed], found, numbers, equations, constants, calls)
+            names |= dict(zip(eqn.outvars, outputs, strict=True))
+            continue
+        new = tuple(next(numbers) for _ in eqn.outvars)
+        names |= dict(zip(eqn.outvars, new, strict=True))
+        equations.append(_equation(eqn, found, new, calls))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(eqn: Any, inputs: Sequence[Atom], outputs: tuple[int, ...], calls: frozenset[str]) -> Equation:
+    shapes = tuple(tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars))
+    dtypes = tuple(x.aval.dtype for x in eqn.outvars)
+    rule, is_closed = _rule(eqn, calls) if eqn.primitive.name == "custom_jvp_call" else (None, False)
+    # What differentiating adds, and nobody wrote.
+    primitive = lax.add_p if eqn.primitive.name == "add_any" else eqn.primitive
+    params = {} if rule is not None else dict(eqn.params)
+    try:
+        key: Hashable = _structure(params)
+    except _NotStructural:
+        key = Unique()
+    return Equation(primitive, params, key, tuple(inputs), outputs, shapes, dtypes, rule, is_closed)
+
+
+def _rule(eqn: Any, calls: frozenset[str]) -> tuple[Rule | None, bool]:
+    """Of a call of a `jax.custom_jvp`, and whether its derivative closes over what is gone by now.
+
+    None where it has integer results, or closes over arrays.
+    """
+    avals = [x.aval for x in eqn.invars]
+
+    def pushed_forward(inputs: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        def function(*moving: Any) -> Any:
+            floats = iter(moving)
+            return bind(eqn, [next(floats) if is_floating(x) else x for x in inputs])
+
+        return jax.jvp(function, [x for x in inputs if is_floating(x)], tangents)[1]
+
+    try:
+        derivative = jax.make_jaxpr(pushed_forward)(avals, [aval for aval in avals if is_floating(aval)])
+    except jax.errors.UnexpectedTracerError:
+        return None, True
+    if any(isinstance(x, jax.core.Tracer) for x in derivative.consts):
+        return None, True
+    if not all(is_floating(x.aval) for x in eqn.outvars):
+        return None, False
+    value = _closed_program(eqn.params["call_jaxpr"], calls)
+    # In which nothing is differentiated again; a rule may well call its own function.
+    change = _closed_program(derivative, calls | WITH_DERIVATIVES)
+    return (None if value is None or change is None else Rule(value, change)), False
+
+
+def _closed_program(closed: Any, calls: frozenset[str]) -> Program | None:
+    """A jaxpr as a program; None where it closes over arrays, which kernels can't."""
+    if closed.consts:
+        return None
+    numbers = itertools.count()
+    inputs = [next(numbers) for _ in closed.jaxpr.invars]
+    constants: dict[int, Any] = {}
+    equations: list[Equation] = []
+    results = _inline(closed.jaxpr, [], inputs, numbers, equations, constants, calls)
+    if constants:
+        return None
+    return Program(tuple(inputs), (), tuple(needed(equations, results)), tuple(results))
+
+
+class _NotStructural(Exception):
+    """A parameter that can't be compared by what it computes."""
+
+
+_PLAIN: Final = (int, str, bytes, type(None), type(Ellipsis), type, np.dtype, enum.Enum)
+
+
+def _structure(value: Any) -> Hashable:
+    """What a parameter of a primitive is compared by.
+
+    Raises:
+        _NotStructural: it holds a function, or an array that is closed over.
+    """
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (float, complex, np.generic)):
+        return type(value), repr(value)
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype, value.tobytes()
+    if isinstance(value, dict):
+        return tuple((key, _structure(value[key])) for key in sorted(value, key=str))
+    if isinstance(value, (tuple, list, frozenset)):
+        return type(value), tuple(map(_structure, value))
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        program = _closed_program(value if hasattr(value, "consts") else _Open(value), frozenset())
+        if program is None or not program.is_structural:
+            raise _NotStructural
+        return program
+    if callable(value) or isinstance(value, jax.Array) or not _is_hashable(value):
+        raise _NotStructural
+    return type(value), value
+
+
+class _Open:
+    """A jaxpr that closes over nothing, in the form of one that may."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.jaxpr, self.consts = jaxpr, list(jaxpr.constvars)
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

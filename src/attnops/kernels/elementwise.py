@@ -139,7 +139,8 @@ class MaskParts(NamedTuple):
     Attributes:
         function: the mask as a function.
         leaves: what `Elementwise.compute` takes.
-        dense: the mask's arrays of T × S elements, [B or 1, H or 1, T, S] booleans; `Elementwise.apply` takes the tiles.
+        dense: the mask's arrays of T × S elements, [B or 1, H or 1, T, S] booleans, of which `Elementwise.apply` takes
+            the tiles.
     """
 
     function: Elementwise
@@ -148,7 +149,12 @@ class MaskParts(NamedTuple):
 
 
 class BiasParts(NamedTuple):
-    """A bound bias taken apart, likewise."""
+    """A bound bias taken apart.
+
+    Attributes:
+        function: the bias as a function.
+        leaves: what `Elementwise.compute` takes.
+    """
 
     function: Elementwise
     leaves: list[Any]

@@ -120,3 +120,16 @@ def is_staged() -> bool:
     Eager transformations such as `jax.grad` and `jax.vmap` alone compute as they go.
     """
     return isinstance(jax.lax.add(np.int32(0), np.int32(0)), jax.core.Tracer)
+
+
+def holds_function(value: Any) -> bool:
+    """Whether a mask or bias holds a function among its fields, or those of the masks and biases in it."""
+    if value is None or hasattr(value, "shape"):
+        return False
+    for x in vars(value).values():
+        if hasattr(x, "__dataclass_fields__") and not isinstance(x, (Program, type)):
+            if holds_function(x):
+                return True
+        elif callable(x) and not isinstance(x, type):
+            return True
+    return False

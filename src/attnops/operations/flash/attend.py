@@ -59,7 +59,8 @@ def _backward_rule(plan: Plan, options: Options, saved: Any, given: Any) -> tupl
 
 def _of_call(found: Gradients, flag: Any, d_sinks: jax.Array | None) -> tuple[Any, ...]:
     """Those of arrays and visits; None stands for none: the mask's arrays and the seed have none."""
-    d_arrays = Arrays(mask=None, bias=found.bias if flag else None, sinks=d_sinks, seed=None)  # type: ignore[arg-type]
+    d_bias: Any = found.bias if flag else None
+    d_arrays = Arrays(mask=None, bias=d_bias, sinks=d_sinks, seed=None, numbers=None)
     return d_arrays, None
 
 
@@ -117,5 +118,26 @@ def _part_gradients(
 
 _share = differentiable_share(_part, _part_gradients, lambda arrays: arrays.bias, _SECOND)
 # Compiled once for equal shapes and options, also where the caller does not compile.
-attend = jax.jit(_attend, static_argnums=(0, 1))
-attend_share = jax.jit(_share, static_argnums=(0,))
+_attend_kept = jax.jit(_attend, static_argnums=(0, 1))
+_share_kept = jax.jit(_share, static_argnums=(0,))
+
+
+def attend(plan: Plan, options: Options, holds_function: bool, *arguments: Any) -> tuple[jax.Array, ...]:
+    """See `_attend`.
+
+    Args:
+        plan: of the call.
+        options: of the call.
+        holds_function: whether a mask or bias holds a caller's function, which nothing that is compiled may outlive.
+        *arguments: query, key, value, arrays and visits.
+    """
+    if holds_function:
+        return jax.jit(functools.partial(_attend, plan, options))(*arguments)
+    return _attend_kept(plan, options, *arguments)
+
+
+def attend_share(plan: Plan, options: Options, holds_function: bool, *arguments: Any) -> tuple[jax.Array, ...]:
+    """The same of a call's share of a softmax over more keys; the arguments end with what is known of that."""
+    if holds_function:
+        return jax.jit(functools.partial(_share, (plan, options)))(*arguments)
+    return _share_kept((plan, options), *arguments)

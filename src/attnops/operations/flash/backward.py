@@ -26,7 +26,15 @@ from attnops.operations.flash.layout import (
     zeros,
 )
 from attnops.operations.flash.plan import Plan
-from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, without_unseen
+from attnops.operations.flash.scores import (
+    Arrays,
+    Options,
+    allowed,
+    change,
+    dropout_factor,
+    numbers_of,
+    without_unseen,
+)
 from attnops.operations.flash.tile_bias import Leaves, learnt
 from attnops.operations.flash.visits import Visits, for_row
 
@@ -76,6 +84,7 @@ def backward(
     lse = pack_rows(plan, jnp.where(logsumexp == -jnp.inf, jnp.inf, logsumexp), fill=jnp.inf)
     delta, factor = (pack_rows(plan, x, fill=0.0) for x in (delta, factor))
 
+    numbers = numbers_of(options, arrays)
     # Of part of a softmax they are added to others', and so not rounded.
     dtypes = [jnp.dtype(jnp.float32) if plan.is_part else x.dtype for x in (query, key, value)]
 
@@ -89,7 +98,7 @@ def backward(
         def step(q_tile: Any, carry: Gradients, masked: bool) -> Gradients:
             where = plan.where(group, q_tile, kv_tile, transposed=True)
             # The scale goes where it went forward, so that the scores are the same to the last bit.
-            q_ = plan.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype))  # [L, R, D]
+            q_ = numbers.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype), plan.dtype)  # [L, R, D]
             d_o_ = take(plan, d_o, group, q_tile, plan.bq, d_out.dtype)  # [L, R, Dv]
             d_o_ = (d_o_ * take_rows(plan, factor, group, q_tile)[:, :, None]).astype(plan.dtype)
             k_seen, k_turned_seen, v_seen = k_, k_turned, v_
@@ -98,12 +107,12 @@ def backward(
                 q_ = without_unseen(q_, counts, axis=1)
                 k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_, v_))
                 k_turned_seen = k_seen.swapaxes(1, 2)
-            scores = plan.product(k_seen, q_, 2, 2) * plan.rest  # [L, bk, R]
+            scores = numbers.scaled(plan.product(k_seen, q_, 2, 2))  # [L, bk, R]
             parts: Leaves = ()
             pull_back = None
             if options.changes_scores:
                 parts = () if options.bias is None else options.bias.take(plan, arrays.bias, where)
-                scores, pull_back = _change(plan, options, wants_bias, scores, parts, where)
+                scores, pull_back = _change(plan, options, numbers.cap, wants_bias, scores, parts, where)
             if counts is not None:
                 scores = jnp.where(counts, scores, -jnp.inf)
             weights = jnp.exp(scores - take_rows(plan, lse, group, q_tile)[:, None, :])
@@ -128,7 +137,7 @@ def backward(
         )
         done = for_row(visits, plan.map_of(group), kv_tile, step, start)
         return done._replace(
-            key=put(plan, state.key, group, kv_tile, plan.bk, done.key * plan.rest, dtypes[1]),
+            key=put(plan, state.key, group, kv_tile, plan.bk, numbers.scaled(done.key), dtypes[1]),
             value=put(plan, state.value, group, kv_tile, plan.bk, done.value, dtypes[2]),
         )
 
@@ -141,7 +150,7 @@ def backward(
     )
     done = lax.fori_loop(0, plan.groups * plan.nk, row, start)
     return Gradients(
-        (unpack_turned(plan, done.query) * plan.scale).astype(dtypes[0]),
+        (unpack_turned(plan, done.query) * numbers.scale).astype(dtypes[0]),
         unpack(done.key, plan.S, dtypes[1]),
         unpack(done.value, plan.S, dtypes[2]),
         jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), done.bias, learnt(arrays.bias)) if wants_bias else (),
@@ -149,15 +158,15 @@ def backward(
 
 
 def _change(
-    plan: Plan, options: Options, wants_bias: bool, scores: jax.Array, parts: Leaves, where: Any
+    plan: Plan, options: Options, cap: Any, wants_bias: bool, scores: jax.Array, parts: Leaves, where: Any
 ) -> tuple[jax.Array, Any]:
     """Soft cap and bias, and how gradients come back through them: to the scores and to the bias's parts."""
 
     def changed(scores: jax.Array, inexact: Leaves) -> jax.Array:
         given = tuple(part if x is None else x for x, part in zip(inexact, parts, strict=True))
-        return change(plan, options, scores, given, where)
+        return change(plan, options, cap, scores, given, where)
 
     if wants_bias:
         return jax.vjp(changed, scores, learnt(parts))
-    found, pull_back = jax.vjp(lambda s: change(plan, options, s, parts, where), scores)
+    found, pull_back = jax.vjp(lambda s: change(plan, options, cap, s, parts, where), scores)
     return found, lambda d: (*pull_back(d), ())

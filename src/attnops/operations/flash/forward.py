@@ -12,7 +12,7 @@ from jax import lax
 
 from attnops.operations.flash.layout import empty, pack, put, put_rows, take, unpack, unpack_rows, zeros
 from attnops.operations.flash.plan import Plan
-from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, without_unseen
+from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, numbers_of, without_unseen
 from attnops.operations.flash.visits import Visits, for_row
 
 
@@ -43,11 +43,12 @@ def forward(
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)
     # Scores stay in units of the rest of the scale where nothing but softmax reads them: one product less a score.
-    unit = 1.0 if options.changes_scores else plan.rest
+    numbers = numbers_of(options, arrays)
+    unit = 1.0 if options.changes_scores or numbers.scale_residual is None else numbers.scale_residual
 
     def row(i: Any, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         group, q_tile = i // plan.nq, i % plan.nq
-        q_ = plan.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype))  # [L, R, D]
+        q_ = numbers.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype), plan.dtype)  # [L, R, D]
 
         def step(kv_tile: Any, carry: _Softmax, masked: bool) -> _Softmax:
             accumulated, top, total = carry
@@ -60,7 +61,7 @@ def forward(
             scores = plan.product(q_, k_, 2, 2)  # [L, R, bk]
             if options.changes_scores:
                 parts = () if options.bias is None else options.bias.take(plan, arrays.bias, where)
-                scores = change(plan, options, scores * plan.rest, parts, where)
+                scores = change(plan, options, numbers.cap, numbers.scaled(scores), parts, where)
             if counts is not None:
                 scores = jnp.where(counts, scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1))

@@ -24,11 +24,12 @@ from attnops.masks.base import Mask
 from attnops.masks.tiles import Coverage, block_map
 from attnops.operations.flash.attend import attend, attend_share
 from attnops.operations.flash.plan import Plan
-from attnops.operations.flash.scores import Arrays, Options
+from attnops.operations.flash.scores import Arrays, Numbers, Options
 from attnops.operations.flash.tile_bias import tile_bias
 from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles, table_row
 from attnops.operations.flash.visits import visits
 from attnops.operations.vanilla import VanillaAttention
+from attnops.programs.functions import holds_function, is_staged
 
 # Scores of a call, from which on holding them all (4 GB in float32) is not to be thought of.
 _LARGE: Final = 1 << 30
@@ -100,30 +101,39 @@ class FlashAttention(OperationImpl):
         plan = Plan(
             B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, bq=block_q, bk=block_k, lanes=lanes, maps=coverage.shape[:2],
             dtype=dtype, is_part=as_part or whole is not None,
-            scale=D**-0.5 if softmax_scale is None else softmax_scale,
             precision=lax.Precision.HIGHEST if self.metadata.precision is None else self.metadata.precision,
         )  # fmt: skip
+        numbers = Numbers.make(D**-0.5 if softmax_scale is None else softmax_scale, logits_soft_cap, dtype)
+        # Outside `jax.jit` numbers are data, so that other ones don't compile anew; inside they make better programs.
+        is_data = not is_staged()
+        hides_tokens = mask is not None and mask.hides_tokens(T, S)
+        if is_data:
+            mask = None if mask is None else mask.as_data()
+            bias = bias.as_data() if isinstance(bias, Bias) else bias
         tiles, leaves = (None, ()) if bias is None else tile_bias(plan, bias)
         options = Options(
-            cap=logits_soft_cap,
+            numbers=None if is_data else numbers,
+            has_cap=logits_soft_cap is not None,
             bias=tiles,
             dropout_prob=0.0 if dropout_key is None else self.metadata.dropout_prob,
             dropout_step=dropout_step(dropout_key),
-            hides_tokens=mask is not None and mask.hides_tokens(T, S),
+            hides_tokens=hides_tokens,
         )
         arrays = Arrays(
             mask=mask,
             bias=leaves,
             sinks=None if sinks is None else sinks.astype(jnp.float32),
             seed=None if dropout_key is None else dropout_seed(dropout_key),
+            numbers=numbers.as_data() if is_data else None,
         )
         flat = coverage.reshape(-1, *coverage.shape[2:])
-        both = visits(flat), visits(flat.swapaxes(1, 2))
+        both = visits(flat, is_data), visits(flat.swapaxes(1, 2), is_data)
         given = equally_varying(reverse_mode_only((query, key, value, arrays, both, whole), REVERSE_ONLY))
+        holds = holds_function(mask) or holds_function(bias)
         if whole is not None:
-            out, rows = attend_share((plan, options), *given)
+            out, rows = attend_share(plan, options, holds, *given)
         else:
-            out, rows, rest = attend(plan, options, *given[:-1])
+            out, rows, rest = attend(plan, options, holds, *given[:-1])
             rows = two_parts(rows, rest) if as_part else rows
         return OperationOutput(out, None, rows if return_lse else None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +50,6 @@ class Plan:
         maps: batch and kv heads that the block map tells apart, each 1 or all.
         dtype: of the operands of products: bfloat16 for bfloat16 inputs, else float32.
         is_part: whether the keys are some of a softmax's: results are float32 then, see `attnops.kernels.parts`.
-        scale: the softmax scale.
         precision: of products.
     """
 
@@ -68,7 +66,6 @@ class Plan:
     maps: tuple[int, int]
     dtype: Any
     is_part: bool
-    scale: float
     precision: Any
 
     @property
@@ -95,24 +92,6 @@ class Plan:
     def groups(self) -> int:
         """Groups of lanes."""
         return self.B * self.K // self.lanes
-
-    @property
-    def folded(self) -> float:
-        """The part of the scale that is multiplied in before the product: all of it in float32, a power of two in 16
-        bits, where any other would round.
-        """
-        if self.dtype == jnp.float32 or self.scale == 0:
-            return self.scale
-        return math.copysign(2.0 ** math.floor(math.log2(abs(self.scale))), self.scale)
-
-    @property
-    def rest(self) -> float:
-        """What is left of the scale, in [1, 2)."""
-        return 1.0 if self.folded == self.scale else self.scale / self.folded
-
-    def fold_scale(self, x: jax.Array) -> jax.Array:
-        """A tile of queries with the folded part of the scale."""
-        return x if self.folded == 1.0 else (x.astype(jnp.float32) * self.folded).astype(self.dtype)
 
     def map_of(self, group: Any) -> Any:
         """Which of the block maps, laid out as [batch, kv heads], a group goes by."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,22 +35,36 @@ class Visits:
         any_partial: whether any tile may be PARTIAL.
     """
 
-    columns: jax.Array
-    start: jax.Array
-    middle: jax.Array
-    stop: jax.Array
+    columns: Any
+    start: Any
+    middle: Any
+    stop: Any
     any_full: bool
     any_partial: bool
 
 
-def visits(coverage: Any) -> Visits:
+# Entries, up to which a list that must not differ by the mask has room for every tile.
+_ROOMY: Final = 1 << 16
+
+
+def visits(coverage: Any, is_data: bool = False) -> Visits:
     """The tiles to visit.
 
     Args:
         coverage: [maps, rows, columns] of `Coverage`. Of a numpy array only what is visited is stored; a traced one
             is sorted at run time, O(rows · columns) integers.
+        is_data: whether masks that differ by numbers are to give lists of one shape.
     """
-    return _known(coverage) if isinstance(coverage, np.ndarray) else _traced(coverage)
+    if not isinstance(coverage, np.ndarray):
+        return _traced(coverage)
+    found = _known(coverage)
+    if not is_data:
+        return found
+    every, used = coverage.shape[1] * coverage.shape[2], found.columns.shape[1]
+    # Of more tiles than that, a power of two; else lists would grow with T · S.
+    size = every if every <= _ROOMY else max(_ROOMY, 1 << (used - 1).bit_length())
+    columns = np.pad(found.columns, ((0, 0), (0, size - used)))
+    return dataclasses.replace(found, columns=columns, any_full=True, any_partial=True)
 
 
 def for_row(v: Visits, m: Any, row: Any, step: Callable[[Any, State, bool], State], state: State) -> State:
@@ -77,10 +91,8 @@ def _known(coverage: Any) -> Visits:
     for m in range(len(coverage)):
         both = np.concatenate([full[m], partial[m]], axis=-1)
         columns[m, : total[m]] = np.nonzero(both)[1] % coverage.shape[-1]
-    int32 = functools.partial(jnp.asarray, dtype=jnp.int32)
-    return Visits(
-        int32(columns), int32(start), int32(start + n_full), int32(stop), bool(full.any()), bool(partial.any())
-    )  # fmt: skip
+    rows: Any = (x.astype(np.int32) for x in (start, start + n_full, stop))
+    return Visits(columns, *rows, bool(full.any()), bool(partial.any()))
 
 
 def _traced(coverage: jax.Array) -> Visits:

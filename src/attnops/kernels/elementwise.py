@@ -79,8 +79,8 @@ class Elementwise:
 
         def scalar(*indices: Any) -> Any:
             at = dict(zip(axes, indices, strict=True))
-            indices = zip(AXES, self._arguments[1:], strict=True)
-            known = {variable: at.get(name, 0) for name, variable in indices if variable is not None}
+            names = zip(AXES, self._arguments[1:], strict=True)
+            known: dict[int, Any] = {variable: at.get(name, 0) for name, variable in names if variable is not None}
             known |= dict(zip(self._leaves, map(jnp.asarray, leaves), strict=True))
             wanted = [self._value_variables[i]]
             return run(needed(self._before, wanted), known, wanted, bind)[0]
@@ -202,7 +202,7 @@ def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozens
     """
     if isinstance(function, Opaque) and function.program is None:
         # It may still do on whole arrays; only a kernel must take it apart.
-        return frozenset([f"a function that fails on scalars ({type(function.error).__name__})"])
+        return frozenset([f"a function that fails on scalars ({function.error})"])
     assert function.program is not None
     return split_program(function.program, arguments, None).primitives
 

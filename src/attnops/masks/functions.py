@@ -111,6 +111,5 @@ def _of_tokens(seen: jax.Array, q: Any, kv: Any) -> jax.Array:
 def functions(mask: Mask) -> list[Bound | Opaque]:
     """The functions of a bound mask."""
     found = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, _Function))
-    return [
-        Bound(x.program, x.data) if isinstance(x, MaskProgram) else x.fn for x in found if isinstance(x, _Function)
-    ]  # fmt: skip
+    programs: list[Any] = [Bound(x.program, x.data) for x in found if isinstance(x, MaskProgram)]
+    return programs + [x.fn for x in found if isinstance(x, MaskFn)]

@@ -37,10 +37,10 @@ class Opaque:
     Attributes:
         fn: the function.
         program: its program, where it has one that can't be compared with others, or evaluated on arrays.
-        error: why it has none, else.
+        error: the name of the error that tracing it raised, else.
     """
 
-    def __init__(self, fn: Callable[..., Any], program: Program | None, error: Exception | None) -> None:
+    def __init__(self, fn: Callable[..., Any], program: Program | None, error: str = "") -> None:
         self.fn, self.program, self.error = fn, program, error
         self.__name__ = name_of(fn)
 
@@ -74,12 +74,12 @@ def bind_function(
         found = trace(function, [*avals, *shapes], calls)
     except Exception as error:
         # It may still do on whole arrays.
-        return Opaque(fn, None, error)
+        return Opaque(fn, None, type(error).__name__)
     program, (result,) = found.program, found.results
     is_elementwise = not any(e.is_scalar and e.primitive.name in _MIXING for e in program.equations)
     is_evaluable = program.is_structural and not any(e.is_closed for e in program.equations)
     if found.has_effects or result.shape or result.dtype != dtype or not (is_elementwise and is_evaluable):
-        return Opaque(fn, program, None)
+        return Opaque(fn, program)
     return Bound(program, (*leaves, *found.constants))
 
 

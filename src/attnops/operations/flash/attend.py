@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
@@ -132,12 +133,19 @@ def attend(plan: Plan, options: Options, holds_function: bool, *arguments: Any) 
         *arguments: query, key, value, arrays and visits.
     """
     if holds_function:
-        return jax.jit(functools.partial(_attend, plan, options))(*arguments)
+        return _once(functools.partial(_attend, plan, options), arguments)
     return _attend_kept(plan, options, *arguments)
 
 
 def attend_share(plan: Plan, options: Options, holds_function: bool, *arguments: Any) -> tuple[jax.Array, ...]:
     """The same of a call's share of a softmax over more keys; the arguments end with what is known of that."""
     if holds_function:
-        return jax.jit(functools.partial(_share, (plan, options)))(*arguments)
+        return _once(functools.partial(_share, (plan, options)), arguments)
     return _share_kept((plan, options), *arguments)
+
+
+def _once(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """The result of a function that is compiled for one call, and forgotten: JAX keeps structures of arguments."""
+    leaves, tree = jax.tree.flatten(arguments)
+    found: tuple[jax.Array, ...] = jax.jit(lambda *given: function(*jax.tree.unflatten(tree, given)))(*leaves)
+    return found

@@ -91,8 +91,8 @@ def _known(coverage: Any) -> Visits:
     for m in range(len(coverage)):
         both = np.concatenate([full[m], partial[m]], axis=-1)
         columns[m, : total[m]] = np.nonzero(both)[1] % coverage.shape[-1]
-    rows: Any = (x.astype(np.int32) for x in (start, start + n_full, stop))
-    return Visits(columns, *rows, bool(full.any()), bool(partial.any()))
+    start, middle, stop = (x.astype(np.int32) for x in (start, start + n_full, stop))
+    return Visits(columns, start, middle, stop, bool(full.any()), bool(partial.any()))
 
 
 def _traced(coverage: jax.Array) -> Visits:

@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import OperationMetadata, OperationRegistry, UnsupportedError
+from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, Bias, RelativePosition, ScoreFn
-from attnops.masks import Causal, Mask, MaskFn
+from attnops.masks import Causal, MaskFn
 from attnops.testing.oracle import attention, attention_gradients
 from attnops.testing.tolerance import assert_close, tolerance
 
 B, T, H, D = 1, 12, 2, 8
 I, J = np.ogrid[:T, :T]
-BACKENDS = ("flash", "auto", "vanilla", "tpu", "triton")
+# Interpreted kernels for TPUs take seconds; a bound method on one is for every run.
+BACKENDS = ("flash", "auto", "vanilla", pytest.param("tpu", marks=pytest.mark.slow), "triton")
 KINDS = ("mask", "bias")
 
 
@@ -71,7 +72,7 @@ def dense(kind: str, width: Any) -> dict[str, np.ndarray]:
 
 class TestWhatIsClosedOver:
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("backend", ["flash", "auto", "vanilla", "tpu", "triton"])
     def test_a_fresh_jit_sees_what_a_bound_method_holds_by_then(self, backend: str, kind: str) -> None:
         layer, operation = Layer(1), make(backend)
         for width in (1, 5):
@@ -183,7 +184,7 @@ class TestArguments:
 
     def test_integers_that_their_dtype_in_jax_does_not_hold_are_refused(self) -> None:
         mask = MaskFn(lambda b, h, q, kv, x: x[q] == x[kv], (np.array([0, 1 << 40]),))
-        with pytest.raises(ValueError, match="MaskFn.*integers from 0 to 1099511627776, but must fit int32"):
+        with pytest.raises(ValueError, match=r"MaskFn.*integers from 0 to 1099511627776, but must fit int32"):
             make("flash")(*operands(), mask=mask)
 
 
@@ -265,7 +266,7 @@ class TestWhatHasNoProgram:
 
         for width[0] in (3, 1):
             run = lambda *x: operation(*x, mask=MaskFn(seen)).attention_outputs  # noqa: E731
-            check((jax.jit(run) if staged else run)(*operands()), mask=(I - J <= width[0])[None, None])
+            check((jax.jit(run) if staged else run)(*operands()), mask=(width[0] >= I - J)[None, None])
 
     def test_a_derivative_that_closes_over_an_index(self) -> None:
         """Where the function itself is differentiated, the index is at hand."""

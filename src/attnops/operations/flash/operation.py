@@ -106,7 +106,6 @@ class FlashAttention(OperationImpl):
         numbers = Numbers.make(D**-0.5 if softmax_scale is None else softmax_scale, logits_soft_cap, dtype)
         # Outside `jax.jit` numbers are data, so that other ones don't compile anew; inside they make better programs.
         is_data = not is_staged()
-        hides_tokens = mask is not None and mask.hides_tokens(T, S)
         if is_data:
             mask = None if mask is None else mask.as_data()
             bias = bias.as_data() if isinstance(bias, Bias) else bias
@@ -117,7 +116,7 @@ class FlashAttention(OperationImpl):
             bias=tiles,
             dropout_prob=0.0 if dropout_key is None else self.metadata.dropout_prob,
             dropout_step=dropout_step(dropout_key),
-            hides_tokens=hides_tokens,
+            hides_tokens=mask is not None and mask.hides_tokens(T, S),
         )
         arrays = Arrays(
             mask=mask,

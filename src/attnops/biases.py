@@ -240,7 +240,9 @@ class ScoreFn(Bias):
 
     def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         """See `Bias.apply`."""
-        changed = jnp.asarray(self.fn(scores, b, h, q, kv, *self.args))
+        # Which traced indices can be looked up in.
+        args = jax.tree.map(jnp.asarray, self.args)
+        changed = jnp.asarray(self.fn(scores, b, h, q, kv, *args))
         if changed.dtype != scores.dtype or changed.shape != scores.shape:
             raise ValueError(
                 f"{self!r} gave {changed.dtype} of shape {changed.shape}, but must give {scores.dtype} of the scores' "

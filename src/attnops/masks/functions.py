@@ -64,7 +64,9 @@ class MaskFn(_Function):
         return MaskFn(found, args) if isinstance(found, Opaque) else MaskProgram(name_of(self.fn), *found)
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        seen = jnp.asarray(self.fn(b, h, q, kv, *self.args))
+        # Which traced indices can be looked up in.
+        args = jax.tree.map(jnp.asarray, self.args)
+        seen = jnp.asarray(self.fn(b, h, q, kv, *args))
         if seen.dtype != np.bool_:
             raise ValueError(f"{self!r} gave dtype {seen.dtype}, but must give booleans")
         return _of_tokens(seen, q, kv)

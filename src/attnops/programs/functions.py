@@ -84,7 +84,7 @@ def bind_function(
 
 
 def as_data(name: str, args: Any) -> Any:
-    """A function's arguments as JAX's arrays, which traced indices can be looked up in.
+    """A function's arguments as arrays of dtypes that JAX has; what is known when tracing stays numpy's.
 
     Raises:
         ValueError: one is no array, or holds integers that its dtype in JAX does not.
@@ -104,7 +104,7 @@ def as_data(name: str, args: Any) -> Any:
                     f"{name} hold integers from {known.min()} to {known.max()}, but must fit {narrow}: subtract their "
                     f"least, or set jax_enable_x64"
                 )
-        return jnp.asarray(known)
+        return known.astype(narrow)
 
     return jax.tree.map(convert, args)
 

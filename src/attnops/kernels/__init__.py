@@ -63,6 +63,6 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         for module in _MODULES:
             found = vars(importlib.import_module(f"attnops.kernels.{module}")).get(name)
-            if found is not None and found.__module__ == f"attnops.kernels.{module}":
+            if found is not None:
                 return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

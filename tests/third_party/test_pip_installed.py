@@ -135,9 +135,9 @@ def full(fresh: Environment, clean: dict[str, Any], wheels: dict[str, Path]) -> 
     fresh.pip("install", "--quiet", "--no-deps", *(str(wheels[name]) for name in DISTRIBUTIONS))
     found = fresh.examine()
     for name, arguments in {
-        "list": ["list", "--json"],
-        "load": ["list", "--load", "--json"],
-        "load as text": ["list", "--load"],
+        "list": ["list", "--no-load", "--json"],
+        "load": ["list", "--json"],
+        "load as text": ["list"],
         "doctor": ["doctor", "--json"],
         "doctor as text": ["doctor", "--verbose"],
     }.items():

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import forward_for
+from attnops.dispatch.operation import ATTENTION, forward_for
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest
@@ -89,7 +89,7 @@ def markdown_table() -> str:
         by_platform = {}
         for platform in PLATFORMS:
             cls = OperationRegistry.get(name, platform)
-            if issubclass(cls, OperationImpl):
+            if issubclass(cls, OperationImpl) and cls.computes == ATTENTION:
                 by_platform[platform] = tuple(support(cls, feature, platform) for feature in FEATURES)
         # Platforms that an operation serves alike share a column.
         for cells in dict.fromkeys(by_platform.values()):

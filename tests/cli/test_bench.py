@@ -116,6 +116,13 @@ def test_by_default_everything_installed_takes_part(monkeypatch: pytest.MonkeyPa
     assert not {"auto", "tokamax"} & {c.name for c in find()}
 
 
+def test_by_default_nothing_that_declares_no_attention_takes_part() -> None:
+    register(right)
+    OperationRegistry.get("zeta").computes = None
+    assert "zeta" not in {c.name for c in find()}
+    assert [c.name for c in find(["zeta"])] == ["zeta"]
+
+
 @pytest.mark.parametrize(
     ("change", "backward", "where"),
     [

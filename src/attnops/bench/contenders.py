@@ -16,6 +16,7 @@ from attnops.bench.case import Array, Case, Refused
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.explain import explain
 from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.registry import OperationRegistry
 from attnops.errors import PluginError, UnsupportedError
 
@@ -62,8 +63,8 @@ def find(names: Sequence[str] | None = None) -> list[Contender]:
     """Contenders by name: operations, and peers.
 
     Args:
-        names: names of operations, canonical ones too, or of peers. None: every installed operation of query, key and
-            value but `auto`, which would be one of the others again, and every peer that is installed.
+        names: names of operations, canonical ones too, or of peers. None: every installed operation that computes
+            attention but `auto`, which would be one of the others again, and every peer that is installed.
 
     Raises:
         ValueError: no operation or peer has the name.
@@ -160,6 +161,6 @@ def compile_jax(case: Case, attend: Callable[[Any, Any, Any, Any], Any], extra: 
 
 def _is_attention(name: str) -> bool:
     try:
-        return issubclass(OperationRegistry.get(name), OperationImpl)
+        return OperationRegistry.get(name).computes == ATTENTION
     except PluginError:
         return True  # its row says what is wrong

@@ -10,15 +10,21 @@ from typing import Any, Final
 import jax.numpy as jnp
 
 from attnops.biases import Bias
-from attnops.dispatch.request import AttentionRequest, Reason, Request
+from attnops.dispatch.request import AttentionRequest, Reason, Request, is_symbolic
 from attnops.masks.base import Mask
 from attnops.sharding.modes import printed_mode
 
 # Limits that a call without query, key and value has nothing to compare with.
 ATTENTION_ONLY: Final = (
     "max_head_dim", "head_dim_multiple", "equal_head_dims", "mask_kinds", "bias_kinds", "mask_primitives",
-    "bias_primitives", "linear_memory",
+    "bias_primitives", "linear_memory", "symbolic",
 )  # fmt: skip
+# What `Limits.symbolic` may name.
+SYMBOLIC: Final = frozenset({"batch", "length"})
+_KINDS: Final = {
+    "batch": "batch", "query_length": "length", "key_length": "length", "heads": "heads", "kv_heads": "heads",
+    "head_dim": "head_dim", "value_head_dim": "head_dim",
+}  # fmt: skip
 # What `Mask.kinds` gives in addition to the names of classes.
 _OPERATORS: Final = {"And": "&", "Or": "|", "Not": "~", "At": "at"}
 
@@ -44,6 +50,9 @@ class Limits:
         linear_memory: forward and backward need O(T + S) memory. One that needs O(T · S) declares it; the conformance
             suite holds every other to it.
 
+        symbolic: the dimensions that may be symbolic, of `jax.export.symbolic_shape`: "batch" and "length". Where
+            another one is, ``unsupported`` is not asked, as comparisons with it may be inconclusive.
+
     A class that is no `OperationImpl` may declare dtypes, same_dtype, differentiable and interpretable.
 
     Raises:
@@ -62,6 +71,7 @@ class Limits:
     differentiable: bool = True
     interpretable: bool = True
     linear_memory: bool = True
+    symbolic: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", frozenset(_dtype(dtype) for dtype in _collection("dtypes", self.dtypes)))
@@ -77,6 +87,9 @@ class Limits:
                 continue
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r} must be an int of at least 1; leave it out for any")
+        object.__setattr__(self, "symbolic", frozenset(_collection("symbolic", self.symbolic)))
+        if unknown := sorted(self.symbolic - SYMBOLIC):
+            raise ValueError(f"symbolic={unknown} must be of {sorted(SYMBOLIC)}")
 
     def attention_only(self) -> list[str]:
         """The fields of `ATTENTION_ONLY` that are not at their defaults."""
@@ -114,8 +127,24 @@ class Limits:
             found.append(Reason("dtypes", "/".join(dtypes), f"{who} must share one", todo.replace("it", "them", 1)))
         return found
 
-    def _attention_reasons(self, request: AttentionRequest) -> list[Reason]:
+    def symbolic_reasons(self, request: Request) -> list[Reason]:
+        """The dimensions of ``request`` that are symbolic and may not be."""
+        if not isinstance(request, AttentionRequest):
+            return []
         found = []
+        for name, kind in _KINDS.items():
+            if kind not in self.symbolic and is_symbolic(size := getattr(request, name)):
+                found.append(
+                    Reason(name, size, "must be a number when tracing, not symbolic",
+                           "export for each size"
+                           + ('; or create "vanilla", which has O(T · S) memory' if kind in SYMBOLIC else ""))
+                )  # fmt: skip
+        return found
+
+    def _attention_reasons(self, request: AttentionRequest) -> list[Reason]:
+        found = self.symbolic_reasons(request)
+        if any(is_symbolic(dim) for dim in (request.head_dim, request.value_head_dim)):
+            return found  # comparisons with it may be inconclusive
         dims = {request.value_head_dim: "value_head_dim", request.head_dim: "head_dim"}  # one where they are equal
         for dim, name in sorted(dims.items(), key=lambda item: item[1]):
             if self.max_head_dim is not None and dim > self.max_head_dim:

@@ -249,7 +249,7 @@ class BaseOperation(abc.ABC):
         if limits is not _NO_LIMITS or isinstance(request, AttentionRequest):
             found += limits.reasons(request)
         found += self._unread()
-        if forward != "native":
+        if forward != "native" and not limits.symbolic_reasons(request):
             found += border.unsupported(self, request)
         return found
 

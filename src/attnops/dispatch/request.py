@@ -169,6 +169,11 @@ def printable(value: Any) -> str:
         return f"<a {type(value).__name__}, whose printing raised {type(error).__name__}>"
 
 
+def is_symbolic(size: Any) -> bool:
+    """Whether a dimension is symbolic, of `jax.export.symbolic_shape`."""
+    return not isinstance(size, int) and hasattr(size, "dimension_as_value")
+
+
 def dtype_name(array: Any) -> str:
     """The name of an array's dtype, such as ``"bfloat16"``."""
     return str(jnp.dtype(array.dtype).name)

@@ -97,6 +97,8 @@ def _number(name: str, value: Any, B: int, H: int) -> Any:
         return value
     if isinstance(value, int):
         return clip_limit(value)
+    if hasattr(value, "dimension_as_value"):
+        return jnp.asarray(value, np.int32)  # of symbolic lengths
     if not hasattr(value, "shape") or np.dtype(value.dtype).kind not in "iu":
         raise ValueError(f"{name}={value!r} must be an int, or an integer array of shape [B or 1, H or 1]")
     value = as_limits(name, value)

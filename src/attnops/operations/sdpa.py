@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Literal
 import jax
 import jax.numpy as jnp
 
-from attnops.dispatch.limits import Limits
+from attnops.dispatch.limits import SYMBOLIC, Limits
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import AttentionRequest, Reason, Request
 from attnops.kernels.unseen import hide_unseen
@@ -20,7 +20,7 @@ from attnops.operations.vanilla import VanillaAttention
 
 # jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its
 # residual is rounded to the input's dtype and has no gradient: the forwards below don't name them.
-_JAX_NN = Limits(same_dtype=True, equal_head_dims=True, linear_memory=False)
+_JAX_NN = Limits(same_dtype=True, equal_head_dims=True, linear_memory=False, symbolic=SYMBOLIC)
 # As low as no score is, and above what jax.nn takes a masked score to be.
 _VERY_LOW: Final = -1e30
 # It asks XLA for float16 products accumulated in float32, which only GPUs compile; on a CPU we widen the inputs.

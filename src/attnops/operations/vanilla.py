@@ -12,7 +12,7 @@ from jax import lax
 
 from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
-from attnops.dispatch.limits import Limits
+from attnops.dispatch.limits import SYMBOLIC, Limits
 from attnops.dispatch.operation import ATTENTION, forward_for
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import Request
@@ -28,7 +28,7 @@ class VanillaAttention(OperationImpl):
     """
 
     computes: ClassVar[str | None] = ATTENTION
-    limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None, linear_memory=False)}
+    limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None, linear_memory=False, symbolic=SYMBOLIC)}
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
@@ -15,7 +16,7 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.output import OperationOutput
-from attnops.dispatch.request import AttentionRequest, Request
+from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.dropout import dropout_seed, dropout_step
 from attnops.kernels.parts import Whole, check_parts, two_parts
 from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
@@ -48,7 +49,7 @@ class FlashAttention(OperationImpl):
     """
 
     computes: ClassVar[str | None] = ATTENTION
-    limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None)}
+    limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None, symbolic=frozenset({"batch"}))}
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
@@ -95,7 +96,7 @@ class FlashAttention(OperationImpl):
         coverage = _coverage(mask, (B, H, T, S), K, block_q, block_k)
         batch, heads = (1, 1) if bias is None or isinstance(bias, Bias) else bias.shape[:2]
         lanes = choose_lanes(
-            B, K, (H // K) * block_q * block_k, by_batch=max(batch, coverage.shape[0]) > 1, by_head=heads > 1,
+            B, K, (H // K) * block_q * block_k, by_batch=(batch != 1 or coverage.shape[0] != 1), by_head=heads > 1,
             alone=coverage.shape[1] > 1, row=row,
         )  # fmt: skip
         plan = Plan(
@@ -156,4 +157,6 @@ def _coverage(mask: Mask | None, shape: tuple[int, int, int, int], K: int, block
 
 
 def _scores(request: AttentionRequest) -> int:
-    return request.batch * request.heads * request.query_length * request.key_length
+    """How many scores a call has at least: of a symbolic dimension nothing is known."""
+    sizes = (request.batch, request.heads, request.query_length, request.key_length)
+    return math.prod(1 if is_symbolic(size) else size for size in sizes)

@@ -91,13 +91,15 @@ class Plan:
     @property
     def groups(self) -> int:
         """Groups of lanes."""
+        if self.lanes <= self.K:
+            return self.B * (self.K // self.lanes)  # a symbolic B has no quotient
         return self.B * self.K // self.lanes
 
     def map_of(self, group: Any) -> Any:
         """Which of the block maps, laid out as [batch, kv heads], a group goes by."""
         first = group * self.lanes
         b, k = first // self.K, first % self.K
-        return (b if self.maps[0] > 1 else 0) * self.maps[1] + (k if self.maps[1] > 1 else 0)
+        return (b if self.maps[0] != 1 else 0) * self.maps[1] + (k if self.maps[1] > 1 else 0)
 
     def where(self, group: Any, q_tile: Any, kv_tile: Any, transposed: bool) -> Where:
         """The indices of a tile."""

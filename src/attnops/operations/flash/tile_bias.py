@@ -72,7 +72,7 @@ class ArrayTiles(TileBias):
     def _window(self, plan: Plan, leaf: jax.Array, where: Where) -> tuple[list[jax.Array], list[int]]:
         first = where.group * plan.lanes
         b, k = first // plan.K, first % plan.K
-        lane = (b if self.batch > 1 else 0) * self.heads + (k if self.heads > 1 else 0)
+        lane = (b if self.batch != 1 else 0) * self.heads + (k if self.heads > 1 else 0)
         lanes = plan.lanes if self.heads > 1 else 1
         q, rows = (where.q_tile * plan.bq, plan.bq) if self.by_q else (0, 1)
         kv, columns = (where.kv_tile * plan.bk, plan.bk) if self.by_kv else (0, 1)

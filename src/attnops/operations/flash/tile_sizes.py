@@ -61,6 +61,8 @@ def choose_lanes(B: int, K: int, scores: int, by_batch: bool, by_head: bool, alo
         alone: whether every kv head has tiles of its own to visit.
         row: of the table.
     """
+    if not isinstance(B, int):
+        B = 1  # symbolic, in an exported program: lanes are of one batch
     alike = 1 if alone else K if by_batch or by_head else B * K
     most = max(1, row.scores // scores)
     whole = [d for d in range(1, K + 1) if K % d == 0] + [K * d for d in range(1, B + 1) if B % d == 0]

@@ -1,0 +1,108 @@
+"""Symbolic dimensions, of `jax.export.symbolic_shape`: served, or refused with a reason."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from attnops import Limits, OperationMetadata, OperationRegistry, UnsupportedError, UnsupportedWarning, explain
+from attnops.biases import ALiBi
+from attnops.masks import Causal, Lengths, Segments, SlidingWindow
+
+B, T, H, K, D = 3, 10, 4, 2, 8
+TRAIN = OperationMetadata(platform="cpu", block_q=8, block_k=8)
+
+
+def draw(*shape):
+    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), jnp.float32)
+
+
+CASES = {
+    "plain": ((), lambda: {}),
+    "Causal": ((), lambda: {"mask": Causal() & SlidingWindow(5, 0)}),
+    "Segments": ((jnp.arange(B * T).reshape(B, T) % 10 // 4,), lambda ids: {"mask": Causal() & Segments(ids)}),
+    "Lengths": ((jnp.array([4, 10, 0]),), lambda n: {"mask": Lengths(n)}),
+    "bias by batch": ((draw(B, 1, T, T),), lambda bias: {"bias": bias}),
+    "ALiBi and sinks": ((), lambda: {"bias": ALiBi(np.ones(H)), "sinks": jnp.ones(H)}),
+}
+
+
+def exported(call, shapes, *arrays):
+    """What a program exported for these shapes, of symbols, gives for these arrays."""
+    given = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, arrays, strict=True)]
+    program = export.export(jax.jit(call))(*given)
+    return export.deserialize(program.serialize()).call(*arrays)
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients"),
+    [(name, False) for name in CASES]
+    + [pytest.param(name, True, marks=pytest.mark.slow) for name in ("Segments", "bias by batch")],
+)
+def test_flash_serves_a_symbolic_batch(name, gradients):
+    arrays, options = CASES[name]
+    (b,) = export.symbolic_shape("b")
+    qkv = draw(B, T, H, D), draw(B, T, K, D), draw(B, T, K, D)
+    shapes = [(b, *x.shape[1:]) for x in (*qkv, *arrays)]
+
+    def run(operation):
+        def call(q, k, v, *given):
+            if not gradients:
+                return operation(q, k, v, **options(*given)).attention_outputs
+            out, pull_back = jax.vjp(lambda *x: operation(*x, **options(*given)).attention_outputs, q, k, v)
+            return out, pull_back(2 * out)
+
+        return call
+
+    found = exported(run(OperationRegistry.create("flash", TRAIN)), shapes, *qkv, *arrays)
+    expected = jax.jit(run(OperationRegistry.create("vanilla")))(*qkv, *arrays)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("shapes", ["t, t", "t, s"])
+def test_symbolic_lengths_run_on_vanilla_and_have_a_reason_on_flash(shapes):
+    t, s = export.symbolic_shape(shapes)
+    q, k = draw(1, 5, H, D), draw(1, 5 if t == s else 7, K, D)
+    of_query, of_key = (1, t, H, D), (1, s, K, D)
+
+    def call(operation):
+        return lambda q, k: operation(q, k, k, mask=Causal() & SlidingWindow(2, 0)).attention_outputs
+
+    vanilla, flash, auto = (OperationRegistry.create(name, TRAIN) for name in ("vanilla", "flash", "auto"))
+    expected = call(vanilla)(q, k)
+    for operation in (vanilla, auto):
+        np.testing.assert_allclose(exported(call(operation), [of_query, of_key], q, k), expected, atol=1e-6)
+    with pytest.raises(UnsupportedError, match=r'query_length=t: must be a number when tracing.*or create "vanilla"'):
+        exported(call(flash), [of_query, of_key], q, k)
+    request = auto.request(*(jax.ShapeDtypeStruct(x, q.dtype) for x in (of_query, of_key, of_key)))
+    assert "query_length=t: must be a number when tracing, not symbolic" in str(explain(request))
+
+
+@pytest.mark.parametrize("name", ["vanilla", "flash", "auto"])
+def test_symbolic_heads_are_refused_with_a_reason(name):
+    operation = OperationRegistry.create(name)
+    for shape, text in (
+        ("2, 5, 2*h, 8", r"heads=2\*h: must be a number"),
+        ("2, 5, 4, d", "head_dim=d: must be a number"),
+    ):
+        q = jax.ShapeDtypeStruct(export.symbolic_shape(shape), jnp.float32)
+        with pytest.raises(UnsupportedError, match=text):
+            export.export(jax.jit(lambda q: operation(q, q, q).attention_outputs))(q)
+
+
+def test_limits_name_dimensions():
+    with pytest.raises(ValueError, match=r"symbolic=\['heads'\] must be of \['batch', 'length'\]"):
+        Limits(symbolic=frozenset({"heads"}))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_a_kernel_leaves_a_symbolic_batch_to_the_native_forward(platform):
+    (b,) = export.symbolic_shape("b")
+    flash = OperationRegistry.create("flash", OperationMetadata(platform=platform, interpret=True))
+    q = draw(B, T, H, D)
+    with pytest.warns(UnsupportedWarning, match="batch=b: must be a number when tracing, not symbolic"):
+        found = exported(lambda q: flash(q, q, q).attention_outputs, [(b, T, H, D)], q)
+    expected = OperationRegistry.create("vanilla")(q, q, q).attention_outputs
+    np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -7,13 +7,13 @@ For a kernel that exists and is wrapped:
 - `zero_unseen` zeroes tokens that no query sees, which may hold NaN; `repair_empty_rows` gives queries that see no key
   what the contract says;
 - `pad_to_multiple` and `unpad` bring lengths to a multiple, the padding in a segment of its own;
-- `once_differentiable` refuses a second derivative in words, `not_differentiable` the first.
+- `once_differentiable` refuses a second derivative with a message, `not_differentiable` the first;
+- `equally_varying` and `output_like` serve `jax.shard_map`, inside which a kernel's inputs vary over mesh axes.
 
 For a kernel that is written from the contract: `of_mask` and `of_bias` take masks and biases apart into what is
 computed once a token and what for each score, `describe` says what is done to scores, `ragged` and `merged` fit block
-maps to tiles, `folds_batch` and `one_by_one` serve `jax.vmap`, `equally_varying` loops in `jax.shard_map`,
-`is_differentiated` and `cotangents` rules of `jax.custom_vjp`. `attnops.kernels.parts` is about softmaxes over some of
-the keys.
+maps to tiles, `folds_batch` and `one_by_one` serve `jax.vmap`, `is_differentiated` and `cotangents` rules of
+`jax.custom_vjp`. `attnops.kernels.parts` is about softmaxes over some of the keys.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attnops.kernels.coverage import merged, ragged
     from attnops.kernels.elementwise import Elementwise, of_bias, of_mask
     from attnops.kernels.nograd import not_differentiable, once_differentiable
+    from attnops.kernels.outputs import output_like
     from attnops.kernels.padding import Padded, pad_to_multiple, unpad
     from attnops.kernels.rules import cotangents, is_differentiated
     from attnops.kernels.scoring import Scoring, describe
@@ -48,6 +49,7 @@ __all__ = [
     "of_mask",
     "once_differentiable",
     "one_by_one",
+    "output_like",
     "pad_to_multiple",
     "ragged",
     "repair_empty_rows",
@@ -56,7 +58,9 @@ __all__ = [
 ]
 
 # Imported when asked for: the dispatcher imports a module of this package, and others import the dispatcher.
-_MODULES: Final = ("coverage", "elementwise", "nograd", "padding", "rules", "scoring", "unseen", "varying", "vmap")
+_MODULES: Final = (
+    "coverage", "elementwise", "nograd", "outputs", "padding", "rules", "scoring", "unseen", "varying", "vmap",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

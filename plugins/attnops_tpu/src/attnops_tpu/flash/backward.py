@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops.kernels import output_like
 from attnops.kernels.vmap import folds_batch
 from attnops.masks import Coverage
 from attnops_tpu.flash.operands import (
@@ -30,7 +31,6 @@ from attnops_tpu.flash.operands import (
     columns_of_key,
     compiler_params,
     cost,
-    output,
     rows_of_key,
     score_operands,
 )
@@ -174,9 +174,9 @@ def _span(
     return pl.pallas_call(
         kernel,
         out_shape=[
-            output(inputs.q, (plan.B, plan.H, plan.D, width), jnp.float32),
-            output(inputs.q, (plan.B, K, plan.D, plan.Sp), dtype),
-            output(inputs.q, (plan.B, K, plan.Dv, plan.Sp), dtype),
+            output_like(inputs.q, (plan.B, plan.H, plan.D, width), jnp.float32),
+            output_like(inputs.q, (plan.B, K, plan.D, plan.Sp), dtype),
+            output_like(inputs.q, (plan.B, K, plan.Dv, plan.Sp), dtype),
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,

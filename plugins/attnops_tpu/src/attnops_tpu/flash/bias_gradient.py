@@ -11,10 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops.kernels import output_like
 from attnops.kernels.vmap import folds_batch, one_by_one
 from attnops.masks import Coverage
 from attnops_tpu.flash.backward import Inputs, input_operands, known, products, scores, weights_and_gradients
-from attnops_tpu.flash.operands import Arrays, Place, compiler_params, cost, output, rows_of_spans
+from attnops_tpu.flash.operands import Arrays, Place, compiler_params, cost, rows_of_spans
 from attnops_tpu.flash.plan import Plan
 from attnops_tpu.flash.tile import Part, sheared, turned_back
 from attnops_tpu.flash.visits import Visits
@@ -129,7 +130,9 @@ def _value_gradients(
     lengths = [plan.Sp] * len(by_key) + [plan.Sp + plan.Tp] * (arrays.table is not None)
     found = pl.pallas_call(
         kernel,
-        out_shape=[output(inputs.q, (plan.B, plan.H, 1, n), jnp.float32) for n in [plan.Tp] * len(of_query) + lengths],
+        out_shape=[
+            output_like(inputs.q, (plan.B, plan.H, 1, n), jnp.float32) for n in [plan.Tp] * len(of_query) + lengths
+        ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(plan.B, plan.H, visits.steps),
@@ -210,7 +213,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
         visit = visits.at(ids[-1], *ids[:3])
         return (ids[0], ids[1], visit.row, visit.column)
 
-    gradient = output(inputs.q, array.shape, jnp.float32)
+    gradient = output_like(inputs.q, array.shape, jnp.float32)
     return pl.pallas_call(
         kernel,
         out_shape=gradient,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops.kernels import output_like
 from attnops.kernels.vmap import folds_batch
 from attnops.masks import Coverage
 from attnops_tpu.flash.operands import (
@@ -24,7 +25,6 @@ from attnops_tpu.flash.operands import (
     by_query,
     compiler_params,
     cost,
-    output,
     rows_of_key,
     rows_of_query,
     rows_of_spans,
@@ -152,8 +152,8 @@ def _rows(
     return pl.pallas_call(
         kernel,
         out_shape=[
-            output(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.out_dtype),
-            *[output(q, (plan.B, plan.H, 1, plan.Tp), jnp.float32)] * 2,
+            output_like(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.out_dtype),
+            *[output_like(q, (plan.B, plan.H, 1, plan.Tp), jnp.float32)] * 2,
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -150,13 +150,6 @@ def cost(plan: Plan, visits: int, dims: int) -> pl.CostEstimate:
     )
 
 
-def output(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """A kernel's output, which varies over the same mesh axes as an input, inside `jax.shard_map`."""
-    aval: Any = jax.typeof(like)
-    varying = {"manual_axis_type": aval.mat} if hasattr(aval, "mat") else {"vma": aval.vma}
-    return jax.ShapeDtypeStruct(shape, dtype, **varying)
-
-
 def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
     """Everything that the scores of a tile depend on beside query and key, dropout excepted."""
     found = []

@@ -22,18 +22,23 @@ def test_the_example_runs_as_printed(capsys):
     assert "attnops:sdpa: can't serve it\n  - logits_soft_cap=30.0: forward_cpu has no such option" in printed
 
 
-def test_the_plugin_loads_as_printed(monkeypatch):
-    import attnops
+def test_the_plugin_is_printed_as_it_is_in_the_examples():
+    for name, language in (("pyproject.toml", "toml"), ("attnops_mykernel.py", "python")):
+        file = (ROOT / "examples" / "plugin" / name).read_text(encoding="utf-8")
+        assert code("## Write a plugin", language) == f"# {name}\n{file}"
+
+
+def test_the_plugin_loads_as_printed():
     from attnops.features import support
 
     namespace = {"__name__": "attnops_mykernel"}
     exec(compile(code("## Write a plugin"), "README.md", "exec"), namespace)
     plugin = namespace["MyAttention"]
     assert support(plugin, "bfloat16", "tpu") == "kernel"
-    assert support(plugin, "float32", "tpu") == "native"
+    assert support(plugin, "`Causal`", "tpu") == "kernel"
+    assert support(plugin, "float16", "tpu") == "native"
     assert support(plugin, "odd lengths", "tpu") == "native"
     assert support(plugin, "sinks", "tpu") == "native"
-    assert issubclass(plugin, attnops.BaseOperation)
 
 
 def test_the_mesh_is_cut_as_printed():

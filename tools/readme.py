@@ -1,4 +1,4 @@
-"""Writes the generated part of README.md: the feature table. ``--check`` only says whether it is up to date."""
+"""Writes the generated parts of README.md, features and plugin. ``--check`` only says whether they are up to date."""
 
 from __future__ import annotations
 
@@ -7,20 +7,31 @@ from pathlib import Path
 
 from attnops.features import markdown_table
 
-README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- features: written by tools/readme.py -->", "<!-- features end -->"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+# The files of the example of a plugin, in the order in which the README shows them.
+PLUGIN = {"pyproject.toml": "toml", "attnops_mykernel.py": "python"}
 
 
-def updated(text: str) -> str:
-    """The text of the README with the feature table of the code as it is."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{markdown_table()}\n{END}{tail}"
+def plugin() -> str:
+    """The files of the example of a plugin, each as a block of code that begins with its name."""
+    files = {name: (ROOT / "examples" / "plugin" / name).read_text(encoding="utf-8") for name in PLUGIN}
+    return "\n\n".join(f"```{PLUGIN[name]}\n# {name}\n{text.rstrip()}\n```" for name, text in files.items())
+
+
+def updated(text: str, name: str, part: str) -> str:
+    """The text of the README with one of its generated parts as it must be."""
+    begin, end = f"<!-- {name}: written by tools/readme.py -->", f"<!-- {name} end -->"
+    head, _, rest = text.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+        raise ValueError(f"README.md has no part between {begin} and {end}")
+    return f"{head}{begin}\n{part}\n{end}{tail}"
 
 
 if __name__ == "__main__":
     before = README.read_text(encoding="utf-8")
-    after = updated(before)
+    after = updated(updated(before, "features", markdown_table()), "plugin", plugin())
     if "--check" in sys.argv:
-        sys.exit("README.md's feature table is out of date; run tools/readme.py" if before != after else 0)
+        sys.exit("README.md is not what tools/readme.py writes; run it" if before != after else 0)
     README.write_text(after, encoding="utf-8")

@@ -10,6 +10,7 @@ from attnops.dispatch.operation import ATTENTION, forward_for
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest
+from attnops.masks import MaskStructure
 
 # A plain call that every implementation should serve; each feature changes it.
 PLAIN: Final[dict[str, Any]] = {
@@ -29,7 +30,11 @@ FEATURES: Final[dict[str, dict[str, Any]]] = {
     "head_dim 256": {"head_dim": 256, "value_head_dim": 256},
     "head dims 576/512 (MLA)": {"kv_heads": 1, "head_dim": 576, "value_head_dim": 512},
     "array mask": {"mask": "Dense", "mask_kinds": frozenset({"Dense"}), "mask_shape": (2, 1, 1024, 1024)},
-    "`Causal`": {"mask": "Causal()", "mask_kinds": frozenset({"Causal"})},
+    "`Causal`": {
+        "mask": "Causal()",
+        "mask_kinds": frozenset({"Causal"}),
+        "mask_structure": MaskStructure(band=(0, None)),
+    },
     "windows, chunks, prefixes": {"mask": "…", "mask_kinds": frozenset({"SlidingWindow", "Chunked", "PrefixLM", "|"})},
     "segments, lengths, padding": {"mask": "…", "mask_kinds": frozenset({"Segments", "Lengths", "KeyPadding", "&"})},
     "`MaskFn`, `~`, positions": {"mask": "…", "mask_kinds": frozenset({"MaskFn", "~", "at"})},

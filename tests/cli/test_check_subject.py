@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from attnops import Limits, OperationMetadata, OperationRegistry, Reason, cli
+from attnops import Limits, OperationImpl, OperationMetadata, OperationRegistry, Reason, cli
 from attnops.cli import check
 from attnops.dispatch.plugins import Plugin, State
 from attnops.masks import Segments, SlidingWindow
@@ -181,3 +181,19 @@ def test_fields_of_the_metadata_are_honoured_or_refused():
     assert "softmax_scale" not in {k for k, v in plain.problem([]).oracle_options.items() if v is not None}
     with pytest.raises(ValueError, match=r"metadata\.mode='__prefill__', but mode='train' is checked"):
         Subject(operation="attnops:vanilla", metadata=OperationMetadata(mode="prefill"))
+
+
+def test_what_is_not_declared_to_be_attention_is_status_2():
+    class Linear(OperationImpl):
+        @classmethod
+        def get_impl_name(cls):
+            return "linear"
+
+        def forward_native(self, query, key, value):
+            raise NotImplementedError
+
+    register(Linear)
+    result = run("linear")
+    assert result.exit_code == 2
+    assert "acme:linear does not declare that it computes softmax attention" in result.stderr
+    assert "attnops.testing.check_against holds an operation to a reference of its own" in result.stderr

@@ -7,7 +7,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,9 @@ def attempt(name: str, check: Callable[[], None]) -> Outcome:
     return Outcome(name, Status.RIGHT)
 
 
+_OF_ITS_OWN: Final = "attnops.testing.check_against holds an operation to a reference of its own"
+
+
 class NothingToCheckError(ValueError):
     """What would be checked is the core's native forward, not the kernel that was meant."""
 
@@ -126,10 +129,7 @@ class Subject:
         """
         cls = OperationRegistry.get(self.operation, self.at) if isinstance(self.operation, str) else self.operation
         if not issubclass(cls, OperationImpl):
-            raise ValueError(
-                f"operation={self.operation!r} is not attention of query, key and value; "
-                f"attnops.testing.check_against holds it to a reference of its own"
-            )
+            raise ValueError(f"operation={self.operation!r} is not attention of query, key and value; {_OF_ITS_OWN}")
         return cls
 
     @functools.cached_property
@@ -170,8 +170,13 @@ class Subject:
 
         Raises:
             NothingToCheckError: the class that was found overrides no forward for the platform: the plugin that
-                should is not installed, or does not load.
+                should is not installed, or does not load. Or it does not declare that it computes attention.
         """
+        if self.cls.computes != "attention":
+            raise NothingToCheckError(
+                f'{self.name} does not declare that it computes softmax attention, as computes = "attention" does; '
+                f"{_OF_ITS_OWN}"
+            )
         native = self.forward == "native" and _is_core(self.cls.forward_native)
         if not native or self.cls.get_impl_name() == "auto":
             return

@@ -236,13 +236,15 @@ def test_export_for_every_platform_that_jax_lowers_to():
 )
 def test_float32_stays_float32_where_x64_is_on(name):
     with jax.enable_x64(True):
-        q, bias = jnp.asarray(normal(1, 4, 2, 8)), jnp.zeros((1, 1, 4, 4), jnp.float64)
+        q, bias = jnp.asarray(normal(1, 4, 2, 8)), jnp.zeros((1, 1, 4, 4), jnp.float32)
         out, gradient = jax.value_and_grad(
             lambda q: OperationRegistry.create(name)(q, q, q, bias=bias).attention_outputs.sum()
         )(q)
         assert (out.dtype, gradient.dtype) == (jnp.float32, jnp.float32)
         with pytest.raises(ValueError, match="query has dtype float64"):
             OperationRegistry.create(name)(q.astype(jnp.float64), q, q)
+        with pytest.raises(ValueError, match="bias has dtype float64"):
+            OperationRegistry.create(name)(q, q, q, bias=bias.astype(jnp.float64))
 
 
 SHARDED = """

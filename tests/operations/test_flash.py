@@ -16,7 +16,7 @@ from attnops import (
 )
 from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
 from attnops.masks import Causal, Coverage, KeyPadding, Lengths, Segments, SlidingWindow, block_map
-from attnops.operations.flash.attend import _attend_kept
+from attnops.operations.flash.backend import _attend
 from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles
 from attnops.operations.flash.visits import visits
 from attnops.testing.problem import FAST_COMPILE, Problem
@@ -245,11 +245,11 @@ def test_save_attention_does_not_run_the_forward_again():
 
 def test_compiled_once():
     operation = flash()
-    before = _attend_kept._cache_size()
+    before = _attend._cache_size()
     for seed in range(3):
         q = normal(1, 33, 2, 8, seed=seed)
         operation(q, q, q, mask=Causal())
-    assert _attend_kept._cache_size() == before + 1
+    assert _attend._cache_size() == before + 1
 
 
 def test_weights_are_those_of_vanilla():

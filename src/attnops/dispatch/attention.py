@@ -8,20 +8,23 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from attnops.dispatch.binding import Call, bind_attention, resolve_mode
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import BaseOperation, forward_for, warn_gathers
+from attnops.dispatch.operation import BaseOperation, decide, forward_for, warn_gathers
 from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import AttentionRequest, Reason, Request
 from attnops.dispatch.result import check_output
 from attnops.errors import UnsupportedError
+from attnops.kernels.rules import inexact_vjp
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.partition.boundary import Boundary, find_boundary, run_in_parts, run_whole
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
+from attnops.softmax import Contribution, PartialSoftmax, contribution
 
 
 class OperationImpl(BaseOperation):
@@ -136,8 +139,6 @@ class OperationImpl(BaseOperation):
         # JAX has no gradient of a `jax.shard_map` in another; what is plain JAX, its compiler can cut by itself.
         if boundary.is_nested and self.is_plain(forward):
             return boundary.typed(run_whole(boundary, function, call.args, options))
-        if "whole" in options:
-            raise ValueError("whole is of a device's part of a call; give it inside jax.shard_map, with no mesh")
         if boundary.sequence:
             self._gathers(boundary.sequence)
 
@@ -173,6 +174,107 @@ class OperationImpl(BaseOperation):
         wanted = call.options
         lse = tag(result.logsumexp, LOGSUMEXP_NAME) if "return_lse" in wanted else None
         return OperationOutput(out, result.attention_weights if "return_weights" in wanted else None, lse)
+
+    def partial(self, query: Any, key: Any, value: Any, **options: Any) -> PartialSoftmax:
+        """Attention over some of a softmax's keys, for whoever merges the parts: see `attnops.softmax.merge`.
+
+        Args:
+            query: [B, T, H, D].
+            key: [B, S, K, D], some of the keys.
+            value: [B, S, K, Dv].
+            **options: ``mask``, ``bias``, ``softmax_scale``, ``logits_soft_cap``, ``dropout_key`` and ``mode`` of
+                `__call__`, for these keys. Sinks belong to all keys together: see `attnops.softmax.with_sinks`.
+
+        Returns:
+            A float32 result whatever the query's dtype is. An implementation without partial softmaxes of its own
+            computes it from its output and logsumexp, so that rounding the logsumexp (1e-4 where scores are 1e3) is
+            an error of the weights.
+
+        Raises:
+            ValueError: an option that belongs to all keys together, another layout than "BTHD", or a mesh that cuts
+                the call: call it inside `jax.shard_map`, with no mesh in the metadata.
+        """
+        call = self._bind_partial(query, key, value, options)
+        return self.run_partial(decide(self, call.request), call)
+
+    def partial_vjp(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        lse: jax.Array,
+        lse_residual: jax.Array,
+        d: Contribution,
+        *,
+        wants_bias: bool = False,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """The gradients of what some of the keys contribute to a softmax whose logsumexp over all keys is known.
+
+        Args:
+            query: [B, T, H, D].
+            key: [B, S, K, D], some of the keys.
+            value: [B, S, K, Dv].
+            lse: over all keys, float32 [B, H, T].
+            lse_residual: its rounding error, float32 [B, H, T].
+            d: the cotangents of `attnops.softmax.contribution`.
+            wants_bias: whether the bias has a gradient.
+            **options: of `partial`.
+
+        Returns:
+            The gradients of query, key and value, float32, and of the bias in its structure, None for what has none.
+            They come from ``lse`` alone: implementations of `flash` run no forward pass for them.
+
+        Raises:
+            ValueError: see `partial`; a logsumexp of another shape or dtype.
+        """
+        call = self._bind_partial(query, key, value, options)
+        request = call.request
+        assert isinstance(request, AttentionRequest)
+        shape = request.batch, request.heads, request.query_length
+        for name, x in (("lse", lse), ("lse_residual", lse_residual)):
+            if getattr(x, "shape", None) != shape or x.dtype != jnp.float32:
+                found = f"{x.dtype} {x.shape}" if hasattr(x, "shape") else repr(x)
+                raise ValueError(f"{name} is {found}, but must be float32 [B, H, T]={shape}")
+        return self.run_partial_vjp(decide(self, call.request), call, wants_bias, lse, lse_residual, d)
+
+    def run_partial(self, forward: str, call: Call) -> PartialSoftmax:
+        """`partial` by the forward of this name; an implementation may override it."""
+        found: OperationOutput = self.run(call)
+        assert found.logsumexp is not None
+        out = found.attention_outputs.astype(jnp.float32)
+        return PartialSoftmax(out, found.logsumexp, jnp.zeros_like(found.logsumexp))
+
+    def run_partial_vjp(
+        self, forward: str, call: Call, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """`partial_vjp` by the forward of this name; an implementation may override it."""
+
+        def contributed(given: Any) -> Contribution:
+            *args, bias = given
+            options = call.options | {"bias": bias} if wants_bias else call.options
+            part = self.run_partial(forward, call._replace(args=tuple(args), options=options))
+            return contribution(part, lse, lse_residual)
+
+        given = (*call.args, call.options.get("bias") if wants_bias else None)
+        *found, d_bias = inexact_vjp(contributed, given)(d)
+        dq, dk, dv = (x.astype(jnp.float32) for x in found)
+        return dq, dk, dv, d_bias
+
+    def _bind_partial(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Call:
+        for name in ("sinks", "return_weights", "return_lse"):
+            if options.get(name) is not None and options[name] is not False:
+                raise ValueError(f"{name} belongs to all keys together; leave it out of a partial softmax")
+        if self.metadata.layout != "BTHD":
+            raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax takes the layout 'BTHD' alone")
+        call = self.prepare(query, key, value, return_lse=True, **options)
+        assert isinstance(call.request, AttentionRequest)
+        if self.boundary(call) is not None:
+            raise ValueError(
+                "mesh: a partial softmax is of one device's keys; call it inside jax.shard_map, with no mesh in the "
+                "metadata"
+            )
+        return call
 
     def get_mode(self, query: jax.Array, BTHD: bool = True) -> RUNTIME_MODE_TYPES:
         """The runtime mode: the metadata's, else decode where the query's length is 1, else train.

@@ -18,8 +18,7 @@ def check_output(name: str, args: tuple[Any, Any, Any], options: Container[str],
     Args:
         name: of the implementation, for the message.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv], as the forward was given them.
-        options: the names of the options that it was given; ``as_part`` and ``whole`` change what it returns, see
-            `attnops.kernels.parts`.
+        options: the names of the options that it was given.
         result: what it returned.
 
     Raises:
@@ -29,16 +28,14 @@ def check_output(name: str, args: tuple[Any, Any, Any], options: Container[str],
         raise TypeError(f"{name} returned a {type(result).__name__}, but must return OperationOutput")
     query, key, value = args
     (B, T, H, _), S, Dv = query.shape, key.shape[1], value.shape[3]
-    is_part = "as_part" in options or "whole" in options
-    dtype, rule = (jnp.dtype(jnp.float32), "parts are float32") if is_part else (query.dtype, "the query's dtype")
-    _check(name, "attention_outputs", result.attention_outputs, "[B, T, H, Dv]", (B, T, H, Dv), dtype, rule)
+    out_shape = B, T, H, Dv
+    _check(name, "attention_outputs", result.attention_outputs, "[B, T, H, Dv]", out_shape, query.dtype,
+           "the query's dtype")  # fmt: skip
     for option, field in (("return_lse", "logsumexp"), ("return_weights", "attention_weights")):
         if option in options and getattr(result, field) is None:
             raise TypeError(f"{name} was asked for {field} with {option}=True, but returned None")
     if "return_lse" in options:
-        two = "as_part" in options and "whole" not in options
-        letters, shape = ("[B, H, T, 2]", (B, H, T, 2)) if two else ("[B, H, T]", (B, H, T))
-        _check(name, "logsumexp", result.logsumexp, letters, shape, jnp.dtype(jnp.float32), "always float32")
+        _check(name, "logsumexp", result.logsumexp, "[B, H, T]", (B, H, T), jnp.dtype(jnp.float32), "always float32")
     if "return_weights" in options:
         _check(name, "attention_weights", result.attention_weights, "[B, H, T, S]", (B, H, T, S), None, "")
     return result

@@ -13,7 +13,8 @@ For a kernel that exists and is wrapped:
 For a kernel that is written from the contract: `of_mask` and `of_bias` take masks and biases apart into what is
 computed once a token and what for each score, `describe` says what is done to scores, `ragged` and `merged` fit block
 maps to tiles, `folds_batch` and `one_by_one` serve `jax.vmap`, `is_differentiated` and `cotangents` rules of
-`jax.custom_vjp`. `attnops.kernels.parts` is about softmaxes over some of the keys.
+`jax.custom_vjp`. `FlashBackend` is the skeleton of flash attention: a kernel that fills it in has the
+derivative and partial softmaxes (`attnops.softmax`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from attnops.kernels.coverage import merged, ragged
     from attnops.kernels.elementwise import Elementwise, of_bias, of_mask
+    from attnops.kernels.flash import FlashBackend, FlashCall
     from attnops.kernels.nograd import not_differentiable, once_differentiable
     from attnops.kernels.outputs import output_like
     from attnops.kernels.padding import Padded, pad_to_multiple, unpad
@@ -31,11 +33,15 @@ if TYPE_CHECKING:
     from attnops.kernels.scoring import Scoring, describe
     from attnops.kernels.unseen import repair_empty_rows, zero_unseen
     from attnops.kernels.varying import equally_varying
+    from attnops.kernels.vjp import Operands
     from attnops.kernels.vmap import Foldable, folds_batch, one_by_one
 
 __all__ = [
     "Elementwise",
+    "FlashBackend",
+    "FlashCall",
     "Foldable",
+    "Operands",
     "Padded",
     "Scoring",
     "cotangents",

@@ -7,7 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks import Coverage
+from attnops.masks import Coverage, Mask, block_map
+
+
+def map_shape(mask: Mask | None, scores: tuple[int, int, int, int]) -> tuple[int, int]:
+    """How many batches and heads the block map of a bound mask has: each 1 or all."""
+    B, H, *_ = block_map(mask, scores, scores[2], scores[3]).coverage.shape
+    return B, H
 
 
 def ragged(coverage: Any, axis: int, rest: int) -> Any:

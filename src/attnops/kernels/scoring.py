@@ -77,8 +77,9 @@ def describe(
     dropout_prob: float,
     sinks: bool,
     dropout_step: int = 1,
-) -> tuple[Scoring, Any]:
-    """What is done to scores, and the bias in a form that kernels take: none, an array of T × S elements, or a `Bias`.
+    packed: bool = False,
+) -> Scoring:
+    """What is done to scores.
 
     Args:
         lengths: T and S.
@@ -88,12 +89,12 @@ def describe(
         dropout_prob: 0 for none.
         sinks: whether there are any.
         dropout_step: see `attnops.dropout.dropout_step`.
+        packed: whether the kernel is given the mask as bits instead of evaluating it.
     """
-    if bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1:
-        bias = SpreadArray(bias)
+    bias = elementwise_bias(bias)
     table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)
-    function, _, dense = (None, [], []) if mask is None else of_mask(mask)
-    scoring = Scoring(
+    function, _, dense = (None, [], []) if mask is None or packed else of_mask(mask)
+    return Scoring(
         cap=cap,
         mask=function,
         dense=len(dense),
@@ -105,4 +106,9 @@ def describe(
         hides_tokens=mask is not None and mask.hides_tokens(*lengths),
         sinks=sinks,
     )
-    return scoring, bias
+
+
+def elementwise_bias(bias: jax.Array | Bias | None) -> jax.Array | Bias | None:
+    """The bias in a form that kernels take: an array of T × S elements as it is, any smaller array as a `Bias`."""
+    is_small = bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1
+    return SpreadArray(bias) if is_small else bias

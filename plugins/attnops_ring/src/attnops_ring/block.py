@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.kernels.parts import Partial, Share, Whole, joined, none_seen, partial, share_gradients
+from attnops.kernels.rules import inexact_vjp
+from attnops.softmax import Contribution, PartialSoftmax, identity, merge
 from attnops_ring.pieces import Stretch, piece_of_bias, piece_of_key, piece_of_mask, sees_any
 
 Arrays = Sequence[jax.Array]
@@ -93,8 +94,8 @@ class Inner:
 
 def block(
     inner: Inner, queries: Arrays, keys: Arrays, values: Arrays, extras: Extras, here: Any, there: Any,
-    seen: Sequence[Partial] | None = None,
-) -> list[Partial]:  # fmt: skip
+    seen: Sequence[PartialSoftmax] | None = None,
+) -> list[PartialSoftmax]:  # fmt: skip
     """Of the queries of device ``here`` over the keys of device ``there``; stretches that see nothing are skipped.
 
     Args:
@@ -118,25 +119,33 @@ def block(
             kv = inner.of_keys(there, j, key.shape[1])
             mask = piece_of_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
 
-            def compute(qkv: Any, mask: Any, extras: Extras, q: Stretch = q, kv: Stretch = kv) -> Partial:
-                return partial(inner.operation, *qkv, **_options(inner, mask, extras, q, kv))
+            def compute(qkv: Any, mask: Any, extras: Extras, q: Stretch = q, kv: Stretch = kv) -> PartialSoftmax:
+                found: PartialSoftmax = inner.operation.partial(*qkv, **_options(inner, mask, extras, q, kv))
+                return found
 
             given = (query, key, value), mask, extras
             due = for_any(sees_any(mask, q.size, kv.size))
             if due is True:
                 parts.append(compute(*given))
             else:
-                parts.append(lax.cond(due, compute, lambda qkv, *_: none_seen(qkv[0], qkv[2]), *given))
-        rows.append(parts[0] if len(parts) == 1 else joined(*parts))
+                parts.append(lax.cond(due, compute, lambda qkv, *_: identity(qkv[0], qkv[2]), *given))
+        rows.append(parts[0] if len(parts) == 1 else merge(*parts))
     return rows
 
 
-def together(rows: Sequence[Partial]) -> Partial:
-    """`Partial` of all of a device's queries, of those of its stretches."""
+def together(rows: Sequence[PartialSoftmax]) -> PartialSoftmax:
+    """`PartialSoftmax` of all of a device's queries, of those of its stretches."""
     if len(rows) == 1:
         return rows[0]
     outs, *others = zip(*rows, strict=True)
-    return Partial(jnp.concatenate(outs, axis=1), *(jnp.concatenate(x, axis=2) for x in others))
+    return PartialSoftmax(jnp.concatenate(outs, axis=1), *(jnp.concatenate(x, axis=2) for x in others))
+
+
+class LogSumExp(NamedTuple):
+    """The logsumexp over all keys, float32 [B, H, t], and its rounding error."""
+
+    lse: jax.Array
+    lse_residual: jax.Array
 
 
 class Gradients(NamedTuple):
@@ -164,7 +173,7 @@ def added(total: Any, more: Any) -> Any:
 
 def block_gradients(
     inner: Inner, queries: Arrays, keys: Arrays, values: Arrays, extras: Extras, here: Any, there: Any,
-    wholes: Sequence[Whole], cotangents: Sequence[Share], wants_bias: bool,
+    wholes: Sequence[LogSumExp], cotangents: Sequence[Contribution], wants_bias: bool,
 ) -> Gradients:  # fmt: skip
     """What `block` gives to the gradients of a softmax over all devices' keys, whose logsumexp is known.
 
@@ -176,7 +185,7 @@ def block_gradients(
         extras: likewise.
         here: likewise.
         there: likewise.
-        wholes: the softmax over all keys, by stretch of queries.
+        wholes: the logsumexp over all keys, by stretch of queries.
         cotangents: by stretch of queries, of what these keys give to the output, and of their weight.
         wants_bias: whether the bias has a gradient.
     """
@@ -189,16 +198,14 @@ def block_gradients(
             mask = piece_of_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
 
             def compute(
-                before: Any, qkv: Any, whole: Whole, d: Share, mask: Any, extras: Extras,
+                before: Any, qkv: Any, whole: LogSumExp, d: Contribution, mask: Any, extras: Extras,
                 q: Stretch = q, kv: Stretch = kv,
             ) -> Any:  # fmt: skip
-                def options(bias: Any) -> dict[str, Any]:
-                    return _options(inner, mask, extras._replace(bias=bias) if wants_bias else extras, q, kv)
-
-                learnt = extras.bias if wants_bias else None
-                query, key, value = qkv
-                more = share_gradients(inner.operation, query, key, value, whole, d, learnt, options)
-                return added(before, more)
+                options = _options(inner, mask, extras, q, kv)
+                *more, d_bias = inner.operation.partial_vjp(*qkv, *whole, d, wants_bias=wants_bias, **options)
+                if wants_bias:
+                    d_bias = inexact_vjp(lambda bias: piece_of_bias(bias, q, kv), extras.bias)(d_bias)
+                return added(before, (*more, d_bias))
 
             before = found.queries[i], found.keys[j], found.values[j], found.bias
             operands = before, (query, key, value), wholes[i], cotangents[i], mask, extras
@@ -243,7 +250,7 @@ def _options(inner: Inner, mask: Any, extras: Extras, q: Stretch, kv: Stretch) -
 
 def at_once(
     inner: Inner, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras, here: Any, there: Any
-) -> Partial:
+) -> PartialSoftmax:
     """`block`, of and for tokens that are not taken apart."""
     stretches = inner.queries(query), inner.keys(key), inner.keys(value)
     return together(block(inner, *stretches, extras, here, there))

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from attnops.biases import Bias, ShiftedBias
-from attnops.kernels.parts import Partial
 from attnops.masks.shift import Shifted
+from attnops.softmax import PartialSoftmax
 from attnops_ring.block import Extras, Inner, at_once
 from attnops_ring.orders import Order, positions
 
@@ -22,7 +22,7 @@ Axis = str | tuple[str, ...]
 
 def all_gather(
     inner: Inner, axis: Axis, order: Order, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
-) -> Partial:
+) -> PartialSoftmax:
     """Every device gathers all keys and values, O(S) memory, and computes its queries at once.
 
     Args:

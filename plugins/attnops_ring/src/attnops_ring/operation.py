@@ -17,15 +17,16 @@ from jax.sharding import PartitionSpec
 from attnops import AttentionRequest, Limits, OperationOutput, OperationRegistry, Reason, Request, UnsupportedError
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
-from attnops.dispatch.operation import all_options
-from attnops.kernels.parts import Partial, joined
+from attnops.dispatch.operation import forward_for
 from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
+from attnops.operations.flash import FlashAttention
 from attnops.partition.boundary import Boundary, run_in_parts
 from attnops.partition.placing import mesh_of_types, own_entry, resharded
 from attnops.sharding import get_names_from_partition_spec
 from attnops.sharding.axes import KV_LENGTH
+from attnops.softmax import PartialSoftmax, with_sinks
 from attnops_ring.block import Extras, Inner, at_once
 from attnops_ring.gather import (
     all_gather,
@@ -179,10 +180,9 @@ def _run(
         stride=devices if order == "striped" else 1, devices=devices, stretches=n, is_padded=Sp != S,
         queries_are_whole=strategy == "reduce", queries_are_padded=Tp != T,
     )  # fmt: skip
-    serving: type[OperationImpl] = type(inner.operation)
-    if order == "striped" and "dropout_key" in options and "whole" not in all_options(serving):
-        # What serves parts knows of tokens that stand apart too, see `attnops.dropout.dropout_step`.
-        reason = Reason("dropout_key", "given", f"{serving.__name__} draws for neighbours", "use zigzag")
+    if order == "striped" and "dropout_key" in options and not _draws_with_steps(inner, call.request.platform):
+        name = type(inner.operation).__name__
+        reason = Reason("dropout_key", "given", f"{name} may draw for tokens that are adjacent", "use order='zigzag'")
         raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
     hops = devices
     if strategy in ("ring", "usp") and order != "striped":
@@ -195,6 +195,12 @@ def _run(
     if Tp != T:
         out, lse = _first(boundary, out, 1, T), None if lse is None else _first(boundary, lse, 2, T)
     return OperationOutput(out.astype(query.dtype), None, lse)
+
+
+def _draws_with_steps(inner: Inner, platform: str) -> bool:
+    """Whether devices honour `attnops.dropout.dropout_step`, as everything on the flash skeleton does."""
+    serving: Any = inner.operation
+    return isinstance(serving, FlashAttention) and serving.backend(forward_for(type(serving), platform)) is not None
 
 
 def _check_heads(boundary: Boundary, request: Any, sizes: list[int], strategy: str) -> None:
@@ -232,14 +238,14 @@ def _part(
         else:
             found = _by_heads(inner, axis, hops, strategy, order, *given)
     if sinks is not None:
-        found = _with_sinks(found, sinks)
+        found = with_sinks(found, sinks)
     return OperationOutput(found.out, None, found.lse if return_lse else None)
 
 
 def _by_heads(
     inner: Inner, axis: tuple[str, ...], hops: int, strategy: str, order: Order, query: jax.Array, key: jax.Array,
     value: jax.Array, extras: Extras,
-) -> Partial:  # fmt: skip
+) -> PartialSoftmax:  # fmt: skip
     """Tokens for heads (Jacobs et al. 2023, arXiv:2309.14509), then all at once, or round the first axis."""
     around, across = (axis[:1], axis[1:]) if strategy == "usp" else ((), axis)
     n = lax.axis_size(across)
@@ -255,18 +261,13 @@ def _by_heads(
         whole = dataclasses.replace(inner, devices=1, stretches=1, stride=1)
         found = at_once(whole, q, k, v, some, 0, 0)
         out, lse = in_order(found.out, inner.devices, order), in_order(found.lse.swapaxes(1, 2), inner.devices, order)
-        rest = in_order(found.rest.swapaxes(1, 2), inner.devices, order)
-        found = Partial(out, lse.swapaxes(1, 2), rest.swapaxes(1, 2))
+        rest = in_order(found.lse_residual.swapaxes(1, 2), inner.devices, order)
+        found = PartialSoftmax(out, lse.swapaxes(1, 2), rest.swapaxes(1, 2))
     lse, rest = (
-        tokens_for_heads(x.swapaxes(1, 2)[..., None], across)[..., 0].swapaxes(1, 2) for x in (found.lse, found.rest)
+        tokens_for_heads(x.swapaxes(1, 2)[..., None], across)[..., 0].swapaxes(1, 2)
+        for x in (found.lse, found.lse_residual)
     )
-    return Partial(tokens_for_heads(found.out, across), lse, rest)
-
-
-def _with_sinks(found: Partial, sinks: jax.Array) -> Partial:
-    """A sink [H] is one more logit, whose value is 0; a row that saw nothing takes no part."""
-    sink = jnp.where(found.lse > -jnp.inf, sinks.astype(jnp.float32)[None, :, None], -jnp.inf)
-    return joined(found, Partial(jnp.zeros_like(found.out), sink, jnp.zeros_like(sink)))
+    return PartialSoftmax(tokens_for_heads(found.out, across), lse, rest)
 
 
 def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int, Sp: int) -> int:

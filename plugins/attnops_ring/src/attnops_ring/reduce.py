@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.kernels.parts import Partial, logarithm, relative
 from attnops.kernels.varying import equally_varying
+from attnops.softmax import PartialSoftmax, exp_sum, log_sum
 from attnops_ring.block import Extras, Inner, at_once
 
 
 def reduced(
     inner: Inner, axis: tuple[str, ...], query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
-) -> Partial:
+) -> PartialSoftmax:
     """Attention of queries that every device has over keys of which each has a part, in `jax.shard_map`.
 
     Args:
@@ -27,7 +27,7 @@ def reduced(
     query, key, value, extras = equally_varying((query, key, value, extras))
     own = at_once(inner, query, key, value, extras, 0, lax.axis_index(axis))
     top = lax.pmax(lax.stop_gradient(own.lse), axis)
-    weight = relative(own.lse, own.rest, top)
+    weight = exp_sum(own.lse, own.lse_residual, top)
     out, total = lax.psum((own.out * weight.swapaxes(1, 2)[..., None], weight), axis)
     seen = jnp.where(total == 0, 1.0, total)  # NaN stays NaN
-    return Partial(out / seen.swapaxes(1, 2)[..., None], *logarithm(top, total))
+    return PartialSoftmax(out / seen.swapaxes(1, 2)[..., None], *log_sum(top, total))

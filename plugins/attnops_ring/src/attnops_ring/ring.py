@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
-from attnops.kernels.parts import Partial, Share, Whole, none_seen
 from attnops.kernels.rules import cotangents, is_differentiated
-from attnops_ring.block import Extras, Inner, added, block, block_gradients, together
+from attnops.softmax import Contribution, PartialSoftmax, identity
+from attnops_ring.block import Extras, Inner, LogSumExp, added, block, block_gradients, together
 
 Axis = str | tuple[str, ...]
 
@@ -30,7 +30,7 @@ def passed_on(x: Any, axis: Axis, shift: int, devices: int) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def ring(
     inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
-) -> Partial:
+) -> PartialSoftmax:
     """Attention over all keys, in `jax.shard_map`, without sinks.
 
     Args:
@@ -47,7 +47,7 @@ def ring(
 
 def _forward(
     inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
-) -> Partial:
+) -> PartialSoftmax:
     n, here = inner.devices, lax.axis_index(axis)
     # By stretch from here on, so that no hop takes them apart again.
     queries, keys, values = inner.queries(query), inner.keys(key), inner.keys(value)
@@ -58,14 +58,14 @@ def _forward(
         sent = passed_on((k, v), axis, 1, n)
         return (*sent, block(inner, queries, k, v, extras, here, (here - r) % n, seen))
 
-    seen = [none_seen(x, value) for x in queries]
+    seen = [identity(x, value) for x in queries]
     k, v, seen = lax.fori_loop(0, hops - 1, hop, (keys, values, seen))
     return together(block(inner, queries, k, v, extras, here, (here - (hops - 1)) % n, seen))
 
 
 def _forward_rule(
     inner: Inner, axis: Axis, hops: int, query: Any, key: Any, value: Any, extras: Any
-) -> tuple[Partial, tuple[Any, ...]]:
+) -> tuple[PartialSoftmax, tuple[Any, ...]]:
     # What is saved must be arrays; a flag is said by the structure.
     flag = (None,) * is_differentiated(extras.bias)
     query, key, value, extras = custom_vjp_primal_tree_values((query, key, value, extras))
@@ -79,9 +79,9 @@ def _backward_rule(inner: Inner, axis: Axis, hops: int, saved: Any, given: Any) 
     n, here = inner.devices, lax.axis_index(axis)
     queries, of_rows = inner.queries(query), inner.queries(d_out)
     d_weight = d_lse - (d_out * found.out).sum(-1).swapaxes(1, 2)
-    lse, rest, of_weights = (jnp.split(x, len(queries), axis=2) for x in (found.lse, found.rest, d_weight))
-    wholes = [Whole(*x) for x in zip(lse, rest, strict=True)]
-    d = [Share(*x) for x in zip(of_rows, of_weights, strict=True)]
+    lse, rest, of_weights = (jnp.split(x, len(queries), axis=2) for x in (found.lse, found.lse_residual, d_weight))
+    wholes = [LogSumExp(*x) for x in zip(lse, rest, strict=True)]
+    d = [Contribution(*x) for x in zip(of_rows, of_weights, strict=True)]
 
     def gradients(k: jax.Array, v: jax.Array, r: Any) -> tuple[Any, jax.Array, jax.Array]:
         """Of queries and bias; of keys, which are a device's all together; and of values."""

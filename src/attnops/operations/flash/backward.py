@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.operations.flash.layout import (
-    add_turned,
+    add_transposed,
     empty,
     pack,
     pack_rows,
@@ -22,13 +22,13 @@ from attnops.operations.flash.layout import (
     take,
     take_rows,
     unpack,
-    unpack_turned,
+    unpack_transposed,
     zeros,
 )
+from attnops.operations.flash.options import Options
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scores import (
     Arrays,
-    Options,
     allowed,
     change,
     dropout_factor,
@@ -50,7 +50,6 @@ class Gradients(NamedTuple):
 
 def backward(
     plan: Plan,
-    options: Options,
     wants_bias: bool,
     query: jax.Array,
     key: jax.Array,
@@ -66,7 +65,6 @@ def backward(
 
     Args:
         plan: of the call.
-        options: of the call.
         wants_bias: whether the bias has a gradient to be computed.
         query: [B, T, H, D].
         key: [B, S, K, D].
@@ -78,6 +76,7 @@ def backward(
         factor: [B, H, T], what ``d_out`` is to be multiplied by.
         d_out: [B, T, H, Dv].
     """
+    options = plan.options
     q, d_o = pack(query, plan.nq * plan.bq), pack(d_out, plan.nq * plan.bq)
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
@@ -86,14 +85,14 @@ def backward(
 
     numbers = numbers_of(options, arrays)
     # Of part of a softmax they are added to others', and so not rounded.
-    dtypes = [jnp.dtype(jnp.float32) if plan.is_part else x.dtype for x in (query, key, value)]
+    dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in (query, key, value)]
 
     def row(i: Any, state: Gradients) -> Gradients:
         group, kv_tile = i // plan.nk, i % plan.nk
         k_ = take(plan, k, group, kv_tile, plan.bk, key.dtype)
         v_ = take(plan, v, group, kv_tile, plan.bk, value.dtype)
-        # For the product that wants keys the other way round: turned once, not for each tile of queries.
-        k_turned = k_.swapaxes(1, 2)  # [L, D, bk]
+        # For the product that wants keys the other way round: transposed once, not for each tile of queries.
+        k_transposed = k_.swapaxes(1, 2)  # [L, D, bk]
 
         def step(q_tile: Any, carry: Gradients, masked: bool) -> Gradients:
             where = plan.where(group, q_tile, kv_tile, transposed=True)
@@ -101,12 +100,12 @@ def backward(
             q_ = numbers.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype), plan.dtype)  # [L, R, D]
             d_o_ = take(plan, d_o, group, q_tile, plan.bq, d_out.dtype)  # [L, R, Dv]
             d_o_ = (d_o_ * take_rows(plan, factor, group, q_tile)[:, :, None]).astype(plan.dtype)
-            k_seen, k_turned_seen, v_seen = k_, k_turned, v_
+            k_seen, k_transposed_seen, v_seen = k_, k_transposed, v_
             counts = allowed(plan, arrays.mask, where, ragged_queries=True) if masked else None
             if counts is not None and options.hides_tokens:
                 q_ = without_unseen(q_, counts, axis=1)
                 k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_, v_))
-                k_turned_seen = k_seen.swapaxes(1, 2)
+                k_transposed_seen = k_seen.swapaxes(1, 2)
             scores = numbers.scaled(plan.product(k_seen, q_, 2, 2))  # [L, bk, R]
             parts: Leaves = ()
             pull_back = None
@@ -127,8 +126,8 @@ def backward(
                     d_bias = options.bias.put(plan, d_bias, d_parts, where)
             d_scores = d_scores.astype(plan.dtype)
             d_k = carry.key + plan.product(d_scores, q_, 2, 1)
-            more = plan.product(k_turned_seen, d_scores, 2, 1)  # [L, D, R]
-            d_q = add_turned(plan, carry.query, group, q_tile, more)
+            more = plan.product(k_transposed_seen, d_scores, 2, 1)  # [L, D, R]
+            d_q = add_transposed(plan, carry.query, group, q_tile, more)
             return Gradients(d_q, d_k, d_v, d_bias)
 
         start = state._replace(
@@ -150,7 +149,7 @@ def backward(
     )
     done = lax.fori_loop(0, plan.groups * plan.nk, row, start)
     return Gradients(
-        (unpack_turned(plan, done.query) * numbers.scale).astype(dtypes[0]),
+        (unpack_transposed(plan, done.query) * numbers.scale).astype(dtypes[0]),
         unpack(done.key, plan.S, dtypes[1]),
         unpack(done.value, plan.S, dtypes[2]),
         jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), done.bias, learnt(arrays.bias)) if wants_bias else (),

@@ -12,7 +12,7 @@ from jax import lax
 
 from attnops.operations.flash.layout import empty, pack, put, put_rows, take, unpack, unpack_rows, zeros
 from attnops.operations.flash.plan import Plan
-from attnops.operations.flash.scores import Arrays, Options, allowed, change, dropout_factor, numbers_of, without_unseen
+from attnops.operations.flash.scores import Arrays, allowed, change, dropout_factor, numbers_of, without_unseen
 from attnops.operations.flash.visits import Visits, for_row
 
 
@@ -31,14 +31,15 @@ class _Softmax(NamedTuple):
 
 
 def forward(
-    plan: Plan, options: Options, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: Visits
+    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: Visits
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output [B, T, H, Dv]; logsumexp and what it lost to rounding, [B, H, T] float32.
+    """The output [B, T, H, Dv]; the logsumexp and its rounding error, [B, H, T] float32.
 
-    The output is in the query's dtype, of a part in float32. O(T) temporaries. The loss counts where scores are large:
-    beside −1e38, as model code hides keys by a bias, the logarithm of a sum is nothing, yet the backward pass needs it.
+    The output has the query's dtype; float32 for a partial softmax. O(T) temporaries. With scores near −1e38 (a large
+    negative bias used as a mask), float32 rounding loses log(l), which the backward pass needs: the rounding error.
     """
-    out_dtype = jnp.dtype(jnp.float32) if plan.is_part else query.dtype
+    options = plan.options
+    out_dtype = jnp.dtype(jnp.float32) if plan.is_partial else query.dtype
     q = pack(query, plan.nq * plan.bq)
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)

@@ -65,14 +65,14 @@ def put(plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, value: jax.A
     return lax.dynamic_update_slice(x, value, start)
 
 
-def add_turned(plan: Plan, x: jax.Array, group: Any, tile: Any, value: jax.Array) -> jax.Array:
+def add_transposed(plan: Plan, x: jax.Array, group: Any, tile: Any, value: jax.Array) -> jax.Array:
     """``x`` [groups, nq, L, d, R] with ``value`` [L, d, R] added to a tile of queries; in place inside a loop."""
     start = plan.indices(group, tile, 0, 0, 0)
     value = value[None, None]
     return lax.dynamic_update_slice(x, value + lax.dynamic_slice(x, start, value.shape), start)
 
 
-def unpack_turned(plan: Plan, x: jax.Array) -> jax.Array:
+def unpack_transposed(plan: Plan, x: jax.Array) -> jax.Array:
     """[groups, nq, L, d, R] to [B, T, H, d]."""
     d = x.shape[3]
     x = x.swapaxes(1, 2).reshape(plan.B, plan.K, plan.nq, d, plan.G, plan.bq)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attnops.operations.flash.options import Options
+
 
 class Where(NamedTuple):
     """Which scores a tile holds: indices that broadcast to its shape, [L, R, bk], or transposed [L, bk, R].
@@ -49,8 +51,9 @@ class Plan:
         lanes: problems a group; a divisor of K, or K times a divisor of B.
         maps: batch and kv heads that the block map tells apart, each 1 or all.
         dtype: of the operands of products: bfloat16 for bfloat16 inputs, else float32.
-        is_part: whether the keys are some of a softmax's: results are float32 then, see `attnops.kernels.parts`.
+        is_partial: whether the keys are some of a softmax's, so that results are float32, see `attnops.softmax`.
         precision: of products.
+        options: what is done to scores.
     """
 
     B: int
@@ -65,8 +68,9 @@ class Plan:
     lanes: int
     maps: tuple[int, int]
     dtype: Any
-    is_part: bool
+    is_partial: bool
     precision: Any
+    options: Options = dataclasses.field(default_factory=Options)
 
     @property
     def G(self) -> int:

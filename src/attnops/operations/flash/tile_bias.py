@@ -135,23 +135,31 @@ class ScoreTiles(TileBias):
         return bias.apply(scores, where.b, where.h, q, kv)
 
 
-def tile_bias(plan: Plan, bias: jax.Array | Bias) -> tuple[TileBias, Leaves]:
-    """A bound bias as flash works with it. Its gradient flows back through this function by JAX's own rules."""
+def bias_tiles(plan: Plan, bias: jax.Array | Bias) -> TileBias:
+    """How a bound bias is taken tile by tile."""
+    if isinstance(bias, RelativeBias):
+        return DistanceTiles()
+    if isinstance(bias, Bias):
+        return ScoreTiles(jax.tree.structure(bias))
+    Bb, Hb, Tb, Sb = bias.shape
+    return ArrayTiles(Bb, 1 if Hb == 1 else plan.K, by_q=Tb > 1, by_kv=Sb > 1)
+
+
+def bias_leaves(plan: Plan, bias: jax.Array | Bias) -> Leaves:
+    """The arrays of a bound bias, as `TileBias.take` slices them. Differentiable."""
     if isinstance(bias, RelativeBias):
         by_distance = bias.by_distance(plan.H, plan.T, plan.S)
         before, after = plan.nq * plan.bq - plan.T, plan.nk * plan.bk - plan.S + 1
-        return DistanceTiles(), (jnp.pad(by_distance, ((0, 0), (before, after))),)
+        return (jnp.pad(by_distance, ((0, 0), (before, after))),)
     if isinstance(bias, Bias):
-        leaves, tree = jax.tree.flatten(bias)
-        return ScoreTiles(tree), tuple(map(jnp.asarray, leaves))
+        return tuple(map(jnp.asarray, jax.tree.leaves(bias)))
     Bb, Hb, Tb, Sb = bias.shape
     heads, inner = (1, 1) if Hb == 1 else (plan.K, plan.G)
     x = jnp.pad(
         bias,
         ((0, 0), (0, 0), (0, (plan.nq * plan.bq - plan.T) * (Tb > 1)), (0, (plan.nk * plan.bk - plan.S) * (Sb > 1))),
     )
-    x = x.reshape(Bb * heads, inner, *x.shape[2:])
-    return ArrayTiles(Bb, heads, by_q=Tb > 1, by_kv=Sb > 1), (x,)
+    return (x.reshape(Bb * heads, inner, *x.shape[2:]),)
 
 
 def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:

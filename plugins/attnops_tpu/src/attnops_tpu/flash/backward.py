@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
     Attributes:
         q: [B, H, D, Tp], with the folded part of the scale.
         k: [B, K, Sp, D].
-        k_turned: [B, K, D, Sp].
+        k_transposed: [B, K, D, Sp].
         v: [B, K, Sp, Dv].
         d_out: [B, H, Dv, Tp].
         lse: [B, H, 1, Tp], the logsumexp in the units of scores as kernels hold them; +inf where weights are to be 0.
@@ -58,7 +58,7 @@ class Inputs(NamedTuple):
 
     q: jax.Array
     k: jax.Array
-    k_turned: jax.Array
+    k_transposed: jax.Array
     v: jax.Array
     d_out: jax.Array
     lse: jax.Array
@@ -70,7 +70,7 @@ def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
     return [
         by_query("q", inputs.q, plan.bq),
         rows_of_key("k", inputs.k, plan),
-        columns_of_key("k_turned", inputs.k_turned, plan),
+        columns_of_key("k_transposed", inputs.k_transposed, plan),
         rows_of_key("v", inputs.v, plan),
         by_query("d_out", inputs.d_out, plan.bq),
         by_query("lse", inputs.lse, plan.bq),
@@ -233,15 +233,15 @@ def _add_tile(
     def add(i: int) -> None:
         part = parts[i]
         weights, d_scores = (buffer[written, :] for buffer in buffers[2 * (i % (lag + 1)) :][:2])
-        q, k_turned = refs["q"][:, part.queries], refs["k_turned"][:, part.keys]
+        q, k_transposed = refs["q"][:, part.queries], refs["k_transposed"][:, part.keys]
         if masked and plan.scoring.hides_tokens:
             counts = part.allowed()
-            q, k_turned = without_unseen_queries(q, counts), without_unseen_keys(k_turned, counts, axis=1)
+            q, k_transposed = without_unseen_queries(q, counts), without_unseen_keys(k_transposed, counts, axis=1)
         dv[:, part.keys] += product(plan, refs["d_out"][:, part.queries], weights, 1, 1)
         dk[:, part.keys] += product(plan, q, d_scores, 1, 1)
         at = start + part.col
         at = pl.ds(at if plan.interpret else pl.multiple_of(at, 128), cols)
-        dq[:, at] += product(plan, k_turned, d_scores)
+        dq[:, at] += product(plan, k_transposed, d_scores)
 
     for i in range(len(parts) + lag):
         found = products(parts[i], refs) if i < len(parts) else None

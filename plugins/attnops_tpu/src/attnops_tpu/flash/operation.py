@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
-from attnops.dropout import dropout_step
-from attnops.kernels.parts import Whole, check_parts, two_parts
-from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
-from attnops.kernels.varying import equally_varying
+from attnops.kernels.flash import FlashBackend
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_tpu.flash.tile_sizes import LARGEST, MOST_TILES
@@ -73,63 +67,18 @@ class TPUFlashAttention(FlashAttention):
         sinks: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         return_lse: bool = False,
-        as_part: bool = False,
-        whole: Whole | None = None,
     ) -> OperationOutput:
-        """See `attnops.OperationImpl.__call__`, and `attnops.kernels.parts` for the last two options."""
+        """See `attnops.OperationImpl.__call__`."""
+        return self.run_backend(
+            "tpu", query, key, value, return_lse, mask=mask, bias=bias, softmax_scale=softmax_scale,
+            logits_soft_cap=logits_soft_cap, sinks=sinks, dropout_key=dropout_key,
+        )  # fmt: skip
+
+    def backend(self, forward: str) -> FlashBackend | None:
+        """See `attnops.operations.flash.FlashAttention.backend`."""
+        if forward != "tpu":
+            return super().backend(forward)
         # Pallas is imported where it is used: the plugin is listed on machines that lack what it needs.
-        from attnops.kernels.scoring import describe
-        from attnops_tpu.flash.attend import attend, attend_share
-        from attnops_tpu.flash.plan import Plan
-        from attnops_tpu.flash.prepare import arrays, by_score, count_maps, maps, visited
-        from attnops_tpu.flash.tile_sizes import Problem, choose
-        from attnops_tpu.generations import generation
+        from attnops_tpu.flash.backend import PallasFlash
 
-        asked, scale = query.dtype, query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        features = value.shape[3]
-        dtype = jnp.bfloat16 if query.dtype == key.dtype == value.dtype == jnp.bfloat16 else jnp.float32
-        query, key, value = (_whole_registers(x.astype(dtype)) for x in (query, key, value))
-        (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
-        check_parts(as_part, whole, (B, H, T), sinks=sinks)
-        if whole is not None:
-            whole = Whole(*whole[:2], *(None if x is None else _whole_registers(x) for x in whole[2:]))
-        is_part = as_part or whole is not None
-        dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
-        scoring, bias = describe(
-            (T, S), mask, bias, logits_soft_cap, dropout_prob, sinks is not None, dropout_step(dropout_key)
-        )  # fmt: skip
-        array = bias if scoring.array and not isinstance(bias, Bias) else None
-        problem = Problem(
-            T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=query.dtype.itemsize,
-            out_itemsize=4 if is_part else query.dtype.itemsize, changes_scores=scoring.changes_scores,
-            maps=count_maps(mask, (B, H, T, S)),
-            # Two buffers of each; the gradient of a bias takes a sum and two buffers in float32.
-            bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
-        )  # fmt: skip
-        tiles = choose(self.metadata, problem, functools.partial(visited, mask, (B, H, T, S)))
-        # Of float32's precisions the matrix unit has one pass in bfloat16, or all six; HIGH gets more than it asks for.
-        one_pass = dtype == jnp.bfloat16 or self.metadata.precision == lax.Precision.DEFAULT
-        precision = lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST
-        plan = Plan(
-            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), is_part=is_part,
-            scoring=scoring, precision=precision, scale=scale, interpret=self.metadata.interpret,
-            strided_rotation=generation().strided_rotation,
-            **tiles._asdict(),
-        )  # fmt: skip
-        tiles_to_visit = maps(plan, mask)
-        if array is not None:
-            tiles_to_visit = tiles_to_visit._replace(by_score=by_score(plan, mask, array.shape))
-        arguments = (query, key, value, arrays(plan, mask, bias, sinks, dropout_key), tiles_to_visit, whole)
-        given = equally_varying(reverse_mode_only(arguments, REVERSE_ONLY))
-        if whole is not None:
-            out, rows = attend_share(plan, *given)
-        else:
-            out, rows, rest = attend(plan, *given[:-1])
-            rows = two_parts(rows, rest) if as_part else rows
-        out = out[..., :features]
-        return OperationOutput(out if is_part else out.astype(asked), None, rows if return_lse else None)
-
-
-def _whole_registers(x: jax.Array) -> jax.Array:
-    """``x`` [..., d] with zeros up to a multiple of the 8 sublanes of a register, which change nothing."""
-    return jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % 8)])
+        return PallasFlash()

@@ -27,7 +27,7 @@ class Plan:
         forward: how the forward pass computes a tile.
         backward: how the backward pass does.
         dtype: of query, key and value.
-        is_part: whether the keys are some of a softmax's: results are float32 then, see `attnops.kernels.parts`.
+        is_partial: whether the keys are some of a softmax's, so that results are float32, see `attnops.softmax`.
         scale: the softmax scale.
         precision: of products.
         scoring: see `Scoring`.
@@ -51,7 +51,7 @@ class Plan:
     forward: Parts
     backward: Parts
     dtype: Any
-    is_part: bool
+    is_partial: bool
     scale: float
     precision: Any
     scoring: Scoring
@@ -64,7 +64,7 @@ class Plan:
     @property
     def out_dtype(self) -> Any:
         """Of the output, and of the gradients of keys and values."""
-        return np.dtype(np.float32) if self.is_part else self.dtype
+        return np.dtype(np.float32) if self.is_partial else self.dtype
 
     @property
     def G(self) -> int:

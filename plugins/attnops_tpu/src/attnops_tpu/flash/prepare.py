@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -13,19 +12,21 @@ from jax import lax
 from attnops.dropout import dropout_rows, dropout_seed
 from attnops.kernels.coverage import merged, ragged
 from attnops.kernels.elementwise import of_bias, of_mask
+from attnops.kernels.flash import FlashCall
+from attnops.kernels.scoring import elementwise_bias
 from attnops.masks import Coverage, Mask, block_map
-from attnops_tpu.flash.attend import Maps
 from attnops_tpu.flash.operands import Arrays, pad_last, value_layout
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.flash.visits import row_spans, visits
+from attnops_tpu.flash.visits import Maps, row_spans, visits
 
 
-def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: Any) -> Arrays:
+def arrays(plan: Plan, call: FlashCall) -> Arrays:
     """The arrays of a call as kernels take them. Differentiable; O(T + S) memory beside arrays of T × S elements."""
-    scoring, shape = plan.scoring, (plan.B, plan.H, plan.T, plan.S)
-    found = Arrays(sinks=None if sinks is None else sinks.astype(jnp.float32)[None])
-    if mask is not None:
-        function, leaves, dense = of_mask(mask)
+    scoring, shape = plan.scoring, call.scores
+    bias: Any = elementwise_bias(call.bias)
+    found = Arrays(sinks=None if call.sinks is None else call.sinks.astype(jnp.float32)[None])
+    if call.mask is not None:
+        function, leaves, dense = of_mask(call.mask)
         values = function.compute(leaves, shape)
         found = found._replace(
             mask=tuple(value_layout(plan, axes, x) for axes, x in zip(function.values, values, strict=True)),
@@ -45,10 +46,10 @@ def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: An
         found = found._replace(table=table[None, :, None])
     elif scoring.array:
         found = found._replace(array=_padded(plan, bias))
-    if scoring.dropout_prob:
+    if call.dropout_key is not None and scoring.dropout_prob:
         b, h, i = (np.arange(n).reshape([-1 if axis == own else 1 for axis in range(3)])
                    for own, n in enumerate((plan.B, plan.H, plan.T)))  # fmt: skip
-        rows = lax.bitcast_convert_type(dropout_rows(dropout_seed(dropout_key), b, h, i), jnp.int32)
+        rows = lax.bitcast_convert_type(dropout_rows(dropout_seed(call.dropout_key), b, h, i), jnp.int32)
         found = found._replace(dropout=pad_last(rows[:, :, None], plan.Tp))
     return found
 
@@ -73,11 +74,6 @@ def visited(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, b
         return None
     known = block_map(mask, shape, block_q, block_k)
     return int(known.count(Coverage.PARTIAL) + known.count(Coverage.FULL))
-
-
-def count_maps(mask: Mask | None, shape: tuple[int, int, int, int]) -> int:
-    """How many batches and heads the tiles of a mask tell apart."""
-    return math.prod(block_map(mask, shape, shape[2], shape[3]).coverage.shape[:2])
 
 
 def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> Any:

@@ -173,3 +173,17 @@ def visits(coverage: Any, first_row: int = 0, first_column: int = 0) -> Visits:
         (first_row, first_row + rows),
         steps,
     )
+
+
+class Maps(NamedTuple):
+    """The tiles to visit, for each kernel.
+
+    Attributes:
+        forward: by tiles of queries, for as many rows as fit scalar memory together.
+        spans: by tiles of keys, for each span of queries.
+        by_score: every tile once, of all batches and heads together: for the gradient of an array bias.
+    """
+
+    forward: tuple[Visits, ...]
+    spans: tuple[Visits, ...]
+    by_score: Visits | None

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
-from attnops.dropout import dropout_step
-from attnops.kernels.parts import Whole, check_parts, two_parts
+from attnops.kernels.flash import FlashBackend
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_triton.language.translate import PRIMITIVES
@@ -90,57 +86,21 @@ class TritonFlashAttention(FlashAttention):
         sinks: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         return_lse: bool = False,
-        as_part: bool = False,
-        whole: Whole | None = None,
     ) -> OperationOutput:
-        """See `attnops.OperationImpl.__call__`, and `attnops.kernels.parts` for the last two options."""
-        # Triton is imported where it is used: the plugin is listed on machines that lack it.
-        from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
-        from attnops.kernels.scoring import describe
-        from attnops.kernels.varying import equally_varying
-        from attnops_triton.flash.attend import attend, attend_share
-        from attnops_triton.flash.bits import is_translatable
-        from attnops_triton.flash.plan import Plan
-        from attnops_triton.flash.prepare import arrays, maps
-        from attnops_triton.flash.tile_sizes import choose
-        from attnops_triton.language.compat import device_arch
-        from attnops_triton.targets import current
+        """See `attnops.OperationImpl.__call__`."""
+        return self.run_backend(
+            "gpu", query, key, value, return_lse, mask=mask, bias=bias, softmax_scale=softmax_scale,
+            logits_soft_cap=logits_soft_cap, sinks=sinks, dropout_key=dropout_key,
+        )  # fmt: skip
 
-        (B, T, H, D), (S, K, Dv) = query.shape, value.shape[1:]
-        check_parts(as_part, whole, (B, H, T), sinks=sinks)
-        is_part, asked = as_part or whole is not None, query.dtype
-        dtype = query.dtype if query.dtype == key.dtype == value.dtype else jnp.dtype(jnp.float32)
-        query, key, value = (x.astype(dtype) for x in (query, key, value))
-        dropout_prob = 0.0 if dropout_key is None else self.metadata.dropout_prob
-        if self.metadata.interpret:
-            mask, bias = jax.tree.map(_wide, (mask, bias))
-        # A mask that has no form in Triton comes as bits, for the tiles that it is PARTIAL on.
-        packed = mask is not None and not is_translatable(mask)
-        written = None if packed else mask
-        scoring, bias = describe(
-            (T, S), written, bias, logits_soft_cap, dropout_prob, sinks is not None, dropout_step(dropout_key)
-        )  # fmt: skip
-        if mask is not None:
-            scoring = dataclasses.replace(scoring, hides_tokens=mask.hides_tokens(T, S))
-        arch = "" if self.metadata.interpret else current() or device_arch()
-        by_score = packed or scoring.dense > 0 or scoring.array
-        tiles = choose(arch, dtype.name, max(D, Dv), self.metadata.block_q, self.metadata.block_k, by_score)
-        plan = Plan(
-            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
-            by_score=tiles[3], dtype=dtype.name, is_part=is_part,
-            scale=D**-0.5 if softmax_scale is None else softmax_scale,
-            tf32=self.metadata.precision == lax.Precision.DEFAULT, scoring=scoring, packed=packed, arch=arch,
-            interpret=self.metadata.interpret,
-        )  # fmt: skip
-        given = arrays(plan, written, bias, sinks, dropout_key)
-        everything = reverse_mode_only((query, key, value, given, maps(plan, mask), whole), REVERSE_ONLY)
-        arguments = equally_varying(everything)
-        if whole is not None:
-            out, rows = attend_share(plan, *arguments)
-        else:
-            out, rows, rest = attend(plan, *arguments[:-1])
-            rows = two_parts(rows, rest) if as_part else rows
-        return OperationOutput(out if is_part else out.astype(asked), None, rows if return_lse else None)
+    def backend(self, forward: str) -> FlashBackend | None:
+        """See `attnops.operations.flash.FlashAttention.backend`."""
+        if forward != "gpu":
+            return super().backend(forward)
+        # Triton is imported where it is used: the plugin is listed on machines that lack it.
+        from attnops_triton.flash.backend import TritonFlash
+
+        return TritonFlash()
 
 
 def _too_little(request: Request) -> Iterable[Reason]:
@@ -158,8 +118,3 @@ def _too_little(request: Request) -> Iterable[Reason]:
         if least > most:
             yield Reason("head_dim", request.head_dim, f"the smallest tiles in float32 take {least} bytes of shared "
                          f"memory, and {arch} has {most}", "cast query, key and value to bfloat16")  # fmt: skip
-
-
-def _wide(x: Any) -> Any:
-    """Triton's interpreter has no bfloat16."""
-    return x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x

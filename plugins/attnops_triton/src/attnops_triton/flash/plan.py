@@ -41,7 +41,7 @@ class Plan:
         by_key: tiles of the pass over keys' and values' gradients.
         by_score: tiles of the gradients of biases with an element for each score, or distance.
         dtype: the name of the dtype of query, key and value.
-        is_part: whether the keys are some of a softmax's: results are float32 then, see `attnops.kernels.parts`.
+        is_partial: whether the keys are some of a softmax's, so that results are float32, see `attnops.softmax`.
         scale: the softmax scale.
         tf32: whether products of float32 may be rounded to TF32.
         scoring: see `attnops.kernels.scoring.Scoring`.
@@ -63,7 +63,7 @@ class Plan:
     by_key: Tiles
     by_score: Tiles
     dtype: str
-    is_part: bool
+    is_partial: bool
     scale: float
     tf32: bool
     scoring: Scoring
@@ -98,12 +98,12 @@ class Plan:
     @property
     def gradient_dtype(self) -> str:
         """What kernels give gradients of query, key and value in; those of float16 are scaled, see `attend`."""
-        return "float32" if self.is_part or self.dtype == "float16" else self.dtype
+        return "float32" if self.is_partial or self.dtype == "float16" else self.dtype
 
     @property
     def out_dtype(self) -> str:
         """Of the output."""
-        return "float32" if self.is_part else self.dtype
+        return "float32" if self.is_partial else self.dtype
 
     def pieces(self, dim: int) -> list[tuple[int, int]]:
         """(start, width) of the pieces that a head dim is cut into, see `parts`."""

@@ -10,20 +10,22 @@ import numpy as np
 from attnops.dropout import dropout_rows, dropout_seed
 from attnops.kernels.coverage import ragged
 from attnops.kernels.elementwise import of_bias, of_mask
+from attnops.kernels.flash import FlashCall
+from attnops.kernels.scoring import elementwise_bias
 from attnops.masks import Mask, block_map
-from attnops_triton.flash.attend import Maps
 from attnops_triton.flash.bits import Pack, packer, told_apart
 from attnops_triton.flash.operands import Arrays, value_layout
 from attnops_triton.flash.plan import Plan, Tiles
-from attnops_triton.flash.visits import every_score, visits
+from attnops_triton.flash.visits import Maps, every_score, visits
 
 
-def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: Any) -> Arrays:
+def arrays(plan: Plan, call: FlashCall) -> Arrays:
     """The arrays of a call as kernels take them. Differentiable; O(T + S) memory beside arrays of T × S elements."""
-    scoring, shape = plan.scoring, (plan.B, plan.H, plan.T, plan.S)
-    found = Arrays(sinks=None if sinks is None else sinks.astype(jnp.float32)[None])
-    if mask is not None:
-        function, leaves, dense = of_mask(mask)
+    scoring, shape = plan.scoring, call.scores
+    bias: Any = elementwise_bias(call.bias)
+    found = Arrays(sinks=None if call.sinks is None else call.sinks.astype(jnp.float32)[None])
+    if call.mask is not None and not plan.packed:
+        function, leaves, dense = of_mask(call.mask)
         found = found._replace(
             mask=tuple(value_layout(x) for x in function.compute(leaves, shape)),
             dense=tuple(jnp.asarray(x).astype(jnp.int8) for x in dense),
@@ -36,10 +38,10 @@ def arrays(plan: Plan, mask: Mask | None, bias: Any, sinks: Any, dropout_key: An
     elif scoring.array:
         # The interpreter has no bfloat16.
         found = found._replace(array=bias.astype(jnp.float32) if plan.interpret else bias)
-    if scoring.dropout_prob:
+    if call.dropout_key is not None and scoring.dropout_prob:
         b, h, i = (np.arange(n).reshape([-1 if axis == own else 1 for axis in range(3)])
                    for own, n in enumerate((plan.B, plan.H, plan.T)))  # fmt: skip
-        found = found._replace(dropout=dropout_rows(dropout_seed(dropout_key), b, h, i))
+        found = found._replace(dropout=dropout_rows(dropout_seed(call.dropout_key), b, h, i))
     return found
 
 

@@ -182,3 +182,19 @@ def _stretch(kind: np.ndarray[Any, Any]) -> tuple[Any, Any, bool]:
 def _rank(coverage: Any) -> Any:
     """FULL first, then PARTIAL, then EMPTY."""
     return int(Coverage.FULL) - coverage
+
+
+class Maps(NamedTuple):
+    """The tiles to visit, for each kernel.
+
+    Attributes:
+        forward: by tiles of queries.
+        by_query: by tiles of queries, for the gradient of query; None where they are the forward's.
+        by_key: by tiles of keys.
+        by_score: every tile, for the gradients of arrays and tables; None without one.
+    """
+
+    forward: Visits
+    by_query: Visits | None
+    by_key: Visits
+    by_score: Scores | None

@@ -1,8 +1,7 @@
-"""Whether an operation computes parts of a softmax that add up, and their gradients: see `attnops.kernels.parts`."""
+"""Whether an operation computes parts of a softmax that add up, and their gradients: see `attnops.softmax`."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Final
 
 import jax
@@ -12,15 +11,15 @@ import numpy as np
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dropout import ShiftedKey
-from attnops.kernels.parts import Partial, Share, Whole, joined, partial, share, share_gradients, share_of
 from attnops.masks import Causal
+from attnops.softmax import Contribution, PartialSoftmax, contribution, merge
 
 # Queries, and keys of which the second part begins in a tile's midst; of the first rows it hides every key.
 _T, _S, _CUT = 48, 80, 40
 _TOLERANCE: Final = 2e-5
 
 
-def check_parts(name: str, platform: str, features: str, **fields: Any) -> None:
+def check_partial(name: str, platform: str, features: str, **fields: Any) -> None:
     """Outputs, logsumexps and every gradient of an operation's parts equal those of `vanilla` over all keys.
 
     Args:
@@ -75,27 +74,25 @@ def check_parts(name: str, platform: str, features: str, **fields: Any) -> None:
     spans = (0, _CUT), (_CUT, _S)
 
     @jax.jit
-    def alone(q: Any, k: Any, v: Any, bias: Any) -> list[Partial]:
-        return [partial(operation, q, k[:, a:b], v[:, a:b], **options(a, b, bias)) for a, b in spans]
+    def alone(q: Any, k: Any, v: Any, bias: Any) -> list[PartialSoftmax]:
+        return [operation.partial(q, k[:, a:b], v[:, a:b], **options(a, b, bias)) for a, b in spans]
 
     @jax.jit
-    def of_parts(q: Any, k: Any, v: Any, bias: Any, whole: Whole) -> Any:
-        found = []
-        for a, b in spans:
-            given = operation, q, k[:, a:b], v[:, a:b], whole
-            d = share_gradients(*given, Share(d_out, d_weight), bias, functools.partial(options, a, b))
-            found.append((share(*given, **options(a, b, bias)), d))
-        return found
+    def gradients_of(q: Any, k: Any, v: Any, bias: Any, lse: Any, residual: Any) -> Any:
+        d = Contribution(d_out, d_weight)
+        return [
+            operation.partial_vjp(
+                q, k[:, a:b], v[:, a:b], lse, residual, d, wants_bias=bias is not None, **options(a, b, bias)
+            )
+            for a, b in spans
+        ]
 
     parts = alone(q, k, v, bias)
-    total_out, total_lse, total_rest = joined(*parts)
-    whole_ = Whole(total_lse, total_rest)
-    _same("the parts joined", total_out, out)
+    total_out, total_lse, total_residual = merge(*parts)
+    _same("the parts merged", total_out, out)
     _same("their logsumexp", total_lse, lse)
-    shares, gradients = zip(*of_parts(q, k, v, bias, whole_), strict=True)
-    for found, part in zip(shares, parts, strict=True):
-        for x, y in zip(found, share_of(part, whole_), strict=True):
-            _same("a share", x, y)
+    shares = [contribution(part, total_lse, total_residual) for part in parts]
+    gradients = gradients_of(q, k, v, bias, total_lse, total_residual)
     total, weights = (sum(x) for x in zip(*shares, strict=True))
     d_query = sum(d[0] for d in gradients)
     d_keys, d_values, d_bias = ([d[i] for d in gradients] for i in (1, 2, 3))
@@ -105,7 +102,7 @@ def check_parts(name: str, platform: str, features: str, **fields: Any) -> None:
     _same("keys' gradient", jnp.concatenate(d_keys, axis=1), expected[1])
     _same("values' gradient", jnp.concatenate(d_values, axis=1), expected[2])
     if bias is not None:
-        _same("the bias's gradient", sum(d_bias), expected[3])
+        _same("the bias's gradient", jnp.concatenate(d_bias, axis=3), expected[3])
 
 
 def _same(what: str, found: Any, expected: Any) -> None:

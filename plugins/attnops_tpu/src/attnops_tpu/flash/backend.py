@@ -1,0 +1,136 @@
+"""The Pallas kernels as a backend of the flash skeleton: layouts, and the gradients from what the forward saved."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, ClassVar, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.biases import Bias
+from attnops.dropout import dropout_step
+from attnops.kernels.coverage import map_shape
+from attnops.kernels.flash import FlashBackend, FlashCall
+from attnops.kernels.scoring import describe
+from attnops.kernels.vjp import Operands
+from attnops_tpu.flash.backward import Inputs, backward
+from attnops_tpu.flash.bias_gradient import bias_gradients
+from attnops_tpu.flash.forward import forward
+from attnops_tpu.flash.operands import Arrays, pad_last
+from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.prepare import arrays, by_score, maps, visited
+from attnops_tpu.flash.tile import held
+from attnops_tpu.flash.tile_sizes import Problem, choose
+from attnops_tpu.flash.visits import Maps
+from attnops_tpu.generations import generation
+
+LN2: Final = 0.6931471805599453
+
+
+class PallasFlash(FlashBackend):
+    """See `FlashBackend`. Scores are held transposed, see `Plan`."""
+
+    second_derivative: ClassVar[str] = (
+        "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one"
+    )
+    head_dim_multiple: ClassVar[int] = 8  # the sublanes of a vector register
+
+    def compute_dtype(self, call: FlashCall) -> Any:
+        return jnp.bfloat16 if call.query.dtype == call.key.dtype == call.value.dtype == jnp.bfloat16 else jnp.float32
+
+    def plan(self, call: FlashCall) -> Plan:
+        (B, T, H, D), (S, K, Dv) = call.query.shape, call.value.shape[1:]
+        dtype, metadata, mask = call.query.dtype, call.metadata, call.mask
+        scoring = describe(
+            (T, S), mask, call.bias, call.logits_soft_cap, call.dropout_prob, call.sinks is not None,
+            dropout_step(call.dropout_key),
+        )  # fmt: skip
+        array = _array_bias(call.bias) if scoring.array else None
+        problem = Problem(
+            T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=dtype.itemsize,
+            out_itemsize=4 if call.is_partial else dtype.itemsize, changes_scores=scoring.changes_scores,
+            maps=math.prod(map_shape(mask, call.scores)),
+            # Two buffers of each; the gradient of a bias takes a sum and two buffers in float32.
+            bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
+        )  # fmt: skip
+        tiles = choose(metadata, problem, functools.partial(visited, mask, call.scores))
+        # Of float32's precisions the matrix unit has one pass in bfloat16, or all six; HIGH gets more than it asks for.
+        one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
+        return Plan(
+            B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), is_partial=call.is_partial,
+            scoring=scoring, precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale,
+            interpret=metadata.interpret, strided_rotation=generation().strided_rotation,
+            **tiles._asdict(),
+        )  # fmt: skip
+
+    def arrays(self, plan: Plan, call: FlashCall) -> Arrays:
+        return arrays(plan, call)
+
+    def schedule(self, plan: Plan, call: FlashCall) -> Maps:
+        found = maps(plan, call.mask)
+        if not plan.scoring.array:
+            return found
+        return found._replace(by_score=by_score(plan, call.mask, _array_bias(call.bias).shape))
+
+    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, Any]:
+        query, key, value, arrays, maps = operands
+        q, k, v = _heads_first(_scaled(plan, query), plan.Tp), _heads_first(key, plan.Sp), _heads_first(value, plan.Sp)
+        out, *rows = forward(plan, q, k, v, arrays, maps.forward)
+        lse, residual = (x[:, :, 0, : plan.T] for x in rows)
+        return out[:, :, : plan.T].swapaxes(1, 2), (lse, residual * LN2)
+
+    def gradients(
+        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
+        query, key, value, arrays, maps = operands
+        lse, residual = statistics
+        # The weights that kernels compute from the rounded logsumexp are too large by 1 / factor, [B, H, T]. They are
+        # linear in what they are multiplied by, so the factor is applied there.
+        factor = jnp.exp(-residual)
+        d_out = d_out.astype(jnp.float32) * factor.swapaxes(1, 2)[..., None]
+        inputs = Inputs(
+            q=_features_first(_scaled(plan, query), plan.Tp),
+            k=_heads_first(key, plan.Sp),
+            k_transposed=_features_first(key, plan.Sp),
+            v=_heads_first(value, plan.Sp),
+            d_out=_features_first(d_out.astype(plan.dtype), plan.Tp),
+            # A row that sees no key, and the ragged end, have weights exp(score − inf) = 0.
+            lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * (1 / held(plan))), plan.Tp, jnp.inf),
+            delta=_rows(delta * factor, plan.Tp, 0.0),
+        )
+        dq, dk, dv = backward(plan, inputs, arrays, maps.spans)
+        dq = jnp.moveaxis(dq[..., : plan.T], 3, 1) * plan.scale
+        dk, dv = (jnp.moveaxis(d[..., : plan.S], 3, 1) for d in (dk, dv))
+        d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
+        if wants_bias:
+            d_arrays = bias_gradients(plan, inputs, arrays, maps.forward, maps.by_score)
+        return dq, dk, dv, d_arrays
+
+
+def _array_bias(bias: Any) -> jax.Array:
+    assert not isinstance(bias, Bias)
+    found: jax.Array = bias
+    return found
+
+
+def _scaled(plan: Plan, query: jax.Array) -> jax.Array:
+    """The query with the folded part of the scale, which is exact."""
+    return query * jnp.asarray(plan.folded, query.dtype)
+
+
+def _features_first(x: jax.Array, size: int) -> jax.Array:
+    """[B, length, heads, d] to [B, heads, d, size]."""
+    return pad_last(jnp.moveaxis(x, 1, 3), size)
+
+
+def _heads_first(x: jax.Array, size: int) -> jax.Array:
+    """[B, length, heads, d] to [B, heads, size, d]."""
+    return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, size - x.shape[1]), (0, 0)))
+
+
+def _rows(x: jax.Array, size: int, fill: float) -> jax.Array:
+    """[B, H, T] to [B, H, 1, size]."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2])), constant_values=fill)[:, :, None]

@@ -1,0 +1,13 @@
+"""Partial softmaxes, as the ring asks for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnops.testing.partial import check_partial
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", ["plain", "bias", "dropout", "low"])
+def test_partial_softmaxes_merge_to_vanilla_over_all_keys(features: str) -> None:
+    check_partial("attnops-tpu:flash", "tpu", features, interpret=True, block_q=16, block_k=16)

@@ -1,0 +1,168 @@
+"""The derivative of flash attention, which all kernels share: what is saved, what comes back, what is refused.
+
+The backward pass recomputes the weights from the logsumexp (Dao 2023, arXiv:2307.08691). A kernel supplies its forward
+pass and its gradients, as a `FlashKernel`.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import custom_vjp_primal_tree_values
+
+from attnops.kernels.nograd import not_differentiable
+from attnops.kernels.rules import cotangents, is_differentiated
+from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
+from attnops.softmax import Contribution
+
+
+class Operands(NamedTuple):
+    """What a kernel works on.
+
+    Attributes:
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        arrays: what scores depend on in addition to these: a NamedTuple with ``sinks`` [1, H] float32 or None.
+        schedule: which tiles are computed, in which order.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    arrays: Any
+    schedule: Any
+
+
+class FlashKernel(abc.ABC):
+    """The passes of flash attention in one kernel language. Without state: equal to others of its class."""
+
+    # What is raised where a second derivative is asked for.
+    second_derivative: ClassVar[str]
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    @abc.abstractmethod
+    def forward(self, plan: Any, operands: Operands) -> tuple[jax.Array, Any]:
+        """The output [B, T, H, Dv], and the statistics of its softmax, in the kernel's own form: see `logsumexp`."""
+
+    @abc.abstractmethod
+    def gradients(
+        self, plan: Any, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        """The gradients of query, key and value, and of the arrays: None for those that have none.
+
+        Args:
+            plan: static description of the call.
+            wants_bias: whether a gradient of `learnt` is asked for.
+            operands: of the call.
+            statistics: of the softmax that weights are computed from, [B, H, T] each.
+            delta: [B, H, T] float32; the gradient of a score is ``weight · (d_out · value − delta)``.
+            d_out: [B, T, H, Dv].
+        """
+
+    def logsumexp(self, plan: Any, statistics: Any) -> tuple[jax.Array, jax.Array]:
+        """The logsumexp and its rounding error, float32 [B, H, T]."""
+        lse, residual = statistics
+        return lse, residual
+
+    def statistics(self, plan: Any, lse: jax.Array, lse_residual: jax.Array) -> Any:
+        """The inverse of `logsumexp`."""
+        return lse, lse_residual
+
+    def learnt(self, arrays: Any) -> Any:
+        """The arrays whose gradient costs a kernel of its own, so that it is computed only when asked for."""
+        return arrays.bias, arrays.table, arrays.array
+
+    def row_sums(self, x: jax.Array) -> jax.Array:
+        """[B, T, H, Dv] float32 summed over the last axis, [B, H, T]."""
+        return x.sum(-1).swapaxes(1, 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attend(
+    kernel: FlashKernel, plan: Any, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Any, schedule: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The output [B, T, H, Dv], the logsumexp [B, H, T], and its rounding error, which has no gradient."""
+    out, statistics = kernel.forward(plan, Operands(query, key, value, arrays, schedule))
+    return out, *kernel.logsumexp(plan, statistics)
+
+
+def _forward_rule(kernel: FlashKernel, plan: Any, *primals: Any) -> tuple[Any, Any]:
+    # What is saved must be arrays; the structure says the flag.
+    flag = (None,) * is_differentiated(kernel.learnt(primals[3]))
+    operands = Operands(*custom_vjp_primal_tree_values(primals))
+    run = not_differentiable(functools.partial(kernel.forward, plan), kernel.second_derivative)
+    out, statistics = run(operands)
+    # Tagged here, where they are saved: a checkpoint policy would otherwise name a copy.
+    out, statistics = tag(out, OUTPUT_NAME), jax.tree.map(lambda x: tag(x, LOGSUMEXP_NAME), statistics)
+    return (out, *kernel.logsumexp(plan, statistics)), (operands, out, statistics, flag)
+
+
+def _backward_rule(kernel: FlashKernel, plan: Any, saved: Any, given: Any) -> tuple[Any, ...]:
+    operands, out, statistics, flag = saved
+    d_out, d_lse = cotangents(given[:2], operands.query)
+
+    def gradients(operands: Operands, out: Any, statistics: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
+        delta = kernel.row_sums(d_out.astype(jnp.float32) * out.astype(jnp.float32)) - d_lse
+        *found, d_arrays = kernel.gradients(plan, bool(flag), operands, statistics, delta, d_out)
+        if operands.arrays.sinks is not None:
+            d_sinks = _sinks_gradient(operands.arrays.sinks, *kernel.logsumexp(plan, statistics), delta)
+            d_arrays = d_arrays._replace(sinks=d_sinks)
+        return *found, d_arrays
+
+    run = not_differentiable(gradients, kernel.second_derivative)
+    *found, d_arrays = run(operands, out, statistics, d_out, d_lse)
+    # Those of a partial softmax are float32.
+    rounded = (d.astype(x.dtype) for d, x in zip(found, operands[:3], strict=True))
+    return *rounded, d_arrays, None
+
+
+attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def contribution_gradients(
+    kernel: FlashKernel,
+    plan: Any,
+    wants_bias: bool,
+    operands: Operands,
+    lse: jax.Array,
+    lse_residual: jax.Array,
+    d: Contribution,
+) -> tuple[Any, ...]:
+    """The gradients of `attnops.softmax.contribution`, by the logsumexp of all keys alone: no forward pass is run.
+
+    Args:
+        kernel: of the operands.
+        plan: static description of the call, which asks for float32 gradients.
+        wants_bias: whether the gradients of `FlashKernel.learnt` are computed.
+        operands: of the call; no sinks, which belong to all keys together.
+        lse: the logsumexp over all keys, float32 [B, H, T].
+        lse_residual: its rounding error, float32 [B, H, T].
+        d: the cotangents.
+
+    Returns:
+        Those of query, key and value, float32, and those of ``kernel.learnt(operands.arrays)``, None where they are
+        not asked for.
+    """
+
+    def gradients(operands: Operands, lse: jax.Array, lse_residual: jax.Array, d: Contribution) -> tuple[Any, ...]:
+        statistics = kernel.statistics(plan, lse, lse_residual)
+        *found, d_arrays = kernel.gradients(plan, wants_bias, operands, statistics, -d.weight, d.out)
+        return *found, kernel.learnt(d_arrays) if wants_bias else None
+
+    return not_differentiable(gradients, kernel.second_derivative)(operands, lse, lse_residual, d)
+
+
+def _sinks_gradient(sinks: jax.Array, lse: jax.Array, lse_residual: jax.Array, delta: jax.Array) -> jax.Array:
+    """[1, H]. A sink is one more logit, whose value is 0; a row that sees no key has no part in it."""
+    weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp((sinks[:, :, None] - lse) - lse_residual))
+    return -(weight * delta).sum((0, 2))[None]

@@ -1,0 +1,105 @@
+"""Partial softmaxes: attention over some of the keys, and how parts are merged.
+
+A sequence that devices share, a cache that is read in splits and pages that lie apart all compute attention over some
+of the keys at a time. `PartialSoftmax` is such a result; `merge` joins several (Milakov and Gimelshein 2018,
+arXiv:1805.02867), and `contribution` is what one of them gives to a softmax whose logsumexp is known. All arrays are
+float32, in the layout "BTHD", and the memory is O(B · T · H · Dv) for each part.
+
+With scores near −1e38 (a large negative bias used as a mask), float32 rounding loses log(l) in ``m + log(l)``, although
+it says how many keys a part has. The residual of that sum is therefore kept as an array of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class PartialSoftmax(NamedTuple):
+    """Attention over some of the keys.
+
+    Attributes:
+        out: the output, float32 [B, T, H, Dv]; 0 for a row that sees none of the keys.
+        lse: the logsumexp of the scores, natural logarithm, float32 [B, H, T]; −inf for a row that sees no key.
+        lse_residual: the rounding error of ``lse``, to be added to it, float32 [B, H, T]; it has no gradient.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    lse_residual: jax.Array
+
+
+class Contribution(NamedTuple):
+    """What some of the keys contribute to a softmax over all of them.
+
+    Attributes:
+        out: ``Σ exp(s − lse) · v`` over these keys, float32 [B, T, H, Dv]; contributions add up to the output.
+        weight: ``Σ exp(s − lse)`` over these keys, float32 [B, H, T]; weights add up to 1.
+    """
+
+    out: jax.Array
+    weight: jax.Array
+
+
+def identity(query: jax.Array, value: jax.Array) -> PartialSoftmax:
+    """The partial softmax over no keys, which `merge` leaves out.
+
+    Args:
+        query: [B, T, H, D].
+        value: [B, S, K, Dv].
+    """
+    B, T, H, _ = query.shape
+    out = jnp.zeros_like(query, shape=(B, T, H, value.shape[3]), dtype=jnp.float32)
+    zeros = jnp.zeros_like(query, shape=(B, H, T), dtype=jnp.float32)
+    return PartialSoftmax(out, zeros - jnp.inf, zeros)
+
+
+def merge(*parts: PartialSoftmax) -> PartialSoftmax:
+    """Partial softmaxes over disjoint sets of keys as one over all of them."""
+    m = functools.reduce(jnp.maximum, (part.lse for part in parts))
+    sums = [exp_sum(part.lse, part.lse_residual, m) for part in parts]
+    l = functools.reduce(jnp.add, sums)
+    seen = l != 0  # NaN too
+    scale = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
+    outs = [part.out * (x * scale).swapaxes(1, 2)[..., None] for part, x in zip(parts, sums, strict=True)]
+    return PartialSoftmax(functools.reduce(jnp.add, outs), *log_sum(m, l))
+
+
+def with_sinks(part: PartialSoftmax, sinks: jax.Array) -> PartialSoftmax:
+    """With one more logit a head, ``sinks`` [H], whose value is 0; rows that see no key stay as they are."""
+    sink = jnp.where(part.lse > -jnp.inf, sinks.astype(jnp.float32)[None, :, None], -jnp.inf)
+    return merge(part, PartialSoftmax(jnp.zeros_like(part.out), sink, jnp.zeros_like(sink)))
+
+
+def contribution(part: PartialSoftmax, lse: jax.Array, lse_residual: jax.Array) -> Contribution:
+    """What a partial softmax contributes to one over more keys, whose logsumexp is known.
+
+    Args:
+        part: of some of the keys.
+        lse: of all of them, float32 [B, H, T].
+        lse_residual: the rounding error of ``lse``, float32 [B, H, T].
+    """
+    # A row that sees none of these keys has −inf here, and −inf in both where it sees no key at all.
+    base = jnp.where(lse == -jnp.inf, 0.0, lse)
+    weight = jnp.exp((part.lse - base) + (part.lse_residual - lse_residual))
+    return Contribution(part.out * weight.swapaxes(1, 2)[..., None], weight)
+
+
+def exp_sum(lse: jax.Array, lse_residual: jax.Array, m: jax.Array) -> jax.Array:
+    """The sum of exponentials that a logsumexp stands for, relative to ``exp(m)``; 0 where it is −inf."""
+    # The difference of two numbers that are close is exact; the residual is added to the small result.
+    base = lax.stop_gradient(jnp.where(m == -jnp.inf, 0.0, m))
+    return jnp.exp((lse - base) + lse_residual)
+
+
+def log_sum(m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``m + log(l)`` and its rounding error; −inf and 0 where ``l`` is 0."""
+    seen = l != 0  # NaN too
+    base, log = lax.stop_gradient(jnp.where(seen, m, 0.0)), jnp.log(jnp.where(seen, l, 1.0))
+    lse = base + log
+    residual = jnp.where(seen, lax.stop_gradient((base - lse) + log), 0.0)
+    return jnp.where(seen, lse, -jnp.inf), residual

@@ -26,9 +26,9 @@ from rich.table import Table
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.bench.case import Case, Refused
-from attnops.bench.contenders import RESULTS, Contender, Ready, compile_jax
 from attnops.bench.measure import Measurement, measure
 from attnops.bench.peers import PEERS
+from attnops.bench.program import RESULTS, Contender, Ready, compile_jax
 from attnops.masks import Causal, Mask, Segments
 
 TOKENS: Final = 16384

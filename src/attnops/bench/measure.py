@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import jax
 
 from attnops.bench.case import Case, Refused
-from attnops.bench.contenders import Contender, Ready
+from attnops.bench.program import Contender, Ready
 from attnops.bench.truth import Truth
 
 # A timing lasts at least this many seconds, so that the clock's own cost and resolution don't count.

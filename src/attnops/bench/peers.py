@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.bench.case import Array, Case, Refused
-from attnops.bench.contenders import RESULTS, Contender, Ready, compile_jax
+from attnops.bench.program import RESULTS, Contender, Ready, compile_jax
 from attnops.masks import And, Causal, Full, Mask, Segments, SlidingWindow
 
 

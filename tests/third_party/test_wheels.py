@@ -23,17 +23,18 @@ def project(folder):
     return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-@pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: project(folder)["name"])
 def test_plugins_move_with_the_core(folder):
     """All versions move together, and what a plugin requires says so."""
-    wanted = project(folder)["dependencies"] + sum(project(folder).get("optional-dependencies", {}).values(), [])
+    extras = project(folder).get("optional-dependencies", {})
+    wanted = [*project(folder)["dependencies"], *(text for extra in extras.values() for text in extra)]
     assert f"attnops=={__version__}" in wanted
     assert all(f"=={__version__}" in text for text in wanted if text.startswith("attnops"))
     (version,) = folder.glob("src/*/_version.py")
     assert version.read_text(encoding="utf-8") == (ROOT / "src/attnops/_version.py").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: project(folder)["name"])
 def test_licences_are_one_and_links_lead_somewhere(folder):
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     text = re.sub(r"```.*?```", "", (folder / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -50,7 +51,7 @@ def wheels(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: project(folder)["name"])
 def test_wheels_hold_licence_and_types_and_no_tests(wheels, folder):
     package = project(folder)["name"].replace("-", "_")
     names = wheels[package].namelist()
@@ -69,10 +70,8 @@ def test_the_cores_wheel_has_all_that_the_demo_runs(wheels):
     imported = set()
     for path in folder.glob("*.py"):
         if not path.name.startswith(("test_", "make_")):
-            imported |= {
-                f"{name}.py" for name in re.findall(r"^\s+from \.(\w+) import", path.read_text(), re.MULTILINE)
-            }
-            imported |= {f"{name}.py" for name in re.findall(r"^from \.(\w+) import", path.read_text(), re.MULTILINE)}
-            imported |= {name for name in re.findall(r'"([\w.]+\.(?:npz|txt))"', path.read_text())}
+            text = path.read_text(encoding="utf-8")
+            imported |= {f"{name}.py" for name in re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)}
+            imported |= set(re.findall(r'"([\w.]+\.(?:npz|txt))"', text))
     assert imported
     assert imported <= held

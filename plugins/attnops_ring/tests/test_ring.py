@@ -363,3 +363,14 @@ def test_meshes_that_types_name(shape: tuple[int, int], kinds: tuple[AxisType, A
         np.testing.assert_allclose(gradient, expected[name], atol=5e-6)
     if AUTO not in kinds:
         assert jax.typeof(out).sharding.spec == specs.output
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_reordering_keeps_types(axis: int) -> None:
+    mesh = jax.make_mesh((2, 2), ("dp", "sp"), axis_types=(EXPLICIT, EXPLICIT), devices=jax.devices()[:4])
+    tokens = np.arange(16).reshape(2, 8)
+    x = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("dp", "sp")))
+    there = jax.jit(lambda x: reorder(x, 2, "zigzag", axis))(x)
+    np.testing.assert_array_equal(np.asarray(there)[0], [0, 1, 6, 7, 2, 3, 4, 5])
+    assert jax.typeof(there).sharding.spec == ("dp", "sp")
+    np.testing.assert_array_equal(restore(there, 2, "zigzag", axis), tokens)

@@ -66,6 +66,15 @@ def own_entry(x: Any, axis: int) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def uncut(x: jax.Array, axis: int) -> jax.Array:
+    """An array of which no explicit mesh axis cuts a dimension: what slices, pads or reorders it needs that."""
+    if not own_entry(x, axis):
+        return x
+    where = jax.typeof(x).sharding
+    whole = PartitionSpec(*(None if i == axis % x.ndim else entry for i, entry in enumerate(where.spec)))
+    return resharded(x, whole, where.mesh)
+
+
 def mapped_names(arrays: Iterable[Any]) -> frozenset[str]:
     """The explicit mesh axes that cut what `jax.vmap` maps; these can't cut anything else."""
     found: set[str] = set()

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from attnops import AttentionRequest, Limits, OperationOutput, OperationRegistry, Reason, Request, UnsupportedError
 from attnops.dispatch.attention import OperationImpl
@@ -23,7 +22,7 @@ from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask, block_map
 from attnops.operations.flash import FlashAttention
 from attnops.partition.boundary import Boundary, run_in_parts
-from attnops.partition.placing import mesh_of_types, own_entry, resharded
+from attnops.partition.placing import mesh_of_types, uncut
 from attnops.sharding import get_names_from_partition_spec
 from attnops.sharding.axes import KV_LENGTH
 from attnops.softmax import PartialSoftmax, with_sinks
@@ -188,12 +187,12 @@ def _run(
     if strategy in ("ring", "usp") and order != "striped":
         hops = needed_hops(options.get("mask"), inner, query.shape, Tp, Sp)
     function = functools.partial(_part, inner, axis, hops, strategy, order)
-    padded = _padded(boundary, query, Tp), _padded(boundary, key, Sp), _padded(boundary, value, Sp)
+    padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
     lengths = None if strategy == "reduce" else axis, axis
     found = run_in_parts(boundary, function, padded, options, lengths, is_interpreted=call.request.interpret)
     out, lse = found.attention_outputs, found.logsumexp
     if Tp != T:
-        out, lse = _first(boundary, out, 1, T), None if lse is None else _first(boundary, lse, 2, T)
+        out, lse = _first(out, 1, T), None if lse is None else _first(lse, 2, T)
     return OperationOutput(out.astype(query.dtype), None, lse)
 
 
@@ -293,20 +292,12 @@ def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int
     return max((r for r in range(n) if needed[r]), default=0) + 1
 
 
-def _first(boundary: Boundary, x: jax.Array, axis: int, length: int) -> jax.Array:
+def _first(x: jax.Array, axis: int, length: int) -> jax.Array:
     """The first tokens of an array, its padding left out."""
-    return lax.slice_in_dim(_uncut(boundary, x, axis), 0, length, axis=axis)
+    return lax.slice_in_dim(uncut(x, axis), 0, length, axis=axis)
 
 
-def _padded(boundary: Boundary, x: jax.Array, length: int) -> jax.Array:
+def _padded(x: jax.Array, length: int) -> jax.Array:
     if x.shape[1] == length:
         return x
-    return jnp.pad(_uncut(boundary, x, 1), ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
-
-
-def _uncut(boundary: Boundary, x: jax.Array, axis: int) -> jax.Array:
-    """An array of which no explicit mesh axis cuts a dimension: such axes can't cut what does not divide."""
-    if not own_entry(x, axis):
-        return x
-    whole = [None if i == axis else entry for i, entry in enumerate(jax.typeof(x).sharding.spec)]
-    return resharded(x, PartitionSpec(*whole), boundary.mesh)
+    return jnp.pad(uncut(x, 1), ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))

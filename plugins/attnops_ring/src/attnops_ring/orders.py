@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.partition.placing import own_entry, resharded, uncut
+
 Order = Literal["contiguous", "zigzag", "striped"]
 ORDERS: Final = ("contiguous", "zigzag", "striped")
 
@@ -65,9 +67,19 @@ def reorder(x: Any, devices: int, order: Order, axis: int = 1) -> jax.Array:
     Raises:
         ValueError: see `positions`.
     """
-    return jnp.take(jnp.asarray(x), positions(x.shape[axis], devices, order), axis=axis)
+    return _taken(x, positions(x.shape[axis], devices, order), axis)
 
 
 def restore(x: Any, devices: int, order: Order, axis: int = 1) -> jax.Array:
     """The inverse of `reorder`."""
-    return jnp.take(jnp.asarray(x), np.argsort(positions(x.shape[axis], devices, order)), axis=axis)
+    return _taken(x, np.argsort(positions(x.shape[axis], devices, order)), axis)
+
+
+def _taken(x: Any, tokens: np.ndarray[Any, Any], axis: int) -> jax.Array:
+    """Tokens of an array; its type stays what it is."""
+    array = jnp.asarray(x)
+    found = jnp.take(uncut(array, axis), tokens, axis=axis)
+    if not own_entry(array, axis):
+        return found
+    where = jax.typeof(array).sharding
+    return resharded(found, where.spec, where.mesh)

@@ -65,7 +65,8 @@ __all__ = [
 
 # Imported when asked for: the dispatcher imports a module of this package, and others import the dispatcher.
 _MODULES: Final = (
-    "coverage", "elementwise", "flash", "nograd", "outputs", "padding", "rules", "scoring", "unseen", "varying", "vjp", "vmap",
+    "coverage", "elementwise", "flash", "nograd", "outputs", "padding", "rules", "scoring", "unseen",
+    "varying", "vjp", "vmap",
 )  # fmt: skip
 
 

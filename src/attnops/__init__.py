@@ -1,27 +1,34 @@
 """attnops: pluggable attention for JAX."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from attnops._version import __version__
-from attnops.dispatch.attention import OperationImpl
-from attnops.dispatch.explain import Explanation, explain
-from attnops.dispatch.limits import Limits
-from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import API_VERSION, BaseOperation
-from attnops.dispatch.output import OperationOutput
-from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest, Reason, Request
-from attnops.errors import (
-    AmbiguousOperationError,
-    DuplicateOperationError,
-    NotDifferentiableError,
-    PluginError,
-    PluginWarning,
-    UnknownOperationError,
-    UnsupportedError,
-    UnsupportedWarning,
-)
-from attnops.models.dtypes import canonicalize_dtype
-from attnops.models.heads import repeat_kv_bnsh, repeat_kv_bsnh, repeat_kv_heads
-from attnops.models.remat import get_gradient_checkpoint_policy
+
+if TYPE_CHECKING:
+    from attnops.dispatch.attention import OperationImpl
+    from attnops.dispatch.explain import Explanation, explain
+    from attnops.dispatch.limits import Limits
+    from attnops.dispatch.metadata import OperationMetadata
+    from attnops.dispatch.operation import API_VERSION, BaseOperation
+    from attnops.dispatch.output import OperationOutput
+    from attnops.dispatch.registry import OperationRegistry
+    from attnops.dispatch.request import AttentionRequest, Reason, Request
+    from attnops.errors import (
+        AmbiguousOperationError,
+        DuplicateOperationError,
+        NotDifferentiableError,
+        PluginError,
+        PluginWarning,
+        UnknownOperationError,
+        UnsupportedError,
+        UnsupportedWarning,
+    )
+    from attnops.models.dtypes import canonicalize_dtype
+    from attnops.models.heads import repeat_kv_bnsh, repeat_kv_bsnh, repeat_kv_heads
+    from attnops.models.remat import get_gradient_checkpoint_policy
 
 __all__ = [
     "API_VERSION",
@@ -51,3 +58,45 @@ __all__ = [
     "repeat_kv_bsnh",
     "repeat_kv_heads",
 ]
+
+# Where each public name is: `import attnops` costs nothing, and the first use of a name imports what it needs.
+_HOMES: Final = {
+    "dispatch.attention": ("OperationImpl",),
+    "dispatch.explain": ("Explanation", "explain"),
+    "dispatch.limits": ("Limits",),
+    "dispatch.metadata": ("OperationMetadata",),
+    "dispatch.operation": ("API_VERSION", "BaseOperation"),
+    "dispatch.output": ("OperationOutput",),
+    "dispatch.registry": ("OperationRegistry",),
+    "dispatch.request": ("AttentionRequest", "Reason", "Request"),
+    "errors": (
+        "AmbiguousOperationError",
+        "DuplicateOperationError",
+        "NotDifferentiableError",
+        "PluginError",
+        "PluginWarning",
+        "UnknownOperationError",
+        "UnsupportedError",
+        "UnsupportedWarning",
+    ),
+    "models.dtypes": ("canonicalize_dtype",),
+    "models.heads": ("repeat_kv_bnsh", "repeat_kv_bsnh", "repeat_kv_heads"),
+    "models.remat": ("get_gradient_checkpoint_policy",),
+}
+_HOME: Final = {name: f"attnops.{home}" for home, names in _HOMES.items() for name in names}
+_MODULES: Final = ("biases", "dropout", "errors", "kernels", "masks", "models", "operations", "sharding")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"attnops.{name}")
+    else:
+        raise AttributeError(f"module 'attnops' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -1,4 +1,4 @@
-"""The README's figures on a CPU: `flash` beside jax.nn and torch, what skipped tiles save, and memory.
+"""Figures on a CPU: `flash` against jax.nn and torch, `vanilla` against jax.nn, what skipped tiles save, and memory.
 
 Run ``python benchmarks/cpu.py`` (``--quick`` for two minutes' worth, ``--json FILE`` to keep the figures) on a machine
 that does nothing else; torch takes part if it is installed. All are measured in this one run, in turns, each checked
@@ -31,6 +31,8 @@ PEERS = ("jax.nn", "torch")
 AT_4096 = {False: 5.0, True: 7.0}
 # ... takes at most so many times the share of the full time that is the share of tiles visited, ...
 SHARE = 1.3
+# ... and the reference, vanilla, takes at most so many times as long as jax.nn.
+REFERENCE = 1.2
 # ... and stays below so many bytes, its temporaries growing at most so much from T to 4 T.
 PEAK_BYTES, GROWTH = 2e9, 4.5
 
@@ -48,13 +50,15 @@ class Sizes:
 
     lengths: Sequence[int] = (1024, 2048, 4096, 8192, 16384)
     head_dims: Sequence[int] = (64, 128)
+    reference_lengths: Sequence[int] = (128, 256, 512, 1024, 2048)
     sparse_length: int = 16384
     sparse_passes: Sequence[bool] = (False, True)
     long: int = 65536
     rounds: int = 4
 
 
-QUICK = Sizes(lengths=(1024, 2048), head_dims=(64,), sparse_length=8192, sparse_passes=(False,), long=16384, rounds=3)
+QUICK = Sizes(lengths=(1024, 2048), head_dims=(64,), sparse_length=8192, sparse_passes=(False,), long=16384, rounds=3,
+              reference_lengths=(128, 512))  # fmt: skip
 
 
 def run(entries: list[tuple[Case, Contender]], sizes: Sizes, title: str) -> list[Measurement]:
@@ -112,6 +116,21 @@ def sparse(sizes: Sizes) -> Iterator[dict[str, Any]]:
                     "dtype": dtype, "T": T, "pass": PASSES[backward], "mask": m.name, "seconds": m.best,
                     "visited": visited, "of full": of_full, "share": _ratio(of_full, visited), "not timed": m.reason,
                 }  # fmt: skip
+
+
+def reference(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """The reference, `vanilla`, and jax.nn, which computes the same, at lengths of tests and small models."""
+    for backward, name in PASSES.items():
+        for length in sizes.reference_lengths:
+            case = Case(length=length, mask=Causal(), backward=backward)
+            more = dataclasses.replace(sizes, rounds=5 * sizes.rounds)  # calls this short need more of them
+            found = run([(case, contender) for contender in find(["vanilla", "jax.nn"])], more, f"T{length} {name}")
+            times = {m.name: m.best for m in found}
+            yield {
+                "dtype": case.dtype, "D": case.head_dim, "T": length, "pass": name, "seconds": times,
+                "median": {m.name: m.median for m in found}, "ratio": _ratio(times["vanilla"], times["jax.nn"]),
+                "not timed": {m.name: f"{m.status}: {m.reason}" for m in found if m.status != "ok"},
+            }  # fmt: skip
 
 
 def _visited(case: Case) -> float:
@@ -185,6 +204,17 @@ def report_causal(found: list[dict[str, Any]]) -> None:
         Console().print(f"Not timed: {note}", highlight=False, soft_wrap=True)
 
 
+def report_reference(found: list[dict[str, Any]]) -> None:
+    rows = [
+        [x["dtype"], str(x["D"]), f"{x['T']:,}", x["pass"],
+         *(_number(s and s * 1e3, ",.2f") for s in x["seconds"].values()),
+         _number(x["ratio"], ".2f"), _met(x["ratio"] and x["ratio"] <= REFERENCE)]
+        for x in found
+    ]  # fmt: skip
+    columns = ["dtype", "D", "T", "pass", "vanilla", "jax.nn", "vanilla / jax.nn", f"≤ {REFERENCE}"]
+    _print("The reference, causal, B1 H8, best time in ms", columns, rows)
+
+
 def report_sparse(found: list[dict[str, Any]]) -> None:
     rows = [
         [x["dtype"], x["pass"], x["mask"], _number(x["seconds"] and x["seconds"] * 1e3, ",.1f"), f"{x['visited']:.3f}",
@@ -210,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--quick", action="store_true", help="small sizes only")
-    parser.add_argument("--only", choices=("memory", "sparse", "causal"), help="one of the three tables")
+    parser.add_argument("--only", choices=("memory", "reference", "sparse", "causal"), help="one of the tables")
     parser.add_argument("--lengths", type=int, nargs="+", help="lengths of the causal table, in place of 1k to 16k")
     parser.add_argument("--long", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -226,6 +256,7 @@ def main() -> None:
     figures: dict[str, Any] = {"machine": machine}
     sections = (
         ("memory", memory, report_memory),
+        ("reference", lambda sizes: list(reference(sizes)), report_reference),
         ("sparse", lambda sizes: list(sparse(sizes)), report_sparse),
         ("causal", lambda sizes: list(causal(sizes)), report_causal),
     )

@@ -317,17 +317,28 @@ def test_the_benchmark_of_the_readme_runs(capsys: pytest.CaptureFixture[str], mo
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "cpu_benchmark", module)
     spec.loader.exec_module(module)
-    tiny = module.Sizes(lengths=(64,), head_dims=(8,), sparse_length=64, sparse_passes=(False,), long=256, rounds=1)
+    tiny = module.Sizes(
+        lengths=(64,),
+        head_dims=(8,),
+        reference_lengths=(16,),
+        sparse_length=64,
+        sparse_passes=(False,),
+        long=256,
+        rounds=1,
+    )
     figures = {
         "machine": bench.describe_machine(),
         "memory": module.memory(tiny),
+        "reference": list(module.reference(tiny)),
         "sparse": list(module.sparse(tiny)),
         "causal": list(module.causal(tiny)),
     }
     assert figures["memory"]["peak_rss"] < 2e9
     assert figures["sparse"][0]["share"] == 1.0
     assert all(x["seconds"]["flash"] and x["seconds"]["jax.nn"] for x in figures["causal"])
+    assert all(x["ratio"] > 0 for x in figures["reference"])
     module.report_memory(figures["memory"])
+    module.report_reference(figures["reference"])
     module.report_sparse(figures["sparse"])
     module.report_causal(figures["causal"])
     assert "16 documents, causal" in capsys.readouterr().out

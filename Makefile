@@ -42,7 +42,7 @@ exhaustive: $(VENV)/.test  ## every pair of features interpreted, every case com
 quick: $(VENV)/.test  ## what takes a moment
 	$(BIN)/python -m pytest -n auto -m "not slow" $(TESTS)
 
-bench: $(VENV)/.test  ## the figures of the README; torch takes part if it is installed in $(VENV)
+bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part if it is installed in $(VENV)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/tpu_schedule.py

@@ -1,5 +1,6 @@
 """The README's plugin, `examples/plugin`, passes the README's command: from its sources, and as an installed wheel."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -11,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from attnops import OperationRegistry, cli
+from attnops.testing.corners import CORNERS
+from attnops.testing.runner import Status, Subject, attempt
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugin"
 COMMAND = ("vanilla", "--platform", "tpu", "--interpret")
@@ -39,6 +42,14 @@ def test_some_features_from_its_sources(registered):
         "attnops-mykernel:vanilla: attnops_mykernel.MyAttention.forward_tpu on tpu, interpr"
     )
     assert result.stdout.endswith("2 right, 1 refused, 0 wrong, 0 not run\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("corner", ["partial vmap", "mesh"])
+def test_corners_are_of_lengths_that_it_serves(registered, corner):
+    subject = Subject(operation="vanilla", platform="tpu", interpret=True)
+    outcome = attempt(corner, functools.partial(CORNERS[corner], subject))
+    assert outcome.status is Status.RIGHT, outcome.detail
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,11 @@ import numpy as np
 from attnops.biases import ScoreFn
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.request import Reason
 from attnops.errors import UnsupportedError
 from attnops.masks import Causal, Lengths, MaskFn, SlidingWindow
 from attnops.sharding import create_mesh
+from attnops.testing.fit import Fit
 from attnops.testing.not_finite import CASES, check_not_finite
 from attnops.testing.runner import NotRunError, Subject
 
@@ -28,6 +30,12 @@ def draw(*shape: int) -> jax.Array:
     """Numbers that depend on the shape alone, float32 between −1.7 and 1.7."""
     rng = np.random.default_rng(shape)
     return jnp.asarray(rng.uniform(-1.7, 1.7, shape), jnp.float32)
+
+
+def fitted(subject: Subject, *lengths: int) -> tuple[int, ...]:
+    """Lengths brought up to the multiple that the operation serves, and a head_dim that it serves, `D` by default."""
+    fit = subject.fit
+    return *(-(-n // fit.multiple) * fit.multiple for n in lengths), D if fit.D == Fit.D else fit.D
 
 
 def agree(subject: Subject, function: Callable[..., Any], *arguments: Any, tile: tuple[int, int] = (1, 1)) -> None:
@@ -59,7 +67,8 @@ def agree(subject: Subject, function: Callable[..., Any], *arguments: Any, tile:
 
 def partial_vmap(subject: Subject) -> None:
     """Under `jax.vmap` over some arguments the others are shared, though their batch is 1."""
-    shapes = (1, 24, 2, D), (1, 24, 1, D), (1, 24, 1, D)
+    n, d = fitted(subject, 24)
+    shapes = (1, n, 2, d), (1, n, 1, d), (1, n, 1, d)
     for mapped in ((0, None, None), (None, 0, None), (None, 0, 0)):
         qkv = [draw(*([3] * (axis is not None)), *shape) for axis, shape in zip(mapped, shapes, strict=True)]
 
@@ -71,9 +80,10 @@ def partial_vmap(subject: Subject) -> None:
 
 def nested_vmap(subject: Subject) -> None:
     """Under two `jax.vmap`, one over a mask's numbers and a bias, one over queries, each slice has its own."""
-    q, k, v = draw(2, 2, 24, 2, D), draw(2, 24, 1, D), draw(2, 24, 1, D)
-    lengths = jnp.array([[5, 24], [17, 0], [9, 1]])
-    bias = draw(3, 1, 2, 24, 24)
+    n, d = fitted(subject, 24)
+    q, k, v = draw(2, 2, n, 2, d), draw(2, n, 1, d), draw(2, n, 1, d)
+    lengths = jnp.array([[5, n], [17, 0], [9, 1]])
+    bias = draw(3, 1, 2, n, n)
 
     def call(operation: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
         def one(q: Any, lengths: Any, bias: Any) -> Any:
@@ -86,13 +96,14 @@ def nested_vmap(subject: Subject) -> None:
 
 
 def _hidden(subject: Subject, **changed: Any) -> None:
-    hidden = np.arange(T)[None, :] >= np.array([30, T])[:, None]
-    q, k, v, t = draw(2, T, 2, D), draw(2, T, 2, D), draw(2, T, 2, D), draw(T) + 3
+    n, d = fitted(subject, T)
+    hidden = np.arange(n)[None, :] >= np.array([30, n])[:, None]
+    q, k, v, t = draw(2, n, 2, d), draw(2, n, 2, d), draw(2, n, 2, d), draw(n) + 3
     k, v = (jnp.where(hidden[:, :, None, None], jnp.nan, x) for x in (k, v))
 
     def call(operation: Any, q: Any, t: Any) -> Any:
         bias = {"bias": ScoreFn(lambda s, b, h, q, kv, t: s * t[q], (t,))} if not changed else {}
-        mask = Lengths(np.array([30, T]))
+        mask = Lengths(np.array([30, n]))
         return operation(q, k, v, mask=mask, **bias, **changed).attention_outputs + 0 * t.sum()
 
     agree(subject, call, q, t)
@@ -110,15 +121,16 @@ def hidden_and_changed(subject: Subject) -> None:
 
 def finite_at_every_index(subject: Subject) -> None:
     """A function that is finite for all tokens there are is not asked about others, by which it might divide."""
+    n, d = fitted(subject, T)
     for by_query in (True, False):
 
         def call(operation: Any, q: Any, k: Any, v: Any, t: Any, by_query: bool = by_query) -> Any:
             def fn(s: Any, b: Any, h: Any, q: Any, kv: Any, t: Any) -> Any:
-                return s / t[q if by_query else kv] + jnp.sqrt((float(T) - kv) + q)
+                return s / t[q if by_query else kv] + jnp.sqrt((float(n) - kv) + q)
 
             return operation(q, k, v, bias=ScoreFn(fn, (t,))).attention_outputs
 
-        agree(subject, call, draw(1, T, 1, D), draw(1, T, 1, D), draw(1, T, 1, D), draw(T) + 3)
+        agree(subject, call, draw(1, n, 1, d), draw(1, n, 1, d), draw(1, n, 1, d), draw(n) + 3)
 
 
 _CAPTURED: Final = jnp.float32(1.7)
@@ -135,12 +147,13 @@ FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
 
 def functions(subject: Subject) -> None:
     """A `ScoreFn` may depend on less than a score, and on what it captures."""
+    n, d = fitted(subject, 24)
     for fn in FUNCTIONS.values():
 
         def call(operation: Any, q: Any, v: Any, t: Any, fn: Any = fn) -> Any:
             return operation(q, q, v, bias=ScoreFn(fn, (t,)), mask=Causal()).attention_outputs
 
-        agree(subject, call, draw(1, 24, 1, D), draw(1, 24, 1, D), draw(24))
+        agree(subject, call, draw(1, n, 1, d), draw(1, n, 1, d), draw(n))
 
 
 def own_derivatives(subject: Subject) -> None:
@@ -159,7 +172,8 @@ def own_derivatives(subject: Subject) -> None:
 
         return operation(q, q, q, bias=ScoreFn(changed, (t,))).attention_outputs
 
-    agree(subject, call, draw(1, 24, 1, D), draw(24))
+    n, d = fitted(subject, 24)
+    agree(subject, call, draw(1, n, 1, d), draw(n))
 
 
 def unequal_tiles(subject: Subject) -> None:
@@ -169,8 +183,9 @@ def unequal_tiles(subject: Subject) -> None:
     def call(operation: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
         return operation(q, k, v, mask=SlidingWindow(windows, 2), bias=bias).attention_outputs
 
+    n, more, d = fitted(subject, T, 56)
     for tile in ((1, 2), (2, 1)):
-        agree(subject, call, draw(2, T, 4, D), draw(2, 56, 2, D), draw(2, 56, 2, D), draw(1, 4, 1, 56), tile=tile)
+        agree(subject, call, draw(2, n, 4, d), draw(2, more, 2, d), draw(2, more, 2, d), draw(1, 4, 1, more), tile=tile)
 
 
 def large_soft_cap(subject: Subject) -> None:
@@ -179,22 +194,26 @@ def large_soft_cap(subject: Subject) -> None:
     def call(operation: Any, q: Any) -> Any:
         return operation(q, q, q, logits_soft_cap=1e5, mask=Causal()).attention_outputs
 
-    agree(subject, call, draw(1, 24, 1, D))
+    n, d = fitted(subject, 24)
+    agree(subject, call, draw(1, n, 1, d))
 
 
 def unsigned_lookups(subject: Subject) -> None:
     """What a function looks up keeps its dtype: unsigned numbers above 2 ** 31 are no negative ones."""
-    numbers = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, 24, dtype=np.uint32))
+    n, d = fitted(subject, 24)
+    numbers = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, n, dtype=np.uint32))
 
     def call(operation: Any, q: Any) -> Any:
         mask = MaskFn(lambda b, h, q, kv, x: (x[q] <= x[kv]) | (q == kv), (numbers,))
         return operation(q, q, q, mask=mask).attention_outputs
 
-    agree(subject, call, draw(1, 24, 1, D))
+    agree(subject, call, draw(1, n, 1, d))
 
 
 # What arrays and functions beside query and key there are, each cut with them in its own way.
 _ON_A_MESH: Final = (("Lengths", "ALiBi"), ("mask per head", "ScoreFn"), ("mask per batch", "sinks"), ("MaskFn", "GQA"))
+# What one that refuses all of these is asked.
+_LESS_ON_A_MESH: Final = (("Causal", "GQA"), ())
 
 
 def mesh(subject: Subject) -> None:
@@ -203,16 +222,20 @@ def mesh(subject: Subject) -> None:
     if len(devices) < 4:
         raise NotRunError(f"there are {len(devices)} devices; `jax_num_cpu_devices` makes them 4")
     given = subject.base.replace(mesh=create_mesh((2, 2), ("dp", "tp"), devices=devices[:4]))
-    refused = []
-    for names in _ON_A_MESH:
-        problem = subject.problem(names, metadata=given)
-        operation = subject.make(problem.metadata)
-        if reasons := problem.reasons(operation):
-            refused += reasons
-            continue
-        problem.check(operation, subject.gradients, subject.compiler_options)
-    if len(refused) == len(_ON_A_MESH):
-        raise UnsupportedError("it refuses all that a mesh cuts", refused)
+    refused: list[Reason] = []
+    for rows in (_ON_A_MESH, _LESS_ON_A_MESH):
+        served = False
+        for names in rows:
+            problem = subject.problem(names, metadata=given)
+            operation = subject.make(problem.metadata)
+            if reasons := problem.reasons(operation):
+                refused += reasons
+                continue
+            problem.check(operation, subject.gradients, subject.compiler_options)
+            served = True
+        if served:
+            return
+    raise UnsupportedError("it refuses all that a mesh cuts", refused)
 
 
 def not_finite(subject: Subject) -> None:

@@ -51,6 +51,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/readme.py --check
 
 readme: $(VENV)/.test  ## write the generated parts of the README

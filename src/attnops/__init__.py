@@ -9,19 +9,20 @@ from attnops._version import __version__
 
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
+    from attnops.dispatch.binding import Call
     from attnops.dispatch.explain import Explanation, explain
     from attnops.dispatch.limits import Limits
     from attnops.dispatch.metadata import OperationMetadata
-    from attnops.dispatch.operation import API_VERSION, BaseOperation
-    from attnops.dispatch.output import OperationOutput
+    from attnops.dispatch.operation import API_VERSION, BaseOperation, forward_for
     from attnops.dispatch.registry import OperationRegistry
-    from attnops.dispatch.request import AttentionRequest, Reason, Request
+    from attnops.dispatch.request import AttentionRequest, Request
     from attnops.errors import (
         AmbiguousOperationError,
         DuplicateOperationError,
         NotDifferentiableError,
         PluginError,
         PluginWarning,
+        Reason,
         UnknownOperationError,
         UnsupportedError,
         UnsupportedWarning,
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
     from attnops.models.dtypes import canonicalize_dtype
     from attnops.models.heads import repeat_kv_bnsh, repeat_kv_bsnh, repeat_kv_heads
     from attnops.models.remat import get_gradient_checkpoint_policy
+    from attnops.output import OperationOutput
 
 __all__ = [
     "API_VERSION",
     "AmbiguousOperationError",
     "AttentionRequest",
     "BaseOperation",
+    "Call",
     "DuplicateOperationError",
     "Explanation",
     "Limits",
@@ -53,6 +56,7 @@ __all__ = [
     "__version__",
     "canonicalize_dtype",
     "explain",
+    "forward_for",
     "get_gradient_checkpoint_policy",
     "repeat_kv_bnsh",
     "repeat_kv_bsnh",
@@ -62,19 +66,20 @@ __all__ = [
 # Where each public name is: `import attnops` costs nothing, and the first use of a name imports what it needs.
 _HOMES: Final = {
     "dispatch.attention": ("OperationImpl",),
+    "dispatch.binding": ("Call",),
     "dispatch.explain": ("Explanation", "explain"),
     "dispatch.limits": ("Limits",),
     "dispatch.metadata": ("OperationMetadata",),
-    "dispatch.operation": ("API_VERSION", "BaseOperation"),
-    "dispatch.output": ("OperationOutput",),
+    "dispatch.operation": ("API_VERSION", "BaseOperation", "forward_for"),
     "dispatch.registry": ("OperationRegistry",),
-    "dispatch.request": ("AttentionRequest", "Reason", "Request"),
+    "dispatch.request": ("AttentionRequest", "Request"),
     "errors": (
         "AmbiguousOperationError",
         "DuplicateOperationError",
         "NotDifferentiableError",
         "PluginError",
         "PluginWarning",
+        "Reason",
         "UnknownOperationError",
         "UnsupportedError",
         "UnsupportedWarning",
@@ -82,9 +87,10 @@ _HOMES: Final = {
     "models.dtypes": ("canonicalize_dtype",),
     "models.heads": ("repeat_kv_bnsh", "repeat_kv_bsnh", "repeat_kv_heads"),
     "models.remat": ("get_gradient_checkpoint_policy",),
+    "output": ("OperationOutput",),
 }
 _HOME: Final = {name: f"attnops.{home}" for home, names in _HOMES.items() for name in names}
-_MODULES: Final = ("biases", "dropout", "errors", "kernels", "masks", "models", "operations", "sharding")
+_MODULES: Final = ("biases", "dropout", "errors", "kernels", "masks", "models", "operations", "sharding", "softmax")
 
 
 def __getattr__(name: str) -> Any:

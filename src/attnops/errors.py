@@ -1,12 +1,36 @@
-"""What attnops raises. Each is also the built-in exception that a caller would expect."""
+"""What attnops raises, each also the built-in exception that a caller would expect; and the reasons of a refusal."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from attnops.dispatch.request import Reason
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why an implementation can't serve a request.
+
+    Attributes:
+        argument: the argument or option at fault, such as ``"head_dim"``.
+        value: the value that the call gives it.
+        limit: the rule that the value breaks.
+        hint: what to do instead.
+    """
+
+    argument: str
+    value: Any
+    limit: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"{self.argument}={self.text}: {self.limit}{hint}"
+
+    @property
+    def text(self) -> str:
+        """The value as text; also of a value that can't be printed."""
+        return printable(self.value)
 
 
 class UnknownOperationError(ValueError):
@@ -47,3 +71,11 @@ class UnsupportedWarning(UserWarning):
 
 class PluginWarning(UserWarning):
     """A distribution that names the operation asked for can't be used; another one serves it."""
+
+
+def printable(value: Any) -> str:
+    """``str(value)``, or what it is where that raises."""
+    try:
+        return str(value)
+    except Exception as error:
+        return f"<a {type(value).__name__}, whose printing raised {type(error).__name__}>"

@@ -16,8 +16,8 @@ from attnops.cli.masks import parse_mask, parse_shape
 from attnops.cli.output import fail, print_json, print_text
 from attnops.dispatch.explain import Candidate, Explanation, explain
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.request import AttentionRequest, Reason
-from attnops.errors import PluginError, PluginWarning, UnsupportedError
+from attnops.dispatch.request import AttentionRequest
+from attnops.errors import PluginError, PluginWarning, Reason, UnsupportedError
 from attnops.operations.vanilla import VanillaAttention
 from attnops.sharding.modes import printed_mode
 

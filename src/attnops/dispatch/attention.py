@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec
 from attnops.dispatch.binding import Call, bind_attention, resolve_mode
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, decide, forward_for, warn_gathers
-from attnops.dispatch.output import OperationOutput
-from attnops.dispatch.request import AttentionRequest, Reason, Request
+from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
-from attnops.errors import UnsupportedError
+from attnops.errors import Reason, UnsupportedError
 from attnops.kernels.rules import inexact_vjp
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
+from attnops.output import OperationOutput
 from attnops.partition.boundary import Boundary, find_boundary, run_in_parts, run_whole
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding

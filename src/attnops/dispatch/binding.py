@@ -14,6 +14,7 @@ from attnops.dispatch.request import AttentionRequest, Request, dtype_name
 from attnops.dropout import ShiftedKey
 from attnops.kernels.elementwise import ARGUMENTS, AXES, primitives_of
 from attnops.masks.base import Mask
+from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.masks.functions import functions
 from attnops.masks.tokens import Dense
 from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
@@ -193,27 +194,6 @@ def _check_floating(name: str, x: Any, hint: str) -> None:
     # The width of a float64 host array would otherwise change without a word where x64 is off.
     if x.dtype == np.float64:
         raise ValueError(f"{name} has dtype float64, but attention takes float32, bfloat16 and float16; cast it")
-
-
-def check_broadcastable(name: str, shape: tuple[int, ...], scores: tuple[int, int, int, int], hint: str) -> None:
-    """Raise a `ValueError` unless ``shape`` is 4-D and broadcasts to ``scores`` = (B, H, T, S)."""
-    if len(shape) != 4:
-        raise ValueError(f"{name} has shape {shape}, but must be 4-D and broadcast to [B, H, T, S]={scores}; {hint}")
-    for letter, size, full in zip("BHTS", shape, scores, strict=True):
-        if size not in (1, full):
-            raise ValueError(
-                f"{name} has shape {shape}: its dimension {letter} is {size}, but must be 1 or {full} to broadcast to "
-                f"[B, H, T, S]={scores}"
-            )
-
-
-def check_boolean(name: str, mask: Any) -> None:
-    """Raise a `ValueError` unless an array mask holds booleans."""
-    if mask.dtype != np.bool_:
-        raise ValueError(
-            f"{name} has dtype {mask.dtype}, but must be boolean, True where a query may attend; give an additive mask "
-            f"as bias=..., and a 0/1 mask as mask.astype(bool)"
-        )
 
 
 def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.request import Reason, Request, printable
-from attnops.errors import PluginError, UnsupportedError
+from attnops.dispatch.request import Request
+from attnops.errors import PluginError, Reason, UnsupportedError, printable
 
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl

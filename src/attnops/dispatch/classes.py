@@ -13,7 +13,7 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import API_VERSION, ATTENTION, BaseOperation, has_forward
 from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.dispatch.plugins import check_name
-from attnops.dispatch.request import printable
+from attnops.errors import printable
 
 FORWARDS: Final = frozenset().union(*FORWARD_CHAIN.values())
 FIELDS: Final = frozenset(field.name for field in dataclasses.fields(OperationMetadata))

@@ -12,8 +12,8 @@ from attnops.dispatch.operation import ATTENTION, BaseOperation, forward_for
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.plugins import CORE, Plugin, State
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest, Reason, Request, printable
-from attnops.errors import PluginError, UnsupportedError
+from attnops.dispatch.request import AttentionRequest, Request
+from attnops.errors import PluginError, Reason, UnsupportedError, printable
 
 
 @dataclasses.dataclass(frozen=True)

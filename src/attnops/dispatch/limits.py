@@ -10,7 +10,8 @@ from typing import Any, Final
 import jax.numpy as jnp
 
 from attnops.biases import Bias
-from attnops.dispatch.request import AttentionRequest, Reason, Request, is_symbolic
+from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
+from attnops.errors import Reason
 from attnops.masks.base import Mask
 from attnops.sharding.modes import printed_mode
 

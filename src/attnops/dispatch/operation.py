@@ -18,8 +18,8 @@ from attnops.dispatch.binding import Call, resolve_mode
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
-from attnops.dispatch.request import AttentionRequest, Reason, Request, dtype_name
-from attnops.errors import UnsupportedError, UnsupportedWarning
+from attnops.dispatch.request import AttentionRequest, Request, dtype_name
+from attnops.errors import Reason, UnsupportedError, UnsupportedWarning
 from attnops.kernels.nograd import not_differentiable
 
 # The version of the contract between the core and implementations; raised when an old implementation would break.

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import jax
 
+from attnops.sharding.devices import default_device
+
 PLATFORMS: Final = ("cpu", "cuda", "rocm", "tpu", "tt")
 
 # The forwards to look at for a platform, the most specific first; "native" is always there.
@@ -74,11 +76,3 @@ def _committed_device(arrays: Iterable[Any]) -> Any | None:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
             return next(iter(array.devices()))
     return None
-
-
-def default_device() -> Any:
-    """The device that an operation of uncommitted arrays runs on: ``jax_default_device``, else the first."""
-    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
-    if device is None:
-        return jax.local_devices()[0]
-    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from attnops.dispatch.request import printable
+from attnops.errors import printable
 
 if TYPE_CHECKING:
     from importlib_metadata import EntryPoint

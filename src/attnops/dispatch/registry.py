@@ -14,13 +14,13 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, forward_for
 from attnops.dispatch.platforms import PLATFORMS, find_platform
 from attnops.dispatch.plugins import CORE, Plugin, State, Trouble
-from attnops.dispatch.request import printable
 from attnops.errors import (
     AmbiguousOperationError,
     DuplicateOperationError,
     PluginError,
     PluginWarning,
     UnknownOperationError,
+    printable,
 )
 
 OperationClass = TypeVar("OperationClass", bound=type[BaseOperation])

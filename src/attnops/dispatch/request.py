@@ -1,4 +1,4 @@
-"""The static description of a call, and why an implementation refuses one."""
+"""The static description of a call."""
 
 from __future__ import annotations
 
@@ -10,32 +10,6 @@ import jax.numpy as jnp
 from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.masks.structure import MaskStructure
 from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode, printed_mode
-
-
-@dataclasses.dataclass(frozen=True)
-class Reason:
-    """Why an implementation can't serve a request.
-
-    Attributes:
-        argument: the argument or option at fault, such as ``"head_dim"``.
-        value: the value that the call gives it.
-        limit: the rule that the value breaks.
-        hint: what to do instead.
-    """
-
-    argument: str
-    value: Any
-    limit: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        hint = f"; {self.hint}" if self.hint else ""
-        return f"{self.argument}={self.text}: {self.limit}{hint}"
-
-    @property
-    def text(self) -> str:
-        """The value as text; also of a value that can't be printed."""
-        return printable(self.value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,14 +133,6 @@ class AttentionRequest(Request):
         )
         dtype = self.dtypes[0] if len(set(self.dtypes)) == 1 else "/".join(self.dtypes)
         return f"{shape} {dtype} {super().__str__()}"
-
-
-def printable(value: Any) -> str:
-    """``str(value)``, or what it is where that raises."""
-    try:
-        return str(value)
-    except Exception as error:
-        return f"<a {type(value).__name__}, whose printing raised {type(error).__name__}>"
 
 
 def is_symbolic(size: Any) -> bool:

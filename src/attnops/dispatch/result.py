@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.dispatch.output import OperationOutput
+from attnops.output import OperationOutput
 
 
 def check_output(name: str, args: tuple[Any, Any, Any], options: Container[str], result: Any) -> OperationOutput:

@@ -23,20 +23,22 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from attnops.kernels.coverage import merged, ragged
+    from attnops.kernels.coverage import map_shape, merged, ragged
     from attnops.kernels.elementwise import Elementwise, of_bias, of_mask
     from attnops.kernels.flash import FlashBackend, FlashCall
     from attnops.kernels.nograd import not_differentiable, once_differentiable
     from attnops.kernels.outputs import output_like
     from attnops.kernels.padding import Padded, pad_to_multiple, unpad
-    from attnops.kernels.rules import cotangents, is_differentiated
-    from attnops.kernels.scoring import Scoring, describe
+    from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
+    from attnops.kernels.rules import cotangents, inexact_vjp, is_differentiated
+    from attnops.kernels.scoring import Scoring, describe, elementwise_bias
     from attnops.kernels.unseen import repair_empty_rows, zero_unseen
     from attnops.kernels.varying import equally_varying
     from attnops.kernels.vjp import Operands
     from attnops.kernels.vmap import Foldable, folds_batch, one_by_one
 
 __all__ = [
+    "REVERSE_ONLY",
     "Elementwise",
     "FlashBackend",
     "FlashCall",
@@ -46,9 +48,12 @@ __all__ = [
     "Scoring",
     "cotangents",
     "describe",
+    "elementwise_bias",
     "equally_varying",
     "folds_batch",
+    "inexact_vjp",
     "is_differentiated",
+    "map_shape",
     "merged",
     "not_differentiable",
     "of_bias",
@@ -59,14 +64,16 @@ __all__ = [
     "pad_to_multiple",
     "ragged",
     "repair_empty_rows",
+    "reverse_mode_only",
     "unpad",
     "zero_unseen",
 ]
 
 # Imported when asked for: the dispatcher imports a module of this package, and others import the dispatcher.
 _MODULES: Final = (
-    "coverage", "elementwise", "flash", "nograd", "outputs", "padding", "rules", "scoring", "unseen",
+    "coverage", "elementwise", "flash", "nograd", "outputs", "padding", "reverse", "rules", "scoring", "unseen",
     "varying", "vjp", "vmap",
+
 )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.dispatch.output import OperationOutput
 from attnops.masks.tokens import Segments
+from attnops.output import OperationOutput
 
 
 class Padded(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from attnops.dispatch.output import OperationOutput
 from attnops.masks.base import Mask
+from attnops.output import OperationOutput
 
 
 def zero_unseen(

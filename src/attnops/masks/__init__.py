@@ -7,8 +7,9 @@ from attnops.masks.algebra import And, At, Not, Or
 from attnops.masks.base import Mask
 from attnops.masks.functions import MaskFn
 from attnops.masks.positions import Causal, Chunked, Full, PrefixLM, SlidingWindow
+from attnops.masks.shift import Shifted
 from attnops.masks.structure import Band, MaskStructure, Split
-from attnops.masks.tiles import BlockMap, Coverage, block_map
+from attnops.masks.tiles import BlockMap, Coverage, Grid, TileCoverage, block_map
 from attnops.masks.tokens import Dense, KeyPadding, Lengths, Segments
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Coverage",
     "Dense",
     "Full",
+    "Grid",
     "KeyPadding",
     "Lengths",
     "Mask",
@@ -30,7 +32,9 @@ __all__ = [
     "Or",
     "PrefixLM",
     "Segments",
+    "Shifted",
     "SlidingWindow",
     "Split",
+    "TileCoverage",
     "block_map",
 ]

@@ -201,7 +201,7 @@ class Dense(_Tokens):
     axes: ClassVar = {"array": "bhts"}
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        from attnops.dispatch.binding import check_boolean, check_broadcastable
+        from attnops.masks.checks import check_boolean, check_broadcastable
 
         check_broadcastable("Dense's array", tuple(self.array.shape), (B, H, T, S), "add axes of size 1")
         check_boolean("Dense's array", self.array)

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from attnops.dispatch.limits import SYMBOLIC, Limits
-from attnops.dispatch.output import OperationOutput
-from attnops.dispatch.request import AttentionRequest, Reason, Request
+from attnops.dispatch.request import AttentionRequest, Request
+from attnops.errors import Reason
 from attnops.kernels.unseen import hide_unseen
 from attnops.masks.base import Mask
 from attnops.masks.structure import MaskStructure
 from attnops.operations.vanilla import VanillaAttention
+from attnops.output import OperationOutput
 
 # jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its
 # residual is rounded to the input's dtype and has no gradient: the forwards below don't name them.

@@ -14,11 +14,11 @@ from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import SYMBOLIC, Limits
 from attnops.dispatch.operation import ATTENTION, forward_for
-from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import Request
 from attnops.dropout import dropout_mask
 from attnops.kernels.unseen import hide_unseen
 from attnops.masks.base import Mask
+from attnops.output import OperationOutput
 
 
 class VanillaAttention(OperationImpl):

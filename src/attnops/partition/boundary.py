@@ -11,17 +11,15 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from attnops.dispatch.output import OperationOutput
-from attnops.dispatch.platforms import default_device
-from attnops.dispatch.request import AttentionRequest
 from attnops.dropout import ShiftedKey
+from attnops.output import OperationOutput
 from attnops.partition.operands import Operands
 from attnops.partition.options import CONTRACT, own_axis, own_option_specs
 from attnops.partition.parts import Place, part_of, specs_of
@@ -35,11 +33,15 @@ from attnops.partition.placing import (
     resharded,
 )
 from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_LENGTH, QUERY_LENGTH
+from attnops.sharding.devices import default_device
 from attnops.sharding.mesh import get_names_from_partition_spec
 from attnops.sharding.rules import AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
 
 Entry = MeshAxes
+
+if TYPE_CHECKING:
+    from attnops.dispatch.request import AttentionRequest
 
 
 @dataclasses.dataclass(frozen=True)

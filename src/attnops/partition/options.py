@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from attnops.dispatch.request import Reason
-from attnops.errors import UnsupportedError
+from attnops.errors import Reason, UnsupportedError
 from attnops.partition.parts import SpecOf
 
 # Options whose arrays are the contract's: cut by what is known of them.

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from attnops.dispatch.request import AttentionRequest, Reason
+from attnops.dispatch.request import AttentionRequest
+from attnops.errors import Reason
 
 # What kernels ask of a problem, in the order in which it is tried: the smallest first.
 MULTIPLES: Final = (1, 16, 64, 128, 256, 512)

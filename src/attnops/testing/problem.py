@@ -14,10 +14,11 @@ import numpy as np
 from attnops.biases import ALiBi, Bias, RelativePosition, ScoreFn
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.output import OperationOutput
-from attnops.dispatch.request import Reason, Request
+from attnops.dispatch.request import Request
 from attnops.dropout import dropout_seed
+from attnops.errors import Reason
 from attnops.masks.base import Mask
+from attnops.output import OperationOutput
 from attnops.testing import oracle
 from attnops.testing.tolerance import assert_close, tolerance
 

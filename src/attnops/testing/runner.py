@@ -19,8 +19,8 @@ from attnops.dispatch.operation import forward_for
 from attnops.dispatch.platforms import find_platform
 from attnops.dispatch.plugins import CORE
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest, Reason
-from attnops.errors import UnsupportedError
+from attnops.dispatch.request import AttentionRequest
+from attnops.errors import Reason, UnsupportedError
 from attnops.sharding.modes import MODE_TRAIN
 from attnops.testing.features import combine
 from attnops.testing.fit import DTYPES, Fit, find_fit

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.kernels.rules import inexact_vjp
+from attnops.kernels import inexact_vjp
 from attnops.softmax import Contribution, PartialSoftmax, identity, merge
 from attnops_ring.pieces import Stretch, piece_of_bias, piece_of_key, piece_of_mask, sees_any
 

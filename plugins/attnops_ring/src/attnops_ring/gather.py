@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from attnops.biases import Bias, ShiftedBias
-from attnops.masks.shift import Shifted
+from attnops.masks import Shifted
 from attnops.softmax import PartialSoftmax
 from attnops_ring.block import Extras, Inner, at_once
 from attnops_ring.orders import Order, positions

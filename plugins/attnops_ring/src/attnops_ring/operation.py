@@ -13,18 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attnops import AttentionRequest, Limits, OperationOutput, OperationRegistry, Reason, Request, UnsupportedError
-from attnops.dispatch.attention import OperationImpl
-from attnops.dispatch.binding import Call
-from attnops.dispatch.operation import forward_for
-from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
-from attnops.kernels.varying import equally_varying
+from attnops import (
+    AttentionRequest,
+    Call,
+    Limits,
+    OperationImpl,
+    OperationOutput,
+    OperationRegistry,
+    Reason,
+    Request,
+    UnsupportedError,
+    forward_for,
+)
+from attnops.kernels import REVERSE_ONLY, equally_varying, reverse_mode_only
 from attnops.masks import Mask, block_map
 from attnops.operations.flash import FlashAttention
-from attnops.partition.boundary import Boundary, run_in_parts
-from attnops.partition.placing import mesh_of_types, uncut
-from attnops.sharding import get_names_from_partition_spec
-from attnops.sharding.axes import KV_LENGTH
+from attnops.partition import Boundary, mesh_of_types, run_in_parts, uncut
+from attnops.sharding import KV_LENGTH, get_names_from_partition_spec
 from attnops.softmax import PartialSoftmax, with_sinks
 from attnops_ring.block import Extras, Inner, at_once
 from attnops_ring.gather import (

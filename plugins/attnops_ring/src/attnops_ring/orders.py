@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.partition.placing import own_entry, resharded, uncut
+from attnops.partition import own_entry, resharded, uncut
 
 Order = Literal["contiguous", "zigzag", "striped"]
 ORDERS: Final = ("contiguous", "zigzag", "striped")

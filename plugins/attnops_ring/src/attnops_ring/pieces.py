@@ -9,10 +9,7 @@ import jax.numpy as jnp
 
 from attnops.biases import Bias
 from attnops.dropout import ShiftedKey
-from attnops.masks import Causal, Full, KeyPadding, Mask, SlidingWindow
-from attnops.masks.algebra import And, At, Not, Or
-from attnops.masks.shift import Shifted
-from attnops.masks.tiles import Grid, TileCoverage
+from attnops.masks import And, At, Causal, Full, Grid, KeyPadding, Mask, Not, Or, Shifted, SlidingWindow, TileCoverage
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.kernels.varying import equally_varying
+from attnops.kernels import equally_varying
 from attnops.softmax import PartialSoftmax, exp_sum, log_sum
 from attnops_ring.block import Extras, Inner, at_once
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import custom_vjp_primal_tree_values
 
-from attnops.kernels.rules import cotangents, is_differentiated
+from attnops.kernels import cotangents, is_differentiated
 from attnops.softmax import Contribution, PartialSoftmax, identity
 from attnops_ring.block import Extras, Inner, LogSumExp, added, block, block_gradients, together
 

@@ -13,12 +13,12 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.operation import ATTENTION
-from attnops.dispatch.output import OperationOutput
 from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.kernels.flash import FlashBackend, FlashCall, attention, partial, partial_vjp
 from attnops.masks.base import Mask
 from attnops.operations.flash.backend import NativeFlash
 from attnops.operations.vanilla import VanillaAttention
+from attnops.output import OperationOutput
 from attnops.softmax import Contribution, PartialSoftmax
 
 # Scores of a call, from which on holding them all (4 GB in float32) is not to be thought of.

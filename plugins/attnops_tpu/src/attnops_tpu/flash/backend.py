@@ -12,10 +12,7 @@ from jax import lax
 
 from attnops.biases import Bias
 from attnops.dropout import dropout_step
-from attnops.kernels.coverage import map_shape
-from attnops.kernels.flash import FlashBackend, FlashCall
-from attnops.kernels.scoring import describe
-from attnops.kernels.vjp import Operands
+from attnops.kernels import FlashBackend, FlashCall, Operands, describe, map_shape
 from attnops_tpu.flash.backward import Inputs, backward
 from attnops_tpu.flash.bias_gradient import bias_gradients
 from attnops_tpu.flash.forward import forward

@@ -20,8 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops.kernels import output_like
-from attnops.kernels.vmap import folds_batch
+from attnops.kernels import folds_batch, output_like
 from attnops.masks import Coverage
 from attnops_tpu.flash.operands import (
     Arrays,

@@ -11,8 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops.kernels import output_like
-from attnops.kernels.vmap import folds_batch, one_by_one
+from attnops.kernels import folds_batch, one_by_one, output_like
 from attnops.masks import Coverage
 from attnops_tpu.flash.backward import Inputs, input_operands, known, products, scores, weights_and_gradients
 from attnops_tpu.flash.operands import Arrays, Place, compiler_params, cost, rows_of_spans

@@ -9,7 +9,7 @@ import jax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
-from attnops.kernels.flash import FlashBackend
+from attnops.kernels import FlashBackend
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_tpu.flash.tile_sizes import LARGEST, MOST_TILES

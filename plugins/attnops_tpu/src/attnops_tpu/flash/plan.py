@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from attnops.kernels.scoring import Scoring
+from attnops.kernels import Scoring
 from attnops_tpu.flash.tile_sizes import Parts
 
 

@@ -10,10 +10,7 @@ import numpy as np
 from jax import lax
 
 from attnops.dropout import dropout_rows, dropout_seed
-from attnops.kernels.coverage import merged, ragged
-from attnops.kernels.elementwise import of_bias, of_mask
-from attnops.kernels.flash import FlashCall
-from attnops.kernels.scoring import elementwise_bias
+from attnops.kernels import FlashCall, elementwise_bias, merged, of_bias, of_mask, ragged
 from attnops.masks import Coverage, Mask, block_map
 from attnops_tpu.flash.operands import Arrays, pad_last, value_layout
 from attnops_tpu.flash.plan import Plan

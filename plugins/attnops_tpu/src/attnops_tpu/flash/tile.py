@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.dropout import dropout_keep
-from attnops.kernels.elementwise import Elementwise
+from attnops.kernels import Elementwise
 from attnops_tpu.flash.operands import Place
 from attnops_tpu.flash.plan import Plan
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.kernels.vmap import Foldable
+from attnops.kernels import Foldable
 from attnops.masks import Coverage
 
 # An entry is one int32: tile of the row, tile of the column, what is to be done, and where a row begins and ends.

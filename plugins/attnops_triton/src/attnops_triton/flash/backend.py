@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.dropout import dropout_step
-from attnops.kernels.flash import FlashBackend, FlashCall
-from attnops.kernels.scoring import describe
-from attnops.kernels.vjp import Operands
+from attnops.kernels import FlashBackend, FlashCall, Operands, describe
 from attnops_triton.flash.backward import Inputs, by_key, by_query
 from attnops_triton.flash.bias_gradient import array_gradient, table_gradient
 from attnops_triton.flash.bits import is_translatable

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attnops.kernels.vmap import folds_batch
+from attnops.kernels import folds_batch
 from attnops_triton.flash.loops import place_by_key, place_by_query, visit_loops, visit_operands
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
 from attnops_triton.flash.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from attnops.kernels.vmap import one_by_one
+from attnops.kernels import one_by_one
 from attnops_triton.flash.backward import Inputs, input_operands, score_gradients, weights_again
 from attnops_triton.flash.operands import Arrays, Operand, base
 from attnops_triton.flash.plan import Plan, cdiv

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attnops.kernels.elementwise import of_mask
+from attnops.kernels import of_mask
 from attnops.masks import Mask
 from attnops_triton.flash.plan import Plan, Tiles, cdiv
 from attnops_triton.language.translate import PRIMITIVES

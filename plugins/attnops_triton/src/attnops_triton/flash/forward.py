@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from attnops.kernels.vmap import folds_batch
+from attnops.kernels import folds_batch
 from attnops_triton.flash.loops import place_by_query, visit_loops, visit_operands
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
 from attnops_triton.flash.plan import LOG2E, Plan

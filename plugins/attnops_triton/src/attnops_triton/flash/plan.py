@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Final
 
-from attnops.kernels.scoring import Scoring
+from attnops.kernels import Scoring
 
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)

@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.dropout import dropout_rows, dropout_seed
-from attnops.kernels.coverage import ragged
-from attnops.kernels.elementwise import of_bias, of_mask
-from attnops.kernels.flash import FlashCall
-from attnops.kernels.scoring import elementwise_bias
+from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask, ragged
 from attnops.masks import Mask, block_map
 from attnops_triton.flash.bits import Pack, packer, told_apart
 from attnops_triton.flash.operands import Arrays, value_layout

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from attnops.dropout import dropout_threshold, spread_of_keys
-from attnops.kernels.elementwise import Elementwise
+from attnops.kernels import Elementwise
 from attnops_triton.flash.bits import WORD
 from attnops_triton.flash.operands import Operand, base
 from attnops_triton.flash.plan import LOG2E, Plan, cdiv

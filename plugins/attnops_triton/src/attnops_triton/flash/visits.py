@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.kernels.vmap import Foldable
+from attnops.kernels import Foldable
 from attnops.masks import Coverage
 from attnops_triton.flash.bits import Pack
 

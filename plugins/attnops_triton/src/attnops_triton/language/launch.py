@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attnops.kernels.varying import equally_varying
+from attnops.kernels import equally_varying
 from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import Plan, Tiles
 from attnops_triton.language.source import Kernel, Writer

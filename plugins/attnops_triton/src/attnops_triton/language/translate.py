@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from attnops.kernels.elementwise import Elementwise
+from attnops.kernels import Elementwise
 from attnops_triton.language.source import Writer, number
 
 _CALLS: Final = frozenset(

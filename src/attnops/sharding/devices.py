@@ -1,0 +1,15 @@
+"""Which device arrays that are committed to none are computed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+
+def default_device() -> Any:
+    """The device that an operation of uncommitted arrays runs on: ``jax_default_device``, else the first."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device

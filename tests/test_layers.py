@@ -1,0 +1,63 @@
+"""The import linter's contracts (`make lint`) can fail: an import that points up, and one past the documented list."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {"attnops": "src", **{f"attnops_{name}": f"plugins/attnops_{name}/src" for name in ("ring", "tpu", "triton")}}
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
+    paths = os.pathsep.join(str(folder / source) for source in SOURCES.values())
+    environment = os.environ | {"PYTHONPATH": paths}
+    return subprocess.run(
+        [*command, "--no-logo", "--no-cache"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "broken"),
+    [
+        (
+            "src/attnops/masks/tokens.py",
+            "from attnops.dispatch.registry import OperationRegistry",
+            "Layers",
+        ),
+        (
+            "plugins/attnops_tpu/src/attnops_tpu/flash/plan.py",
+            "from attnops.kernels.vjp import attend",
+            "Plugins",
+        ),
+        ("src/attnops/operations/auto.py", "import attnops_ring", "The core"),
+    ],
+)
+def test_an_import_that_breaks_a_contract_fails(tmp_path: Path, module: str, line: str, broken: str) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name, source in SOURCES.items():
+        shutil.copytree(ROOT / source / name, tmp_path / source / name)
+    found = lint(tmp_path)
+    assert found.returncode == 0, found.stdout
+    path = tmp_path / module
+    path.write_text(path.read_text() + f"\n{line}\n")
+    found = lint(tmp_path)
+    assert found.returncode == 1
+    assert any(text.startswith(broken) and text.endswith("BROKEN") for text in _contracts(found.stdout)), found.stdout
+
+
+def _contracts(text: str) -> list[str]:
+    """A line a contract: long names are wrapped."""
+    lines, current = [], ""
+    for line in text.splitlines():
+        current = f"{current} {line.strip()}".strip() if line.strip() else ""
+        if current.endswith(("KEPT", "BROKEN")):
+            lines.append(current)
+            current = ""
+    return lines

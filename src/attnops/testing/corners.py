@@ -15,8 +15,7 @@ import numpy as np
 from attnops.biases import ScoreFn
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import Reason
-from attnops.errors import UnsupportedError
+from attnops.errors import Reason, UnsupportedError
 from attnops.masks import Causal, Lengths, MaskFn, SlidingWindow
 from attnops.sharding import create_mesh
 from attnops.testing.fit import Fit

@@ -1,0 +1,26 @@
+"""Every feature has a quick test on every backend; see tools/quick_tests.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", f"import quick_tests\nitems = quick_tests.collect()\n{code}"]
+    return subprocess.run(command, cwd=ROOT / "tools", capture_output=True, text=True)
+
+
+def test_every_feature_has_a_quick_test_on_every_backend_and_a_lost_one_is_named() -> None:
+    found = run(
+        "print(quick_tests.missing(items))\n"
+        "kept = [x for x in items if 'GQA' not in x.name or x.cls.operation != 'vanilla']\n"
+        "print(quick_tests.missing(kept))"
+    )
+    assert found.returncode == 0, found.stderr
+    everything, without_gqa = found.stdout.splitlines()[-2:]
+    assert everything == "[]"
+    assert "vanilla: GQA, " in without_gqa

@@ -11,7 +11,10 @@ TESTS := tests examples $(PLUGINS)
 LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	"jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"
 
-.PHONY: demo test exhaustive quick bench lint readme clean
+# At most four workers, of a gigabyte each. Each runs modules from its own half of the list, and helps out at the end.
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+.PHONY: demo test test-all exhaustive quick bench lint readme clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -33,14 +36,16 @@ $(VENV)/.test: $(VENV)/.demo $(PLUGINS:%=%/pyproject.toml)
 demo: $(VENV)/.demo  ## embed real sentences with every installed operation
 	$(BIN)/attnops demo
 
-test: $(VENV)/.test  ## everything but what takes more than an hour
-	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(TESTS)
+test: $(VENV)/.test  ## every feature on every backend, in minutes; tools/quick_tests.py lists which test has which
+	$(PYTEST) -m "not slow and not exhaustive" $(TESTS)
+
+test-all: $(VENV)/.test  ## the rest, but for what takes hours
+	$(PYTEST) -m "slow and not exhaustive" $(TESTS)
 
 exhaustive: $(VENV)/.test  ## every pair of features interpreted, every case compiled for every TPU and GPU
-	$(BIN)/python -m pytest -n auto -m exhaustive $(TESTS)
+	$(PYTEST) -m exhaustive $(TESTS)
 
-quick: $(VENV)/.test  ## what takes a moment
-	$(BIN)/python -m pytest -n auto -m "not slow" $(TESTS)
+quick: test
 
 bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part if it is installed in $(VENV)
 	$(BIN)/python benchmarks/overhead.py

@@ -23,6 +23,10 @@ from attnops.testing.problem import FAST_COMPILE, Problem
 from attnops.testing.strategies import problems
 
 
+# The core's own kernel also runs as users have it: optimised.
+pytestmark = pytest.mark.optimised
+
+
 def flash(**metadata):
     return OperationRegistry.create("flash", OperationMetadata(on_unsupported="error", **metadata))
 

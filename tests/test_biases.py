@@ -57,7 +57,7 @@ BEHIND = [7, 7, 6, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 
 @pytest.mark.parametrize(("T", "S"), [(40, 40), (20, 150), (150, 20)])
 @pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("buckets", [8, 32])
+@pytest.mark.parametrize("buckets", [8, pytest.param(32, marks=pytest.mark.slow)])
 def test_relative_position(T, S, bidirectional, buckets):
     table = np.random.default_rng(0).normal(size=(buckets, 3)).astype(np.float32)
     bias = RelativePosition(jnp.asarray(table), bidirectional=bidirectional, max_distance=64)
@@ -68,7 +68,9 @@ def test_relative_position(T, S, bidirectional, buckets):
 
 @pytest.mark.parametrize("operation", ["vanilla", "flash"])
 @pytest.mark.parametrize("kind", ["alibi", "relative position"])
-@pytest.mark.parametrize(("T", "S"), [(40, 40), (17, 53), (53, 17)])
+@pytest.mark.parametrize(
+    ("T", "S"), [(17, 53), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((40, 40), (53, 17)))]
+)
 def test_gradients(operation, kind, T, S):
     rng = np.random.default_rng(T)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731

@@ -234,7 +234,8 @@ MASKS: dict[str, Mask | None] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("vanilla", marks=pytest.mark.slow), *PEERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vanilla", *PEERS])
 def test_everybody_is_given_the_same_problem(name: str) -> None:
     if name in PEERS and not PEERS[name].installed:
         pytest.skip(f"{name} is not installed")

@@ -119,7 +119,7 @@ def combined(children):
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(masks_and_shapes())
 def test_allowed_is_dense_elementwise(drawn):
     mask, shape = drawn
@@ -131,6 +131,7 @@ def test_allowed_is_dense_elementwise(drawn):
         assert bool(bound.allowed(b, h, q, kv)) == whole[b, h, q, kv]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(masks_and_shapes())
 def test_one_tile_agrees_with_the_map(drawn):

@@ -74,13 +74,14 @@ def temporaries(operation, T, options, gradient=True):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"mask": lambda T: Causal() & SlidingWindow(64, 0)},
-        {"mask": lambda T: Causal() & Segments(jnp.zeros(T, int))},
-        {"bias": lambda T: ALiBi(jnp.ones(2))},
-        {"bias": lambda T: RelativePosition(jnp.ones((8, 2)))},
+        pytest.param({}, id="none", marks=pytest.mark.slow),
+        pytest.param({"mask": lambda T: Causal() & SlidingWindow(64, 0)}, id="window", marks=pytest.mark.slow),
+        pytest.param({"mask": lambda T: Causal() & Segments(jnp.zeros(T, int))}, id="segments"),
+        pytest.param({"bias": lambda T: ALiBi(jnp.ones(2))}, id="alibi", marks=pytest.mark.slow),
+        pytest.param(
+            {"bias": lambda T: RelativePosition(jnp.ones((8, 2)))}, id="relative position", marks=pytest.mark.slow
+        ),
     ],
-    ids=["none", "window", "segments", "alibi", "relative position"],
 )
 def test_memory_grows_with_the_length(options):
     operation = flash(block_q=64, block_k=64)
@@ -123,8 +124,9 @@ def test_empty_tiles_are_not_read():
     assert np.isnan(out[:, :16]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["vanilla", "flash", "sdpa"])
-@pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_padding_may_hold_anything(operation, dtype):
     q, k, v = qkv(B=2, T=40, S=40, dtype=dtype)
     lengths = np.array([23, 40])
@@ -138,6 +140,7 @@ def test_padding_may_hold_anything(operation, dtype):
         Problem(query=clean[0], key=clean[1], value=clean[2], options={"mask": mask}).check(made)
 
 
+@pytest.mark.slow
 def test_traced_masks_equal_known_ones():
     problem = dict(zip(("query", "key", "value"), qkv(B=2, T=50, S=50), strict=True))
     ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, 50)))
@@ -175,7 +178,7 @@ def test_scores_of_any_finite_size_count(sink):
     problem.check(flash(block_q=16, block_k=16), compiler_options=FAST_COMPILE)
 
 
-@pytest.mark.parametrize("learnt", [True, False])
+@pytest.mark.parametrize("learnt", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_score_fn(learnt):
     q, k, v = qkv(T=40, S=50)
 
@@ -197,7 +200,8 @@ def test_score_fn(learnt):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), expected, actual)
 
 
-def test_score_fn_with_ids_beside_what_is_learnt():
+@pytest.mark.slow
+def test_score_fn_has_no_gradient_for_ids_next_to_what_is_learnt():
     q, k, v = map(jnp.asarray, qkv())
     ids = jnp.arange(40) // 7
 

@@ -30,6 +30,7 @@ def test_right_or_refused(problem):
         assert refused == (asked - SERVED) | ({"value_head_dim"} if Dv != D else set())
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(problems(layouts=("BTHD",)))
 def test_each_kind_of_mask_and_bias(problem):

@@ -27,6 +27,7 @@ def normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(problems())
 def test_values_and_gradients(problem):

@@ -103,7 +103,7 @@ def test_dropout_is_the_same_to_the_bit() -> None:
     np.testing.assert_array_equal(here, there)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_a_mesh_that_is_set(kind: AxisType) -> None:
     problem = problem_of(CASES["documents, sinks"], None)
     operation = OperationRegistry.create("attnops:flash", problem.metadata)

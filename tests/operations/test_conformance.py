@@ -12,7 +12,7 @@ from attnops.testing.strategies import requests
 class TestVanilla(OperationConformance):
     operation = "vanilla"
     refuses = frozenset()
-    exhaustive = frozenset({"test_all_pairs"})
+    exhaustive = frozenset({"test_feature", "test_all_pairs"})
 
 
 class TestFlash(OperationConformance):
@@ -26,7 +26,7 @@ class TestScaledDotProduct(OperationConformance):
         {"mixed dtypes", "D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks",
          "dropout", "logsumexp", "weights"}
     )  # fmt: skip
-    exhaustive = frozenset({"test_all_pairs"})
+    exhaustive = frozenset({"test_feature", "test_all_pairs"})
 
 
 @pytest.mark.parametrize("block", [4, 16, 64])

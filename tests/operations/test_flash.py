@@ -22,7 +22,6 @@ from attnops.operations.flash.visits import visits
 from attnops.testing.problem import FAST_COMPILE, Problem
 from attnops.testing.strategies import problems
 
-
 # The core's own kernel also runs as users have it: optimised.
 pytestmark = pytest.mark.optimised
 

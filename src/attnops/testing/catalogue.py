@@ -6,8 +6,9 @@ compile_for(CASES["window"].program("attnops-tpu:flash", "tpu"), CASES["window"]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -160,3 +161,32 @@ CASES = {
         sinks=True, dropout=0.1, cap=30.0,
     ),
 }  # fmt: skip
+
+# Cases that have code of their own in most kernels; the others repeat much of what these compile.
+DISTINCT: Final = (
+    "causal",
+    "float32, D 256",
+    "D 64",
+    "D 192, Dv 128",
+    "D 576, Dv 512",
+    "D 5, Dv 3",
+    "T 1",
+    "T 1000, S 3000",
+    "131072 tokens, documents",
+    "window per head",
+    "documents",
+    "dense mask",
+    "positions",
+    "MaskFn",
+    "bias",
+    "bias by key",
+    "relative position",
+    "ScoreFn",
+    "dropout",
+    "everything",
+)
+
+
+def one_target_each(targets: Iterable[str]) -> dict[str, str]:
+    """For each case of `DISTINCT` one of the targets, in turn."""
+    return dict(zip(DISTINCT, itertools.cycle(targets), strict=False))

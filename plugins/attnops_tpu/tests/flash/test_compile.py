@@ -11,7 +11,7 @@ import pytest
 from attnops_tpu.aot import TOPOLOGIES, compile_for
 
 from attnops.testing.catalogue import CASES as ALL
-from attnops.testing.catalogue import Case
+from attnops.testing.catalogue import Case, one_target_each
 
 CASES = {name: case for name, case in ALL.items() if case.dtype != jnp.float16}  # which is refused
 
@@ -19,12 +19,14 @@ CASES = {name: case for name, case in ALL.items() if case.dtype != jnp.float16} 
 QUICK = {("everything", "v5p"), ("D 576, Dv 512", "v4"), ("T 1", "tpu7x")}
 
 
-def marks(i: int, name: str, generation: str) -> list[pytest.MarkDecorator]:
-    """Every third case is compiled for one generation among the slow tests, all for all among the exhaustive ones."""
+SLOW = one_target_each(TOPOLOGIES)
+
+
+def marks(name: str, generation: str) -> list[pytest.MarkDecorator]:
+    """The slow tests compile each distinct case for one generation, the exhaustive ones all for all."""
     if (name, generation) in QUICK:
         return []
-    own = list(TOPOLOGIES)[i // 3 % len(TOPOLOGIES)]
-    return [pytest.mark.slow] if generation == own and i % 3 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
+    return [pytest.mark.slow] if SLOW.get(name) == generation else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +44,7 @@ def temporaries(case: Case, generation: str) -> int:
 
 @pytest.mark.parametrize(
     ("name", "generation"),
-    [
-        pytest.param(name, generation, marks=marks(i, name, generation))
-        for generation in TOPOLOGIES
-        for i, name in enumerate(CASES)
-    ],
+    [pytest.param(name, generation, marks=marks(name, generation)) for generation in TOPOLOGIES for name in CASES],
 )
 def test_compiles(name: str, generation: str) -> None:
     case = CASES[name]

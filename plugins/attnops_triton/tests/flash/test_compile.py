@@ -15,7 +15,7 @@ from attnops_triton.targets import SHARED_MEMORY, target
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.masks import Causal, Dense, MaskFn
 from attnops.testing.catalogue import CASES as ALL
-from attnops.testing.catalogue import Case
+from attnops.testing.catalogue import Case, one_target_each
 
 SEEN = np.random.default_rng(0).random((4, 97)) > 0.5
 
@@ -39,9 +39,7 @@ VARIANTS = [
     (192, 128, "bfloat16"), (576, 512, "bfloat16"), (64, 64, "float32"), (128, 128, "float32"), (256, 256, "float32"),
     (576, 512, "float32"),
 ]  # fmt: skip
-QUICK = {((64, 64, "bfloat16"), "gfx942"), ((128, 128, "bfloat16"), "sm_80"), ((128, 128, "bfloat16"), "sm_90")}
-# Beside causal masks, in the quick tests.
-QUICK_CASES = {("relative position", "sm_80"), ("ScoreFn", "sm_90")}
+QUICK = {((64, 64, "bfloat16"), "gfx942"), ((128, 128, "bfloat16"), "sm_90")}
 
 
 def marks_of(variant: tuple[int, int, str], arch: str) -> list[pytest.MarkDecorator]:
@@ -52,12 +50,12 @@ def marks_of(variant: tuple[int, int, str], arch: str) -> list[pytest.MarkDecora
     return [pytest.mark.slow] if in_row else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
-def marks(i: int, name: str, arch: str) -> list[pytest.MarkDecorator]:
-    """Every sixth case is compiled for one architecture among the slow tests, all for all among the exhaustive ones."""
-    if (name, arch) in QUICK_CASES:
-        return []
-    own = list(SHARED_MEMORY)[i // 6 % len(SHARED_MEMORY)]
-    return [pytest.mark.slow] if arch == own and i % 6 == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
+SLOW = one_target_each(SHARED_MEMORY) | {"bits, D 128": "sm_90", "dense mask and bias": "sm_80"}
+
+
+def marks(name: str, arch: str) -> list[pytest.MarkDecorator]:
+    """The slow tests compile each distinct case for one architecture, the exhaustive ones all for all."""
+    return [pytest.mark.slow] if SLOW.get(name) == arch else [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 # Float32 with a head dim of 576 is refused where shared memory does not hold it.
@@ -102,7 +100,7 @@ def test_variants_of_the_table(D: int, Dv: int, dtype: str, arch: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [pytest.param(name, arch, marks=marks(i, name, arch)) for arch in SHARED_MEMORY for i, name in enumerate(CASES)],
+    [pytest.param(name, arch, marks=marks(name, arch)) for arch in SHARED_MEMORY for name in CASES],
 )
 def test_features(name: str, arch: str) -> None:
     for launched, binary in compiled(CASES[name], arch):

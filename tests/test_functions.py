@@ -86,10 +86,10 @@ class TestWhatIsClosedOver:
         table, operation = np.zeros(T, np.float32), make(backend)
 
         def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return (jnp.asarray(table)[kv] == 0) | (q == kv)
+            return (jnp.array(table)[kv] == 0) | (q == kv)
 
         def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return s + jnp.asarray(table)[kv]
+            return s + jnp.array(table)[kv]
 
         options: dict[str, Any] = {"mask": MaskFn(seen)} if kind == "mask" else {"bias": ScoreFn(score)}
         for change in (0, 1):

@@ -20,6 +20,7 @@ import numpy as np
 
 from attnops.biases import Bias, function_of
 from attnops.masks.base import Mask
+from attnops.masks.functions import MaskFn
 from attnops.masks.tokens import Dense
 from attnops.programs.functions import INDEX, SCORE, Bound, Opaque
 from attnops.programs.program import IDENTITIES, Atom, Equation, Program, bind, needed, run
@@ -167,30 +168,54 @@ def of_mask(mask: Mask) -> MaskParts:
     plain = [leaf for leaf, is_tiled in zip(leaves, tiled, strict=True) if not is_tiled]
     arrays = [leaf.array for leaf, is_tiled in zip(leaves, tiled, strict=True) if is_tiled]
 
+    avals = _avals(plain)
+    wide = jax.dtypes.canonicalize_dtype(np.int64)
+    kept = _kept_mask(tree, tuple(tiled), avals, wide) if _is_structural(mask) else None
+    if kept is not None:
+        return MaskParts(kept, plain, arrays)
+    split, constants = _trace_mask(tree, tuple(tiled), avals)
+    return MaskParts(split, [*plain, *constants], arrays)
+
+
+def _trace_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...]) -> tuple[Elementwise, list[Any]]:
+    """A mask as a function, and the arrays that it closes over."""
+    n = len(avals)
+
     def function(b: Any, h: Any, q: Any, kv: Any, *rest: Any) -> Any:
-        own, given = iter(rest[: len(plain)]), iter(rest[len(plain) :])
+        own, given = iter(rest[:n]), iter(rest[n:])
         parts = [_Given(next(given)) if is_tiled else next(own) for is_tiled in tiled]
         return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
 
-    scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * len(arrays)
-    avals = [*map(_aval, plain), *scores]
-    found = trace(function, [*(INDEX,) * 4, *avals], CALLS | WITH_DERIVATIVES)
-    split = split_program(found.program, AXES, [*avals[: len(plain)], *map(_aval, found.constants)], len(arrays))
-    return MaskParts(split, [*plain, *found.constants], arrays)
+    scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * sum(tiled)
+    found = trace(function, [*(INDEX,) * 4, *avals, *scores], CALLS | WITH_DERIVATIVES)
+    return split_program(found.program, AXES, [*avals, *_avals(found.constants)], len(scores)), found.constants
+
+
+@functools.lru_cache(maxsize=512)
+def _kept_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...], wide: Any) -> Elementwise | None:
+    """A mask whose structure says all that it computes, by JAX's widest integers; None where it closes over arrays."""
+    split, constants = _trace_mask(tree, tiled, avals)
+    return None if constants else split
+
+
+def _is_structural(mask: Mask) -> bool:
+    """Whether equal structures of a mask compute the same: whether it is the core's, down to programs of functions."""
+    is_own = type(mask).__module__.startswith("attnops.") and not isinstance(mask, MaskFn)
+    return is_own and all(_is_structural(x) for x in vars(mask).values() if isinstance(x, Mask))
 
 
 def of_bias(bias: Bias) -> BiasParts:
     """A bound bias taken apart. Traces it, unless it is a `attnops.biases.ScoreFn`, which has been traced."""
     function = function_of(bias)
     if isinstance(function, Bound):
-        return BiasParts(split_program(function.program, ARGUMENTS, [*map(_aval, function.data)]), [*function.data])
+        return BiasParts(split_program(function.program, ARGUMENTS, _avals(function.data)), [*function.data])
     leaves, tree = jax.tree.flatten(bias)
     found = trace(
         lambda scores, b, h, q, kv, *own: jax.tree.unflatten(tree, own).apply(scores, b, h, q, kv),
-        [SCORE, *(INDEX,) * 4, *map(_aval, leaves)], CALLS,
+        [SCORE, *(INDEX,) * 4, *_avals(leaves)], CALLS,
     )  # fmt: skip
     every = [*leaves, *found.constants]
-    return BiasParts(split_program(found.program, ARGUMENTS, [*map(_aval, every)]), every)
+    return BiasParts(split_program(found.program, ARGUMENTS, _avals(every)), every)
 
 
 def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozenset[str]:
@@ -227,8 +252,8 @@ def _is_tiled(leaf: Any) -> bool:
     return isinstance(leaf, Dense) and min(leaf.array.shape[2:]) > 1
 
 
-def _aval(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
 def split_program(

@@ -37,8 +37,8 @@ def reverse_mode_only(tree: Tree, message: str) -> Tree:
         return primals[0], _tangent.bind(tangents[0], message=message)
 
     def guarded(x: Any) -> Any:
-        # One by one, so that an array without a tangent is given none.
-        is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+        # One by one, so that an array without a tangent is given none; what is no tracer has none either.
+        is_float = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
         return guard(x) if is_float else x
 
     return jax.tree.map(guarded, tree)

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, Bias, RelativePosition, ScoreFn
 from attnops.masks import Causal, MaskFn
+from attnops.sharding import create_mesh
 from attnops.testing.oracle import attention, attention_gradients
 from attnops.testing.tolerance import assert_close, tolerance
 
@@ -141,6 +143,38 @@ class TestWhatIsClosedOver:
         magnitude = (exact.magnitudes["bias"] * np.abs(I - J)).sum()
         allowed = tolerance(np.asarray(total), np.asarray(rounded), magnitude, np.float32, 3)
         assert_close("the gradient", gradient(0.25), np.asarray(total), allowed)
+
+
+class TestUnderAMesh:
+    @pytest.mark.parametrize("staged", [False, True])
+    def test_what_is_closed_over_and_control_flow(self, staged: bool) -> None:
+        mesh = create_mesh((2,), ("tp",), devices=jax.devices()[:2])
+        operation = make("flash", mesh=mesh)
+
+        def run(width: Any, *qkv: Any) -> Any:
+            def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+                raised = jax.lax.fori_loop(0, 3, lambda _, x: x + width, s)
+                return jax.lax.cond(q > kv + h, lambda: raised, lambda: s - jax.nn.relu(width))
+
+            return operation(*qkv, bias=ScoreFn(score)).attention_outputs
+
+        exact = np.where(np.arange(H)[:, None, None] + J < I, 1.5, -0.5)
+        check((jax.jit(run) if staged else run)(jnp.float32(0.5), *operands()), bias=exact)
+
+    def test_what_varies_in_a_shard_map_of_ones_own(self) -> None:
+        mesh = create_mesh((2,), ("tp",), devices=jax.devices()[:2])
+        operation = make("flash")
+
+        def part(width: Any, *qkv: Any) -> Any:
+            layer = Layer(width[0])
+            return operation(*qkv, **layer.options("mask"), **layer.options("bias")).attention_outputs
+
+        heads = PartitionSpec(None, None, "tp")
+        sharded = jax.shard_map(part, mesh=mesh, in_specs=(PartitionSpec("tp"), *(heads,) * 3), out_specs=heads)
+        widths = np.array([2.0, 4.0], np.float32)
+        distance = np.abs(I - J)
+        exact = {"mask": distance <= widths[:, None, None], "bias": -widths[:, None, None] * distance}
+        check(jax.jit(sharded)(widths, *operands()), **exact)
 
 
 class TestArguments:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.programs.varying import equally_varying
+from attnops.programs.varying import equally_varying, varies
 
 # On scalars these change nothing.
 IDENTITIES: Final = {
@@ -44,6 +44,8 @@ Atom = int | Literal
 
 # In `jax.shard_map` these state what `bind` sees to by itself.
 _VARYING: Final = frozenset({"pvary", "pcast", "reduced_vary_cast"})
+# What has bodies.
+_CONTROL: Final = frozenset({"cond", "while", "scan"})
 
 
 class Unique:
@@ -245,6 +247,10 @@ def bind(equation: Any, inputs: Sequence[Any]) -> Any:
     rule = getattr(equation, "rule", None)
     if rule is not None:
         return rule.apply(inputs, lambda program, given: program.run(given, bind))
+    if equation.primitive.name in _CONTROL and varies(inputs):
+        from attnops.programs.control import control_flow
+
+        return control_flow(equation.primitive.name, equation.params, inputs)
     bound = equation.primitive.get_bind_params(equation.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX 0.10.2 returns no functions
     return equation.primitive.bind(*functions, *inputs, **params)

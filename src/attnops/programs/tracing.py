@@ -122,13 +122,13 @@ def _rule(eqn: Any, calls: frozenset[str]) -> tuple[Rule | None, bool]:
         return None, True
     if not all(is_floating(x.aval) for x in eqn.outvars):
         return None, False
-    value = _closed_program(eqn.params["call_jaxpr"], calls)
+    value = closed_program(eqn.params["call_jaxpr"], calls)
     # In which nothing is differentiated again; a rule may well call its own function.
-    change = _closed_program(derivative, calls | WITH_DERIVATIVES)
+    change = closed_program(derivative, calls | WITH_DERIVATIVES)
     return (None if value is None or change is None else Rule(value, change)), False
 
 
-def _closed_program(closed: Any, calls: frozenset[str]) -> Program | None:
+def closed_program(closed: Any, calls: frozenset[str]) -> Program | None:
     """A jaxpr as a program; None where it closes over arrays, which kernels can't."""
     if closed.consts:
         return None
@@ -166,7 +166,7 @@ def _structure(value: Any) -> Hashable:
     if isinstance(value, (tuple, list, frozenset)):
         return type(value), tuple(map(_structure, value))
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        program = _closed_program(value if hasattr(value, "consts") else _Open(value), frozenset())
+        program = closed_program(value if hasattr(value, "consts") else _Open(value), frozenset())
         if program is None or not program.is_structural:
             raise _NotStructural
         return program

@@ -24,6 +24,11 @@ def equally_varying(tree: Tree) -> Tree:
     return jax.tree.map(vary, tree) if axes else tree
 
 
+def varies(tree: Any) -> bool:
+    """Whether any array varies over a mesh axis."""
+    return any(map(_axes, jax.tree.leaves(tree)))
+
+
 def _axes(x: Any) -> frozenset[str]:
     aval: Any = jax.typeof(x)
     return aval.vma if hasattr(aval, "vma") else aval.mat.varying  # the latter since JAX 0.10

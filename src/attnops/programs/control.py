@@ -1,0 +1,48 @@
+"""Control flow of a program inside `jax.shard_map`: its bodies were traced where nothing varies over a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from attnops.programs.program import bind
+from attnops.programs.tracing import CALLS, closed_program
+from attnops.programs.varying import equally_varying
+
+
+def control_flow(name: str, params: dict[str, Any], inputs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of a ``cond``, ``while`` or ``scan``, its bodies traced anew.
+
+    Args:
+        name: of the primitive.
+        params: its parameters.
+        inputs: arrays that vary alike.
+    """
+    if name == "cond":
+        index, *operands = inputs
+        return list(lax.switch(index, [_function(branch, operands) for branch in params["branches"]], *operands))
+    if name == "while":
+        n, m = params["cond_nconsts"], params["body_nconsts"]
+        cond_consts, body_consts, carry = inputs[:n], inputs[n : n + m], list(inputs[n + m :])
+        proceed, step = (_function(params[key], inputs) for key in ("cond_jaxpr", "body_jaxpr"))
+        return lax.while_loop(lambda x: proceed(*cond_consts, *x)[0], lambda x: step(*body_consts, *x), carry)
+    n, m = params["num_consts"], params["num_carry"]
+    consts, start, slices = inputs[:n], list(inputs[n : n + m]), list(inputs[n + m :])
+    body = _function(params["jaxpr"], inputs)
+
+    def one(carry: Any, xs: Any) -> tuple[Any, Any]:
+        found = body(*consts, *carry, *xs)
+        return found[:m], found[m:]
+
+    last, stacked = lax.scan(one, start, slices, length=params["length"], reverse=params["reverse"])
+    return [*last, *stacked]
+
+
+def _function(closed: Any, like: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:
+    """A jaxpr as a function whose results vary as ``like`` does."""
+    program = closed_program(closed, CALLS)
+    assert program is not None, "a program that closes over nothing has bodies that do not"
+    return lambda *given: equally_varying((program.run(given, bind), list(like)))[0]

@@ -88,10 +88,10 @@ class TestWhatIsClosedOver:
         table, operation = np.zeros(T, np.float32), make(backend)
 
         def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return (jnp.array(table)[kv] == 0) | (q == kv)
+            return (jnp.asarray(table.copy())[kv] == 0) | (q == kv)
 
         def score(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return s + jnp.array(table)[kv]
+            return s + jnp.asarray(table.copy())[kv]
 
         options: dict[str, Any] = {"mask": MaskFn(seen)} if kind == "mask" else {"bias": ScoreFn(score)}
         for change in (0, 1):

@@ -30,12 +30,12 @@ def dense(bias, B, H, T, S):
               0.7071067811865476, 0.35355339059327384, 0.17677669529663692, 0.08838834764831849]),
     ],
 )  # fmt: skip
-def test_alibi_slopes(heads, expected):
+def test_alibi_slopes_are_those_of_the_paper(heads, expected):
     np.testing.assert_allclose(alibi_slopes(heads), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("T", "S"), [(5, 5), (3, 7), (7, 3), (1, 9)])
-def test_alibi(T, S):
+def test_alibi_equals_the_oracle(T, S):
     slopes = alibi_slopes(4)
     expected = oracle.alibi(slopes, T, S)
     np.testing.assert_allclose(dense(ALiBi(slopes), 1, 4, T, S), expected, rtol=1e-6)
@@ -58,7 +58,7 @@ BEHIND = [7, 7, 6, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 @pytest.mark.parametrize(("T", "S"), [(40, 40), (20, 150), (150, 20)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("buckets", [8, pytest.param(32, marks=pytest.mark.slow)])
-def test_relative_position(T, S, bidirectional, buckets):
+def test_relative_position_equals_the_oracle(T, S, bidirectional, buckets):
     table = np.random.default_rng(0).normal(size=(buckets, 3)).astype(np.float32)
     bias = RelativePosition(jnp.asarray(table), bidirectional=bidirectional, max_distance=64)
     np.testing.assert_array_equal(
@@ -71,7 +71,7 @@ def test_relative_position(T, S, bidirectional, buckets):
 @pytest.mark.parametrize(
     ("T", "S"), [(17, 53), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((40, 40), (53, 17)))]
 )
-def test_gradients(operation, kind, T, S):
+def test_gradients_of_structured_biases_equal_the_oracle(operation, kind, T, S):
     rng = np.random.default_rng(T)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     bias = ALiBi(jnp.asarray(alibi_slopes(4))) if kind == "alibi" else RelativePosition(jnp.asarray(normal(8, 4)))
@@ -82,7 +82,7 @@ def test_gradients(operation, kind, T, S):
     problem.check(OperationRegistry.create(operation, problem.metadata))
 
 
-def test_pytree():
+def test_a_bias_is_a_pytree_of_its_arrays():
     for bias in (ALiBi(jnp.ones(2)), RelativePosition(jnp.ones((8, 2)), max_distance=9), ScoreFn(jnp.add, (1.0,))):
         leaves, tree = jax.tree.flatten(bias)
         assert len(leaves) == 1
@@ -90,7 +90,7 @@ def test_pytree():
     assert jax.tree.unflatten(*reversed(jax.tree.flatten(RelativePosition(0.0, max_distance=9)))).max_distance == 9
 
 
-def test_lists_are_arrays():
+def test_parameters_may_be_lists():
     q = jnp.ones((1, 4, 2, 8))
     slopes, table = [0.5, 0.25], [[0.1 * i, 0.2] for i in range(8)]
     for kind, values in ((ALiBi, slopes), (RelativePosition, table)):
@@ -129,7 +129,7 @@ def test_a_bias_may_be_subclassed():
         np.testing.assert_allclose(shifted.shift, lse.size, rtol=1e-5)  # each logsumexp grows with it
 
 
-def test_errors():
+def test_impossible_biases_are_refused_in_words():
     q = jnp.ones((1, 4, 2, 8))
     vanilla = OperationRegistry.create("vanilla")
     with pytest.raises(ValueError, match=r"ALiBi's slopes has shape \(3,\), but must have shape \[H\]=\(2,\)"):

@@ -36,7 +36,7 @@ def test_a_shifted_key_is_of_a_part():
     np.testing.assert_array_equal(apart, whole[:, :, 1:29:4, 2:62:3])
 
 
-def test_known_values():
+def test_the_mask_is_the_same_in_every_version():
     """The mask must never change between versions: models that are trained on would diverge from their past."""
     mask = np.asarray(dropout_mask(jax.random.key(0), 0.5, (1, 1, 4, 8)))[0, 0]
     assert ["".join("x."[int(kept)] for kept in row) for row in mask] == KNOWN
@@ -46,7 +46,7 @@ KNOWN = ["x.xxxxxx", "x...x..x", "....x.x.", "x..xxx.x"]
 
 
 @pytest.mark.parametrize("prob", [0.1, 0.5, 0.9])
-def test_fair_and_independent(prob):
+def test_the_mask_is_fair_and_independent_of_neighbours(prob):
     shape = (2, 2, 256, 256)
     dropped = 1 - np.asarray(dropout_mask(jax.random.key(7), prob, shape)).astype(float)
     deviation = np.sqrt(prob * (1 - prob))

@@ -29,9 +29,15 @@ BACKENDS = {
 }  # fmt: skip
 # What must have a quick test in addition: its package, and the test.
 KINDS = {
-    "compiled for a TPU": ("attnops_tpu", "plugins/attnops_tpu/tests/flash/test_compile.py::test_compiles"),
-    "compiled for a GPU": ("attnops_triton", f"{TRITON}/test_compile.py::test_variants_of_the_table"),
-    "several devices": ("attnops", "tests/partition/test_boundary.py::test_flash_on_three_axes"),
+    "compiled for a TPU": (
+        "attnops_tpu",
+        "plugins/attnops_tpu/tests/flash/test_compile.py::test_a_case_compiles_with_temporaries_linear_in_tokens",
+    ),
+    "compiled for a GPU": (
+        "attnops_triton",
+        f"{TRITON}/test_compile.py::test_variants_of_the_table_fit_and_use_tensor_cores",
+    ),
+    "several devices": ("attnops", "tests/partition/test_boundary.py::test_flash_on_three_axes_agrees_with_the_oracle"),
     "several processes": (
         "attnops_ring",
         "plugins/attnops_ring/tests/test_processes.py::test_processes_agree_with_one",

@@ -41,7 +41,7 @@ def register(cls):
     OperationRegistry.register(cls)
 
 
-def test_right_and_refused():
+def test_right_and_refused_features_succeed():
     result = run("sdpa")
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -55,7 +55,7 @@ def test_right_and_refused():
     assert result.stdout.endswith("5 right, 2 refused, 0 wrong, 1 not run\n")
 
 
-def test_wrong():
+def test_a_wrong_operation_is_reported_and_fails():
     class Zeta(VanillaAttention):
         @classmethod
         def get_impl_name(cls):
@@ -99,7 +99,7 @@ def test_what_raises_is_wrong_and_the_rest_goes_on():
         (("vanilla", "--mode", "dream"), "dream"),
     ],
 )
-def test_what_there_is_not(arguments, text):
+def test_unknown_names_are_refused_in_a_sentence(arguments, text):
     result = run(*arguments)
     assert result.exit_code == 2
     assert text in result.stderr

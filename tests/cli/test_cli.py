@@ -71,7 +71,7 @@ def test_every_command_is_there() -> None:
         assert run(command, "--help").exit_code == 0
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     assert (run("--version").exit_code, run("--version").output) == (0, f"{attnops.__version__}\n")
 
 

@@ -33,7 +33,7 @@ def test_queries_are_aligned_at_the_end() -> None:
     assert lines("Causal()", "-T", "2", "-S", "4")[1:] == ["█ █ █ ·", "█ █ █ █"]
 
 
-def test_one_of_a_batch() -> None:
+def test_the_batch_that_is_asked_for_is_printed() -> None:
     shown = lines("Lengths([1, 3])", "-T", "2", "-S", "4", "-b", "1")
     assert shown == ["Lengths(<int64 [2]>), T = 2, S = 4, b = 1, h = 0", "█ █ █ ·", "█ █ █ ·"]
 

@@ -90,7 +90,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("operation", ["vanilla", "sdpa", "auto"])
-def test_refused(name, operation):
+def test_an_impossible_call_is_refused_with_the_argument(name, operation):
     arrays, options, text = CASES[name]
     with pytest.raises(ValueError, match=re.escape(text)):
         OperationRegistry.create(operation)(*arrays, **options)
@@ -115,7 +115,7 @@ def test_dropout_needs_a_key_to_train():
     np.testing.assert_array_equal(operation(Q, K, V, mode="prefill").attention_outputs, plain)
 
 
-def test_a_traced_scale():
+def test_a_traced_scale_is_refused():
     operation = OperationRegistry.create("vanilla")
     with pytest.raises(ValueError, match="softmax_scale is a traced array, but must be a number known when tracing"):
         jax.jit(lambda s: operation(Q, K, V, softmax_scale=s))(0.5)
@@ -127,7 +127,7 @@ def test_a_flag_that_is_off_is_not_set(off):
     assert operation.request(Q, K, V, return_lse=off, return_weights=off).options == frozenset()
 
 
-def test_a_misspelt_option():
+def test_a_misspelt_option_is_refused_with_the_near_one():
     with pytest.raises(TypeError, match=r"has no option 'soft_cap'; it has \['bias', 'dropout_key', 'logits_soft_cap'"):
         OperationRegistry.create("vanilla")(Q, K, V, soft_cap=3.0)
 
@@ -153,12 +153,12 @@ def test_a_misspelt_option():
         ({"block_k": True}, "block_k=True must be a positive int"),
     ],
 )
-def test_metadata(fields, text):
+def test_impossible_metadata_is_refused_with_the_field(fields, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         OperationMetadata(**fields)
 
 
-def test_unknown_operation(monkeypatch):
+def test_an_unknown_operation_lists_near_names_or_what_to_install(monkeypatch):
     with pytest.raises(ValueError, match=r"impl_name='vanila' is not an installed operation.*did you mean 'vanilla'\?"):
         OperationRegistry.create("vanila")
     monkeypatch.setitem(registry.ELSEWHERE, "paged", "attnops-paged")

@@ -13,7 +13,7 @@ from attnops import OperationMetadata, OperationRegistry
 from attnops.sharding import MODE_DECODE, MODE_PREFILL, MODE_TRAIN
 
 
-def test_frozen_and_hashable():
+def test_metadata_is_frozen_and_hashable():
     a, b = OperationMetadata(softmax_scale=1), OperationMetadata(softmax_scale=1.0)
     assert a == b
     assert hash(a) == hash(b)
@@ -73,7 +73,7 @@ def test_overrides_win_and_bad_values_are_refused():
         OperationMetadata.from_config({}, softcap=1)
 
 
-def test_mode():
+def test_the_mode_is_what_is_stated_else_decode_of_one_query():
     operation = OperationRegistry.create("vanilla")
     long, one = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 1, 2, 8))
     assert operation.get_mode(long) == MODE_TRAIN

@@ -89,10 +89,10 @@ class TestPlatform:
             ("neuron", "", "cpu"),
         ],
     )
-    def test_of_a_device(self, platform, version, expected):
+    def test_the_platform_of_a_device_is_told_by_its_version(self, platform, version, expected):
         assert platform_of(self.Device(platform, version)) == expected
 
-    def test_order(self, monkeypatch):
+    def test_the_first_that_names_a_platform_decides(self, monkeypatch):
         """Metadata, mesh, committed arrays, jax_default_device, default backend: the first that says so."""
         gpu = self.Device("gpu", "cuda 13")
         monkeypatch.setattr(jax, "local_devices", lambda backend=None: [gpu])
@@ -176,7 +176,7 @@ class TestUnsupported:
         assert "head_dim=8: must be at most 4" in str(caught.value)
         assert "dtype=float32: must be one of ['bfloat16']" in str(caught.value)
 
-    def test_neither_can(self):
+    def test_what_neither_forward_can_serve_is_refused_with_both_reasons(self):
         operation = attention()(OperationMetadata(platform="tpu"))
         with pytest.raises(UnsupportedError, match=r"sinks=True: forward_native has no such option \(native forward\)"):
             operation(Q, Q, Q, sinks=jnp.ones(2))
@@ -226,7 +226,7 @@ class TestUnsupported:
         with pytest.raises(UnsupportedError, match="pages=given: forward_native has no such option"):
             kernel(OperationMetadata(platform="cpu"))(Q, Q, Q, pages=1)
 
-    def test_a_masks_kind(self):
+    def test_a_kind_of_mask_that_is_not_declared_is_refused(self):
         kernel = attention(limits={"tpu": Limits(mask_kinds=frozenset({"Causal"}))})
         operation = kernel(OperationMetadata(platform="tpu", on_unsupported="error"))
         with pytest.raises(UnsupportedError, match="can't evaluate Dense"):
@@ -256,7 +256,7 @@ class TestMalformed:
             ({"option_axes": "h"}, "has option_axes='h', which must map options to letters of 'b', 'h', 'k' and '-'"),
         ],
     )
-    def test_refused(self, members, text):
+    def test_a_malformed_class_is_refused(self, members, text):
         with pytest.raises(TypeError, match=re.escape(text)):
             OperationRegistry.register(attention(**members))
 
@@ -305,7 +305,7 @@ class TestInterpret:
         assert ran_tpu(operation, Q, Q, Q)
         assert seen == [True]
 
-    def test_without_an_interpreter(self):
+    def test_interpret_is_refused_without_an_interpreter(self):
         kernel = attention(limits={"tpu": Limits(interpretable=False)})
         with pytest.raises(UnsupportedError, match="interpret=True: this kernel has no interpreter"):
             kernel(OperationMetadata(platform="tpu", interpret=True, on_unsupported="error"))(Q, Q, Q)
@@ -362,7 +362,7 @@ class TestAutoAndExplain:
         with pytest.raises(UnsupportedError):
             explain(request.replace(dtypes=("float8_e4m3fn",) * 3), "sdpa")
 
-    def test_a_request_of_shapes(self):
+    def test_a_request_of_shapes_equals_one_of_arrays(self):
         """Arrays need not be there: those of a million tokens and their bias would not fit anywhere."""
         operation = OperationRegistry.create("auto", OperationMetadata(dropout_prob=0.5))
         options = {"mask": Causal() & Segments(jnp.zeros((1, 4), jnp.int32)), "dropout_key": jax.random.key(0)}
@@ -380,13 +380,13 @@ class TestAutoAndExplain:
         with pytest.raises(TypeError, match=r"query is a ShapeDtypeStruct, which only `request` takes"):
             operation(shape, Q, Q, dropout_key=jax.random.key(0))
 
-    def test_nothing_serves(self):
+    def test_what_nothing_serves_is_refused_with_each_reason(self):
         operation = OperationRegistry.create("auto")
         x = jnp.ones((1, 4, 2, 8), jnp.float8_e4m3fn)
         with pytest.raises(UnsupportedError, match=r"attnops:vanilla: dtype=float8_e4m3fn: must be one of"):
             operation(x, x, x)
 
-    def test_nothing_is_there(self, monkeypatch):
+    def test_disabled_operations_are_named_where_nothing_is_left(self, monkeypatch):
         request = OperationRegistry.create("auto").request(Q, Q, Q)
         others = {plugin.name for plugin in OperationRegistry.plugins()} - {"attnops:auto"}
         with monkeypatch.context() as patch:

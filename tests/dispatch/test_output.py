@@ -25,7 +25,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_round_trips(dtype):
+def test_an_output_round_trips_as_dict_and_pytree(dtype):
     output = example(dtype)
     assert_same(OperationOutput.from_dict(output.to_dict()), output)
     text = output.to_json(indent=1)
@@ -37,7 +37,7 @@ def test_round_trips(dtype):
     assert_same(jax.tree.map(lambda x: x[1], jax.vmap(lambda x: x)(stacked)), output)
 
 
-def test_replace():
+def test_replace_changes_a_copy_and_refuses_unknown_fields():
     output = example()
     changed = output.replace(logsumexp=None)
     assert changed.logsumexp is None

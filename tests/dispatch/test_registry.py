@@ -179,7 +179,7 @@ def test_a_broken_one_warns_where_another_serves(install: Install) -> None:
         (("numpy", "not a requirement at all"), "requires 'not a requirement at all', which is no requirement: "),
     ],
 )
-def test_unmet_requirements(install: Install, requires: tuple[str, ...], cause: str) -> None:
+def test_unmet_requirements_are_named(install: Install, requires: tuple[str, ...], cause: str) -> None:
     install("acme-unmet", requires=requires)
     assert plugin("acme-unmet:zeta").state == State.INCOMPATIBLE
     with pytest.raises(PluginError) as caught:
@@ -207,7 +207,9 @@ def test_unreadable_metadata_hides_no_other(install: Install, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", ["acme-attention", "Acme_Attention:zeta", "other, acme.attention:zeta ,"])
-def test_disable(install: Install, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_what_is_disabled_is_not_imported_and_says_so(
+    install: Install, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     monkeypatch.setenv("ATTNOPS_DISABLE", value)
     install("acme-attention", entry_points={"zeta": "acme_attention:Operation", "eta": "acme_attention:Operation"})
     with pytest.raises(
@@ -229,7 +231,7 @@ def test_disabled_one_hides_from_nobody_and_warns_nobody(install: Install, monke
         assert OperationRegistry.get("zeta", "cpu").__module__ == "acme_two"
 
 
-def test_no_autoload(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_autoload_no_plugin_is_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNOPS_NO_AUTOLOAD", "1")
     install("acme-attention", OPERATION + "\nOperationRegistry.register(Operation)\n")
     with pytest.raises(PluginError, match="acme-attention:zeta is disabled: ATTNOPS_NO_AUTOLOAD is set"):
@@ -274,7 +276,7 @@ def test_the_core_serves_where_no_other_has_a_forward_of_its_own(install: Instal
     assert_core_unharmed()
 
 
-def test_near_matches(install: Install) -> None:
+def test_an_unknown_name_lists_near_ones(install: Install) -> None:
     install("acme-attention")
     with pytest.raises(ValueError, match=r"impl_name='zetta' is not an installed operation; .*did you mean 'zeta'"):
         OperationRegistry.get("zetta")
@@ -299,7 +301,7 @@ def test_a_class_of_a_script_has_a_name(install: Install) -> None:
     assert plugin("main:zeta").operation_class is namespace["Operation"]
 
 
-def test_shadowed_distributions(install: Install, tmp_path: Path) -> None:
+def test_of_one_distribution_twice_the_first_counts(install: Install, tmp_path: Path) -> None:
     """Of one distribution in two folders of sys.path the first counts, whatever it offers."""
     behind = tmp_path / "behind"
     install("acme-one", version="2.0")

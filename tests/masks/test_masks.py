@@ -182,7 +182,7 @@ I, J = np.arange(4)[:, None], np.arange(6)[None, :]  # T = 4, S = 6, so position
     ],
     ids=repr,
 )
-def test_primitives(mask, expected):
+def test_each_primitive_allows_what_its_definition_says(mask, expected):
     shape = (1, 1, 4, 6)
     np.testing.assert_array_equal(dense(mask, shape)[0, 0], np.broadcast_to(expected, (4, 6)))
 
@@ -193,7 +193,7 @@ def test_window_sees_as_many_keys_as_the_config_says():
     np.testing.assert_array_equal(seen, [1, 2, 3, 4, 4, 4, 4, 4, 4])
 
 
-def test_by_batch_and_by_head():
+def test_parameters_by_batch_and_head_are_those_of_single_masks():
     windows = SlidingWindow(np.array([[0, 2]]), 0)  # [1, H]
     offsets = Causal(offset=np.array([[0], [3]]))  # [B, 1]
     shape = (2, 2, 4, 4)
@@ -206,7 +206,7 @@ def test_by_batch_and_by_head():
     assert block_map(windows, shape, 2, 2).coverage.shape == (1, 2, 2, 2)
 
 
-def test_ways_in():
+def test_sequence_lengths_padding_and_boolean_arrays_become_masks():
     cu_seqlens = [0, 3, 5]
     assert dense(Segments.from_cu_seqlens(cu_seqlens, 6), (1, 1, 6, 6))[0, 0].sum() == 9 + 4 + 1
     traced = jax.jit(lambda c: Segments.from_cu_seqlens(c, 6).dense(1, 1, 6, 6))(jnp.array(cu_seqlens))
@@ -286,13 +286,13 @@ def test_positions_add_to_what_a_mask_has():
             mask.at(q)
 
 
-def test_a_function_that_always_says_the_same():
+def test_a_function_of_no_index_allows_all_or_nothing():
     for always in (True, False):
         assert (dense(MaskFn(lambda b, h, q, kv, x=always: x), (1, 2, 3, 4)) == always).all()
         assert MaskFn(lambda b, h, q, kv, x=always: x).dense(1, 2, 3, 4).ndim == 4
 
 
-def test_pytree():
+def test_a_mask_is_a_pytree_that_compares_by_value():
     mask = Causal() & Segments(np.array([0, 0, 1])) & MaskFn(jnp.greater_equal, (1,)) | ~Lengths([2])
     leaves, tree = jax.tree.flatten(mask)
     assert jax.tree.unflatten(tree, leaves) == mask
@@ -367,13 +367,13 @@ def test_pytree():
         (lambda: Causal().at([0, 1]).bind(1, 1, 3, 3), "q_positions has shape (2,), but must have shape [3] or [1, 3]"),
     ],
 )
-def test_errors(make, text):
+def test_impossible_masks_are_refused_in_words(make, text):
     with pytest.raises((ValueError, TypeError)) as caught:
         make()
     assert text in str(caught.value)
 
 
-def test_a_million_tokens():
+def test_the_map_of_a_million_tokens_takes_little_time_and_memory():
     """The map of a causal mask: under 0.2 s and 64 MB."""
     shape = (1, 1, 1 << 20, 1 << 20)
     tracemalloc.start()
@@ -392,7 +392,7 @@ def test_a_million_tokens():
     assert made.transposed().shape == (1, 1, tiles, tiles)
 
 
-def test_pictures():
+def test_a_mask_shows_its_tiles_and_its_expression():
     assert Causal().show(2, 4) == "█ █ █ ·\n█ █ █ █"
     assert str(Causal() & SlidingWindow(1, 0)).splitlines()[:4] == [
         "Causal() & SlidingWindow(1, 0)",

@@ -31,7 +31,7 @@ INT = jnp.arange(2)
         ((jax.ShapeDtypeStruct((2,), jnp.float16),), "float16"),
     ],
 )
-def test_inferred(args, expected):
+def test_the_dtype_is_inferred_from_the_arguments(args, expected):
     assert canonicalize_dtype(*args) == jnp.dtype(expected)
 
 

@@ -98,7 +98,7 @@ def test_every_policy_of_jax_has_its_name_here():
     ],
     ids=lambda x: "-".join(getattr(part, "__name__", str(part)) for part in x),
 )
-def test_what_runs_again(policy, expected):
+def test_a_policy_runs_again_what_it_does_not_save(policy, expected):
     assert runs(get_gradient_checkpoint_policy(*policy)) == expected
 
 
@@ -124,7 +124,7 @@ def test_a_tag_keeps_the_tree_and_its_values():
     assert str(jax.make_jaxpr(lambda x: tag(x, OUTPUT_NAME))(W)).count(f"name={OUTPUT_NAME}") == 1
 
 
-def test_offloading_policies_trace():
+def test_programs_with_offloading_policies_can_be_traced():
     dots = get_gradient_checkpoint_policy("offload_dot_with_no_batch_dims", "device", "pinned_host")
     names = get_gradient_checkpoint_policy(
         "save_and_offload_only_these_names",

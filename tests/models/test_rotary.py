@@ -251,7 +251,7 @@ def test_gradients_turn_back():
 # Tables from position 0 on.
 
 
-def test_rotate_half():
+def test_rotate_half_swaps_halves_with_a_sign():
     np.testing.assert_array_equal(rotate_half(jnp.arange(1, 7)), [-4, -5, -6, 1, 2, 3])
     np.testing.assert_array_equal(rotate_half(rotate_half(jnp.asarray(X))), -X)
     with pytest.raises(ValueError, match=r"x of shape \(2, 5\) must have an even last dimension, not 5"):

@@ -45,7 +45,7 @@ def qkv(B=1, T=40, S=40, H=4, K=2, D=8, Dv=8, dtype=np.float32):
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(problems(max_length=70))
-def test_tiny_tiles(problem):
+def test_any_problem_agrees_with_the_oracle_in_tiny_tiles(problem):
     operation = OperationRegistry.create("flash", problem.metadata.replace(block_q=16, block_k=16))
     problem.check(operation, compiler_options=FAST_COMPILE)
 
@@ -53,7 +53,7 @@ def test_tiny_tiles(problem):
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(problems(max_length=300))
-def test_the_tables_tiles(problem):
+def test_any_problem_agrees_with_the_oracle_in_the_tables_tiles(problem):
     problem.check(OperationRegistry.create("flash", problem.metadata))
 
 
@@ -156,7 +156,7 @@ def test_traced_masks_equal_known_ones():
 
 @pytest.mark.parametrize("blocks", [(1, 3), (5, 1)])
 @pytest.mark.parametrize("shape", [(1, 1, 7, 1), (1, 1, 1, 11), (1, 4, 7, 11)])
-def test_narrow_tiles(blocks, shape):
+def test_tiles_of_one_query_or_key_agree_with_the_oracle(blocks, shape):
     """A tile of one query or key is no axis that the bias broadcasts over."""
     q, k, v = qkv(T=7, S=11)
     metadata = OperationMetadata(block_q=blocks[0], block_k=blocks[1])
@@ -178,7 +178,7 @@ def test_scores_of_any_finite_size_count(sink):
 
 
 @pytest.mark.parametrize("learnt", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_score_fn(learnt):
+def test_score_fn_has_the_values_and_gradients_of_vanilla(learnt):
     q, k, v = qkv(T=40, S=50)
 
     def warp(scores, b, h, q, kv, gain, shift):
@@ -250,7 +250,7 @@ def test_save_attention_does_not_run_the_forward_again():
     assert loops("save_attention") < loops("nothing_saveable")
 
 
-def test_compiled_once():
+def test_equal_shapes_are_compiled_once():
     operation = flash()
     before = _attend._cache_size()
     for seed in range(3):
@@ -267,7 +267,7 @@ def test_weights_are_those_of_vanilla():
 
 
 @pytest.mark.parametrize("bias", ["array", "alibi", "score"])
-def test_x64(bias):
+def test_results_are_float32_and_those_of_vanilla_where_x64_is_on(bias):
     with jax.enable_x64(True):
         q, k, v = map(jnp.asarray, qkv())
         value = {
@@ -281,7 +281,7 @@ def test_x64(bias):
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tile_sizes():
+def test_chosen_tiles_are_multiples_of_16_and_pad_little():
     for T in (1, 15, 16, 100, 513, 4096, 100_000):
         q, k = choose_tiles(T, T, 4, None, None)
         assert q % 16 == k % 16 == 0

@@ -33,7 +33,7 @@ def test_right_or_refused(problem):
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(problems(layouts=("BTHD",)))
-def test_each_kind_of_mask_and_bias(problem):
+def test_each_kind_of_mask_and_bias_agrees_or_is_refused(problem):
     """The draws of the test above without what sdpa refuses."""
     options = {name: value for name, value in problem.options.items() if name in SERVED}
     value = problem.key[..., ::-1]
@@ -81,7 +81,7 @@ def request(**changes) -> AttentionRequest:
         ({"options": frozenset({"sinks"}), "sinks": True}, "sinks=True: forward_cuda has no such option"),
     ],
 )
-def test_each_limit_of_cudnn(changes, text):
+def test_each_limit_of_cudnn_is_a_reason(changes, text):
     operation = ScaledDotProductAttention(OperationMetadata(platform="cuda"))
     assert not operation.reasons(request())
     reasons = [str(reason) for reason in operation.reasons(request(**changes))]

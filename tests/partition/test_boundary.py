@@ -56,7 +56,7 @@ def check(name: str, problem: Problem) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(CASES)]
 )
-def test_flash_on_three_axes(case: str) -> None:
+def test_flash_on_three_axes_agrees_with_the_oracle(case: str) -> None:
     check("attnops:flash", problem_of(CASES[case], mesh_of(*AXES)))
 
 
@@ -78,13 +78,13 @@ def test_every_combination_of_axes(name: str, axes: tuple[str, ...]) -> None:
         *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 2, 4), (8, 2, 2), (12, 6, 4), (8, 8, 4))),
     ],
 )
-def test_heads_that_do_not_divide(H: int, K: int, tp: int) -> None:
+def test_heads_that_do_not_divide_agree_with_the_oracle(H: int, K: int, tp: int) -> None:
     mesh = create_mesh((tp,), ("tp",), devices=jax.devices()[:tp])
     check("attnops:flash", problem_of(("sinks", "mask per head"), mesh, H=H, K=K, B=1))
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_divide() -> None:
+def test_a_batch_that_does_not_divide_agrees_with_the_oracle() -> None:
     check("attnops:flash", problem_of(CASES["documents, sinks"], mesh_of("dp", "fsdp"), B=6))
     check("attnops:flash", problem_of(CASES["documents, sinks"], mesh_of("dp", "tp"), B=3))
 
@@ -104,7 +104,7 @@ def test_dropout_is_the_same_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
-def test_a_mesh_that_is_set(kind: AxisType) -> None:
+def test_a_mesh_that_is_set_is_used(kind: AxisType) -> None:
     problem = problem_of(CASES["documents, sinks"], None)
     operation = OperationRegistry.create("attnops:flash", problem.metadata)
 
@@ -167,7 +167,7 @@ def test_what_is_known_when_tracing_stays_known() -> None:
 
 
 @pytest.mark.parametrize(("kind", "case"), [(Segments, "documents, sinks"), (Causal, "window per batch")])
-def test_a_wrong_spec_is_caught(kind: type[Mask], case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_spec_is_noticed(kind: type[Mask], case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: arrays of a mask that are not cut as query and key are."""
     problem = problem_of(CASES[case], mesh_of("dp", "tp"))
     monkeypatch.setattr(kind, "axes", {})
@@ -176,7 +176,7 @@ def test_a_wrong_spec_is_caught(kind: type[Mask], case: str, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_vmap_without_jit() -> None:
+def test_vmap_without_jit_gives_the_values_of_one_device() -> None:
     """The batch of a slice is cut, not the mapped axis, which does not divide."""
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(3, 4, 16, 2, 8)), jnp.float32)

@@ -96,7 +96,7 @@ def test_a_mesh_axis_cuts_one_dimension() -> None:
         (lambda: AxisRules().mesh_axes(BATCH, "dekode"), r"mode='dekode' is not a runtime mode"),
     ],
 )
-def test_bad_rules(make: object, message: str) -> None:
+def test_impossible_rules_are_refused(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
 
@@ -156,7 +156,7 @@ def test_the_mesh_that_is_set() -> None:
     assert not names_in_mesh("tp")
 
 
-def test_create_mesh() -> None:
+def test_create_mesh_fills_in_sizes_and_refuses_impossible_ones() -> None:
     n = len(jax.devices())
     assert create_mesh().shape == {"dp": 1, "fsdp": n, "tp": 1, "sp": 1}
     explicit = create_mesh((-1,), ("x",), "cpu", axis_types=[AxisType.Explicit])
@@ -179,7 +179,7 @@ def test_names_come_in_order_and_once() -> None:
     assert get_names_from_partition_spec(P()) == []
 
 
-def test_ranks_and_size() -> None:
+def test_ranks_and_size_are_those_of_this_process() -> None:
     found = get_ranks_and_size(create_mesh((-1,), ("dp",)))
     assert {name: found[name] for name in found if name != "mesh"} == {
         "mp_node_size": 1, "dp_node_size": 1, "dp_node_rank": 0, "mp_node_rank": 0

@@ -23,7 +23,7 @@ from attnops.sharding import (
 MESH = AbstractMesh((2, 4, 3), ("dp", "tp", "sp"))
 
 
-def test_modes():
+def test_modes_have_their_names_and_aliases():
     assert (MODE_DECODE, MODE_PREFILL) == ("__autoregressive__", "__prefill__")
     assert (MODE_TRAIN, MODE_INSERT) == ("__train__", "__insert__")
     assert {"__autoregressive__", "__insert__"} == GENERATION_MODES
@@ -42,7 +42,7 @@ def test_modes():
         (P(), (3, 3), P()),
     ],
 )
-def test_correct_spec(spec, shape, expected):
+def test_axes_that_are_absent_or_do_not_divide_are_dropped(spec, shape, expected):
     assert correct_spec(spec, shape, MESH) == expected
 
 

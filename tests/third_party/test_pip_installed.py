@@ -212,7 +212,7 @@ def test_a_broken_one_says_why(full: dict[str, Any], name: str) -> None:
     assert f"{name} is {state}: {cause}" in full["doctor as text"]
 
 
-def test_two_rivals(full: dict[str, Any]) -> None:
+def test_two_rivals_are_ambiguous_and_named(full: dict[str, Any]) -> None:
     served = "'rival' on cpu is served by acme-rival-one:rival and acme-rival-two:rival with the same priority=0"
     error, message, _ = full["asked"]["rival"]
     assert (error, message.startswith(served)) == ("AmbiguousOperationError", True)

@@ -103,7 +103,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("strategy", "order", "name"), cases())
-def test_right_on_four_devices(strategy: str, order: str, name: str) -> None:
+def test_each_strategy_and_order_agrees_with_the_oracle_on_four_devices(strategy: str, order: str, name: str) -> None:
     check((FEATURES | CONTIGUOUS)[name], 4, strategy, order)
 
 
@@ -199,7 +199,7 @@ def test_bytes_sent_are_those_of_the_kv_heads() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_orders(order: Any) -> None:
+def test_orders_are_undone_by_restore_and_balance_a_causal_mask(order: Any) -> None:
     x = jnp.arange(32).reshape(1, 32)
     laid = reorder(x, 4, order)
     assert (restore(laid, 4, order) == x).all()
@@ -220,7 +220,9 @@ def test_orders(order: Any) -> None:
         ({"orde": "zigzag"}, TypeError, r"no option 'orde'"),
     ],
 )
-def test_refusals(call: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_the_ring_can_not_serve_is_refused_in_words(
+    call: dict[str, Any], error: type[Exception], message: str
+) -> None:
     mesh = create_mesh((4,), ("sp",), devices=jax.devices()[:4])
     ring = OperationRegistry.create("ring", OperationMetadata(mesh=mesh, on_unsupported="error"))
     x = jnp.ones((1, call.pop("length", 64), 2, 16))
@@ -229,7 +231,7 @@ def test_refusals(call: dict[str, Any], error: type[Exception], message: str) ->
 
 
 @pytest.mark.parametrize("rules", [{"kv_length": None}, {"query_length": "a", "kv_length": "sp"}])
-def test_rules_that_it_can_not_follow(rules: dict[str, Any]) -> None:
+def test_rules_that_it_can_not_follow_are_refused(rules: dict[str, Any]) -> None:
     mesh = create_mesh((2, 2), ("a", "sp"), devices=jax.devices()[:4])
     metadata = OperationMetadata(mesh=mesh, axis_rules=AxisRules(**rules))
     x = jnp.ones((1, 16, 2, 16))
@@ -275,7 +277,7 @@ def test_queries_beyond_the_last_see_nothing_of_their_own(strategy: str) -> None
 @pytest.mark.parametrize(
     "strategy", ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("all_gather", "ulysses"))]
 )
-def test_masks_of_mapped_arrays(strategy: str) -> None:
+def test_masks_of_mapped_arrays_give_the_values_of_vanilla(strategy: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(3, 1, 16, 4, 8)), jnp.float32) for _ in range(3))
     ids = jnp.asarray(np.sort(rng.integers(0, 3, size=(3, 1, 16))))
@@ -304,7 +306,7 @@ def test_lengths_that_do_not_divide_on_explicit_axes() -> None:
             same((found.attention_outputs, found.logsumexp), (expected.attention_outputs, expected.logsumexp))
 
 
-def test_one_key() -> None:
+def test_a_single_key_that_may_be_padding_gives_the_values_of_vanilla() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 8)), jnp.float32) for n in (9, 1, 1))
     mesh = create_mesh((4,), ("sp",), devices=jax.devices()[:4])

@@ -35,7 +35,7 @@ def test_bundles_and_spills(generation: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_any_function(tmp_path: Path) -> None:
+def test_any_function_of_a_file_is_scheduled(tmp_path: Path) -> None:
     (tmp_path / "doubling.py").write_text(
         "import jax\n"
         "from jax.experimental import pallas as pl\n\n\n"

@@ -46,7 +46,7 @@ def temporaries(case: Case, generation: str) -> int:
     ("name", "generation"),
     [pytest.param(name, generation, marks=marks(name, generation)) for generation in TOPOLOGIES for name in CASES],
 )
-def test_compiles(name: str, generation: str) -> None:
+def test_a_case_compiles_with_temporaries_linear_in_tokens(name: str, generation: str) -> None:
     case = CASES[name]
     S, Dv = case.S or case.T, case.Dv or case.D
     # Copies in the kernels' layout, gradients in float32 and such: linear in tokens, and far from T × S.
@@ -73,6 +73,6 @@ def test_temporaries_grow_linearly(name: str) -> None:
     assert large <= 4.5 * small + 2**20, f"{small} bytes at 8,192 tokens, {large} at 32,768"
 
 
-def test_unknown_generation() -> None:
+def test_an_unknown_generation_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"v9.*use one of"):
         compile_for(lambda x: x, (), "v9")

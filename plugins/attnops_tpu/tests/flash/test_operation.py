@@ -49,7 +49,7 @@ def test_importing_imports_no_pallas() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_generation() -> None:
+def test_the_generation_is_that_of_target_and_unknown_ones_are_refused() -> None:
     assert generation() == UNKNOWN
     with target("v6e"):
         assert generation() == GENERATIONS["v6e"]
@@ -86,7 +86,7 @@ def test_tiles_can_be_numbered() -> None:
         jax.eval_shape(make(block_q=128), x, x, x)
 
 
-def test_blocks_that_hardware_has_not() -> None:
+def test_blocks_that_hardware_has_not_are_refused() -> None:
     x = jnp.ones((1, 256, 1, 64))
     with pytest.raises(UnsupportedError, match=r"block_q=100: must be a multiple of 128"):
         make(block_q=100)(x, x, x)

@@ -45,7 +45,7 @@ def test_lists_are_the_tiles_that_are_not_empty(traced: bool) -> None:
     assert (found.traced is not None) == traced
 
 
-def test_too_many_tiles() -> None:
+def test_too_many_tiles_are_refused() -> None:
     with pytest.raises(ValueError, match="make tiles larger"):
         visits(np.ones((1, 1, MAX_ROWS + 1, 1), np.int8))
 
@@ -61,7 +61,7 @@ MASKS = {
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", [name if name == "documents" else pytest.param(name, marks=pytest.mark.slow)
                                   for name in MASKS])  # fmt: skip
-def test_tiles_computed(name: str, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_tiles_that_are_not_empty_are_computed(name: str, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: collections.Counter[tuple[str, int, int]] = collections.Counter()
 
     def counting(which: str, function: Any) -> Any:

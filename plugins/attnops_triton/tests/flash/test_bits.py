@@ -51,14 +51,14 @@ def inputs() -> list[jax.Array]:
 @pytest.mark.parametrize(
     "name", ["by batch and head", *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x != "by batch and head")]
 )
-def test_right(name: str) -> None:
+def test_a_mask_as_bits_gives_the_values_of_vanilla(name: str) -> None:
     mask = MASKS[name]
     assert not is_translatable(mask.bind(B, H, T, S))
     agree(INTERPRETED, lambda operation, *x: call(operation, *x, mask=mask), *inputs())
 
 
 @pytest.mark.slow
-def test_right_where_the_coverage_is_traced() -> None:
+def test_a_mask_as_bits_of_traced_coverage_gives_the_values_of_vanilla() -> None:
     lengths = jnp.array([S, 20])
 
     def attend(operation: Any, *qkv: Any) -> Any:

@@ -77,7 +77,7 @@ def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
         if (variant, arch) not in REFUSED
     ],
 )
-def test_variants_of_the_table(D: int, Dv: int, dtype: str, arch: str) -> None:
+def test_variants_of_the_table_fit_and_use_tensor_cores(D: int, Dv: int, dtype: str, arch: str) -> None:
     found = compiled(Case(D=D, Dv=Dv, dtype=jnp.dtype(dtype), mask=Causal), arch)
     assert [x.kernel.name for x, _ in found] == [
         "attnops_flash_forward", "attnops_flash_backward_query", "attnops_flash_backward_key"
@@ -102,7 +102,7 @@ def test_variants_of_the_table(D: int, Dv: int, dtype: str, arch: str) -> None:
     ("name", "arch"),
     [pytest.param(name, arch, marks=marks(name, arch)) for arch in SHARED_MEMORY for name in CASES],
 )
-def test_features(name: str, arch: str) -> None:
+def test_a_case_compiles_within_shared_memory(name: str, arch: str) -> None:
     for launched, binary in compiled(CASES[name], arch):
         assert binary.shared <= SHARED_MEMORY[arch], f"{launched.kernel.name} takes {binary.shared} of shared memory"
 
@@ -129,7 +129,7 @@ def test_an_architecture_is_part_of_what_is_cached() -> None:
     assert [x[0].plan.arch for x in seen] == ["sm_80", "sm_90", "sm_80"]
 
 
-def test_unknown_architecture() -> None:
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     (launched, *_) = kernels(CASES["plain"].program("attnops-triton:flash", "cuda"), CASES["plain"].example, "sm_90")
     with pytest.raises(ValueError, match=r"sm_12.*use one of"):
         compile_for(launched, "sm_12")

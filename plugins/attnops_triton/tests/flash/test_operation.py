@@ -79,7 +79,9 @@ def test_importing_imports_no_triton() -> None:
         ({"jax": "0.11.2", "triton": "3.6.0", "jax-triton": "0.3.1"}, []),
     ],
 )
-def test_versions(installed: dict[str, str], says: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_do_not_work_are_reasons_with_what_to_install(
+    installed: dict[str, str], says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(versions, "version_of", installed.get)
     found = [str(reason) for reason in versions.missing(interpret=False)]
     assert len(found) == len(says)
@@ -121,7 +123,7 @@ def test_auto_leaves_plain_attention_to_cudnn(mask: object, options: dict[str, o
     assert explain(auto.request(x, x, x, mask=mask, **options)).chosen.name == chosen
 
 
-def test_table() -> None:
+def test_the_table_has_every_architecture_and_knows_relatives() -> None:
     assert set(TABLE) == set(SHARED_MEMORY)
     assert [known(arch) for arch in ("sm_87", "sm_89", "sm_90", "sm_103", "sm_120", "gfx950", "")] == [
         "sm_80", "sm_86", "sm_90", "sm_100", "sm_86", "gfx942", "sm_90"

@@ -42,7 +42,7 @@ def expected(coverage: np.ndarray) -> list[list[tuple[list[int], list[int]]]]:
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_any_tiles(traced: bool) -> None:
+def test_visits_of_random_coverage_are_its_tiles_that_are_not_empty(traced: bool) -> None:
     coverage = np.random.default_rng(0).integers(0, 3, (2, 3, 7, 5)).astype(np.int8)
     coverage[0, 0, 2] = coverage[1, 2] = Coverage.EMPTY
     found = jax.jit(visits)(jnp.asarray(coverage)) if traced else visits(coverage)
@@ -50,7 +50,7 @@ def test_any_tiles(traced: bool) -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name: str) -> None:
+def test_visits_of_a_mask_are_its_tiles_that_are_not_empty(name: str) -> None:
     mask: Mask = MASKS[name]
     coverage = block_map(mask, (1, 1, 96, 96), 16, 16).coverage
     assert listed(visits(coverage)) == expected(coverage)

@@ -72,7 +72,7 @@ def test_empty_and_full_are_never_claimed_wrongly(drawn, block_q, block_k):
 
 def check_hidden(mask: Mask, shape: tuple[int, int, int, int], whole: np.ndarray) -> None:
     """A mask that claims to hide no token shows each to somebody."""
-    if not mask.bind(*shape).hides_tokens(*shape[2:]):
+    if not mask.bind(*shape).has_fully_masked_tokens(*shape[2:]):
         assert whole.any(axis=2).all()
         assert whole.any(axis=3).all()
 
@@ -222,7 +222,7 @@ def test_sequence_lengths_padding_and_boolean_arrays_become_masks():
 
 def test_which_masks_hide_tokens():
     def hides(mask, T, S):
-        return mask.bind(1, 1, T, S).hides_tokens(T, S)
+        return mask.bind(1, 1, T, S).has_fully_masked_tokens(T, S)
 
     ids = jnp.array([0, 1, 1])
     windowed, packed = Causal() & SlidingWindow(1, 0), Causal() & Segments(ids)

@@ -54,7 +54,7 @@ class Reference(OperationImpl):
         (B, T, H, D), S = query.shape, key.shape[1]
         allowed = None if mask is None else jnp.broadcast_to(self.allowed(mask, B, H, T, S), (B, H, T, S))
         dtype = query.dtype
-        if mask is not None and mask.hides_tokens(T, S):
+        if mask is not None and mask.has_fully_masked_tokens(T, S):
             query, key, value = self.hide(query, key, value, allowed)
         q, k, v = self.cast(query, key, value)
         k, v = self.repeat(k, H), self.repeat(v, H)

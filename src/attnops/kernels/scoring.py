@@ -25,7 +25,7 @@ class Scoring:
         array: whether there is a bias of T × S elements.
         dropout_prob: the probability of dropout.
         dropout_step: see `attnops.dropout.dropout_step`.
-        hides_tokens: whether some tokens may be seen by nobody, and so hold anything, NaN too.
+        has_fully_masked_tokens: whether some tokens may be seen by nobody, and so hold anything, NaN too.
         sinks: whether there are sinks.
     """
 
@@ -37,7 +37,7 @@ class Scoring:
     array: bool = False
     dropout_prob: float = 0.0
     dropout_step: int = 1
-    hides_tokens: bool = False
+    has_fully_masked_tokens: bool = False
     sinks: bool = False
 
     @property
@@ -103,7 +103,7 @@ def describe(
         array=bias is not None and not isinstance(bias, Bias),
         dropout_prob=dropout_prob,
         dropout_step=dropout_step,
-        hides_tokens=mask is not None and mask.hides_tokens(*lengths),
+        has_fully_masked_tokens=mask is not None and mask.has_fully_masked_tokens(*lengths),
         sinks=sinks,
     )
 

@@ -24,7 +24,7 @@ def zero_unseen(
             else this needs O(T · S) memory, a byte an element.
     """
     (B, T, H, _), S = query.shape, key.shape[1]
-    if mask is None or not mask.hides_tokens(T, S):
+    if mask is None or not mask.has_fully_masked_tokens(T, S):
         return query, key, value
     return hide_unseen(query, key, value, mask.dense(B, H, T, S))
 
@@ -55,7 +55,7 @@ def repair_empty_rows(output: OperationOutput, mask: Mask | None, key_length: in
         key_length: S.
     """
     B, T, H, _ = output.attention_outputs.shape
-    if mask is None or not mask.hides_tokens(T, key_length):
+    if mask is None or not mask.has_fully_masked_tokens(T, key_length):
         return output
     sees = mask.dense(B, H, T, key_length).any(axis=3)  # [B, H, T], each 1 or all
     weights, lse = output.attention_weights, output.logsumexp

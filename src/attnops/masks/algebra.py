@@ -91,8 +91,12 @@ class Or(_Pair):
     def tiles(self, grid: Grid) -> TileCoverage:
         return self.left.tiles(grid) | self.right.tiles(grid)
 
-    def hides_tokens(self, T: int, S: int) -> bool:
-        return self.left.hides_tokens(T, S) and self.right.hides_tokens(T, S) and super().hides_tokens(T, S)
+    def has_fully_masked_tokens(self, T: int, S: int) -> bool:
+        return (
+            self.left.has_fully_masked_tokens(T, S)
+            and self.right.has_fully_masked_tokens(T, S)
+            and super().has_fully_masked_tokens(T, S)
+        )
 
     def sees_itself(self) -> bool:
         return self.left.sees_itself() or self.right.sees_itself()

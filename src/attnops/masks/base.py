@@ -101,7 +101,7 @@ class Mask(abc.ABC):
         """The primitives and operators that this mask is made of, such as ``{"Causal", "&", "Segments"}``."""
         return frozenset({type(self).__name__})
 
-    def hides_tokens(self, T: int, S: int) -> bool:
+    def has_fully_masked_tokens(self, T: int, S: int) -> bool:
         """Whether there may be tokens that nobody sees, or that see nothing; they may hold anything, NaN too.
 
         False is certain. The mask must be bound.

@@ -39,7 +39,7 @@ class Full(Mask):
         every = np.ones(np.broadcast_shapes(np.shape(grid.q_first), np.shape(grid.kv_first)), bool)
         return TileCoverage(every, every)
 
-    def hides_tokens(self, T: int, S: int) -> bool:
+    def has_fully_masked_tokens(self, T: int, S: int) -> bool:
         return False
 
     def sees_itself(self) -> bool:
@@ -215,7 +215,7 @@ class Causal(_Band):
     def _limits(self) -> tuple[Any, Any]:
         return 0, None
 
-    def hides_tokens(self, T: int, S: int) -> bool:
+    def has_fully_masked_tokens(self, T: int, S: int) -> bool:
         # The first query sees key 0, and the last query the last key.
         return not (isinstance(self.offset, int) and self.offset >= max(S - T, 0))
 
@@ -330,8 +330,8 @@ class PrefixLM(_Positional):
     def _causal(self) -> Causal:
         return Causal(self._bound_offset())
 
-    def hides_tokens(self, T: int, S: int) -> bool:
-        return self.offset is None or self._causal().hides_tokens(T, S)
+    def has_fully_masked_tokens(self, T: int, S: int) -> bool:
+        return self.offset is None or self._causal().has_fully_masked_tokens(T, S)
 
     def sees_itself(self) -> bool:
         return self.offset is not None and self._causal().sees_itself()

@@ -34,9 +34,9 @@ class Shifted(Mask):
         """See `Mask.kinds`."""
         return self.mask.kinds()
 
-    def hides_tokens(self, T: int, S: int) -> bool:
-        """See `Mask.hides_tokens`."""
-        return self.mask.hides_tokens(T, S)
+    def has_fully_masked_tokens(self, T: int, S: int) -> bool:
+        """See `Mask.has_fully_masked_tokens`."""
+        return self.mask.has_fully_masked_tokens(T, S)
 
     def sees_itself(self) -> bool:
         """See `Mask.sees_itself`."""

@@ -150,8 +150,8 @@ class Band(Mask):
         """See `Mask.sees_itself`."""
         return (self.low is None or self.low <= 0) and (self.high is None or self.high >= 0)
 
-    def hides_tokens(self, T: int, S: int) -> bool:
-        """See `Mask.hides_tokens`."""
+    def has_fully_masked_tokens(self, T: int, S: int) -> bool:
+        """See `Mask.has_fully_masked_tokens`."""
         # Of every query some key is near enough, and of every key some query.
         low = -(S - 1) if self.low is None else self.low
         high = T - 1 if self.high is None else self.high
@@ -186,7 +186,7 @@ def structure(mask: Mask, T: int, S: int) -> MaskStructure:
         by_batch="b" in varies,
         by_head="h" in varies,
         static=not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)),
-        may_have_fully_masked_tokens=mask.hides_tokens(T, S),
+        may_have_fully_masked_tokens=mask.has_fully_masked_tokens(T, S),
     )
 
 

@@ -149,7 +149,7 @@ class ScaledDotProductAttention(VanillaAttention):
         mask = None if structure.is_full else mask
         is_causal = _is_plain_causal(structure, T, S)
         allowed = None if mask is None or is_causal else mask.dense(B, H, T, S)
-        if mask is not None and allowed is not None and mask.hides_tokens(T, S):
+        if mask is not None and allowed is not None and mask.has_fully_masked_tokens(T, S):
             query, key, value = hide_unseen(query, key, value, allowed)
         if bias is not None and implementation == "cudnn":
             bias = jnp.broadcast_to(bias, (*bias.shape[:2], T, S))

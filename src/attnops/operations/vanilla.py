@@ -60,7 +60,7 @@ class VanillaAttention(OperationImpl):
         _, S, K, Dv = value.shape
         out_dtype = query.dtype
         allowed = None if mask is None else mask.dense(B, H, T, S)
-        if mask is not None and allowed is not None and mask.hides_tokens(T, S):
+        if mask is not None and allowed is not None and mask.has_fully_masked_tokens(T, S):
             query, key, value = hide_unseen(query, key, value, allowed)
         # Heads before lengths, in this order, make each product one batched matmul that transposes no T × S array.
         q = query.astype(jnp.float32).reshape(B, T, K, H // K, D).transpose(0, 2, 3, 1, 4)

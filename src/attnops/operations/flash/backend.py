@@ -68,7 +68,7 @@ class NativeFlash(FlashBackend):
             bias=None if bias is None else bias_tiles(plan, _bias(bias, is_data)),
             dropout_prob=call.dropout_prob,
             dropout_step=dropout_step(call.dropout_key),
-            hides_tokens=mask is not None and mask.hides_tokens(T, S),
+            has_fully_masked_tokens=mask is not None and mask.has_fully_masked_tokens(T, S),
             holds_function=holds_function(call.mask) or holds_function(bias),
         )
         return dataclasses.replace(plan, options=options)

@@ -102,7 +102,7 @@ def backward(
             d_o_ = (d_o_ * take_rows(plan, factor, group, q_tile)[:, :, None]).astype(plan.dtype)
             k_seen, k_transposed_seen, v_seen = k_, k_transposed, v_
             counts = allowed(plan, arrays.mask, where, ragged_queries=True) if masked else None
-            if counts is not None and options.hides_tokens:
+            if counts is not None and options.has_fully_masked_tokens:
                 q_ = without_unseen(q_, counts, axis=1)
                 k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_, v_))
                 k_transposed_seen = k_seen.swapaxes(1, 2)

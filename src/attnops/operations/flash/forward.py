@@ -57,7 +57,7 @@ def forward(
             k_ = take(plan, k, group, kv_tile, plan.bk, key.dtype)
             v_ = take(plan, v, group, kv_tile, plan.bk, value.dtype)
             counts = allowed(plan, arrays.mask, where, ragged_queries=False) if masked else None
-            if counts is not None and options.hides_tokens:
+            if counts is not None and options.has_fully_masked_tokens:
                 k_, v_ = (without_unseen(x, counts, axis=1) for x in (k_, v_))
             scores = plan.product(q_, k_, 2, 2)  # [L, R, bk]
             if options.changes_scores:

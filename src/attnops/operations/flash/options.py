@@ -62,7 +62,7 @@ class Options:
         bias: how the bias is taken tile by tile.
         dropout_prob: the probability of dropout.
         dropout_step: see `attnops.dropout.dropout_step`.
-        hides_tokens: whether some tokens may be seen by no other, and so hold anything, NaN too.
+        has_fully_masked_tokens: whether some tokens may be seen by no other, and so hold anything, NaN too.
         holds_function: whether a mask or bias holds a caller's function, which nothing that is compiled may outlive.
     """
 
@@ -71,7 +71,7 @@ class Options:
     bias: TileBias | None = None
     dropout_prob: float = 0.0
     dropout_step: int = 1
-    hides_tokens: bool = False
+    has_fully_masked_tokens: bool = False
     holds_function: bool = False
 
     @property

@@ -233,7 +233,7 @@ def _add_tile(
         part = parts[i]
         weights, d_scores = (buffer[written, :] for buffer in buffers[2 * (i % (lag + 1)) :][:2])
         q, k_transposed = refs["q"][:, part.queries], refs["k_transposed"][:, part.keys]
-        if masked and plan.scoring.hides_tokens:
+        if masked and plan.scoring.has_fully_masked_tokens:
             counts = part.allowed()
             q, k_transposed = without_unseen_queries(q, counts), without_unseen_keys(k_transposed, counts, axis=1)
         dv[:, part.keys] += product(plan, refs["d_out"][:, part.queries], weights, 1, 1)
@@ -280,7 +280,7 @@ def scores(part: Part, s: jax.Array, masked: bool) -> tuple[jax.Array, Any]:
 
 def known(part: Part, s: jax.Array, masked: bool) -> jax.Array:
     """Products, 0 for those of what nobody sees: it may hold NaN, and so would the derivatives there, times 0."""
-    return jnp.where(part.allowed(), s, 0.0) if masked and part.plan.scoring.hides_tokens else s
+    return jnp.where(part.allowed(), s, 0.0) if masked and part.plan.scoring.has_fully_masked_tokens else s
 
 
 def weights_and_gradients(

@@ -199,7 +199,7 @@ def _step(plan: Plan, refs: Any, places: tuple[Place, Place], state: _State, fir
             weights = jnp.exp2((_by_sublane(state.scores[keys, at]) - level) * c)
             total = _plus(total, weights.sum(axis=0))
             weights, v = weights.reshape(rows, cols), refs["v"][keys, :]
-            if plan.scoring.hides_tokens:
+            if plan.scoring.has_fully_masked_tokens:
                 # A weight of 0 times whatever a token holds that nobody sees, NaN for one, must be 0.
                 v = jnp.where(weights.max(axis=1, keepdims=True) != 0, v, jnp.zeros((), v.dtype))
             if first is not None:

@@ -70,7 +70,7 @@ class Part:
             counts = mask.apply(None, self.batch, self.place.h, q, kv, values, given, INSTEAD)
             counts = jnp.broadcast_to(counts, shape)
         # Queries beyond the ragged end harm nobody, unless they see what others must not.
-        ragged_queries = plan.T % plan.bq and plan.scoring.hides_tokens
+        ragged_queries = plan.T % plan.bq and plan.scoring.has_fully_masked_tokens
         for inside in [kv < plan.S] * bool(plan.S % plan.bk) + [q < plan.T] * bool(ragged_queries):
             inside = jnp.broadcast_to(inside, shape)
             counts = inside if counts is None else counts & inside

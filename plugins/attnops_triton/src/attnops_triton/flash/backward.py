@@ -119,7 +119,7 @@ def weights_again(tile: Tile, masked: bool, edge: bool) -> bool:
     """
     scoring, write = tile.plan.scoring, tile.write
     has_ok = masked and tile.allowed(edge)
-    if has_ok and scoring.hides_tokens and scoring.changes_scores:
+    if has_ok and scoring.has_fully_masked_tokens and scoring.changes_scores:
         # Else derivatives would be 0 times NaN where nobody sees.
         write("s = tl.where(ok, s, 0.0)")
     tile.change()
@@ -136,7 +136,7 @@ def score_gradients(tile: Tile, has_ok: bool) -> None:
     if scoring.dropout_prob:
         write(f"dp = tl.where(keep, dp * {number(1 / (1 - scoring.dropout_prob))}, 0.0)")
     write(f"ds = p * (dp - delta{beside})")
-    if has_ok and scoring.hides_tokens:
+    if has_ok and scoring.has_fully_masked_tokens:
         write("ds = tl.where(ok, ds, 0.0)")
 
 
@@ -208,7 +208,7 @@ def _write_by_key(write: Writer, plan: Plan, operands: list[Operand], visits: Vi
         tile.values_of("q", edge)
         tile.level(edge)
         tile.product("s", "q", "k", plan.D)
-        has_ok = weights_again(tile, masked, scoring.hides_tokens)
+        has_ok = weights_again(tile, masked, scoring.has_fully_masked_tokens)
         tile.rows("d_out", "q", plan.H, "h", plan.Dv, edge)
         if has_ok:
             tile.hide("q", *(f"q_{i}" for i in range(len(plan.pieces(plan.D)))),

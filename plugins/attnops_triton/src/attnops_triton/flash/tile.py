@@ -202,7 +202,7 @@ class Tile:
             conditions.append(self.bits())
         if edge and plan.S % self.bk:
             conditions.append(f"(kx < {plan.S})")
-        if scoring.hides_tokens and plan.T % self.bq:
+        if scoring.has_fully_masked_tokens and plan.T % self.bq:
             # A query beyond the last must not make a key look seen.
             conditions.append(f"(qx < {plan.T})")
         if not conditions:
@@ -244,7 +244,7 @@ class Tile:
 
     def hide(self, axis: str, *names: str) -> None:
         """Put 0 for the rows of queries, or of keys, that have no part in the tile: 0 times NaN would be NaN."""
-        if not self.plan.scoring.hides_tokens:
+        if not self.plan.scoring.has_fully_masked_tokens:
             return
         over = 1 if (axis == "kv") == self.transposed else 0
         # By bits: a choice between registers that a product reads makes the compiler give up on some architectures.

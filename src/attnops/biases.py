@@ -215,7 +215,9 @@ class ScoreFn(Bias):
     """Scores changed by a function, such as a bias that depends on the position, or a scale by the token.
 
     The function is traced on scalars at every call, and arrays that it closes over are read then: a later call, or
-    another `jax.jit`, sees what they are by that time. Functions that compute the same share compiled programs.
+    another `jax.jit`, sees what they are by that time. Functions that compute the same share compiled programs. As an
+    argument of `jax.jit` the function is static, and JAX takes a bound method for the same whatever its object holds by
+    then: give arrays that change as ``args``.
 
     Attributes:
         fn: ``fn(scores, b, h, q, kv, *args)`` gives the new scores, elementwise in jnp: float32 scores and integer

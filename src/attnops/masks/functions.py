@@ -46,7 +46,9 @@ class MaskFn(_Function):
     Combine it with what is known, ``Causal() & MaskFn(fn)``, and the tiles that are empty by that are skipped.
 
     The function is traced on scalars at every call, and arrays that it closes over are read then: a later call, or
-    another `jax.jit`, sees what they are by that time. Functions that compute the same share compiled programs.
+    another `jax.jit`, sees what they are by that time. Functions that compute the same share compiled programs. As an
+    argument of `jax.jit` the function is static, and JAX takes a bound method for the same whatever its object holds by
+    then: give arrays that change as ``args``.
 
     Attributes:
         fn: ``fn(b, h, q, kv, *args)`` gives a boolean, elementwise in jnp over integer arrays that broadcast.

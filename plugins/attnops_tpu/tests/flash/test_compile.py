@@ -13,6 +13,9 @@ from attnops_tpu.aot import TOPOLOGIES, compile_for
 from attnops.testing.catalogue import CASES as ALL
 from attnops.testing.catalogue import Case, one_target_each
 
+# What is compiled for a TPU is what a TPU would run.
+pytestmark = pytest.mark.optimised
+
 CASES = {name: case for name, case in ALL.items() if case.dtype != jnp.float16}  # which is refused
 
 # Compiled in the quick tests, each for one generation: what is likeliest to break, and the least memory.

@@ -1,0 +1,196 @@
+"""`attnops doctor`: what it finds, and its exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from typer.testing import CliRunner, Result
+
+import attnops
+from attnops import OperationRegistry, cli
+from attnops.cli import doctor
+from attnops.cli.known_bad import known_problems
+from attnops.operations.vanilla import VanillaAttention
+
+
+@pytest.fixture(autouse=True)
+def _core_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whatever else is installed here is not what is tested."""
+    monkeypatch.setenv("ATTNOPS_NO_AUTOLOAD", "1")
+    registered = OperationRegistry._registered[:]
+    yield
+    OperationRegistry._registered[:] = registered
+    monkeypatch.undo()
+    OperationRegistry.refresh()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.make_app(), list(arguments))
+
+
+def run_json(*arguments: str, status: int = 0) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def register(**body: Any) -> None:
+    """Register an operation "zeta" of a distribution "acme"."""
+    name = {"get_impl_name": classmethod(lambda cls: "zeta"), "__module__": "acme.zeta"}
+    OperationRegistry.register(type("Zeta", (VanillaAttention,), name | body))
+
+
+def forward(self: Any, query: Any, key: Any, value: Any) -> Any:
+    """A forward without options."""
+
+
+def core_of(plugins: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {plugin["name"]: plugin for plugin in plugins if plugin["distribution"] == "attnops"}
+
+
+def test_doctor_on_a_sound_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DEVICE_FILES", {})
+    found = run_json("doctor")
+    assert found["problems"] == [dataclasses.asdict(problem) for problem in known_problems(found["versions"])]
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["versions"]["attnops"] == attnops.__version__
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert (found["backend"], found["devices"]) == ("cpu", [str(device) for device in jax.devices()])
+    assert found["requirement_checker"] == "packaging.requirements"
+    assert {plugin["state"] for plugin in core_of(found["installed"]).values()} == {"loaded"}
+    monkeypatch.setattr(doctor, "known_problems", lambda versions: [])
+    assert run("doctor").exit_code == 0
+    assert run("doctor").output.endswith("Nothing is wrong.\n")
+
+
+def test_doctor_names_ambiguity_once() -> None:
+    for module in ("acme.zeta", "other.zeta"):
+        register(forward_gpu=forward, __module__=module, get_impl_name=classmethod(lambda cls: "vanilla"))
+    found = run_json("doctor", status=1)
+    assert [problem["what"] for problem in found["problems"]] == [
+        "'vanilla' on cuda is served by acme:vanilla and other:vanilla with the same priority=0; ask for one of them "
+        "by that name, or switch one off with ATTNOPS_DISABLE (likewise on rocm)"
+    ]
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "\nWrong\n- 'vanilla' on cuda is served by acme:vanilla and other:vanilla" in result.output
+    assert "'vanilla' on cuda is served by acme:vanilla and other:vanilla" in run("list").output
+
+
+def test_a_distribution_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    info = tmp_path / "acme_nameless-1.0.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text("[attnops.operations]\nzeta = acme:Zeta\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run("list")
+    assert result.exit_code == 0
+    assert "acme_nameless-1.0.dist-info can't be read, so its operations are missing" in result.output
+    (problem,) = run_json("doctor", status=1)["problems"]
+    assert (result.output.splitlines()[-1], problem["install"]) == (
+        problem["what"],
+        "pip uninstall it and install it again",
+    )
+
+
+def test_doctor_says_that_jax_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_start() -> None:
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "default_backend", cannot_start)
+    found = run_json("doctor", status=1)
+    assert [problem["what"] for problem in found["problems"]] == [
+        "JAX can't start: Unable to initialize backend 'cuda'"
+    ]
+    assert (found["backend"], found["devices"]) == ("", [])
+
+
+def test_doctor_says_that_requirements_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attnops.dispatch.plugins, "requirement_parser", lambda: attnops.dispatch.plugins._Unchecked)
+    found = run_json("doctor", status=1)
+    assert {"what": "what distributions require is not checked", "install": "pip install packaging"} in found[
+        "problems"
+    ]
+    assert found["requirement_checker"] == ""
+
+
+class Device:
+    """A device, as far as its platform goes."""
+
+    client = None
+
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+
+
+@pytest.mark.parametrize(
+    ("devices", "installed", "commands"),
+    [
+        (["cpu"], {"attnops"}, []),
+        (["cuda"], {"attnops"}, ["pip install attnops-triton"]),
+        (["rocm", "rocm"], {"attnops", "attnops-triton"}, ["pip install attnops-ring"]),
+        (["tpu"] * 4, {"attnops"}, ["pip install attnops-tpu", "pip install attnops-ring"]),
+        (["tpu"], {"attnops", "attnops-tpu"}, []),
+    ],
+)
+def test_doctor_suggests_what_serves_this_machine(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str], installed: set[str], commands: list[str]
+) -> None:
+    monkeypatch.setattr(doctor, "DEVICE_FILES", {})
+    found = doctor._suggestions([Device(platform) for platform in devices], installed)
+    assert [suggestion.install for suggestion in found] == commands
+
+
+def test_doctor_sees_an_accelerator_that_jax_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    files = {
+        str(tmp_path / "nvidiactl"): ("cuda", "an NVIDIA GPU", "pip install 'jax[cuda13]'"),
+        "/absent": ("tpu",) * 3,
+    }
+    monkeypatch.setattr(doctor, "DEVICE_FILES", files)
+    (found,) = doctor._suggestions([Device("cpu")], {"attnops"})
+    assert (found.what, found.install) == (
+        "this machine has an NVIDIA GPU, which JAX does not use",
+        "pip install 'jax[cuda13]'",
+    )
+    assert [s.install for s in doctor._suggestions([Device("cuda")], {"attnops-triton"})] == []
+
+
+SOUND = {"python": "3.12.4", "jax": "0.11.2", "jaxlib": "0.11.2", "triton": "3.9.0", "jax-triton": "0.4.1"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "problem", "install"),
+    [
+        ({}, None, None),
+        ({"jax": "0.12.0.1", "jaxlib": "0.12.0.1"},
+         "jax 0.12.0.1 and jax-triton 0.4.1 do not work together: every traced triton_call fails",
+         "pip install 'jax>=0.11.1,<0.12'"),
+        ({"jax": "0.12.0.1", "jaxlib": "0.12.0.1", "jax-triton": "0.4.2"}, None, None),
+        ({"jax": "0.11.0"}, "python 3.12.4, jax 0.11.0 and jax-triton 0.4.1 do not work together: jax-triton 0.4 needs",
+         "pip install 'jax>=0.11.1,<0.12'"),
+        ({"python": "3.11.7"}, "python 3.11.7 and jax-triton 0.4.1 do not work together: on this Python",
+         "pip install jax-triton==0.3.1"),
+        ({"python": "3.11.7", "jax": "0.10.2", "jaxlib": "0.10.2", "jax-triton": "0.3.1"}, None, None),
+        ({"triton": "3.6.0"}, "triton 3.6.0 and jax-triton 0.4.1 do not work together: jax-triton 0.4 can't lower",
+         "pip install 'triton>=3.7', or pip install jax-triton==0.3.1"),
+        ({"triton": "3.6.0", "jax-triton": "0.3.1"}, None, None),
+        ({"jaxlib": "0.10.2"}, "jax 0.11.2 and jaxlib 0.10.2 do not work together: the minor versions must be equal",
+         "pip install 'jaxlib==0.11.2'"),
+        ({"jax-cuda13-plugin": "0.10.0"}, "jaxlib 0.11.2 and jax-cuda13-plugin 0.10.0 do not work together",
+         "pip install 'jax-cuda13-plugin==0.11.2'"),
+    ],
+)  # fmt: skip
+def test_known_bad_combinations(versions: dict[str, str], problem: str | None, install: str | None) -> None:
+    found = known_problems(SOUND | versions)
+    if problem is None:
+        assert found == []
+    else:
+        (only,) = found
+        assert only.what.startswith(problem)
+        assert only.install == install

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from attnops.dispatch.limits import Limits
     from attnops.dispatch.metadata import OperationMetadata
     from attnops.dispatch.operation import API_VERSION, BaseOperation, forward_for
+    from attnops.dispatch.ranking import Rank
     from attnops.dispatch.registry import OperationRegistry
     from attnops.dispatch.request import AttentionRequest, Request
     from attnops.errors import (
@@ -48,6 +49,7 @@ __all__ = [
     "OperationRegistry",
     "PluginError",
     "PluginWarning",
+    "Rank",
     "Reason",
     "Request",
     "UnknownOperationError",
@@ -71,6 +73,7 @@ _HOMES: Final = {
     "dispatch.limits": ("Limits",),
     "dispatch.metadata": ("OperationMetadata",),
     "dispatch.operation": ("API_VERSION", "BaseOperation", "forward_for"),
+    "dispatch.ranking": ("Rank",),
     "dispatch.registry": ("OperationRegistry",),
     "dispatch.request": ("AttentionRequest", "Request"),
     "errors": (

@@ -109,8 +109,16 @@ def test_explain_gives_every_reason_of_a_refusal() -> None:
     assert "attnops:vanilla" in {other["name"] for other in found["others"] if other["serves"]}
 
 
+def test_explain_gives_ranks_in_json() -> None:
+    found = run_json("explain", "--platform", "cpu")
+    reason = "plain JAX that is laid out for this platform"
+    assert found["chosen"]["rank"] == {"name": "NATIVE_LAYOUT", "place": 5, "reason": reason}
+    (vanilla,) = (other for other in found["others"] if other["name"] == "attnops:vanilla")
+    assert (vanilla["rank"]["name"], vanilla["rank"]["place"]) == ("REFERENCE", 10)
+
+
 def test_explain_keeps_what_plugins_print_out_of_its_output() -> None:
-    register(preference=classmethod(lambda cls, request: print("hello")))
+    register(rank=classmethod(lambda cls, request: print("hello")))
     assert run_json("explain", "vanilla")["chosen"]["name"] == "attnops:vanilla"
     assert run("explain", "vanilla").stderr == "hello\n"
 

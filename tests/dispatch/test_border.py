@@ -14,6 +14,7 @@ from attnops import (
     OperationOutput,
     OperationRegistry,
     PluginError,
+    Rank,
     Reason,
     UnsupportedError,
     explain,
@@ -40,14 +41,14 @@ class Unprintable:
 
 
 def register(**members: Any) -> type[VanillaAttention]:
-    """An operation "zeta" of a distribution "acme", with a forward for tt and a preference above all others."""
+    """An operation "zeta" of a distribution "acme", with a forward for tt and a rank above all others."""
 
     def forward_tt(self: Any, query: Any, key: Any, value: Any) -> OperationOutput:
         return OperationOutput(jnp.full_like(query, 7))
 
     body = {
         "get_impl_name": classmethod(lambda cls: "zeta"),
-        "preference": classmethod(lambda cls, request: 99.0),
+        "rank": classmethod(lambda cls, request: Rank.EXCHANGES_KEYS),
         "forward_tt": forward_tt,
         "__module__": "acme.zeta",
         "__qualname__": "Zeta",
@@ -72,8 +73,8 @@ FAULTS = {
     "a str of reasons": ({"unsupported": lambda self, r: "long"}, "unsupported returned 'long', but must return or yi"),
     "None": ({"unsupported": lambda self, request: None}, "unsupported returned None, but must return or yield"),
     "raises": ({"unsupported": raising}, "unsupported raised KeyError: 'oops'"),
-    "unhashable": ({"circumstances": lambda self: ["sm_90"]}, "circumstances returned a list, but must return a hasha"),
-    "circumstances raise": ({"circumstances": raising}, "circumstances raised KeyError: 'oops'"),
+    "unhashable": ({"environment_key": lambda self: ["sm_90"]}, "environment_key returned a list, but must return a h"),
+    "key raises": ({"environment_key": raising}, "environment_key raised KeyError: 'oops'"),
     "no metadata": ({"__init__": sets_nothing}, "__init__ left metadata unset; it must call super().__init__(metadata"),
     "no argument": ({"__init__": lambda self: None}, "__init__ raised TypeError: "),
     "exits": ({"unsupported": lambda self, request: (_ for _ in ()).throw(SystemExit(3))}, "unsupported raised System"),
@@ -99,15 +100,18 @@ def test_a_fault_is_named_and_harms_no_other(members: dict[str, Any], text: str)
 
 
 @pytest.mark.parametrize(
-    ("preference", "text"),
+    ("rank", "text"),
     [
-        (classmethod(raising), "preference raised KeyError: 'oops'"),
-        (classmethod(lambda cls, request: "high"), "preference returned high, but must return a finite number"),
-        (classmethod(lambda cls, request: float("nan")), "preference returned nan, but must return a finite number"),
+        (classmethod(raising), "rank raised KeyError: 'oops'"),
+        (
+            classmethod(lambda cls, request: 9.0),
+            "rank returned 9.0, but must return an attnops.Rank, or None for never",
+        ),
+        (classmethod(lambda cls, request: "KERNEL"), "rank returned KERNEL, but must return an attnops.Rank, or None"),
     ],
 )
-def test_a_faulty_preference_is_named_and_harms_no_other(preference: Any, text: str) -> None:
-    cls = register(preference=preference)
+def test_a_faulty_rank_is_named_and_harms_no_other(rank: Any, text: str) -> None:
+    cls = register(rank=rank)
     metadata = OperationMetadata(platform="tt")
     found = explain(OperationRegistry.create("vanilla", metadata).request(Q, Q, Q))
     (faulty,) = (c for c in found.others if c.name == "acme:zeta")

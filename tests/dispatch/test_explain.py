@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import OperationImpl, OperationMetadata, OperationOutput, OperationRegistry, explain
+from attnops import OperationImpl, OperationMetadata, OperationOutput, OperationRegistry, Rank, explain
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.testing.oracle import attention
 
@@ -33,7 +33,7 @@ def linear(**members: Any) -> type[OperationImpl]:
 
     body = {
         "get_impl_name": classmethod(lambda cls: "linear"),
-        "preference": classmethod(lambda cls, request: 99.0),
+        "rank": classmethod(lambda cls, request: Rank.EXCHANGES_KEYS),
         "forward_native": forward,
         "__module__": "acme.linear",
     }

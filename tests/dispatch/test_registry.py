@@ -407,9 +407,7 @@ def test_a_class_by_hand_leaves_the_entry_points_platforms_alone(install: Instal
     assert OperationRegistry.get("zeta", "tpu") is hand["Operation"]
 
 
-@pytest.mark.parametrize(
-    "method", ["preference(cls, request)", "unsupported(self, request)", "__init__(self, metadata)"]
-)
+@pytest.mark.parametrize("method", ["rank(cls, request)", "unsupported(self, request)", "__init__(self, metadata)"])
 def test_one_that_raises_when_asked_is_not_chosen_and_harms_nobody(install: Install, method: str) -> None:
     decorator = "@classmethod\n    " if "cls" in method else ""
     source = OPERATION + CUDA + f"\n    {decorator}def {method}:\n        raise KeyError('oops')\n"
@@ -426,7 +424,9 @@ def test_one_that_raises_when_asked_is_not_chosen_and_harms_nobody(install: Inst
 
 def test_auto_breaks_ties_by_priority(install: Install) -> None:
     for name, priority in (("acme-one", 0), ("acme-two", 1)):
-        body = "\n    @classmethod\n    def preference(cls, request):\n        return 9.0\n"
+        body = (
+            "\n    @classmethod\n    def rank(cls, request):\n        return __import__('attnops').Rank.TILED_KERNEL\n"
+        )
         source = OPERATION.replace("api_version = 1", f"priority = {priority}") + CUDA + body
         install(name, source, entry_points={name: f"{name.replace('-', '_')}:Operation"})
     q = jnp.ones((1, 3, 2, 4))

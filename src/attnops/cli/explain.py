@@ -154,7 +154,7 @@ def _print_refusal(
             }
         )
     else:
-        able = [f"{other.name}: could serve it" for other in others if other.serves]
+        able = [f"{other.name}: could serve it\n  {other.ranked}" for other in others if other.serves]
         print_text("\n".join([sentence, *(f"  - {reason}" for reason in error.reasons), *able]))
 
 
@@ -170,7 +170,12 @@ def _describe(explanation: Explanation) -> dict[str, Any]:
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     fields = {field.name: getattr(candidate, field.name) for field in dataclasses.fields(candidate)}
-    return fields | {"serves": candidate.serves, "reasons": [_reason(reason) for reason in candidate.reasons]}
+    rank = candidate.rank
+    return fields | {
+        "serves": candidate.serves,
+        "reasons": [_reason(reason) for reason in candidate.reasons],
+        "rank": None if rank is None else {"name": rank.name, "place": rank.place, "reason": rank.reason},
+    }
 
 
 def _request_fields(request: AttentionRequest) -> dict[str, Any]:

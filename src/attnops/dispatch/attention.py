@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from attnops.dispatch.binding import Call, bind_attention, resolve_mode
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, decide, forward_for, warn_gathers
+from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
 from attnops.errors import Reason, UnsupportedError
@@ -50,9 +51,9 @@ class OperationImpl(BaseOperation):
     option_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @classmethod
-    def preference(cls, request: Request) -> float | None:
-        """How good a choice the operation `auto` takes this to be; the highest is picked. None: never."""
-        return 1.0 if forward_for(cls, request.platform) != "native" else 0.0
+    def rank(cls, request: Request) -> Rank | None:
+        """How good a choice this is for a request that it serves, for the operation `auto`. None: never picked."""
+        return Rank.KERNEL if forward_for(cls, request.platform) != "native" else Rank.NATIVE
 
     def __call__(
         self,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import Request
 from attnops.errors import PluginError, Reason, UnsupportedError, printable
 
@@ -37,21 +37,21 @@ def make(cls: type[BaseOperation], metadata: OperationMetadata) -> BaseOperation
     return operation
 
 
-def circumstances(operation: BaseOperation) -> Hashable:
-    """``operation.circumstances()``.
+def environment_key(operation: BaseOperation) -> Hashable:
+    """``operation.environment_key()``.
 
     Raises:
         PluginError: it raised, or gave what can't be hashed.
     """
     cls = type(operation)
     try:
-        found = operation.circumstances()
+        found = operation.environment_key()
     except RAISED as error:
-        raise _raised(cls, "circumstances", error) from error
+        raise _raised(cls, "environment_key", error) from error
     try:
         hash(found)
     except RAISED as error:
-        what = f"circumstances returned a {type(found).__name__}, but must return a hashable value"
+        what = f"environment_key returned a {type(found).__name__}, but must return a hashable value"
         raise _fault(cls, what) from error
     return found
 
@@ -81,24 +81,19 @@ def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
     return found
 
 
-def preference(cls: type[OperationImpl], request: Request) -> float | None:
-    """``cls.preference(request)``.
+def rank(cls: type[OperationImpl], request: Request) -> Rank | None:
+    """``cls.rank(request)``.
 
     Raises:
-        PluginError: it raised, or gave neither a finite number nor None.
+        PluginError: it raised, or gave neither a `Rank` nor None.
     """
     try:
-        found: Any = cls.preference(request)
+        found: Any = cls.rank(request)
     except RAISED as error:
-        raise _raised(cls, "preference", error) from error
-    try:
-        is_finite = found is None or math.isfinite(found)
-    except RAISED:
-        is_finite = False
-    if not is_finite:
-        text = printable(found)
-        raise _fault(cls, f"preference returned {text}, but must return a finite number, or None for never")
-    return None if found is None else float(found)
+        raise _raised(cls, "rank", error) from error
+    if found is not None and not isinstance(found, Rank):
+        raise _fault(cls, f"rank returned {printable(found)}, but must return an attnops.Rank, or None for never")
+    return found
 
 
 def _raised(cls: type, method: str, error: BaseException) -> PluginError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Hashable, Iterator
 
 from attnops.dispatch import border
 from attnops.dispatch.attention import OperationImpl
@@ -11,6 +13,7 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import ATTENTION, BaseOperation, forward_for
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.plugins import CORE, Plugin, State
+from attnops.dispatch.ranking import Rank
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.errors import PluginError, Reason, UnsupportedError, printable
@@ -25,21 +28,26 @@ class Candidate:
         forward: the forward that would run, such as ``"cuda"`` or ``"native"``; empty where none can.
         reasons: why the forward for the request's platform can't serve it; empty where it can.
         problem: why the implementation can't be used at all; empty where it can.
-        preference: what `auto` goes by, the highest first; None where `auto` never picks it.
-        priority: what decides between equal preferences.
+        rank: its place in the order in which `auto` picks; None where `auto` never picks it.
+        priority: what decides inside one rank.
     """
 
     name: str
     forward: str
     reasons: tuple[Reason, ...] = ()
     problem: str = ""
-    preference: float | None = None
+    rank: Rank | None = None
     priority: int = 0
 
     @property
     def serves(self) -> bool:
         """Whether it runs the request on the forward meant for the platform."""
         return not self.reasons and not self.problem
+
+    @property
+    def ranked(self) -> str:
+        """Its rank and the reason for it, such as ``"rank 3 of 10: the vendor's fused kernel"``."""
+        return "no rank: auto never picks it" if self.rank is None else str(self.rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +67,10 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.request}", f"runs {self.chosen.name} (forward_{self.chosen.forward})"]
         lines += [f"  although {reason}" for reason in self.chosen.reasons]
+        lines.append(f"  {self.chosen.ranked}")
         for other in self.others:
             lines.append(f"{other.name}: " + ("could serve it" if other.serves else "can't serve it"))
+            lines += [f"  {other.ranked}"] if other.serves else []
             lines += [f"  - {reason}" for reason in ([other.problem] if other.problem else other.reasons)]
         return "\n".join(lines)
 
@@ -106,16 +116,13 @@ def explain(
 
 
 def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
-    """The implementation that `auto` runs: of those that serve the request, the one they prefer.
-
-    Ties go to a forward of the platform's own or the core's native one, then to the higher ``priority``, then to the
-    first name.
+    """The implementation that `auto` runs: of those that serve the request, the first, see `attnops.dispatch.ranking`.
 
     Raises:
         UnsupportedError: nothing can serve the request, with everybody's reasons.
     """
     candidates = list(_candidates(request, metadata))
-    able = [c for c in candidates if c.serves and c.preference is not None]
+    able = [c for c in candidates if c.serves and c.rank is not None]
     if not able:
         reasons = [dataclasses.replace(r, argument=f"{c.name}: {r.argument}") for c in candidates for r in c.reasons]
         problems = [f"{c.name} is {c.problem}" for c in candidates if c.problem]
@@ -124,25 +131,60 @@ def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
     return min(able, key=_order)
 
 
-def _order(candidate: Candidate) -> tuple[bool, float, bool, int, str]:
-    preference = float("-inf") if candidate.preference is None else candidate.preference
-    # The native forward that a plugin's class inherits is the core's, and so is the honour.
+def _order(candidate: Candidate) -> tuple[bool, int, bool, int, str]:
+    place = len(Rank) + 1 if candidate.rank is None else candidate.rank.place
+    # The native forward that a plugin's class inherits is the core's, so the core's class comes first.
     inherits = candidate.forward == "native" and candidate.name.partition(":")[0] != CORE
-    return not candidate.serves, -preference, inherits, -candidate.priority, candidate.name
+    return not candidate.serves, place, inherits, -candidate.priority, candidate.name
 
 
 def _candidates(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Candidate]:
+    for plugin, cls in _considered():
+        if cls is not None:
+            yield _ask(plugin, cls, request, metadata)
+        elif plugin.state is not State.DISCOVERED:
+            yield Candidate(plugin.name, "", problem=f"{plugin.state}: {plugin.cause}")
+
+
+def _considered() -> Iterator[tuple[Plugin, type[OperationImpl] | None]]:
+    """The plugins that `auto` considers, each class once; None for one that has no class."""
     seen = set()
     for plugin in OperationRegistry.plugins(load=True):
         cls = plugin.operation_class
         if cls is None:
-            if plugin.state is not State.DISCOVERED:
-                yield Candidate(plugin.name, "", problem=f"{plugin.state}: {plugin.cause}")
-            continue
-        if cls in seen or not issubclass(cls, OperationImpl) or cls.computes != ATTENTION or plugin.operation == "auto":
-            continue
-        seen.add(cls)
-        yield _ask(plugin, cls, request, metadata)
+            yield plugin, None
+        elif issubclass(cls, OperationImpl) and cls.computes == ATTENTION and plugin.operation != "auto":
+            if cls not in seen:
+                yield plugin, cls
+            seen.add(cls)
+
+
+def environment_keys(metadata: OperationMetadata, generation: int) -> tuple[Hashable, ...]:
+    """What `pick` depends on in addition to request, metadata and installed plugins, as a part of a cache's key.
+
+    Args:
+        metadata: of `auto`.
+        generation: `OperationRegistry.generation`.
+    """
+    return tuple(map(_environment_key, _operations(metadata, generation)))
+
+
+def _environment_key(operation: BaseOperation) -> Hashable:
+    try:
+        return border.environment_key(operation)
+    except PluginError as error:
+        return f"failed: {error}"
+
+
+@functools.lru_cache(maxsize=256)
+def _operations(metadata: OperationMetadata, generation: int) -> tuple[BaseOperation, ...]:
+    """The operations that `auto` considers, those left out that can't be made: `pick` reports them."""
+    found = []
+    for _, cls in _considered():
+        if cls is not None:
+            with contextlib.suppress(*border.RAISED):
+                found.append(border.make(cls, metadata))
+    return tuple(found)
 
 
 def _ask(plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
@@ -182,16 +224,16 @@ def _ask_all(cls: type[BaseOperation], platform: str) -> None:
             platform=platform, batch=1, query_length=128, key_length=128, heads=2, kv_heads=2, head_dim=64,
             value_head_dim=64,
         )  # fmt: skip
-        border.preference(cls, request)
+        border.rank(cls, request)
         operation.reasons(request)
-    border.circumstances(operation)
+    border.environment_key(operation)
 
 
 def _candidate(
     plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata
 ) -> Candidate:
     operation = border.make(cls, metadata)
-    border.circumstances(operation)
+    border.environment_key(operation)
     forward = forward_for(cls, request.platform)
     reasons = operation.reasons(request)
     if reasons:
@@ -199,5 +241,4 @@ def _candidate(
             forward != "native" and metadata.on_unsupported == "native" and not operation._reasons("native", request)
         )
         forward = "native" if native else ""
-    preference = border.preference(cls, request)
-    return Candidate(plugin.name, forward, tuple(reasons), preference=preference, priority=cls.priority)
+    return Candidate(plugin.name, forward, tuple(reasons), rank=border.rank(cls, request), priority=cls.priority)

@@ -42,7 +42,8 @@ class BaseOperation(abc.ABC):
     reason not to run it, as ``**kwargs`` does not count as naming.
 
     Class attributes:
-        priority: of several classes that serve one name on one platform, the highest is picked.
+        priority: of several classes that serve one name on one platform, the highest is picked; `auto` breaks ties
+            inside one `attnops.Rank` by it.
         api_version: the version of this contract that the class was written for; state it as a number.
         computes: ``"attention"``: the class computes the attention contract, so that `auto` may pick it and `explain`
             lists it. The core's operations declare it, and their subclasses inherit it. None: something else.
@@ -116,12 +117,15 @@ class BaseOperation(abc.ABC):
     def unsupported(self, request: Request) -> Iterable[Reason]:
         """Further reasons not to run this platform's own forward; for what `limits` can't say.
 
-        Not asked where the native forward runs. Must depend on ``request``, the metadata and `circumstances` alone.
+        Not asked where the native forward runs. Must depend on ``request``, the metadata and `environment_key` alone.
         """
         return ()
 
-    def circumstances(self) -> Hashable:
-        """What `unsupported` depends on beside the request, such as a device that is compiled for but not at hand."""
+    def environment_key(self) -> Hashable:
+        """What `unsupported` depends on in addition to the request: a part of the key of caches of decisions.
+
+        Such as a device that is compiled for but not at hand. Asked at every call, so it must be cheap.
+        """
         return None
 
     @final
@@ -331,7 +335,7 @@ def decide(operation: BaseOperation, request: Request) -> str:
         UnsupportedError: neither may or can, with all reasons.
         PluginError: the operation's class is at fault, see `attnops.dispatch.border`.
     """
-    return _decide(_Asked(operation), request, border.circumstances(operation))
+    return _decide(_Asked(operation), request, border.environment_key(operation))
 
 
 class _Asked:
@@ -350,7 +354,7 @@ class _Asked:
 
 
 @functools.lru_cache(maxsize=4096)
-def _decide(asked: _Asked, request: Request, circumstances: Hashable) -> str:
+def _decide(asked: _Asked, request: Request, environment_key: Hashable) -> str:
     operation = asked.operation
     forward = forward_for(type(operation), request.platform)
     reasons = operation._reasons(forward, request)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
-from attnops.dispatch.explain import pick
+from attnops.dispatch.explain import environment_keys, pick
 from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.ranking import Rank
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.operations.vanilla import VanillaAttention
@@ -18,7 +20,8 @@ class AutoAttention(VanillaAttention):
     """Runs, for each call, the installed implementation that serves it best; `attnops.explain` says which and why.
 
     Only implementations that declare ``computes = "attention"`` and serve the request on the forward meant for the
-    platform are considered. Each states by ``preference`` how good a choice it is.
+    platform are considered. Each states by ``rank`` how good a choice it is,
+    see `attnops.dispatch.ranking`.
     """
 
     @classmethod
@@ -26,7 +29,7 @@ class AutoAttention(VanillaAttention):
         return "auto"
 
     @classmethod
-    def preference(cls, request: Request) -> float | None:
+    def rank(cls, request: Request) -> Rank | None:
         return None
 
     def run(self, call: Call) -> Any:
@@ -36,11 +39,14 @@ class AutoAttention(VanillaAttention):
             UnsupportedError: nothing that is installed can serve it.
         """
         assert isinstance(call.request, AttentionRequest)
-        return _picked(self.metadata, call.request, OperationRegistry.generation()).run(call)
+        keys = environment_keys(self.metadata, OperationRegistry.generation())
+        return _picked(self.metadata, call.request, OperationRegistry.generation(), keys).run(call)
 
 
 @functools.lru_cache(maxsize=4096)
-def _picked(metadata: OperationMetadata, request: AttentionRequest, generation: int) -> OperationImpl:
+def _picked(
+    metadata: OperationMetadata, request: AttentionRequest, generation: int, keys: tuple[Hashable, ...]
+) -> OperationImpl:
     operation = OperationRegistry.create(pick(request, metadata).name, metadata)
     assert isinstance(operation, OperationImpl)
     return operation

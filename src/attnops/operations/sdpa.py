@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from attnops.dispatch.limits import SYMBOLIC, Limits
+from attnops.dispatch.operation import forward_for
+from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.errors import Reason
 from attnops.kernels.unseen import hide_unseen
@@ -59,8 +61,11 @@ class ScaledDotProductAttention(VanillaAttention):
         return "sdpa"
 
     @classmethod
-    def preference(cls, request: Request) -> float | None:
-        return 2.0 if request.platform == "cuda" else -1.0  # a fused kernel; T × S memory
+    def rank(cls, request: Request) -> Rank | None:
+        name = f"forward_{forward_for(cls, request.platform)}"
+        if getattr(cls, name) is not getattr(ScaledDotProductAttention, name):
+            return super().rank(request)  # a plugin's kernel, in a subclass
+        return Rank.VENDOR_KERNEL if request.platform == "cuda" else Rank.PRODUCT
 
     def forward_gpu(
         self,

@@ -13,7 +13,8 @@ from jax import lax
 from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import SYMBOLIC, Limits
-from attnops.dispatch.operation import ATTENTION, forward_for
+from attnops.dispatch.operation import ATTENTION
+from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import Request
 from attnops.dropout import dropout_mask
 from attnops.kernels.unseen import hide_unseen
@@ -35,10 +36,9 @@ class VanillaAttention(OperationImpl):
         return "vanilla"
 
     @classmethod
-    def preference(cls, request: Request) -> float | None:
-        if forward_for(cls, request.platform) != "native":
-            return super().preference(request)  # a plugin's kernel, in a subclass
-        return -2.0  # the last resort: right, but with T × S memory
+    def rank(cls, request: Request) -> Rank | None:
+        own = super().rank(request)
+        return Rank.REFERENCE if own is Rank.NATIVE else own  # else a plugin's kernel, in a subclass
 
     def forward_native(
         self,

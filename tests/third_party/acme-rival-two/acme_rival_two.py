@@ -21,7 +21,7 @@ class Operation(attnops.OperationImpl):
         return "rival"
 
     @classmethod
-    def preference(cls, request: attnops.Request) -> None:
+    def rank(cls, request: attnops.Request) -> None:
         return None
 
     def forward_native(self, query: jax.Array, key: jax.Array, value: jax.Array) -> attnops.OperationOutput:

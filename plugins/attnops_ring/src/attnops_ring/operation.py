@@ -20,6 +20,7 @@ from attnops import (
     OperationImpl,
     OperationOutput,
     OperationRegistry,
+    Rank,
     Reason,
     Request,
     UnsupportedError,
@@ -71,11 +72,11 @@ class RingAttention(OperationImpl):
         return "ring"
 
     @classmethod
-    def preference(cls, request: Request) -> float | None:
-        """First where a mesh cuts the sequence, never else."""
-        return 5.0 if isinstance(request, AttentionRequest) and request.sequence_axes else None
+    def rank(cls, request: Request) -> Rank | None:
+        """First where a mesh cuts the sequence; else never picked."""
+        return Rank.EXCHANGES_KEYS if isinstance(request, AttentionRequest) and request.sequence_axes else None
 
-    def circumstances(self) -> bool:
+    def environment_key(self) -> bool:
         """Whether there is a mesh in which the rules' axes have one device."""
         sizes = [self._mesh().shape[name] for name in self._axes()]
         return bool(sizes) and math.prod(sizes) == 1
@@ -115,7 +116,7 @@ class RingAttention(OperationImpl):
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:
         found = super()._reasons(forward, request)
-        if isinstance(request, AttentionRequest) and not request.sequence_axes and not self.circumstances():
+        if isinstance(request, AttentionRequest) and not request.sequence_axes and not self.environment_key():
             found.append(Reason("mesh", "none, or whole sequences", "must cut the keys",
                                 "create 'flash'; or cut them, by metadata.mesh and AxisRules' kv_length"))  # fmt: skip
         return found

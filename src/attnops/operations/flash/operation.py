@@ -13,6 +13,7 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.operation import ATTENTION
+from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.kernels.flash import FlashBackend, FlashCall, attention, partial, partial_vjp
 from attnops.masks.base import Mask
@@ -45,12 +46,13 @@ class FlashAttention(OperationImpl):
         return "flash"
 
     @classmethod
-    def preference(cls, request: Request) -> float | None:
-        own = super().preference(request)
-        if own != 0.0 or request.platform == "cpu":
-            return 1.0  # a plugin's kernel in a subclass, or the platform that the native forward is laid out for
-        # Elsewhere its loop is slower than one product of T × S, until that no longer fits.
-        return 0.0 if isinstance(request, AttentionRequest) and _scores(request) > _LARGE else -1.5
+    def rank(cls, request: Request) -> Rank | None:
+        own = super().rank(request)
+        if own is not Rank.NATIVE:
+            return own  # a plugin's kernel, in a subclass
+        if request.platform == "cpu":
+            return Rank.NATIVE_LAYOUT
+        return Rank.LINEAR_MEMORY if isinstance(request, AttentionRequest) and _scores(request) > _LARGE else Rank.LOOP
 
     def forward_native(
         self,

@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 
 import jax
 
-from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
+from attnops import AttentionRequest, Limits, OperationOutput, Rank, Reason, Request
 from attnops.biases import Bias
 from attnops.kernels import FlashBackend
 from attnops.masks import Mask
@@ -38,20 +38,19 @@ class TritonFlashAttention(FlashAttention):
     }
 
     @classmethod
-    def preference(cls, request: Request) -> float | None:
-        """Before cuDNN, whose preference is 2, where that would need an array of T × S elements; else after it.
+    def rank(cls, request: Request) -> Rank | None:
+        """Before cuDNN where that would need an array of T × S elements; else after it.
 
         By bytes, as no GPU has timed the two: a mask of 16,384 × 16,384 is 512 MB in bfloat16, read again for every
         head that has one of its own, and no tile of it is left out. Plain and causal attention is cuDNN's own ground.
         """
-        own = super().preference(request)
         if request.platform != "cuda" or not isinstance(request, AttentionRequest):
-            return own
+            return super().rank(request)
         is_plain = request.mask_kinds <= {"Causal"} and request.query_length == request.key_length
-        return 3.0 if request.bias_kind or (request.mask_kinds and not is_plain) else 1.0
+        return Rank.TILED_KERNEL if request.bias_kind or (request.mask_kinds and not is_plain) else Rank.KERNEL
 
-    def circumstances(self) -> Hashable:
-        """See `attnops.BaseOperation.circumstances`: the GPU that kernels are compiled for."""
+    def environment_key(self) -> Hashable:
+        """See `attnops.BaseOperation.environment_key`: the GPU that kernels are compiled for."""
         from attnops_triton.targets import current
 
         return current()

@@ -1,0 +1,41 @@
+"""The order in which `auto` picks, in one table: each rank has a reason, which `attnops.explain` prints.
+
+Of the implementations that serve a call, `auto` runs the one whose ``rank(request)`` is first in `Rank`. Inside
+one rank a class with a forward for the platform, or the core's own, comes before a class of a plugin that inherits the
+native forward; then the higher ``priority`` wins, then the first name.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Rank(enum.Enum):
+    """How good a choice an implementation is for a request, the best first; the value is the reason."""
+
+    EXCHANGES_KEYS = "a mesh cuts the sequence, and this one exchanges keys between devices"
+    TILED_KERNEL = "a kernel that reads this mask or bias by tiles, where the vendor's needs a T × S array"
+    VENDOR_KERNEL = "the vendor's fused kernel"
+    KERNEL = "a forward written for this platform"
+    NATIVE_LAYOUT = "plain JAX that is laid out for this platform"
+    LINEAR_MEMORY = "O(T + S) memory, where T × S scores no longer fit"
+    NATIVE = "plain JAX, with a native forward of its own"
+    PRODUCT = "one product of T × S scores, in XLA"
+    LOOP = "a loop over tiles, slower on this platform than one product of T × S scores"
+    REFERENCE = "the reference, in T × S memory"
+
+    @property
+    def reason(self) -> str:
+        """Why an implementation has this rank, in a sentence."""
+        return self.value
+
+    @property
+    def place(self) -> int:
+        """Its place in the order, from 1, which is the best."""
+        return _PLACES[self]
+
+    def __str__(self) -> str:
+        return f"rank {self.place} of {len(Rank)}: {self.reason}"
+
+
+_PLACES = {rank: place for place, rank in enumerate(Rank, 1)}

@@ -143,7 +143,7 @@ def test_explain_gives_the_reasons_of_the_others() -> None:
         (["--heads", "8", "--kv-heads", "3"], "query has 8 heads and key has 3: the kv heads must divide the heads"),
         (["--mask", "caussal"], "mask='caussal' is unknown; write an expression of Causal"),
         (["--mask", "7x1024"], "mask has shape (7, 1024), but must be 4-D"),
-        (["--bias", "wide"], "bias='wide' is no shape; write it as 4x1x128x128"),
+        (["--bias", "wide"], "bias='wide' is not a shape; write it as 4x1x128x128"),
         (["--dropout", "1.5"], "dropout_prob=1.5 must lie in [0, 1); use 0.0 for no dropout"),
         (["--soft-cap", "-1"], "logits_soft_cap=-1.0 must be positive, from"),
     ],

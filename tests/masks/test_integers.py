@@ -138,10 +138,10 @@ def test_an_offset_is_a_position_too():
 def test_positions_that_can_not_be_moved_are_refused():
     t = np.array([0, 1]) + 1000 * NOW
     refused = {
-        "and this mask reads them as they are": MaskFn(lambda b, h, q, kv: q >= kv).at(t, t),
+        "and this mask depends on their values": MaskFn(lambda b, h, q, kv: q >= kv).at(t, t),
         "from 0 to 1700000000001 must fit int32, which": Causal().at(t),
-        "once they are counted from the first": Causal().at([0, 2**33], [0, 1]),
-        "must fit int32 where the offset is an array": Causal(jnp.array([[1]])).at(kv_positions=t),
+        "after the first is subtracted": Causal().at([0, 2**33], [0, 1]),
+        "must fit int32 if the offset is an array": Causal(jnp.array([[1]])).at(kv_positions=t),
     }
     for text, mask in refused.items():
         with pytest.raises(ValueError, match=text):
@@ -149,7 +149,7 @@ def test_positions_that_can_not_be_moved_are_refused():
     chunks = Chunked(np.array([[3], [4]])).at(t, t).dense(2, 1, 2, 2)
     for b, size in enumerate((3, 4)):
         np.testing.assert_array_equal(chunks[b, 0], np.equal.outer(t // size, t // size))
-    with pytest.raises(ValueError, match="q_positions has dtype uint32 and is traced, so that it is not known whether"):
+    with pytest.raises(ValueError, match="q_positions has dtype uint32 and is traced, so that its values may not fit"):
         jax.jit(lambda t: Causal().at(t, t).dense(1, 1, 2, 2))(jnp.zeros(2, jnp.uint32))
     with jax.enable_x64(True), pytest.raises(ValueError, match="cast them to int32"):
         jax.jit(lambda t: Causal().at(t, t).dense(1, 1, 2, 2))(jnp.zeros(2, jnp.int64))

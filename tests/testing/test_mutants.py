@@ -17,8 +17,7 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import Limits
 from attnops.dropout import dropout_keep, dropout_rows, dropout_seed
 from attnops.kernels.unseen import hide_unseen
-from attnops.masks import Causal, Segments, SlidingWindow
-from attnops.masks.algebra import And
+from attnops.masks import And, Causal, Segments, SlidingWindow
 from attnops.output import OperationOutput
 from attnops.testing.behaviours import BEHAVIOURS, memory_growth
 from attnops.testing.pairs import joined, rows_of_each

@@ -1,4 +1,4 @@
-"""Masks as they are written on the command line."""
+"""Masks written on the command line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from attnops import masks
-from attnops.masks import Mask, MaskFn
+from attnops.masks import (
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    KeyPadding,
+    Lengths,
+    Mask,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+)
 
-_PRIMITIVES = ("attnops.masks.positions", "attnops.masks.tokens")
+# Without `MaskFn`, whose function no expression can give.
+_PRIMITIVES = (Causal, Chunked, Dense, Full, KeyPadding, Lengths, PrefixLM, Segments, SlidingWindow)
+_BY_NAME: dict[str, type[Mask]] = {cls.__name__.lower(): cls for cls in _PRIMITIVES}
 _BINARY = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
 
 
@@ -20,11 +32,11 @@ def parse_shape(name: str, text: str) -> tuple[int, ...]:
     """``"4x1x128x128"`` or ``"4,1,128,128"`` as a tuple.
 
     Raises:
-        ValueError: it is no shape.
+        ValueError: it is not a shape.
     """
     sizes = re.split(r"\s*[x,]\s*", text.strip(" ()[]"))
     if not all(size.isdecimal() for size in sizes):
-        raise ValueError(f"{name}={text!r} is no shape; write it as 4x1x128x128")
+        raise ValueError(f"{name}={text!r} is not a shape; write it as 4x1x128x128")
     return tuple(map(int, sizes))
 
 
@@ -32,10 +44,10 @@ def parse_mask(text: str) -> Any:
     """A mask from an expression of `attnops.masks` such as ``"causal"`` or ``"Causal() & SlidingWindow(4095, 0)"``, or
     a boolean array from a shape. A tuple among the arguments, ``Lengths((4,))``, stands for an array of that shape.
 
-    To be called while tracing, so that no array is made.
+    Call it while tracing, so that no array is allocated.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither of them.
     """
     if re.match(r"[\s\d(\[]+[x,]", text):
         return jnp.zeros(parse_shape("mask", text), bool)
@@ -57,7 +69,7 @@ def _evaluate(node: ast.expr) -> Any:
             cls = _mask_class(name)
             values = [_argument(cls, argument) for argument in arguments]
             return cls(*values, **{str(keyword.arg): _argument(cls, keyword.value) for keyword in keywords})
-    raise ValueError(f"mask={ast.unparse(node)!r} is no mask; {_usage()}")
+    raise ValueError(f"mask={ast.unparse(node)!r} is not a mask; {_usage()}")
 
 
 def _argument(cls: type[Mask], node: ast.expr) -> Any:
@@ -70,20 +82,13 @@ def _argument(cls: type[Mask], node: ast.expr) -> Any:
     return value
 
 
-def _mask_classes() -> dict[str, type[Mask]]:
-    """By name; without `MaskFn`, whose function no expression can state."""
-    exported = (getattr(masks, name) for name in masks.__all__)
-    found = [cls for cls in exported if isinstance(cls, type) and cls.__module__ in _PRIMITIVES and cls is not MaskFn]
-    return {cls.__name__.lower(): cls for cls in found}
-
-
 def _mask_class(name: str) -> type[Mask]:
     try:
-        return _mask_classes()[name.lower().replace("_", "")]
+        return _BY_NAME[name.lower().replace("_", "")]
     except KeyError:
         raise ValueError(f"mask={name!r} is unknown; {_usage()}") from None
 
 
 def _usage() -> str:
-    names = ", ".join(sorted(cls.__name__ for cls in _mask_classes().values()))
+    names = ", ".join(cls.__name__ for cls in _PRIMITIVES)
     return f"write an expression of {names} with &, | and ~, or an array's shape such as 1x1x128x128"

@@ -13,10 +13,9 @@ from attnops.dispatch.metadata import OperationMetadata, check_scale, check_soft
 from attnops.dispatch.request import AttentionRequest, Request, dtype_name
 from attnops.dropout import ShiftedKey
 from attnops.kernels.elementwise import ARGUMENTS, AXES, primitives_of
-from attnops.masks.base import Mask
+from attnops.masks.base import Dense, Mask
 from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.masks.functions import functions
-from attnops.masks.tokens import Dense
 from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
 
 _NOT_FLAGS: Final = frozenset({"mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key"})

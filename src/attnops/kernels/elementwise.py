@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import Bias, function_of
-from attnops.masks.base import Mask
+from attnops.masks.base import Dense, Mask
 from attnops.masks.functions import MaskFn
-from attnops.masks.tokens import Dense
 from attnops.programs.functions import INDEX, SCORE, Bound, Opaque
 from attnops.programs.program import IDENTITIES, Atom, Equation, Program, bind, needed, run
 from attnops.programs.tracing import CALLS, WITH_DERIVATIVES, trace
@@ -241,7 +240,7 @@ class _Given(Mask):
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return self.seen
 
-    def tiles(self, grid: Any) -> Any:
+    def coverage_bounds(self, grid: Any) -> Any:
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -3,14 +3,15 @@
 ``Causal() & SlidingWindow(4095, 0) & Segments(ids)``; the primitives combine with ``&``, ``|`` and ``~``.
 """
 
-from attnops.masks.algebra import And, At, Not, Or
-from attnops.masks.base import Mask
+from attnops.masks.at import At
+from attnops.masks.base import And, Dense, Mask, Not, Or
+from attnops.masks.blocks import BlockMap, block_map
 from attnops.masks.functions import MaskFn
+from attnops.masks.grid import Coverage, CoverageBounds, Grid
 from attnops.masks.positions import Causal, Chunked, Full, PrefixLM, SlidingWindow
 from attnops.masks.shift import Shifted
 from attnops.masks.structure import Band, MaskStructure, Split
-from attnops.masks.tiles import BlockMap, Coverage, Grid, TileCoverage, block_map
-from attnops.masks.tokens import Dense, KeyPadding, Lengths, Segments
+from attnops.masks.tokens import KeyPadding, Lengths, Segments
 
 __all__ = [
     "And",
@@ -20,6 +21,7 @@ __all__ = [
     "Causal",
     "Chunked",
     "Coverage",
+    "CoverageBounds",
     "Dense",
     "Full",
     "Grid",
@@ -35,6 +37,5 @@ __all__ = [
     "Shifted",
     "SlidingWindow",
     "Split",
-    "TileCoverage",
     "block_map",
 ]

@@ -1,4 +1,4 @@
-"""Mask: what every mask can do."""
+"""Mask: what every mask can do; and the masks that its operators make."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.programs.program import Program
+from attnops.masks.bands import tight_bounds
+from attnops.masks.checks import check_boolean, check_broadcastable
+from attnops.masks.grid import Coverage, CoverageBounds, Grid
+from attnops.masks.picture import picture, small_picture, text
+from attnops.masks.pytree import equal_leaves, register, replaced
 
 if TYPE_CHECKING:
     from attnops.masks.structure import MaskStructure, Split
-    from attnops.masks.tiles import Coverage, Grid, TileCoverage
 
 
 class Mask(abc.ABC):
     """Which query sees which key, without a T × S array.
 
     Masks combine with ``&``, ``|`` and ``~``. They are pytrees: a field that holds an array is a leaf, any other field
-    is static, so that a mask passes through `jax.jit` and its siblings. One whose arrays are all numpy's, or that has
-    none, is known when tracing; then its tiles are too.
+    is static, so that a mask can be an argument of `jax.jit` and other transformations. A mask without arrays, or with
+    numpy's only, is known when tracing, and so is the coverage of its tiles.
 
-    Queries and keys are numbered from 0. A mask that speaks of positions takes query i to stand at position
-    ``i + offset`` among the keys, where ``offset`` is ``S - T`` unless the mask states one, so that the last query
-    stands at the last key; `at` gives tokens any other positions.
+    Queries and keys are numbered from 0. For a mask of positions, query i is at position ``i + offset`` among the keys,
+    where ``offset`` is ``S - T`` unless the mask has its own, so that the last query is at the last key; `at` gives
+    tokens any other positions.
     """
 
     # numpy's operators then leave `array & mask` to the mask.
     __array_ufunc__ = None
 
-    # By field that may hold an array, once bound: what its dimensions are, letters of "bhts", each of that size or 1;
-    # so a part of a call can have its own part of them. None: it asks about b and h in some other way.
+    # The dimensions of each field that may hold an array, once bound: letters of "bhts", each of that size or 1, by
+    # which the arrays are sliced for a shard of the call. None: the mask depends on b and h in some other way.
     axes: ClassVar[Mapping[str, str] | None] = None
-    # The fields among them whose numbers stay what they are in `as_data`.
+    # The fields among them whose numbers `as_data` leaves static.
     fixed: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        jax.tree_util.register_pytree_node(cls, _flatten, lambda static, leaves: _unflatten(cls, static, leaves))
+        register(cls)
 
     @abc.abstractmethod
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -51,8 +54,8 @@ class Mask(abc.ABC):
         """
 
     @abc.abstractmethod
-    def tiles(self, grid: Grid) -> TileCoverage:
-        """What is known of each tile of a grid, by interval arithmetic, O(1) a tile. The mask must be bound."""
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        """What is certain of each tile of a grid, by interval arithmetic, O(1) a tile. The mask must be bound."""
 
     @abc.abstractmethod
     def __repr__(self) -> str:
@@ -67,9 +70,9 @@ class Mask(abc.ABC):
         return self
 
     def as_data(self) -> Mask:
-        """This bound mask with its numbers as arrays, so that other numbers are the same pytree of other data.
+        """This bound mask with its numbers as arrays, so that masks with other numbers are the same pytree structure.
 
-        For `allowed` alone: what such a mask says of tiles is not known when tracing.
+        For `allowed` only: the coverage of such a mask's tiles is not known when tracing.
         """
         changes: dict[str, Any] = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -78,22 +81,21 @@ class Mask(abc.ABC):
                 changes[field.name] = value.as_data()
             elif type(value) is int and field.name in (self.axes or {}) and field.name not in self.fixed:
                 changes[field.name] = np.int32(value)
-        return _changed(self, changes) if changes else self
+        return replaced(self, changes) if changes else self
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
-        """This mask for tokens that stand at other positions than their index: packed, shifted or permuted ones.
+        """This mask for tokens at positions other than their index: packed, shifted or permuted ones.
 
-        What speaks of positions (causal, window, chunk, prefix, lengths, `MaskFn`) reads them; what speaks of tokens
-        (segments, padding, dense arrays) is left as it is. Positions that an earlier `at` gave stay where this one
-        gives none.
+        Masks of positions (causal, window, chunk, prefix, lengths, `MaskFn`) read them; masks of tokens (segments,
+        padding, dense arrays) are unchanged. Where an argument is None, positions of an earlier `at` are kept.
 
         Args:
-            q_positions: integers [T] or [B, T]. None leaves queries where they stand without: at ``i + offset`` by the
-                mask's own offset, ``S - T`` unless it states one; at ``i`` for `Lengths` and `MaskFn`, which have none.
+            q_positions: integers [T] or [B, T]. None leaves queries where they are: at ``i + offset`` by the mask's own
+                offset, which defaults to ``S - T``; at ``i`` for `Lengths` and `MaskFn`, which have no offset.
             kv_positions: integers [S] or [B, S]; None for ``j``.
 
         Raises:
-            ValueError: the mask states an offset, and ``q_positions`` say otherwise.
+            ValueError: the mask has an offset of its own, and ``q_positions`` are given too.
         """
         return self
 
@@ -102,7 +104,7 @@ class Mask(abc.ABC):
         return frozenset({type(self).__name__})
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
-        """Whether there may be tokens that nobody sees, or that see nothing; they may hold anything, NaN too.
+        """Whether some query may see no key, or some key be seen by no query; such tokens may hold anything, NaN too.
 
         False is certain. The mask must be bound.
         """
@@ -130,18 +132,27 @@ class Mask(abc.ABC):
         EMPTY and FULL are certain; PARTIAL may be either where interval arithmetic can't tell. The mask must be bound.
 
         Returns:
-            A `Coverage`; an array of them, [B, H], for a mask that differs by batch or head or is traced.
-        """
-        from attnops.masks.tiles import one_tile
+            A `Coverage`; an int8 array of them, [B or 1, H or 1], for a mask that varies by batch or head or is traced.
 
-        return one_tile(self, q_range, kv_range)
+        Raises:
+            ValueError: a range is empty, or begins below 0.
+        """
+        for name, (start, stop) in (("q_range", q_range), ("kv_range", kv_range)):
+            if not 0 <= start < stop:
+                raise ValueError(f"{name}=({start}, {stop}) must hold at least one index, stop excluded, none below 0")
+        (q, q_stop), (kv, kv_stop) = q_range, kv_range
+        codes = tight_bounds(self, Grid.make([q], q_stop - q, q_stop, [kv], kv_stop - kv, kv_stop)).codes()
+        if isinstance(codes, jax.Array) or codes.size > 1:
+            return codes[:, :, 0, 0]
+        return Coverage(int(codes.reshape(())))
 
     def describe(self) -> dict[str, Any]:
-        """What a request says of this mask: fields of `attnops.dispatch.request.AttentionRequest`."""
+        """The fields of an `attnops.dispatch.request.AttentionRequest` that describe this mask."""
         return {"mask": repr(self), "mask_kinds": self.kinds(), "mask_shape": None}
 
     def structure(self, T: int, S: int) -> MaskStructure:
         """What is known of this mask when tracing: its band, whether it has segments, what else. It must be bound."""
+        # The module above, which matches on subclasses; only this method and `split` call up.
         from attnops.masks.structure import structure
 
         return structure(self, T, S)
@@ -149,15 +160,15 @@ class Mask(abc.ABC):
     def split(self) -> Split:
         """This mask as ``(band, segments, rest)``, whose conjunction it is. It must be bound.
 
-        For kernels that take some of them as numbers and arrays of their own::
+        For kernels that have a band and segment ids as numbers and arrays of their own::
 
             band, segments, rest = mask.split()
             low, high = band.low, band.high  # (0, None) is causal
             ids = None if segments is None else (segments.q_ids, segments.kv_ids)
             bias = None if rest is None else jnp.where(rest.dense(B, H, T, S), 0, -jnp.inf)
 
-        Bands are intersected under ``&``; those under ``|`` and ``~`` are found where the result is a band again. What
-        is traced, or differs by batch or head, is in the rest.
+        Bands are intersected under ``&``; those under ``|`` and ``~`` are merged where the result is a band again. A
+        band that is traced, or varies by batch or head, is in the rest.
         """
         from attnops.masks.structure import split
 
@@ -169,41 +180,27 @@ class Mask(abc.ABC):
         Args:
             T: queries.
             S: keys; None for T.
-            b: which of the batch.
-            h: which head.
+            b: index of the batch.
+            h: index of the head.
         """
-        from attnops.masks.picture import picture
-
         return picture(self, T, T if S is None else S, b, h)
 
     def __str__(self) -> str:
-        from attnops.masks.picture import small_picture
-
         return f"{self!r}\n{small_picture(self)}"
 
     def __and__(self, other: Any) -> Mask:
-        from attnops.masks.algebra import And, as_mask
-
-        return And(self, as_mask(other))
+        return And(self, _as_mask(other))
 
     def __or__(self, other: Any) -> Mask:
-        from attnops.masks.algebra import Or, as_mask
-
-        return Or(self, as_mask(other))
+        return Or(self, _as_mask(other))
 
     def __rand__(self, other: Any) -> Mask:
-        from attnops.masks.algebra import And, as_mask
-
-        return And(as_mask(other), self)
+        return And(_as_mask(other), self)
 
     def __ror__(self, other: Any) -> Mask:
-        from attnops.masks.algebra import Or, as_mask
-
-        return Or(as_mask(other), self)
+        return Or(_as_mask(other), self)
 
     def __invert__(self) -> Mask:
-        from attnops.masks.algebra import Not
-
         return Not(self)
 
     def __eq__(self, other: object) -> bool:
@@ -212,7 +209,7 @@ class Mask(abc.ABC):
             return NotImplemented
         (leaves, tree), (others, other_tree) = jax.tree.flatten(self), jax.tree.flatten(other)
         same: bool = tree == other_tree  # type: ignore[operator]
-        return same and all(map(_equal, leaves, others))
+        return same and all(map(equal_leaves, leaves, others))
 
     def __hash__(self) -> int:
         return hash(jax.tree.structure(self))
@@ -221,40 +218,163 @@ class Mask(abc.ABC):
         raise TypeError(f"the truth of {self!r} is ambiguous; combine masks with &, | and ~, not with and, or and not")
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if a is b or any(isinstance(x, jax.core.Tracer) for x in (a, b)):
-        return a is b
-    return np.array_equal(a, b)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    """A boolean array, True where a query may attend. The only mask of O(T · S) memory.
+
+    Attributes:
+        array: boolean, 4-D, broadcasts to [B, H, T, S].
+    """
+
+    array: Any
+
+    axes: ClassVar = {"array": "bhts"}
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.array, "shape"):
+            object.__setattr__(self, "array", np.asarray(self.array))
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        check_broadcastable("Dense's array", tuple(self.array.shape), (B, H, T, S), "add axes of size 1")
+        check_boolean("Dense's array", self.array)
+        return self
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        index = (i if size > 1 else 0 for i, size in zip((b, h, q, kv), self.array.shape, strict=True))
+        return jnp.asarray(self.array)[tuple(index)] & (q == q) & (kv == kv)
+
+    def dense(self, B: int, H: int, T: int, S: int) -> Any:
+        return jnp.asarray(self.array)
+
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        xp = np if isinstance(self.array, np.ndarray) else jnp
+        some = every = self.array
+        for axis, first, last in ((2, grid.q_first, grid.q_last), (3, grid.kv_first, grid.kv_last)):
+            if self.array.shape[axis] == 1:
+                continue
+            starts, stops = np.asarray(first).reshape(-1), np.asarray(last).reshape(-1)
+            block = int((stops - starts).max()) + 1
+            index = np.minimum(starts[:, None] + np.arange(block), stops[:, None])
+            # [..., tiles, block] in place of the axis, then reduced.
+            some = xp.take(some, index, axis=axis).any(axis=axis + 1)
+            every = xp.take(every, index, axis=axis).all(axis=axis + 1)
+        return CoverageBounds(some, every)
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"mask_shape": tuple(self.array.shape)}
+
+    def __repr__(self) -> str:
+        return f"Dense({text(self.array)})"
 
 
-def _is_static(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float, str, Program)) or callable(value)
+def _as_mask(value: Any) -> Mask:
+    """A mask unchanged; a boolean array of rank 4 as `Dense`. Raises a `TypeError` for anything else."""
+    if isinstance(value, Mask):
+        return value
+    if getattr(value, "ndim", None) == 4 and value.dtype == np.bool_:
+        return Dense(value)
+    raise TypeError(f"a mask combines with masks and with boolean arrays of rank 4, not with {type(value).__name__}")
 
 
-def _flatten(mask: Mask) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
-    leaves, static = [], []
-    for field in dataclasses.fields(mask):  # type: ignore[arg-type]
-        value = getattr(mask, field.name)
-        if _is_static(value):
-            static.append((field.name, value))
-        else:
-            leaves.append(value)
-    return leaves, tuple(static)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Pair(Mask):
+    """Two masks combined.
+
+    Attributes:
+        left: the left operand.
+        right: the right operand.
+    """
+
+    left: Mask
+    right: Mask
+
+    axes: ClassVar = {}
+    symbol = ""
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        return type(self)(self.left.bind(B, H, T, S), self.right.bind(B, H, T, S))
+
+    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+        return type(self)(self.left.at(q_positions, kv_positions), self.right.at(q_positions, kv_positions))
+
+    def kinds(self) -> frozenset[str]:
+        return self.left.kinds() | self.right.kinds() | {self.symbol}
+
+    def bands(self) -> Iterator[tuple[Any, Any]]:
+        yield from self.left.bands()
+        yield from self.right.bands()
+
+    def __repr__(self) -> str:
+        sides = (f"({x!r})" if isinstance(x, _Pair) and x.symbol != self.symbol else repr(x)
+                 for x in (self.left, self.right))  # fmt: skip
+        return f" {self.symbol} ".join(sides)
 
 
-def _changed(mask: Mask, changes: Mapping[str, Any]) -> Mask:
-    # Not through __init__, which may want a number.
-    found: Mask = object.__new__(type(mask))
-    for field in dataclasses.fields(mask):  # type: ignore[arg-type]
-        object.__setattr__(found, field.name, changes.get(field.name, getattr(mask, field.name)))
-    return found
+class And(_Pair):
+    """A key is seen where both masks allow it."""
+
+    symbol = "&"
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.left.allowed(b, h, q, kv) & self.right.allowed(b, h, q, kv)
+
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        return self.left.coverage_bounds(grid) & self.right.coverage_bounds(grid)
+
+    def sees_itself(self) -> bool:
+        return self.left.sees_itself() and self.right.sees_itself()
 
 
-def _unflatten(cls: type[Mask], static: tuple[tuple[str, Any], ...], leaves: Any) -> Mask:
-    # Not through __init__: JAX unflattens with placeholders that no check would accept.
-    mask = object.__new__(cls)
-    fixed = dict(static)
-    remaining = iter(leaves)
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        object.__setattr__(mask, field.name, fixed[field.name] if field.name in fixed else next(remaining))
-    return mask
+class Or(_Pair):
+    """A key is seen where either mask allows it."""
+
+    symbol = "|"
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.left.allowed(b, h, q, kv) | self.right.allowed(b, h, q, kv)
+
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        return self.left.coverage_bounds(grid) | self.right.coverage_bounds(grid)
+
+    def has_fully_masked_tokens(self, T: int, S: int) -> bool:
+        return (
+            self.left.has_fully_masked_tokens(T, S)
+            and self.right.has_fully_masked_tokens(T, S)
+            and super().has_fully_masked_tokens(T, S)
+        )
+
+    def sees_itself(self) -> bool:
+        return self.left.sees_itself() or self.right.sees_itself()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Not(Mask):
+    """A key is seen where the mask does not allow it."""
+
+    mask: Mask
+
+    axes: ClassVar = {}
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        return type(self)(self.mask.bind(B, H, T, S))
+
+    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+        return Not(self.mask.at(q_positions, kv_positions))
+
+    def kinds(self) -> frozenset[str]:
+        return self.mask.kinds() | {"~"}
+
+    def bands(self) -> Iterator[tuple[Any, Any]]:
+        return self.mask.bands()
+
+    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return np.True_ ^ self.mask.allowed(b, h, q, kv)
+
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        return ~self.mask.coverage_bounds(grid)
+
+    def __invert__(self) -> Mask:
+        return self.mask
+
+    def __repr__(self) -> str:
+        return f"~({self.mask!r})" if isinstance(self.mask, _Pair) else f"~{self.mask!r}"

@@ -1,4 +1,4 @@
-"""Masks that a function computes."""
+"""Masks computed by a function."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks.algebra import at
+from attnops.masks.at import at
 from attnops.masks.base import Mask
-from attnops.masks.tiles import Grid, TileCoverage
+from attnops.masks.grid import CoverageBounds, Grid
 from attnops.programs.evaluation import evaluate
 from attnops.programs.functions import INDEX, Bound, Opaque, as_data, bind_function, name_of
 from attnops.programs.program import Program
 from attnops.programs.tracing import CALLS, WITH_DERIVATIVES
 
-# What a function of a mask is called with before its own arguments: b, h, q, kv.
+# The first arguments of a mask's function, before its own: b, h, q, kv.
 _ARGUMENTS: Final = (INDEX,) * 4
 
 
 class _Function(Mask):
-    """A mask of which nothing is known but what it says of two tokens: every tile is PARTIAL."""
+    """A mask known only pair by pair: every tile is PARTIAL."""
 
     def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
         return at(self, q_positions, kv_positions)
@@ -34,27 +34,27 @@ class _Function(Mask):
     def kinds(self) -> frozenset[str]:
         return frozenset({"MaskFn"})
 
-    def tiles(self, grid: Grid) -> TileCoverage:
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         shape = np.broadcast_shapes(np.shape(grid.q_first), np.shape(grid.kv_first))
-        return TileCoverage(np.ones(shape, bool), np.zeros(shape, bool))
+        return CoverageBounds(np.ones(shape, bool), np.zeros(shape, bool))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MaskFn(_Function):
-    """A mask that a function computes. Nothing is known of its tiles, so every one is PARTIAL.
+    """A mask computed by a function. Its tiles are all PARTIAL.
 
-    Combine it with what is known, ``Causal() & MaskFn(fn)``, and the tiles that are empty by that are skipped.
+    Combine it with structured masks, as in ``Causal() & MaskFn(fn)``, and the tiles that those leave empty are skipped.
 
     The function is traced on scalars at every call, and arrays that it closes over are read then: a later call, or
-    another `jax.jit`, sees what they are by that time. Functions that compute the same share compiled programs. As an
-    argument of `jax.jit` the function is static, and JAX takes a bound method for the same whatever its object holds by
-    then: give arrays that change as ``args``.
+    another `jax.jit`, sees their values at that time. Functions with equal jaxprs share compiled programs. As an
+    argument of `jax.jit` the function is static, and JAX treats bound methods of one object as equal whatever the
+    object holds: give arrays that change as ``args``.
 
     Attributes:
         fn: ``fn(b, h, q, kv, *args)`` gives a boolean, elementwise in jnp over integer arrays that broadcast.
-            q and kv are indices, or positions where `at` gives them. It is evaluated for tokens too that another
-            mask hides; a lookup out of range is then clamped, as JAX indexes arrays.
-        args: arrays that the function needs, numpy's or JAX's, traced ones too.
+            q and kv are indices, or positions where `at` gives them. It is evaluated also for pairs that another
+            mask hides; an index out of range is then clamped, as JAX indexes arrays.
+        args: arrays that the function uses, numpy's or JAX's; they may be traced.
     """
 
     fn: Callable[..., Any]
@@ -62,11 +62,11 @@ class MaskFn(_Function):
 
     def bind(self, B: int, H: int, T: int, S: int) -> Mask:  # type: ignore[override]
         args = as_data(f"{self!r}'s args", self.args)
-        found = bind_function(self.fn, _ARGUMENTS, args, np.bool_, CALLS | WITH_DERIVATIVES)
-        return MaskFn(found, args) if isinstance(found, Opaque) else MaskProgram(name_of(self.fn), *found)
+        bound = bind_function(self.fn, _ARGUMENTS, args, np.bool_, CALLS | WITH_DERIVATIVES)
+        return MaskFn(bound, args) if isinstance(bound, Opaque) else MaskProgram(name_of(self.fn), *bound)
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        # Which traced indices can be looked up in.
+        # numpy arrays can't be indexed with tracers.
         args = jax.tree.map(jnp.asarray, self.args)
         seen = jnp.asarray(self.fn(b, h, q, kv, *args))
         if seen.dtype != np.bool_:
@@ -82,9 +82,9 @@ class MaskProgram(_Function):
     """A bound `MaskFn`.
 
     Attributes:
-        name: of the function.
-        program: of ``(b, h, q, kv)`` and the data.
-        data: the function's arguments and what it closes over, arrays.
+        name: the function's name.
+        program: its arguments are ``b, h, q, kv`` and the data.
+        data: arrays: the function's own arguments, and those that it closes over.
     """
 
     name: str
@@ -108,12 +108,12 @@ class MaskProgram(_Function):
 
 
 def _of_tokens(seen: jax.Array, q: Any, kv: Any) -> jax.Array:
-    # One that always says the same gives no array.
+    # A constant function gives a scalar.
     return jnp.broadcast_to(seen, np.broadcast_shapes(np.shape(q), np.shape(kv))) if seen.ndim == 0 else seen
 
 
 def functions(mask: Mask) -> list[Bound | Opaque]:
     """The functions of a bound mask."""
-    found = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, _Function))
-    programs: list[Any] = [Bound(x.program, x.data) for x in found if isinstance(x, MaskProgram)]
-    return programs + [x.fn for x in found if isinstance(x, MaskFn)]
+    leaves = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, _Function))
+    programs: list[Any] = [Bound(x.program, x.data) for x in leaves if isinstance(x, MaskProgram)]
+    return programs + [x.fn for x in leaves if isinstance(x, MaskFn)]

@@ -1,7 +1,7 @@
 """Integers of masks as int32, which kernels compute with.
 
-Limits (windows, lengths, offsets) are clipped: beyond every token they all mean the same. Ids are renumbered, and
-positions moved by a common number; what is not known when tracing and does not fit is refused.
+Limits (windows, lengths, offsets) are clipped, since all limits beyond the last token are equivalent. Ids are
+renumbered, and a common number is subtracted from positions. Traced integers that may not fit are refused.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A limit of this size is none.
+# A limit of this size is no limit.
 LARGEST: Final = 2**31 - 1
 _LEAST: Final = -LARGEST - 1
-# Further than any two indices are apart.
+# More than the difference of any two indices.
 FAR: Final = 1 << 29
-# Leaves room for an index to be added.
+# Leaves room to add an index without overflow.
 _FARTHEST_OFFSET: Final = LARGEST - 2**27
+
+
+def numpy_of(*values: Any) -> Any:
+    """`jax.numpy` where a value is a JAX array, else numpy, so that what is known when tracing stays known."""
+    return jnp if any(isinstance(value, jax.Array) for value in values) else np
 
 
 def check_integers(name: str, values: Any, kinds: str = "iu") -> None:
@@ -32,33 +37,33 @@ def as_limits(name: str, values: Any) -> Any:
     """Integers that positions are compared with, as int32: clipped to ±`LARGEST`.
 
     Raises:
-        ValueError: they are no integers.
+        ValueError: they are not integers.
     """
     check_integers(name, values)
     held = np.iinfo(values.dtype)
-    xp = jnp if isinstance(values, jax.Array) else np
+    xp = numpy_of(values)
     return xp.clip(values, max(-LARGEST, int(held.min)), min(LARGEST, int(held.max))).astype(np.int32)
 
 
 def clip_limit(value: int) -> int:
-    """A limit that is a number; see `as_limits`."""
+    """`as_limits` of one int."""
     return max(-LARGEST, min(value, LARGEST))
 
 
 def clip_offset(value: Any) -> Any:
-    """An offset, an int or int32, such that an index can be added."""
+    """An offset, an int or int32, clipped so that adding an index does not overflow int32."""
     if isinstance(value, int):
         return max(-_FARTHEST_OFFSET, min(value, _FARTHEST_OFFSET))
-    xp = jnp if isinstance(value, jax.Array) else np
+    xp = numpy_of(value)
     return xp.clip(value, -_FARTHEST_OFFSET, _FARTHEST_OFFSET)
 
 
 def minus(a: Any, b: Any) -> Any:
-    """``a − b`` for int32 or ints; the nearest that int32 holds, where it does not hold it."""
+    """``a − b`` for int32 or ints, saturating."""
     if isinstance(b, int):
         if isinstance(a, int):
             return max(_LEAST, min(a - b, LARGEST))
-        xp = jnp if isinstance(a, jax.Array) else np
+        xp = numpy_of(a)
         a = xp.asarray(a, np.int32)
         if b == 0:
             return a
@@ -70,20 +75,20 @@ def minus(a: Any, b: Any) -> Any:
 
 
 def positions_as_int32(q: Any, kv: Any, offset: Any, length: int, unit: int | None) -> tuple[Any, Any, int]:
-    """Positions as int32, moved together where they don't fit.
+    """Positions as int32; where they don't fit, a common number is subtracted from all.
 
     Args:
-        q: of queries, integers [1 or B, T]; None for ``offset + i``.
-        kv: of keys, integers [1 or B, S]; None for ``j``.
+        q: queries' positions, integers [1 or B, T]; None for ``offset + i``.
+        kv: keys' positions, integers [1 or B, S]; None for ``j``.
         offset: of queries without positions, an int or an integer array.
         length: T.
-        unit: what the mask lets positions be moved by multiples of; None where it reads them as they are.
+        unit: positions may be moved by multiples of this number; None where the mask depends on their values.
 
     Returns:
-        Queries' and keys' positions, and what was subtracted from all of them; if that is not 0, queries have some.
+        Queries' and keys' positions, and the number subtracted from all; where it is not 0, queries have positions.
 
     Raises:
-        ValueError: int32 does not hold them, nor their differences; or they are not known when tracing.
+        ValueError: int32 holds neither them nor their differences; or they may not fit and are traced.
     """
     given = {name: x for name, x in (("q_positions", q), ("kv_positions", kv)) if x is not None}
     for name, values in given.items():
@@ -95,12 +100,12 @@ def positions_as_int32(q: Any, kv: Any, offset: Any, length: int, unit: int | No
     for name, values in given.items():
         if not is_known(values):
             raise ValueError(
-                f"{name} has dtype {values.dtype} and is traced, so that it is not known whether int32, which kernels "
-                f"compute with, holds the positions; {_ADVICE}"
+                f"{name} has dtype {values.dtype} and is traced, so that its values may not fit int32, which kernels "
+                f"compute with; {_ADVICE}"
             )
     if q is None:
         if not isinstance(offset, int):
-            raise ValueError(f"kv_positions must fit int32 where the offset is an array; {_ADVICE}")
+            raise ValueError(f"kv_positions must fit int32 if the offset is an array; {_ADVICE}")
         q = (np.arange(length) + offset)[None] if -(2**62) < offset < 2**62 else np.full((1, length), offset, object)
     (q_least, q_most), (least, most) = extent(q), (0, 0) if kv is None else extent(kv)
     least, most = min(q_least, least), max(q_most, most)
@@ -108,19 +113,19 @@ def positions_as_int32(q: Any, kv: Any, offset: Any, length: int, unit: int | No
     if most - moved > LARGEST or least - moved < _LEAST:
         raise ValueError(
             f"positions from {least} to {most} must fit int32, which kernels compute with, "
-            + ("and this mask reads them as they are" if unit is None else "once they are counted from the first")
+            + ("and this mask depends on their values" if unit is None else "after the first is subtracted")
             + f"; {_ADVICE}, in a coarser unit if need be"
         )
     return _moved(q, moved), None if kv is None else _moved(kv, moved), moved
 
 
-_ADVICE: Final = "count them from the first token's, and cast them to int32"
+_ADVICE: Final = "subtract the first token's position, and cast them to int32"
 
 
 def _moved(values: Any, by: int) -> Any:
-    """Known integers less a number, as int32."""
+    """Known integers minus a number, as int32."""
     host = np.asarray(values)
-    # Not in 64 bits: the number may need 65.
+    # The difference of 64-bit integers may need 65 bits.
     moved = np.asarray(host.astype(object) - by if host.dtype in (np.uint64, object) else host.astype(np.int64) - by)
     return _like(values, moved.astype(np.int32))
 
@@ -131,12 +136,11 @@ def ids_as_int32(names: tuple[str, ...], ids: tuple[Any, ...]) -> tuple[Any, ...
     Ids that int32 does not hold are renumbered in their order. Traced ones of 64 bits are sorted for it, O(n log n).
 
     Args:
-        names: what they are called.
+        names: for error messages.
         ids: integers or booleans of any shapes.
 
     Raises:
-        ValueError: they are no integers; or are not known when tracing, and of dtypes that no integer of JAX holds
-            together.
+        ValueError: they are not integers; or they are traced, and no JAX dtype holds the values of all their dtypes.
     """
     for name, values in zip(names, ids, strict=True):
         if np.dtype(values.dtype).kind not in "iub":
@@ -147,7 +151,7 @@ def ids_as_int32(names: tuple[str, ...], ids: tuple[Any, ...]) -> tuple[Any, ...
         return _renumbered(ids)
     dtypes = [np.dtype(values.dtype) for values in ids]
     if all(dtype.kind in "bu" and dtype.itemsize <= 4 for dtype in dtypes):
-        return tuple(values.astype(np.int32) for values in ids)  # the same bits: what differs still does
+        return tuple(values.astype(np.int32) for values in ids)  # wraps around, which keeps distinct ids distinct
     common = np.result_type(*dtypes)
     if common.kind not in "iu" or jax.dtypes.canonicalize_dtype(common) != common:
         listed = " and ".join(f"{name} of dtype {dtype}" for name, dtype in zip(names, dtypes, strict=True))
@@ -162,7 +166,7 @@ def ids_as_int32(names: tuple[str, ...], ids: tuple[Any, ...]) -> tuple[Any, ...
 
 def _renumbered(ids: tuple[Any, ...]) -> tuple[Any, ...]:
     arrays = [np.asarray(values) for values in ids]
-    # int64 and uint64 have no common dtype: negative ids are numbered apart, below 0.
+    # int64 and uint64 have no common dtype: negative ids are numbered separately, below 0.
     is_negative = np.concatenate([(values < 0).reshape(-1) for values in arrays])
     bits = np.concatenate([values.astype(np.uint64).reshape(-1) for values in arrays])
     numbers = np.empty(bits.shape, np.int32)
@@ -199,12 +203,12 @@ def extent(values: Any) -> tuple[int, int]:
 
 
 def _like(values: Any, host: Any) -> Any:
-    """A host array where the values are one, else JAX's: what is data stays data."""
+    """A host array as the kind of array that ``values`` is: numpy's or JAX's."""
     return jnp.asarray(host) if isinstance(values, jax.Array) else host
 
 
 def less(limits: Any, by: int) -> Any:
-    """Known limits less a number, clipped as `as_limits` does."""
+    """Known limits minus a number, clipped as by `as_limits`."""
     if isinstance(limits, int):
         return clip_limit(limits - by)
     host = np.asarray(np.asarray(limits).astype(object) - by)
@@ -212,7 +216,7 @@ def less(limits: Any, by: int) -> Any:
 
 
 def common_unit(sizes: Any) -> int | None:
-    """What all chunk sizes divide; None where they are not known."""
+    """The least common multiple of chunk sizes; None where they are traced."""
     if isinstance(sizes, int):
         return sizes
     if not is_known(sizes):
@@ -221,25 +225,25 @@ def common_unit(sizes: Any) -> int | None:
 
 
 def edge_of(limit: Any, offset: Any) -> Any:
-    """A limit less an offset; without a limit None, or ±`LARGEST` in an array."""
+    """A limit minus an offset; None, or ±`LARGEST` in an array, where there is no limit."""
     if limit is None or (isinstance(limit, int) and abs(limit) >= LARGEST):
         return None
     if isinstance(limit, int):
         return -offset if limit == 0 else minus(limit, offset)
-    xp = jnp if any(isinstance(x, jax.Array) for x in (limit, offset)) else np
+    xp = numpy_of(limit, offset)
     return xp.where(abs(limit) == LARGEST, limit, minus(limit, offset))
 
 
 def farthest(q: Any, edge: Any) -> Any:
-    """The first or the last position that a query sees, by the highest or the lowest ``q - kv``."""
-    found = minus(q, edge)
+    """The first or last position that a query sees, from the highest or lowest ``q - kv``."""
+    position = minus(q, edge)
     if isinstance(edge, int):
-        return found
-    return jnp.where(edge == LARGEST, -LARGEST - 1, jnp.where(edge == -LARGEST, LARGEST, found))
+        return position
+    return jnp.where(edge == LARGEST, -LARGEST - 1, jnp.where(edge == -LARGEST, LARGEST, position))
 
 
 def near(edge: Any) -> Any:
-    """An edge, of all indices that lie beyond the nearest."""
+    """An edge clipped to ±`FAR`; indices can't tell the difference."""
     if isinstance(edge, int):
         return max(-FAR, min(edge, FAR))
-    return (jnp if isinstance(edge, jax.Array) else np).clip(edge, -FAR, FAR)
+    return numpy_of(edge).clip(edge, -FAR, FAR)

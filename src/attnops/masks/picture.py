@@ -1,16 +1,24 @@
-"""Masks drawn as text."""
+"""Masks as text: pictures, and arrays inside an expression. Below `attnops.masks.base`, which calls these."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from attnops.masks.base import Mask
-from attnops.masks.tokens import Lengths
+if TYPE_CHECKING:
+    from attnops.masks.base import Mask
 
 _SMALL = 8
+
+
+def text(value: Any) -> str:
+    """An array by dtype and shape, ``<int32 [2, 8]>``; anything else as Python prints it."""
+    is_array = isinstance(value, jax.Array) or getattr(value, "shape", ()) != ()
+    return f"<{value.dtype} {list(value.shape)}>" if is_array else repr(value)
 
 
 def picture(mask: Mask, T: int, S: int, b: int = 0, h: int = 0) -> str:
@@ -21,7 +29,9 @@ def picture(mask: Mask, T: int, S: int, b: int = 0, h: int = 0) -> str:
 
 
 def fitting(mask: Mask, T: int, S: int, b: int, h: int) -> tuple[int, int]:
-    """The batch and heads that the mask's own arrays have, which their shapes alone don't tell apart.
+    """The smallest (B, H) that the mask's arrays fit and that has this ``b`` and ``h``.
+
+    The shapes alone don't tell which axis is the batch, so that candidates are tried.
 
     Raises:
         ValueError: the arrays fit no call that has these lengths, this ``b`` and this ``h``.
@@ -35,20 +45,29 @@ def fitting(mask: Mask, T: int, S: int, b: int, h: int) -> tuple[int, int]:
         except ValueError:
             continue
         return B, H
-    mask.bind(b + 1, h + 1, T, S)  # says what does not fit
+    mask.bind(b + 1, h + 1, T, S)  # raises the error that names the array
     return b + 1, h + 1
 
 
 def small_picture(mask: Mask) -> str:
     """A picture of a size that the mask's own arrays allow, or of 8 × 8."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(mask)):
+    leaves = jax.tree.leaves(mask)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return "(traced: no picture)"
-    # Arrays of lengths are one a batch, and fit any number of tokens.
-    arrays = [x for x in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Lengths)) if getattr(x, "ndim", 0)]
-    lengths = sorted({array.shape[-1] for array in arrays})
-    for size in [n for n in lengths if n > 1] or [_SMALL]:
+    lengths = sorted({size for size in _lengths(mask) if size > 1})
+    for size in lengths or [_SMALL]:
         try:
             return picture(mask, size, size) if size <= 4 * _SMALL else f"({size} × {size}: too large to draw)"
         except ValueError:
             continue
     return "(mask.show(T, S) draws it)"
+
+
+def _lengths(value: Any) -> Iterator[int]:
+    """The last dimension of each array of a mask, except those with one value a batch, which fit any length."""
+    if hasattr(value, "coverage_bounds"):
+        for name, field in vars(value).items():
+            if (value.axes or {}).get(name) != "b":
+                yield from _lengths(field)
+    else:
+        yield from (leaf.shape[-1] for leaf in jax.tree.leaves(value) if getattr(leaf, "ndim", 0))

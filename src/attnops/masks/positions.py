@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks.algebra import at, text
+from attnops.masks.at import at
 from attnops.masks.base import Mask
+from attnops.masks.grid import CoverageBounds, Grid, below_bounds, equal_bounds
 from attnops.masks.integers import (
     FAR,
     as_limits,
@@ -23,7 +24,7 @@ from attnops.masks.integers import (
     less,
     near,
 )
-from attnops.masks.tiles import Grid, TileCoverage, below, same_number
+from attnops.masks.picture import text
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -35,9 +36,9 @@ class Full(Mask):
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q == q) & (kv == kv)
 
-    def tiles(self, grid: Grid) -> TileCoverage:
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         every = np.ones(np.broadcast_shapes(np.shape(grid.q_first), np.shape(grid.kv_first)), bool)
-        return TileCoverage(every, every)
+        return CoverageBounds(every, every)
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
         return False
@@ -50,7 +51,7 @@ class Full(Mask):
 
 
 class _Positional(Mask):
-    """A mask of positions: query i stands at ``i + offset``, key j at ``j``."""
+    """A mask of positions: query i is at ``i + offset``, key j at ``j``."""
 
     axes: ClassVar = dict.fromkeys(("left", "right", "size", "length", "offset"), "bh")
 
@@ -71,16 +72,18 @@ class _Positional(Mask):
         return dataclasses.replace(self, offset=offset)  # type: ignore[type-var]
 
     def position_unit(self) -> int | None:
-        """What all positions may be moved by multiples of, so that the mask means the same; None for nothing."""
+        """Subtracting a multiple of it from all positions leaves the mask unchanged; None if no number does."""
         return 1
 
     def moved(self, by: int) -> Self:
-        """The same mask for positions that are less by a number, a multiple of the unit."""
+        """This mask for positions from which ``by``, a multiple of the unit, was subtracted."""
         return self
 
     def _bound_offset(self) -> Any:
         if self.offset is None:
-            raise ValueError(f"{self!r} stands at an offset of S - T, and knows neither; bind(B, H, T, S) it first")
+            raise ValueError(
+                f"{self!r} has the default offset S - T, but neither length is known; call mask.bind(B, H, T, S)"
+            )
         return self.offset
 
     def __repr__(self) -> str:
@@ -106,7 +109,7 @@ def _number(name: str, value: Any, B: int, H: int) -> Any:
         return int(value) if isinstance(value, (np.ndarray, np.generic)) else value
     if len(value.shape) != 2 or any(size not in (1, full) for size, full in zip(value.shape, (B, H), strict=True)):
         raise ValueError(
-            f"{name} has shape {value.shape}, but must be a number or have shape [B or 1, H or 1]=[{B}, {H}]; write "
+            f"{name} has shape {value.shape}, but must be a number or have shape [B or 1, H or 1]=[{B}, {H}]; give "
             f"one a batch as x[:, None], one a head as x[None]"
         )
     return value
@@ -121,18 +124,18 @@ def _pick(value: Any, b: Any, h: Any) -> Any:
 
 
 def _spread(value: Any) -> Any:
-    """A number or an array [B or 1, H or 1] beside tiles [B, H, tiles of q, tiles of kv]."""
+    """A number, or an array [B or 1, H or 1] reshaped to broadcast with [B, H, tiles of q, tiles of kv]."""
     return value if getattr(value, "ndim", 0) == 0 else value[:, :, None, None]
 
 
 def _check_given(name: str, value: Any) -> None:
-    """Raise a `ValueError` where there is no number."""
+    """Raise a `ValueError` unless a value is an int or an array."""
     if not isinstance(value, int) and not hasattr(value, "shape"):
         raise ValueError(f"{name}={value!r} must be an int, or an integer array of shape [B or 1, H or 1]")
 
 
 def _check_least(name: str, value: Any, least: int, hint: str = "") -> None:
-    """Raise a `ValueError` where a number, or one of an array known when tracing, is less."""
+    """Raise a `ValueError` where a number, or an element of an array known when tracing, is less than ``least``."""
     known = isinstance(value, (int, np.ndarray, np.generic))
     if known and np.size(value) and np.min(value) < least:
         raise ValueError(f"{name}={np.min(value)} must be at least {least}{hint}")
@@ -173,7 +176,7 @@ class _Band(_Positional):
         return seen | (kv != kv) if seen is np.True_ else seen
 
     def allowed_at(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        """`allowed` of positions, whose differences int32 need not hold: each query has a first and a last key."""
+        """`allowed` for positions whose differences may overflow int32: compares with a query's first and last key."""
         low, high = self._band(lambda value: _pick(value, b, h))
         seen: Any = np.True_
         if low is not None:
@@ -182,7 +185,7 @@ class _Band(_Positional):
             seen = seen & (kv >= farthest(q, high))
         return seen | (kv != kv) if seen is np.True_ else seen
 
-    def tiles(self, grid: Grid) -> TileCoverage:
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         low, high = self._band(_spread)
         lowest, highest = grid.difference()
         some = every = (lowest == lowest) & (highest == highest)
@@ -190,12 +193,12 @@ class _Band(_Positional):
             some, every = highest >= low, lowest >= low
         if high is not None:
             some, every = some & (lowest <= high), every & (highest <= high)
-        return TileCoverage(some, every)
+        return CoverageBounds(some, every)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Causal(_Band):
-    """No query sees a key that comes after it: key j is seen by query i when ``j <= i + offset``.
+    """No query sees a later key: query i sees key j where ``j <= i + offset``.
 
     ::
 
@@ -207,7 +210,7 @@ class Causal(_Band):
 
     Attributes:
         offset: the position of query 0 among the keys; an int, or an integer array [B or 1, H or 1].
-            None aligns at the end: the last query sees the last key, whatever T and S.
+            None aligns at the end for any T and S: the last query sees the last key.
     """
 
     offset: Any = None
@@ -222,9 +225,9 @@ class Causal(_Band):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SlidingWindow(_Band):
-    """Each query sees the keys around it: key j when ``i − left <= j <= i + right``, i being the query's position.
+    """Each query sees the keys around it: key j where ``i − left <= j <= i + right``, i being the query's position.
 
-    A model whose config says ``sliding_window=4096`` sees itself and 4,095 before: ``SlidingWindow(4095, 0)``.
+    The query itself is one of them: a config's ``sliding_window=4096`` is ``SlidingWindow(4095, 0)``.
 
     ::
 
@@ -236,7 +239,7 @@ class SlidingWindow(_Band):
 
     Attributes:
         left: keys before, an int >= 0 or an integer array [B or 1, H or 1]; None for all.
-        right: keys after, likewise.
+        right: keys after, an int >= 0 or an integer array [B or 1, H or 1]; None for all.
         offset: see `Causal`.
     """
 
@@ -254,7 +257,7 @@ class SlidingWindow(_Band):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Chunked(_Positional):
-    """Positions are cut into chunks, and each query sees the keys of its own: ``i // size == j // size``.
+    """Positions are divided into chunks, and each query sees the keys of its own: ``i // size == j // size``.
 
     ::
 
@@ -272,7 +275,7 @@ class Chunked(_Positional):
     size: Any
     offset: Any = None
 
-    # To divide by what is not known costs a kernel much.
+    # Integer division by a number that is not a constant is slow in a kernel.
     fixed: ClassVar = frozenset({"size"})
 
     def __post_init__(self) -> None:
@@ -289,10 +292,10 @@ class Chunked(_Positional):
         size, offset = _pick(self.size, b, h), _pick(self._bound_offset(), b, h)
         return (q + offset) // size == kv // size
 
-    def tiles(self, grid: Grid) -> TileCoverage:
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         size, offset = _spread(self.size), _spread(self._bound_offset())
         q_first, q_last = (grid.q_first + offset) // size, (grid.q_last + offset) // size
-        return same_number(q_first, q_last, grid.kv_first // size, grid.kv_last // size)
+        return equal_bounds(q_first, q_last, grid.kv_first // size, grid.kv_last // size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -343,5 +346,5 @@ class PrefixLM(_Positional):
         """See `_Band.allowed_at`."""
         return (kv < _pick(self.length, b, h)) | self._causal().allowed_at(b, h, q, kv)
 
-    def tiles(self, grid: Grid) -> TileCoverage:
-        return below(grid.kv_first, grid.kv_last, _spread(self.length)) | self._causal().tiles(grid)
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        return below_bounds(grid.kv_first, grid.kv_last, _spread(self.length)) | self._causal().coverage_bounds(grid)

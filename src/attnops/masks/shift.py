@@ -1,4 +1,4 @@
-"""A mask for a part of a call: of some of its batches and heads."""
+"""A mask for a shard of a call: some of its batches and heads."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.masks.base import Mask
-from attnops.masks.tiles import Grid, TileCoverage
+from attnops.masks.grid import CoverageBounds, Grid
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Shifted(Mask):
-    """A bound mask, asked about a part of the call that it is bound to.
+    """A bound mask, for a shard of the call that it is bound to.
 
     Attributes:
-        mask: the mask of the whole call.
-        b: the part's first of the batch, an integer array [].
-        h: its first query head, likewise.
-        batches: how many of the batch the part has.
-        heads: how many query heads.
+        mask: the mask of all batches and heads.
+        b: the shard's first batch index, an integer array [].
+        h: the shard's first query head, an integer array [].
+        batches: batches of the shard.
+        heads: query heads of the shard.
     """
 
     mask: Mask
@@ -51,19 +51,19 @@ class Shifted(Mask):
         return dataclasses.replace(self, mask=self.mask.at(q_positions, kv_positions))
 
     def with_offset(self, offset: Any) -> Shifted:
-        """The same of a mask whose queries stand at another offset."""
+        """This mask with queries at another offset."""
         return dataclasses.replace(self, mask=self.mask.with_offset(offset))  # type: ignore[attr-defined]
 
-    def tiles(self, grid: Grid) -> TileCoverage:
-        """See `Mask.tiles`."""
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        """See `Mask.coverage_bounds`."""
 
-        def part(found: Any) -> Any:
+        def shard(x: Any) -> Any:
             for axis, (first, size) in enumerate(((self.b, self.batches), (self.h, self.heads))):
-                if found.ndim == 4 and found.shape[axis] > 1:
-                    found = lax.dynamic_slice_in_dim(jnp.asarray(found), first, size, axis)
-            return found
+                if x.ndim == 4 and x.shape[axis] > 1:
+                    x = lax.dynamic_slice_in_dim(jnp.asarray(x), first, size, axis)
+            return x
 
-        return TileCoverage(*map(part, self.mask.tiles(grid)))
+        return CoverageBounds(*map(shard, self.mask.coverage_bounds(grid)))
 
     def __repr__(self) -> str:
         return repr(self.mask)

@@ -1,4 +1,4 @@
-"""What a mask is made of: a band, segments and a rest, for whoever wraps a kernel that takes these apart."""
+"""A mask as a band, segments and a rest, for wrappers of kernels that have parameters for these."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from attnops.masks.algebra import And, Not, Or, at
-from attnops.masks.base import Mask
+from attnops.masks.at import at
+from attnops.masks.base import And, Mask, Not, Or
+from attnops.masks.grid import CoverageBounds, Grid
 from attnops.masks.positions import Full, _Band
-from attnops.masks.tiles import Grid, TileCoverage
 from attnops.masks.tokens import Segments
 
 # The lowest and the highest ``i - j`` at which query i sees key j, both included; None where there is no limit. Nothing
@@ -25,20 +25,20 @@ _NOTHING: Final[Limits] = (0, -1)
 
 @dataclasses.dataclass(frozen=True)
 class MaskStructure:
-    """What is known of a mask when tracing. Static and hashable; a request carries it as ``mask_structure``.
+    """What is known of a mask when tracing. Static and hashable; the field ``mask_structure`` of a request.
 
-    The mask is ``band & segments & rest``, of which any may be absent. The default is that of a call without a mask.
+    The mask is ``band & segments & rest``, of which any may be absent. The defaults are those of a call without a mask.
 
     Attributes:
         band: the (lowest, highest) ``i - j`` at which query i sees key j, both included, None where there is no limit:
             (0, None) is causal, (0, 4095) causal with a window of 4,096 keys, (None, None) no band. i and j are
-            indices, whatever offset the mask states, and a limit that no pair of the call reaches is None.
+            indices, with the mask's offset accounted for, and a limit that no pair of the call reaches is None.
         segments: whether tokens also see those of their own segment only.
-        rest: the kinds of what is neither, such as ``{"KeyPadding"}`` or ``{"|", "Causal", "Dense"}``; windows that are
-            traced, or differ by batch or head, are here. Empty for none.
-        by_batch: whether it may differ between batches.
-        by_head: whether it may differ between heads.
-        static: whether it is known when tracing: no array of it is JAX's.
+        rest: the kinds of all other masks, such as ``{"KeyPadding"}`` or ``{"|", "Causal", "Dense"}``, and windows
+            that are traced, or vary by batch or head. Empty for none.
+        by_batch: whether it may vary by batch.
+        by_head: whether it may vary by head.
+        static: whether it is known when tracing: it has no JAX array.
         may_have_fully_masked_tokens: whether some queries may see no key, or some keys be seen by no query; such tokens
             may hold anything, NaN too. False is certain.
     """
@@ -68,12 +68,12 @@ class MaskStructure:
 
 
 class Split(NamedTuple):
-    """A mask in parts, see `Mask.split`.
+    """A mask as a conjunction of three, see `Mask.split`.
 
     Attributes:
-        band: the part that depends on ``i - j`` alone; ``Band(None, None)`` where there is none.
+        band: the mask of ``i - j`` alone; ``Band(None, None)`` where there is none.
         segments: the segments; None for none.
-        rest: all else; None for none.
+        rest: the conjunction of all other masks; None for none.
     """
 
     band: Band
@@ -102,7 +102,7 @@ class Band(Mask):
 
     Attributes:
         low: an int; None for no limit.
-        high: likewise.
+        high: an int; None for no limit.
     """
 
     low: int | None
@@ -126,7 +126,7 @@ class Band(Mask):
         return at(self, q_positions, kv_positions)
 
     def with_offset(self, offset: Any) -> Band:
-        """See `At`: it has no offset."""
+        """This mask: it has no offset."""
         return self
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -136,15 +136,15 @@ class Band(Mask):
             seen = seen & (q - kv >= self.low)
         return seen if self.high is None else seen & (q - kv <= self.high)
 
-    def tiles(self, grid: Grid) -> TileCoverage:
-        """See `Mask.tiles`."""
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        """See `Mask.coverage_bounds`."""
         least, most = grid.difference()
         low = least if self.low is None else self.low
         high = most if self.high is None else self.high
         if self.low is not None and self.high is not None and self.low > self.high:
             none = (least != least) | (most != most)
-            return TileCoverage(none, none)
-        return TileCoverage((most >= low) & (least <= high), (least >= low) & (most <= high))
+            return CoverageBounds(none, none)
+        return CoverageBounds((most >= low) & (least <= high), (least >= low) & (most <= high))
 
     def sees_itself(self) -> bool:
         """See `Mask.sees_itself`."""
@@ -152,7 +152,7 @@ class Band(Mask):
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
         """See `Mask.has_fully_masked_tokens`."""
-        # Of every query some key is near enough, and of every key some query.
+        # Every query has a key within the band, and every key a query.
         low = -(S - 1) if self.low is None else self.low
         high = T - 1 if self.high is None else self.high
         return not (low <= high and low <= min(0, T - S) and high >= max(0, T - S))
@@ -191,7 +191,7 @@ def structure(mask: Mask, T: int, S: int) -> MaskStructure:
 
 
 def _conjuncts(mask: Mask) -> Iterator[Mask]:
-    """Masks of which it is the conjunction."""
+    """The masks whose conjunction this mask is."""
     match mask:
         case And(left=left, right=right):
             yield from _conjuncts(left)
@@ -206,7 +206,7 @@ def _conjuncts(mask: Mask) -> Iterator[Mask]:
 
 
 def _limits(mask: Mask) -> Limits | None:
-    """The band that a mask is, where that is certain when tracing and the same for every batch and head."""
+    """The limits of a mask that is a band, known when tracing and equal for all batches and heads; else None."""
     match mask:
         case Full():
             return _EVERYTHING
@@ -242,7 +242,7 @@ def _intersection(a: Limits, b: Limits) -> Limits:
 
 
 def _union(a: Limits, b: Limits) -> Limits | None:
-    """Of two bands; None where it is none, as there is a gap between them."""
+    """The union of two bands; None where it is no band, since there is a gap between them."""
     if _is_empty(a) or _is_empty(b):
         return b if _is_empty(a) else a
     for (_, high), (low, _) in ((a, b), (b, a)):
@@ -254,7 +254,7 @@ def _union(a: Limits, b: Limits) -> Limits | None:
 
 
 def _complement(band: Limits) -> Limits | None:
-    """What a band leaves; None where that is on both sides of it."""
+    """The complement of a band; None where it is no band, since it lies on both sides."""
     low, high = band
     if _is_empty(band):
         return _EVERYTHING
@@ -274,15 +274,15 @@ def _within(band: Limits, T: int, S: int) -> Limits:
 
 
 def _varies_by(mask: Mask) -> frozenset[str]:
-    """Whether a mask may differ by batch ("b") and by head ("h"). One that states no axes may by both."""
+    """Whether a mask may vary by batch ("b") and by head ("h"). A mask without `Mask.axes` may vary by both."""
     if mask.axes is None:
         return frozenset("bh")
-    found: set[str] = set()
+    varies: set[str] = set()
     for field in dataclasses.fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, field.name)
         if isinstance(value, Mask):
-            found |= _varies_by(value)
+            varies |= _varies_by(value)
         elif hasattr(value, "shape"):
             letters = mask.axes.get(field.name, "bh")
-            found |= {letter for letter, size in zip(letters, value.shape, strict=False) if size != 1}
-    return frozenset(found) & frozenset("bh")
+            varies |= {letter for letter, size in zip(letters, value.shape, strict=False) if size != 1}
+    return frozenset(varies) & frozenset("bh")

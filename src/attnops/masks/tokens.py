@@ -1,4 +1,4 @@
-"""Masks of what tokens are: segments, lengths, padding, and plain arrays."""
+"""Masks of tokens: segments, lengths and padding."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any, ClassVar, Self
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks.algebra import at, take, text, token_array
+from attnops.masks.at import at, take, token_array
 from attnops.masks.base import Mask
+from attnops.masks.grid import CoverageBounds, Grid, below_bounds, equal_bounds
 from attnops.masks.integers import as_limits, check_integers, ids_as_int32, is_known, less
-from attnops.masks.tiles import Grid, TileCoverage, below, same_number
+from attnops.masks.picture import text
 
 
 class _Tokens(Mask):
-    """A mask of what tokens are; lists and numbers become numpy arrays."""
+    """A mask of tokens; lists and numbers become numpy arrays."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -41,7 +42,7 @@ class Segments(_Tokens):
         kv_ids: the segment of each key, integers [S], [1, S] or [B, S]; None for ``q_ids``, where T = S.
 
     Ids are compared by value, whatever their dtypes. Those that int32 does not hold are renumbered when the mask is
-    bound, O(n log n); traced ones of dtypes that can't be compared, such as uint32 with int32, are refused.
+    bound, O(n log n); traced ids of dtypes that can't be compared, such as uint32 with int32, are refused.
     """
 
     q_ids: Any
@@ -51,15 +52,15 @@ class Segments(_Tokens):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any, length: int) -> Segments:
-        """From cumulative lengths, [0, n₁, n₁ + n₂, …]: what follows the last is a segment of its own, of padding.
+        """From cumulative lengths, [0, n₁, n₁ + n₂, …]; tokens after the last are one more segment, of padding.
 
         Args:
             cu_seqlens: integers [documents + 1], not decreasing, the first 0 and the last at most ``length``. Traced
-                ones are taken at their word.
+                values are not checked.
             length: T = S.
 
         Raises:
-            ValueError: they are not.
+            ValueError: they are not integers of that shape, or not such lengths.
         """
         xp = np if isinstance(cu_seqlens, (np.ndarray, list, tuple)) else jnp
         ends = xp.asarray(cu_seqlens)
@@ -89,14 +90,14 @@ class Segments(_Tokens):
         return type(self)(*ids_as_int32(names, (q_ids, kv_ids)))
 
     def sees_itself(self) -> bool:
-        # Of one array of ids each token is in a segment with itself.
+        # With one array of ids each token is in its own segment.
         return self.kv_ids is None or self.kv_ids is self.q_ids
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return take(self.q_ids, b, q) == take(self.kv_ids, b, kv)
 
-    def tiles(self, grid: Grid) -> TileCoverage:
-        return same_number(*grid.q_extent(self.q_ids), *grid.kv_extent(self.kv_ids))
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        return equal_bounds(*grid.q_extent(self.q_ids), *grid.kv_extent(self.kv_ids))
 
     def __repr__(self) -> str:
         ids = text(self.q_ids) if self.kv_ids is None else f"{text(self.q_ids)}, {text(self.kv_ids)}"
@@ -105,7 +106,7 @@ class Segments(_Tokens):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lengths(_Tokens):
-    """Sequences of different lengths, padded at the end: key j is seen when ``j < kv_lengths[b]``.
+    """Sequences of different lengths, padded at the end: key j is seen where ``j < kv_lengths[b]``.
 
     Attributes:
         kv_lengths: integers [B].
@@ -133,22 +134,22 @@ class Lengths(_Tokens):
         return self
 
     def position_unit(self) -> int | None:
-        """What all positions may be moved by multiples of, so that the mask means the same; None for nothing."""
+        """Subtracting a multiple of it from all positions leaves the mask unchanged; None if no number does."""
         return 1 if all(x is None or is_known(x) for x in (self.kv_lengths, self.q_lengths)) else None
 
     def moved(self, by: int) -> Self:
-        """The same mask for positions that are less by a number."""
+        """This mask for positions from which ``by`` was subtracted."""
         return type(self)(*(None if x is None else less(x, by) for x in (self.kv_lengths, self.q_lengths)))
 
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         seen = kv < jnp.asarray(self.kv_lengths)[b]
         return seen & (q == q) if self.q_lengths is None else seen & (q < jnp.asarray(self.q_lengths)[b])
 
-    def tiles(self, grid: Grid) -> TileCoverage:
-        keys = below(grid.kv_first, grid.kv_last, self.kv_lengths[:, None, None, None])
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        keys = below_bounds(grid.kv_first, grid.kv_last, self.kv_lengths[:, None, None, None])
         if self.q_lengths is None:
             return keys
-        return keys & below(grid.q_first, grid.q_last, self.q_lengths[:, None, None, None])
+        return keys & below_bounds(grid.q_first, grid.q_last, self.q_lengths[:, None, None, None])
 
     def __repr__(self) -> str:
         lengths = [text(x) for x in (self.kv_lengths, self.q_lengths) if x is not None]
@@ -157,7 +158,7 @@ class Lengths(_Tokens):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class KeyPadding(_Tokens):
-    """Keys that are padding are seen by nobody.
+    """No query sees a key that is padding.
 
     Attributes:
         is_token: [B, S] or [S], True or nonzero for a token, False or 0 for padding: the ``attention_mask`` that
@@ -180,56 +181,9 @@ class KeyPadding(_Tokens):
     def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return take(self.is_token, b, kv) & (q == q)
 
-    def tiles(self, grid: Grid) -> TileCoverage:
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         every, some = grid.kv_extent(self.is_token)
-        return TileCoverage(some, every)
+        return CoverageBounds(some, every)
 
     def __repr__(self) -> str:
         return f"KeyPadding({text(self.is_token)})"
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Dense(_Tokens):
-    """A boolean array, True where a query may attend. The only mask of O(T · S) memory.
-
-    Attributes:
-        array: boolean, 4-D, broadcasts to [B, H, T, S].
-    """
-
-    array: Any
-
-    axes: ClassVar = {"array": "bhts"}
-
-    def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        from attnops.masks.checks import check_boolean, check_broadcastable
-
-        check_broadcastable("Dense's array", tuple(self.array.shape), (B, H, T, S), "add axes of size 1")
-        check_boolean("Dense's array", self.array)
-        return self
-
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        index = (i if size > 1 else 0 for i, size in zip((b, h, q, kv), self.array.shape, strict=True))
-        return jnp.asarray(self.array)[tuple(index)] & (q == q) & (kv == kv)
-
-    def dense(self, B: int, H: int, T: int, S: int) -> Any:
-        return jnp.asarray(self.array)
-
-    def tiles(self, grid: Grid) -> TileCoverage:
-        xp = np if isinstance(self.array, np.ndarray) else jnp
-        some = every = self.array
-        for axis, first, last in ((2, grid.q_first, grid.q_last), (3, grid.kv_first, grid.kv_last)):
-            if self.array.shape[axis] == 1:
-                continue
-            starts, stops = np.asarray(first).reshape(-1), np.asarray(last).reshape(-1)
-            block = int((stops - starts).max()) + 1
-            index = np.minimum(starts[:, None] + np.arange(block), stops[:, None])
-            # [..., tiles, block] in place of the axis, then reduced.
-            some = xp.take(some, index, axis=axis).any(axis=axis + 1)
-            every = xp.take(every, index, axis=axis).all(axis=axis + 1)
-        return TileCoverage(some, every)
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | {"mask_shape": tuple(self.array.shape)}
-
-    def __repr__(self) -> str:
-        return f"Dense({text(self.array)})"

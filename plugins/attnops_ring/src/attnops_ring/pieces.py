@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from attnops.biases import Bias
 from attnops.dropout import ShiftedKey
-from attnops.masks import And, At, Causal, Full, Grid, KeyPadding, Mask, Not, Or, Shifted, SlidingWindow, TileCoverage
+from attnops.masks import And, At, Causal, CoverageBounds, Full, Grid, KeyPadding, Mask, Not, Or, Shifted, SlidingWindow
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,10 +118,10 @@ class Asked(Mask):
         """See `Mask.allowed`."""
         return self.mask.allowed(b, h, jnp.asarray(self.q_index)[0, q], jnp.asarray(self.kv_index)[0, kv])
 
-    def tiles(self, grid: Grid) -> TileCoverage:
-        """See `Mask.tiles`."""
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        """See `Mask.coverage_bounds`."""
         like = (grid.q_first == grid.q_first) & (grid.kv_first == grid.kv_first)
-        return TileCoverage(like, ~like)
+        return CoverageBounds(like, ~like)
 
     def __repr__(self) -> str:
         return repr(self.mask)
@@ -173,7 +173,7 @@ def sees_any(mask: Mask | None, t: int, s: int) -> Any:
     """Whether any of ``t`` queries may see any of ``s`` keys; a boolean [], or Python's True. False is certain."""
     if mask is None:
         return True
-    return jnp.asarray(mask.tiles(Grid.make([0], t, t, [0], s, s)).some).any()
+    return jnp.asarray(mask.coverage_bounds(Grid.make([0], t, t, [0], s, s)).some).any()
 
 
 def _tokens(x: Any, stretch: Stretch, axis: int) -> Any:

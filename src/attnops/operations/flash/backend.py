@@ -17,7 +17,7 @@ from attnops.kernels.coverage import map_shape, merged, ragged
 from attnops.kernels.flash import FlashBackend, FlashCall
 from attnops.kernels.vjp import Operands, attend, contribution_gradients
 from attnops.masks.base import Mask
-from attnops.masks.tiles import block_map
+from attnops.masks.blocks import block_map
 from attnops.operations.flash.backward import backward
 from attnops.operations.flash.forward import forward
 from attnops.operations.flash.options import Numbers, Options

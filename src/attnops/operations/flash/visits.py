@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attnops.masks.tiles import Coverage
+from attnops.masks.grid import Coverage
 
 State = TypeVar("State")
 

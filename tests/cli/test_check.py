@@ -91,6 +91,31 @@ def test_what_raises_is_wrong_and_the_rest_goes_on():
     assert result.stdout.count("wrong   RuntimeError: no such kernel\n") == len(FEW) + 1  # and its memory
 
 
+def test_a_named_feature_is_checked_in_long_problems_too(monkeypatch):
+    class Zeta(VanillaAttention):
+        @classmethod
+        def get_impl_name(cls):
+            return "zeta"
+
+        def forward_cpu(self, query, key, value, *, mask=None):
+            return self.forward_native(query, key, value, mask=mask if query.shape[1] < 128 else None)
+
+    register(Zeta)
+    monkeypatch.setattr(check, "LONG", (("SlidingWindow",), ("GQA", "Segments")))
+    result = run("zeta", "--feature", "SlidingWindow")
+    assert result.exit_code == 1
+    assert re.findall(r"^SlidingWindow +(\w+)", result.stdout, re.MULTILINE) == ["right", "wrong"]
+    assert result.stdout.endswith('wrong: SlidingWindow\ncheck one again with --feature "SlidingWindow"\n')
+
+
+def test_a_behaviour_is_checked_by_name():
+    result = run("sdpa", "--feature", "unknown option", "--feature", "memory, Causal", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert [x["name"] for x in found["behaviours"]] == ["unknown option", "memory, Causal"]
+    assert not found["features"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -38,7 +38,9 @@ def command(
     interpret: Annotated[bool, typer.Option("--interpret", help="Run kernels in their interpreter.")] = False,
     feature: Annotated[
         list[str] | None,
-        typer.Option(help="Check this feature alone, or several joined by ' + '; may be repeated.", metavar="NAME"),
+        typer.Option(
+            help="Check this feature or behaviour alone, or features joined by ' + '; may be repeated.", metavar="NAME"
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of query, key and value.", show_default="float32, else what is served")
@@ -105,22 +107,32 @@ def _heading(subject: Subject) -> str:
 def _sections(subject: Subject, pairs: str) -> dict[str, list[Check]]:
     return {
         "features": [(name, _one(subject, [name])) for name in FEATURES],
-        "long": [(f"long: {joined(row)}", _one(subject.long, row)) for row in LONG],
+        "long": _long(subject, LONG),
         "behaviours": [*_behaviours(subject), *_memory(subject)],
         "pairs": _pairs(subject, pairs),
     }
 
 
-def _named(subject: Subject, features: Sequence[str]) -> dict[str, list[Check]]:
-    """The features of ``--feature``, each alone or joined.
+def _named(subject: Subject, names: Sequence[str]) -> dict[str, list[Check]]:
+    """What ``--feature`` names: features, alone or joined, in long problems too where these are checked; behaviours.
 
     Raises:
         ValueError: one is unknown, or two exclude each other.
     """
-    rows = [[name.strip() for name in text.split(" + ")] for text in features]
+    rows = [tuple(name.strip() for name in text.split(" + ")) for text in names]
+    others = {name: check for name, check in [*_behaviours(subject), *_memory(subject)] if (name,) in rows}
+    rows = [row for row in rows if row[0] not in others]
     for row in rows:
         combine(row)
-    return {"features": [(joined(row), _one(subject, row)) for row in rows]}
+    return {
+        "features": [(joined(row), _one(subject, row)) for row in rows],
+        "long": _long(subject, [row for row in LONG if any(set(row) == set(named) for named in rows)]),
+        "behaviours": list(others.items()),
+    }
+
+
+def _long(subject: Subject, rows: Sequence[tuple[str, ...]]) -> list[Check]:
+    return [(f"long: {joined(row)}", _one(subject.long, row)) for row in rows]
 
 
 def _described(subject: Subject, found: dict[str, list[Outcome]]) -> dict[str, Any]:
@@ -219,6 +231,9 @@ def _print(found: dict[str, list[Outcome]], counts: Counter[Status]) -> None:
         if telling:
             print_table(("pair", "result", "why"), [_row(outcome) for outcome in telling])
     print_text(f"\n{_counted(counts)}")
+    wrong = dict.fromkeys(x.name for outcomes in found.values() for x in outcomes if x.status is Status.WRONG)
+    if wrong:
+        print_text(f'wrong: {", ".join(wrong)}\ncheck one again with --feature "{next(iter(wrong))}"')
 
 
 def _counted(counts: Counter[Status]) -> str:

@@ -219,7 +219,7 @@ def mesh(subject: Subject) -> None:
     """Under a mesh that cuts batch and heads it is right; needs four devices."""
     devices = jax.devices()
     if len(devices) < 4:
-        raise NotRunError(f"there are {len(devices)} devices; `jax_num_cpu_devices` makes them 4")
+        raise NotRunError(f"needs 4 devices, and has {len(devices)}: set JAX_NUM_CPU_DEVICES=4")
     given = subject.base.replace(mesh=create_mesh((2, 2), ("dp", "tp"), devices=devices[:4]))
     refused: list[Reason] = []
     for rows in (_ON_A_MESH, _LESS_ON_A_MESH):

@@ -58,7 +58,6 @@ def main(
     jax.config.update("jax_num_cpu_devices", devices)
     from attnops_ring.block import Inner
     from attnops_ring.operation import needed_hops
-    from attnops_ring.orders import stretches
 
     from attnops import OperationMetadata
     from attnops.masks import Causal, Segments, SlidingWindow
@@ -75,8 +74,7 @@ def main(
     for name, mask in masks.items():
         for order in ("contiguous", "zigzag", "striped"):
             found = counted(mask, length, devices, order)
-            n = stretches(order)
-            inner = Inner(OperationMetadata(), None, None, length, length, 1, devices, n, False)
+            inner = Inner(OperationMetadata(), None, None, length, length, order, devices, False)
             bound = mask.bind(1, HEADS, length, length)
             hops = devices if order == "striped" else needed_hops(bound, inner, (1, length, HEADS, 1), length, length)
             rows.append(

@@ -1,4 +1,4 @@
-"""Every strategy and order gives what one device gives, by the oracle and the tolerance rule."""
+"""Every strategy and order agrees with one device, by the oracle and the tolerance rule."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from attnops_ring import positions, reorder, restore
 from attnops_ring.block import Inner
 from attnops_ring.operation import STRATEGIES, needed_hops
-from attnops_ring.orders import ORDERS
-from attnops_ring.pieces import Stretch, piece_of_mask, sees_any
+from attnops_ring.orders import ORDERS, Order
+from attnops_ring.slices import Chunk, sees_any, slice_mask
 from jax.sharding import AxisType
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError, explain
@@ -43,7 +43,7 @@ def check(names: tuple[str, ...], cp: int, strategy: str, order: str, batch: int
     operation = OperationRegistry.create("ring", problem.metadata)
 
     class Reordered:
-        """What a model does that reorders its tokens."""
+        """A model that reorders its tokens."""
 
         metadata = problem.metadata
 
@@ -60,7 +60,7 @@ def check(names: tuple[str, ...], cp: int, strategy: str, order: str, batch: int
     problem.check((AsItIs if order == "contiguous" else Reordered)(), compiler_options=FAST_COMPILE)  # type: ignore[arg-type]
 
 
-# Features of the suite, each in the company of others.
+# Combinations of the suite's features.
 FEATURES = {
     "documents": ("Segments", "GQA", "logsumexp"),
     "traced documents": ("traced Segments", "MQA", "soft cap"),
@@ -77,7 +77,7 @@ FEATURES = {
     "padding": ("NaN behind KeyPadding", "layout BHTD"),
     "very low scores": ("bias near finfo.min", "GQA"),
 }
-# Beside those: lengths that do not divide, which only the contiguous order takes.
+# Also: lengths that do not divide, which only the contiguous order accepts.
 CONTIGUOUS = {
     "T < S": ("KeyPadding", "T < S"),
     "T > S": ("Causal", "T > S", "dropout"),
@@ -86,7 +86,7 @@ CONTIGUOUS = {
 }
 # The conformance suite has every feature with the strategy and order that are the defaults.
 QUICK = {("ring", "zigzag", "documents"), ("ulysses", "contiguous", "documents"), ("usp", "contiguous", "T < S")}
-# What orders and strategies treat in ways of their own: who sees whom, which head is whose, what is cut with the keys.
+# Features that orders and strategies handle differently: masks, heads, and arrays sharded with the keys.
 SLOW = ("documents", "window per head", "lengths", "padding", "T > S")
 
 
@@ -113,7 +113,7 @@ def test_each_strategy_and_order_agrees_with_the_oracle_on_four_devices(strategy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("feature", list(FEATURES_OF_THE_SUITE))
 def test_every_feature_of_the_suite(feature: str, strategy: str, order: str) -> None:
-    """On 1, 2, 4 and 8 devices in turn; what has lengths of its own, in the order that takes any."""
+    """On 1, 2, 4 and 8 devices in turn; features with lengths of their own in contiguous order, which accepts any."""
     sizes = (1, 2, 4, 4) if strategy == "ulysses" else (1, 2, 4, 8)  # of 4 heads
     cp = sizes[(list(FEATURES_OF_THE_SUITE).index(feature) + STRATEGIES.index(strategy) + ORDERS.index(order)) % 4]
     fields = {} if feature in ("T < S", "T > S", "T = 1", "odd lengths") else {"T": (3, 0)}
@@ -167,25 +167,25 @@ def test_auto_takes_the_ring_where_the_sequence_is_cut() -> None:
         assert explain(request, metadata=metadata).chosen.name == chosen
 
 
-def inner(devices: int, stretches: int, length: int) -> Inner:
-    return Inner(OperationMetadata(), None, None, length, length, 1, devices, stretches, False)
+def inner(devices: int, order: Order, length: int) -> Inner:
+    return Inner(OperationMetadata(), None, None, length, length, order, devices, False)
 
 
 @pytest.mark.parametrize(
-    ("mask", "stretches", "hops"),
+    ("mask", "order", "hops"),
     [
-        (None, 1, 8),
-        (Causal(), 1, 8),
-        (Causal() & SlidingWindow(9, 0), 1, 2),
-        (Causal() & SlidingWindow(100, 0), 1, 3),
-        (Causal() & SlidingWindow(129, 0), 1, 4),
-        (SlidingWindow(9, 9), 1, 8),  # the keys ahead are those of the device behind, all round the ring
-        (MaskFn(lambda b, h, q, kv: q == kv), 1, 8),
+        (None, "contiguous", 8),
+        (Causal(), "contiguous", 8),
+        (Causal() & SlidingWindow(9, 0), "contiguous", 2),
+        (Causal() & SlidingWindow(100, 0), "contiguous", 3),
+        (Causal() & SlidingWindow(129, 0), "contiguous", 4),
+        (SlidingWindow(9, 9), "contiguous", 8),  # the keys ahead are those of the previous device, n − 1 hops away
+        (MaskFn(lambda b, h, q, kv: q == kv), "contiguous", 8),
     ],
 )
-def test_windows_end_the_ring_early(mask: Any, stretches: int, hops: int) -> None:
+def test_windows_end_the_ring_early(mask: Any, order: Order, hops: int) -> None:
     bound = None if mask is None else mask.bind(1, 2, 512, 512)
-    assert needed_hops(bound, inner(8, stretches, 512), (1, 512, 2, 16), 512, 512) == hops
+    assert needed_hops(bound, inner(8, order, 512), (1, 512, 2, 16), 512, 512) == hops
 
 
 def test_bytes_sent_are_those_of_the_kv_heads() -> None:
@@ -214,13 +214,13 @@ def test_orders_are_undone_by_restore_and_balance_a_causal_mask(order: Any) -> N
         ({"order": "spiral"}, ValueError, r"order='spiral' is unknown; use one of"),
         ({"strategy": "star"}, ValueError, r"strategy='star' is unknown; use one of"),
         ({"strategy": "ulysses"}, UnsupportedError, r"H=2: a device's query heads must be a multiple of 4; use 'ring'"),
-        ({"strategy": "usp"}, UnsupportedError, r"needs two mesh axes"),
+        ({"strategy": "usp"}, UnsupportedError, r"needs a sequence sharded over two mesh axes"),
         ({"order": "zigzag", "length": 60}, ValueError, r"T=60 and S=60 must be multiples of 8"),
         ({"return_weights": True}, UnsupportedError, r"return_weights"),
         ({"orde": "zigzag"}, TypeError, r"no option 'orde'"),
     ],
 )
-def test_what_the_ring_can_not_serve_is_refused_in_words(
+def test_what_the_ring_can_not_serve_is_refused_with_reasons(
     call: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     mesh = create_mesh((4,), ("sp",), devices=jax.devices()[:4])
@@ -235,13 +235,15 @@ def test_rules_that_it_can_not_follow_are_refused(rules: dict[str, Any]) -> None
     mesh = create_mesh((2, 2), ("a", "sp"), devices=jax.devices()[:4])
     metadata = OperationMetadata(mesh=mesh, axis_rules=AxisRules(**rules))
     x = jnp.ones((1, 16, 2, 16))
-    with pytest.raises(UnsupportedError, match=r"must cut keys, and queries by the same axes"):
+    with pytest.raises(UnsupportedError, match=r"must shard keys, and queries over the same axes"):
         OperationRegistry.create("ring", metadata)(x, x, x)
 
 
 def test_without_a_mesh_it_says_what_to_do() -> None:
     x = jnp.ones((1, 16, 2, 16))
-    with pytest.raises(UnsupportedError, match=r"mesh=none, or whole sequences: must cut the keys; create 'flash'"):
+    with pytest.raises(
+        UnsupportedError, match=r"mesh=none, or sequences not sharded: must shard the keys; create 'flash'"
+    ):
         OperationRegistry.create("ring")(x, x, x)
     with pytest.raises(ValueError, match=r"length=10 must be a multiple of 8"):
         positions(10, 4, "zigzag")
@@ -317,12 +319,12 @@ def test_a_single_key_that_may_be_padding_gives_the_values_of_vanilla() -> None:
         same(ring(q, k, v, mask=mask, strategy=strategy).attention_outputs, expected)
 
 
-def test_stretches_that_a_mask_of_positions_hides_are_skipped() -> None:
+def test_chunks_that_a_mask_of_positions_hides_are_skipped() -> None:
     mask = Causal().at(np.arange(64)).bind(1, 1, 64, 64)
-    early, late = (Stretch(first, 16, 1, 64) for first in (0, 48))
+    early, late = (Chunk(first, 16, 1, 64) for first in (0, 48))
     for q, kv, seen in ((early, late, False), (late, early, True)):
-        piece = piece_of_mask(mask, q, kv, is_padded=False, queries_are_padded=False)
-        assert bool(sees_any(piece, 16, 16)) is seen
+        sliced = slice_mask(mask, q, kv, is_padded=False, queries_are_padded=False)
+        assert bool(sees_any(sliced, 16, 16)) is seen
 
 
 @pytest.mark.slow

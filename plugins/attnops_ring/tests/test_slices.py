@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_ring.orders import stretches
+from attnops_ring.orders import chunks_per_device
 from attnops_tpu.aot import devices
 from attnops_tpu.collectives import exchanges, exposed, scheduled
 from attnops_tpu.generations import target
@@ -68,10 +68,10 @@ def test_a_million_tokens_on_a_slice(topology: str, chips: int, order: str) -> N
     assert memory.temp_size_in_bytes <= 6 * given
 
     found = exchanges(program)
-    # Forward's loop and backward's: keys and values, a stretch at a time; and these with their gradients.
+    # Forward's loop and backward's: keys and values, a chunk at a time; and these with their gradients.
     loops = [events for events in found.values() if all(event.what != "while" for event in events)]
     assert len(loops) == 2
-    for events, sent in zip(loops, (2 * stretches(order), 4), strict=True):
+    for events, sent in zip(loops, (2 * chunks_per_device(order), 4), strict=True):
         print(" ".join(map(str, events)))
         kinds = [event.kind for event in events]
         kernels = kinds.count("kernel")

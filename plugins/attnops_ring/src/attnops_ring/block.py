@@ -1,4 +1,4 @@
-"""Attention of one device's queries over the keys at hand, by the operation that serves its platform."""
+"""Attention of one device's queries over the keys that it has at the time, by the operation for its platform."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from jax import lax
 from attnops import OperationMetadata, OperationRegistry
 from attnops.kernels import inexact_vjp
 from attnops.softmax import Contribution, PartialSoftmax, identity, merge
-from attnops_ring.pieces import Stretch, piece_of_bias, piece_of_key, piece_of_mask, sees_any
-
-Arrays = Sequence[jax.Array]
+from attnops_ring.orders import Order, chunk_ids, chunks_per_device
+from attnops_ring.slices import Chunk, sees_any, slice_bias, slice_dropout_key, slice_mask
 
 
 class Extras(NamedTuple):
-    """What scores depend on beside query and key, of the whole sequence.
+    """What scores depend on other than query and key, all of the whole sequence.
 
     Attributes:
         mask: bound, or None.
@@ -32,22 +31,36 @@ class Extras(NamedTuple):
     dropout_key: Any
 
 
+class Chunks(NamedTuple):
+    """The operands of one block, by chunk.
+
+    Attributes:
+        queries: each [B, t, H, D].
+        keys: each [B, s, K, D].
+        values: each [B, s, K, Dv].
+    """
+
+    queries: Sequence[jax.Array]
+    keys: Sequence[jax.Array]
+    values: Sequence[jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Inner:
     """How the devices compute. Static and hashable.
 
     Attributes:
-        metadata: of the operation, without a mesh.
+        metadata: the operation's, without a mesh.
         scale: the softmax scale, or None.
         cap: the soft cap, or None.
-        T, S: tokens of the whole call, padding left out.
-        stride: see `Stretch`.
-        devices: that the sequence is cut for.
-        stretches: that each of them has.
-        is_padded: whether there may be keys beyond the last.
-        keys_are_whole: whether keys are all of the sequence's, in its order.
-        queries_are_whole: whether queries are, likewise.
-        queries_are_padded: whether there may be queries beyond the last.
+        T: queries of the call, without padding.
+        S: keys of the call, without padding.
+        order: the layout of the tokens, see `attnops_ring.orders`.
+        devices: along the axes that shard the sequence.
+        is_padded: whether the keys may include padding.
+        has_all_keys: whether the device has the whole sequence of keys, in its own order.
+        has_all_queries: whether the device has the whole sequence of queries, in its own order.
+        queries_are_padded: whether the queries may include padding.
     """
 
     metadata: OperationMetadata
@@ -55,86 +68,89 @@ class Inner:
     cap: float | None
     T: int
     S: int
-    stride: int
+    order: Order
     devices: int
-    stretches: int
     is_padded: bool
-    keys_are_whole: bool = False
-    queries_are_whole: bool = False
+    has_all_keys: bool = False
+    has_all_queries: bool = False
     queries_are_padded: bool = False
 
-    def _stretch(self, device: Any, number: int, size: int, length: int) -> Stretch:
-        """A stretch of a device: for two, one from the front, and its mirror from the back."""
-        if self.stride > 1:
-            return Stretch(device, size, self.stride, length)
-        place = device if number == 0 else 2 * self.devices - 1 - device
-        return Stretch(place * size, size, 1, length)
+    @property
+    def chunks(self) -> int:
+        """Chunks a device."""
+        return chunks_per_device(self.order)
 
-    def queries(self, query: jax.Array) -> list[jax.Array]:
-        """A device's queries by stretch."""
-        return jnp.split(query, 1 if self.queries_are_whole else self.stretches, axis=1)
+    def split(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Chunks:
+        """A device's queries [B, t, H, D], keys [B, s, K, D] and values [B, s, K, Dv] by chunk."""
+        return Chunks(self.split_queries(query), self.split_keys(key), self.split_keys(value))
 
-    def keys(self, x: jax.Array) -> list[jax.Array]:
-        """A device's keys, or values, by stretch."""
-        return jnp.split(x, 1 if self.keys_are_whole else self.stretches, axis=1)
+    def split_queries(self, x: jax.Array) -> list[jax.Array]:
+        """A device's queries, or their cotangents, by chunk along axis 1."""
+        return jnp.split(x, 1 if self.has_all_queries else self.chunks, axis=1)
 
-    def of_queries(self, device: Any, number: int, size: int) -> Stretch:
-        """Where queries stand."""
-        return Stretch(0, size, 1, self.T) if self.queries_are_whole else self._stretch(device, number, size, self.T)
+    def split_keys(self, x: jax.Array) -> list[jax.Array]:
+        """A device's keys, or values, by chunk along axis 1."""
+        return jnp.split(x, 1 if self.has_all_keys else self.chunks, axis=1)
 
-    def of_keys(self, device: Any, number: int, size: int) -> Stretch:
-        """Where keys stand."""
-        return Stretch(0, size, 1, self.S) if self.keys_are_whole else self._stretch(device, number, size, self.S)
+    def query_chunk(self, device: Any, number: int, size: int) -> Chunk:
+        """The positions of a device's chunk of ``size`` queries."""
+        return Chunk(0, size, 1, self.T) if self.has_all_queries else self._chunk(device, number, size, self.T)
+
+    def key_chunk(self, device: Any, number: int, size: int) -> Chunk:
+        """The positions of a device's chunk of ``size`` keys."""
+        return Chunk(0, size, 1, self.S) if self.has_all_keys else self._chunk(device, number, size, self.S)
+
+    def _chunk(self, device: Any, number: int, size: int, length: int) -> Chunk:
+        if self.order == "striped":
+            return Chunk(device, size, self.devices, length)
+        return Chunk(chunk_ids(device, self.devices, self.chunks)[number] * size, size, 1, length)
 
     @property
     def operation(self) -> Any:
-        """What computes."""
+        """The operation that computes on a device."""
         return OperationRegistry.create("flash", self.metadata)
 
 
 def block(
-    inner: Inner, queries: Arrays, keys: Arrays, values: Arrays, extras: Extras, here: Any, there: Any,
-    seen: Sequence[PartialSoftmax] | None = None,
-) -> list[PartialSoftmax]:  # fmt: skip
-    """Of the queries of device ``here`` over the keys of device ``there``; stretches that see nothing are skipped.
+    inner: Inner, chunks: Chunks, extras: Extras, here: Any, there: Any, seen: Sequence[PartialSoftmax] | None = None
+) -> list[PartialSoftmax]:
+    """Attention of the queries of device ``here`` over the keys of device ``there``; fully masked chunks are skipped.
 
     Args:
-        inner: how.
-        queries: by stretch, each [B, t, H, D].
-        keys: likewise, [B, s, K, D].
-        values: likewise, [B, s, K, Dv].
-        extras: what scores depend on beside these.
-        here: the device's number, an integer array [].
-        there: likewise.
-        seen: what the queries have seen before, by stretch.
+        inner: how devices compute.
+        chunks: the queries, keys and values.
+        extras: mask, bias and dropout key.
+        here: the device that has the queries, an integer array [].
+        there: the device whose keys these are, an integer array [].
+        seen: partial softmaxes over keys seen before, by chunk of queries; None for none.
 
     Returns:
-        What they have seen now, by stretch.
+        The partial softmaxes over these keys and those seen before, by chunk of queries.
     """
     rows = []
-    for i, query in enumerate(queries):
-        q = inner.of_queries(here, i, query.shape[1])
-        parts = [] if seen is None else [seen[i]]
-        for j, (key, value) in enumerate(zip(keys, values, strict=True)):
-            kv = inner.of_keys(there, j, key.shape[1])
-            mask = piece_of_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
+    for i, query in enumerate(chunks.queries):
+        q = inner.query_chunk(here, i, query.shape[1])
+        partials = [] if seen is None else [seen[i]]
+        for j, (key, value) in enumerate(zip(chunks.keys, chunks.values, strict=True)):
+            kv = inner.key_chunk(there, j, key.shape[1])
+            mask = slice_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
 
-            def compute(qkv: Any, mask: Any, extras: Extras, q: Stretch = q, kv: Stretch = kv) -> PartialSoftmax:
-                found: PartialSoftmax = inner.operation.partial(*qkv, **_options(inner, mask, extras, q, kv))
-                return found
+            def compute(qkv: Any, mask: Any, extras: Extras, q: Chunk = q, kv: Chunk = kv) -> PartialSoftmax:
+                partial: PartialSoftmax = inner.operation.partial(*qkv, **_options(inner, mask, extras, q, kv))
+                return partial
 
-            given = (query, key, value), mask, extras
-            due = for_any(sees_any(mask, q.size, kv.size))
-            if due is True:
-                parts.append(compute(*given))
+            operands = (query, key, value), mask, extras
+            is_active = any_in_batch(sees_any(mask, q.size, kv.size))
+            if is_active is True:
+                partials.append(compute(*operands))
             else:
-                parts.append(lax.cond(due, compute, lambda qkv, *_: identity(qkv[0], qkv[2]), *given))
-        rows.append(parts[0] if len(parts) == 1 else merge(*parts))
+                partials.append(lax.cond(is_active, compute, lambda qkv, *_: identity(qkv[0], qkv[2]), *operands))
+        rows.append(partials[0] if len(partials) == 1 else merge(*partials))
     return rows
 
 
-def together(rows: Sequence[PartialSoftmax]) -> PartialSoftmax:
-    """`PartialSoftmax` of all of a device's queries, of those of its stretches."""
+def concatenate(rows: Sequence[PartialSoftmax]) -> PartialSoftmax:
+    """The `PartialSoftmax` of all of a device's queries, from those of its chunks."""
     if len(rows) == 1:
         return rows[0]
     outs, *others = zip(*rows, strict=True)
@@ -152,10 +168,10 @@ class Gradients(NamedTuple):
     """Gradients, all float32.
 
     Attributes:
-        queries: by stretch, each [B, t, H, D].
-        keys: likewise, [B, s, K, D].
-        values: likewise, [B, s, K, Dv].
-        bias: of the bias's structure, None for an array that has none; or None where none is wanted.
+        queries: by chunk, each [B, t, H, D].
+        keys: by chunk, each [B, s, K, D].
+        values: by chunk, each [B, s, K, Dv].
+        bias: of the bias's structure, None for an array without gradient; or None where the bias has no gradient.
     """
 
     queries: list[jax.Array]
@@ -164,93 +180,93 @@ class Gradients(NamedTuple):
     bias: Any
 
 
-def added(total: Any, more: Any) -> Any:
-    """A sum of float32 gradients and further ones, of any dtype; None where there is none."""
+def add(total: Any, more: Any) -> Any:
+    """The sum of float32 gradients and further gradients of any dtype; None where there is no gradient."""
     return jax.tree.map(
         lambda a, b: None if a is None else a + b.astype(jnp.float32), total, more, is_leaf=lambda x: x is None
     )
 
 
 def block_gradients(
-    inner: Inner, queries: Arrays, keys: Arrays, values: Arrays, extras: Extras, here: Any, there: Any,
-    wholes: Sequence[LogSumExp], cotangents: Sequence[Contribution], wants_bias: bool,
+    inner: Inner, chunks: Chunks, extras: Extras, here: Any, there: Any, lse: Sequence[LogSumExp],
+    cotangents: Sequence[Contribution], wants_bias: bool,
 ) -> Gradients:  # fmt: skip
-    """What `block` gives to the gradients of a softmax over all devices' keys, whose logsumexp is known.
+    """One block's terms of the gradients of a softmax over all devices' keys, from its global logsumexp.
 
     Args:
-        inner: see `block`.
-        queries: likewise.
-        keys: likewise.
-        values: likewise.
-        extras: likewise.
-        here: likewise.
-        there: likewise.
-        wholes: the logsumexp over all keys, by stretch of queries.
-        cotangents: by stretch of queries, of what these keys give to the output, and of their weight.
+        inner: how devices compute.
+        chunks: the queries, keys and values.
+        extras: mask, bias and dropout key.
+        here: the device that has the queries, an integer array [].
+        there: the device whose keys these are, an integer array [].
+        lse: the logsumexp over all keys, by chunk of queries.
+        cotangents: of the keys' contribution to the output and of its weight, by chunk of queries.
         wants_bias: whether the bias has a gradient.
     """
-    learnt = extras.bias if wants_bias else None
-    found = Gradients(*(jax.tree.map(_wide_zeros, x) for x in (list(queries), list(keys), list(values), learnt)))
-    for i, query in enumerate(queries):
-        q = inner.of_queries(here, i, query.shape[1])
-        for j, (key, value) in enumerate(zip(keys, values, strict=True)):
-            kv = inner.of_keys(there, j, key.shape[1])
-            mask = piece_of_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
+    bias = extras.bias if wants_bias else None
+    total = Gradients(*(jax.tree.map(_float32_zeros, x) for x in (*map(list, chunks), bias)))
+    for i, query in enumerate(chunks.queries):
+        q = inner.query_chunk(here, i, query.shape[1])
+        for j, (key, value) in enumerate(zip(chunks.keys, chunks.values, strict=True)):
+            kv = inner.key_chunk(there, j, key.shape[1])
+            mask = slice_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
 
             def compute(
-                before: Any, qkv: Any, whole: LogSumExp, d: Contribution, mask: Any, extras: Extras,
-                q: Stretch = q, kv: Stretch = kv,
+                before: Any, qkv: Any, lse: LogSumExp, d: Contribution, mask: Any, extras: Extras,
+                q: Chunk = q, kv: Chunk = kv,
             ) -> Any:  # fmt: skip
                 options = _options(inner, mask, extras, q, kv)
-                *more, d_bias = inner.operation.partial_vjp(*qkv, *whole, d, wants_bias=wants_bias, **options)
+                *more, d_bias = inner.operation.partial_vjp(*qkv, *lse, d, wants_bias=wants_bias, **options)
                 if wants_bias:
-                    d_bias = inexact_vjp(lambda bias: piece_of_bias(bias, q, kv), extras.bias)(d_bias)
-                return added(before, (*more, d_bias))
+                    d_bias = inexact_vjp(lambda bias: slice_bias(bias, q, kv), extras.bias)(d_bias)
+                return add(before, (*more, d_bias))
 
-            before = found.queries[i], found.keys[j], found.values[j], found.bias
-            operands = before, (query, key, value), wholes[i], cotangents[i], mask, extras
-            due = for_any(sees_any(mask, q.size, kv.size))
-            after = compute(*operands) if due is True else lax.cond(due, compute, lambda before, *_: before, *operands)
-            found.queries[i], found.keys[j], found.values[j] = after[:3]
-            found = found._replace(bias=after[3])
-    return found
+            before = total.queries[i], total.keys[j], total.values[j], total.bias
+            operands = before, (query, key, value), lse[i], cotangents[i], mask, extras
+            is_active = any_in_batch(sees_any(mask, q.size, kv.size))
+            if is_active is True:
+                after = compute(*operands)
+            else:
+                after = lax.cond(is_active, compute, lambda before, *_: before, *operands)
+            total.queries[i], total.keys[j], total.values[j] = after[:3]
+            total = total._replace(bias=after[3])
+    return total
 
 
-def _wide_zeros(x: jax.Array) -> jax.Array | None:
-    """To begin a sum with; None for what has no gradient."""
+def _float32_zeros(x: jax.Array) -> jax.Array | None:
+    """The initial value of a sum of gradients; None for an array without gradient."""
     return jnp.zeros_like(x, dtype=jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else None
 
 
-def for_any(due: Any) -> Any:
-    """A condition under which to compute, of mapped calls the same for all: else `jax.vmap` would compute both ways."""
-    if due is True:
+def any_in_batch(condition: Any) -> Any:
+    """A condition that under `jax.vmap` is true for all of the batch if it is for any: else both branches would run."""
+    if condition is True:
         return True
 
     @jax.custom_batching.custom_vmap
-    def any_of(due: jax.Array) -> jax.Array:
-        return due
+    def any_of(condition: jax.Array) -> jax.Array:
+        return condition
 
     @any_of.def_vmap
-    def _(size: int, in_batched: Any, due: jax.Array) -> tuple[jax.Array, bool]:
-        return for_any(due.any(0)), False
+    def _(size: int, in_batched: Any, condition: jax.Array) -> tuple[jax.Array, bool]:
+        return any_in_batch(condition.any(0)), False
 
-    return any_of(due)
+    return any_of(condition)
 
 
-def _options(inner: Inner, mask: Any, extras: Extras, q: Stretch, kv: Stretch) -> dict[str, Any]:
-    """Of the call for a stretch of queries and one of keys."""
+def _options(inner: Inner, mask: Any, extras: Extras, q: Chunk, kv: Chunk) -> dict[str, Any]:
+    """The keyword arguments of a device's operation for a chunk of queries and a chunk of keys."""
     return {
         "mask": mask,
-        "bias": piece_of_bias(extras.bias, q, kv),
+        "bias": slice_bias(extras.bias, q, kv),
         "softmax_scale": inner.scale,
         "logits_soft_cap": inner.cap,
-        "dropout_key": piece_of_key(extras.dropout_key, q, kv),
+        "dropout_key": slice_dropout_key(extras.dropout_key, q, kv),
     }
 
 
-def at_once(
+def whole_block(
     inner: Inner, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras, here: Any, there: Any
 ) -> PartialSoftmax:
-    """`block`, of and for tokens that are not taken apart."""
-    stretches = inner.queries(query), inner.keys(key), inner.keys(value)
-    return together(block(inner, *stretches, extras, here, there))
+    """`block` of tokens that are not split by chunk yet."""
+    return concatenate(block(inner, inner.split(query, key, value), extras, here, there))

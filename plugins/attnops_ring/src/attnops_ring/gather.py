@@ -1,4 +1,4 @@
-"""Exchanges that need no derivative of their own: all keys to everybody, or heads for tokens."""
+"""Exchanges whose derivative is JAX's: all keys to every device, or heads for tokens."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from jax import lax
 from attnops.biases import Bias, ShiftedBias
 from attnops.masks import Shifted
 from attnops.softmax import PartialSoftmax
-from attnops_ring.block import Extras, Inner, at_once
-from attnops_ring.orders import Order, positions
+from attnops_ring.block import Extras, Inner, whole_block
+from attnops_ring.orders import positions
 
 Axis = str | tuple[str, ...]
 
 
 def all_gather(
-    inner: Inner, axis: Axis, order: Order, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
+    inner: Inner, axis: Axis, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> PartialSoftmax:
     """Every device gathers all keys and values, O(S) memory, and computes its queries at once.
 
     Args:
         inner: how devices compute.
-        axis: the mesh axes that cut the sequence.
-        order: how tokens lie.
+        axis: the mesh axes that shard the sequence.
         query: [B, t, H, D], this device's.
         key: [B, s, K, D].
         value: [B, s, K, Dv].
-        extras: what scores depend on beside these.
+        extras: mask, bias and dropout key.
     """
-    k, v = (in_sequence(_gathered(axis, x), inner.devices, order) for x in (key, value))
-    return at_once(dataclasses.replace(inner, keys_are_whole=True), query, k, v, extras, lax.axis_index(axis), 0)
+    k, v = (to_sequence_order(_gathered(axis, x), inner) for x in (key, value))
+    return whole_block(dataclasses.replace(inner, has_all_keys=True), query, k, v, extras, lax.axis_index(axis), 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(axis: Axis, x: jax.Array) -> jax.Array:
-    """[B, s, K, d] of every device, one after the other; the devices' gradients are added up in float32."""
+    """[B, s, K, d] of each device, concatenated to [B, n · s, K, d]; the devices' gradients are summed in float32."""
     return lax.all_gather(x, axis, axis=1, tiled=True)
 
 
@@ -53,7 +52,7 @@ _gathered.defvjp(lambda axis, x: (_gathered(axis, x), None), _gathered_backward)
 
 
 def heads_for_tokens(x: jax.Array, axis: Axis) -> jax.Array:
-    """[B, t, H, d] of every device to [B, n · t, H / n, d]: all its group's tokens, some of the heads."""
+    """[B, t, H, d] of each device to [B, n · t, H / n, d]: all tokens of the n devices, some of the heads."""
     return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
 
 
@@ -62,8 +61,8 @@ def tokens_for_heads(x: jax.Array, axis: Axis) -> jax.Array:
     return lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
 
 
-def some_heads(extras: Extras, first: Any, batches: int, heads: int) -> Extras:
-    """What scores depend on, for ``heads`` heads of them, ``first`` first."""
+def slice_heads(extras: Extras, first: Any, batches: int, heads: int) -> Extras:
+    """Mask, bias and dropout key for the ``heads`` heads from ``first`` on."""
     mask = None if extras.mask is None else Shifted(extras.mask, jnp.int32(0), first, batches, heads)
     bias = extras.bias
     if isinstance(bias, Bias):
@@ -75,12 +74,12 @@ def some_heads(extras: Extras, first: Any, batches: int, heads: int) -> Extras:
 
 
 def spread_kv_heads(x: jax.Array, heads: int, devices: int) -> jax.Array:
-    """Keys or values [B, s, K, d] with as many heads as devices can share: repeated only where K does not divide.
+    """Keys or values [B, s, K, d] with heads repeated, where K does not divide, as few times as possible.
 
     Args:
         x: keys or values.
         heads: query heads.
-        devices: that are to share them.
+        devices: of which each gets the same number of heads.
     """
     K = x.shape[2]
     if K % devices == 0:
@@ -88,13 +87,15 @@ def spread_kv_heads(x: jax.Array, heads: int, devices: int) -> jax.Array:
     return jnp.repeat(x, int(np.lcm(K, devices)) // K if heads % np.lcm(K, devices) == 0 else heads // K, axis=2)
 
 
-def in_sequence(x: jax.Array, devices: int, order: Order) -> jax.Array:
-    """Tokens [B, length, …] that lie in an order, as the sequence has them."""
-    if order == "contiguous":
+def to_sequence_order(x: jax.Array, inner: Inner) -> jax.Array:
+    """[B, length, …] from the devices' order to that of the sequence."""
+    if inner.order == "contiguous":
         return x
-    return jnp.take(x, np.argsort(positions(x.shape[1], devices, order)), axis=1)
+    return jnp.take(x, np.argsort(positions(x.shape[1], inner.devices, inner.order)), axis=1)
 
 
-def in_order(x: jax.Array, devices: int, order: Order) -> jax.Array:
-    """The inverse of `in_sequence`."""
-    return x if order == "contiguous" else jnp.take(x, positions(x.shape[1], devices, order), axis=1)
+def to_device_order(x: jax.Array, inner: Inner) -> jax.Array:
+    """The inverse of `to_sequence_order`."""
+    if inner.order == "contiguous":
+        return x
+    return jnp.take(x, positions(x.shape[1], inner.devices, inner.order), axis=1)

@@ -1,7 +1,8 @@
-"""How the tokens of a sequence lie on devices.
+"""How the tokens of a sequence are laid out on devices.
 
-``contiguous``: one stretch each, in order; of a causal mask the last device has most. ``zigzag``: two stretches each,
-one from the front and its mirror from the back, so that all have the same. ``striped``: every n-th token.
+``contiguous``: one chunk a device, in order; under a causal mask the last device computes most. ``zigzag``: two chunks
+a device, one counted from the front and one from the back, so that all compute the same. ``striped``: device i has the
+tokens i, i + n, i + 2n, …
 """
 
 from __future__ import annotations
@@ -19,67 +20,76 @@ ORDERS: Final = ("contiguous", "zigzag", "striped")
 
 
 def check_order(order: str) -> None:
-    """Raise a `ValueError` for an order that there is not."""
+    """Raise a `ValueError` for an unknown order."""
     if order not in ORDERS:
         raise ValueError(f"order={order!r} is unknown; use one of {list(ORDERS)}")
 
 
-def stretches(order: str) -> int:
-    """How many stretches of tokens a device has."""
+def chunks_per_device(order: str) -> int:
+    """How many chunks of tokens a device has."""
     return 2 if order == "zigzag" else 1
 
 
-def positions(length: int, devices: int, order: Order = "contiguous") -> np.ndarray[Any, Any]:
-    """Which token of the sequence stands where once it is reordered, int32 [length].
+def chunk_ids(device: Any, devices: int, chunks: int) -> list[Any]:
+    """The chunks of a device, of ``devices * chunks`` that the sequence consists of.
 
     Args:
-        length: tokens; a multiple of ``devices``, and of twice that for ``zigzag``.
-        devices: along the axes that cut the sequence.
+        device: its number, an int or an integer array [].
+        devices: along the axes that shard the sequence.
+        chunks: of a device, 1 or 2; see `chunks_per_device`.
+    """
+    return [device, 2 * devices - 1 - device][:chunks]
+
+
+def positions(length: int, devices: int, order: Order = "contiguous") -> np.ndarray[Any, Any]:
+    """The position in the sequence of each token once reordered, int32 [length].
+
+    Args:
+        length: tokens; a multiple of ``devices``, for ``zigzag`` of twice that.
+        devices: along the axes that shard the sequence.
         order: see `attnops_ring.orders`.
 
     Raises:
         ValueError: the length does not divide, or the order is unknown.
     """
     check_order(order)
-    parts = devices * stretches(order)
-    if length % parts:
+    n = chunks_per_device(order)
+    if length % (devices * n):
         raise ValueError(
-            f"length={length} must be a multiple of {parts} for order={order!r} on {devices} devices; pad it"
+            f"length={length} must be a multiple of {devices * n} for order={order!r} on {devices} devices; pad it"
         )
     tokens = np.arange(length, dtype=np.int32)
     if order == "striped":
         return tokens.reshape(-1, devices).T.reshape(-1)
-    if order == "zigzag":
-        halves = tokens.reshape(2 * devices, -1)
-        return np.concatenate([halves[[i, 2 * devices - 1 - i]].reshape(-1) for i in range(devices)])
-    return tokens
+    chunks = tokens.reshape(devices * n, -1)
+    return np.concatenate([chunks[chunk_ids(device, devices, n)].reshape(-1) for device in range(devices)])
 
 
 def reorder(x: Any, devices: int, order: Order, axis: int = 1) -> jax.Array:
-    """An array of tokens as ``order`` lays them on devices: once, in the data pipeline, for tokens and labels.
+    """An array of tokens in the layout ``order``: to be called once, in the data pipeline, on tokens and labels.
 
     Args:
         x: an array with the sequence along ``axis``.
-        devices: along the axes that cut the sequence.
+        devices: along the axes that shard the sequence.
         order: see `attnops_ring.orders`.
         axis: of the sequence.
 
     Raises:
         ValueError: see `positions`.
     """
-    return _taken(x, positions(x.shape[axis], devices, order), axis)
+    return _take(x, positions(x.shape[axis], devices, order), axis)
 
 
 def restore(x: Any, devices: int, order: Order, axis: int = 1) -> jax.Array:
-    """The inverse of `reorder`."""
-    return _taken(x, np.argsort(positions(x.shape[axis], devices, order)), axis)
+    """The inverse of `reorder`, with the same arguments."""
+    return _take(x, np.argsort(positions(x.shape[axis], devices, order)), axis)
 
 
-def _taken(x: Any, tokens: np.ndarray[Any, Any], axis: int) -> jax.Array:
-    """Tokens of an array; its type stays what it is."""
+def _take(x: Any, tokens: np.ndarray[Any, Any], axis: int) -> jax.Array:
+    """`jax.numpy.take` whose result has the sharding of ``x``."""
     array = jnp.asarray(x)
-    found = jnp.take(uncut(array, axis), tokens, axis=axis)
+    taken = jnp.take(uncut(array, axis), tokens, axis=axis)
     if not own_entry(array, axis):
-        return found
-    where = jax.typeof(array).sharding
-    return resharded(found, where.spec, where.mesh)
+        return taken
+    sharding = jax.typeof(array).sharding
+    return resharded(taken, sharding.spec, sharding.mesh)

@@ -1,4 +1,4 @@
-"""Few queries over many keys that devices share, as in decoding: one reduction (flash-decoding, across devices)."""
+"""Few queries over keys sharded over devices, as in decoding: one reduction merges the devices' partial softmaxes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from jax import lax
 
 from attnops.kernels import equally_varying
 from attnops.softmax import PartialSoftmax, exp_sum, log_sum
-from attnops_ring.block import Extras, Inner, at_once
+from attnops_ring.block import Extras, Inner, whole_block
 
 
 def reduced(
     inner: Inner, axis: tuple[str, ...], query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> PartialSoftmax:
-    """Attention of queries that every device has over keys of which each has a part, in `jax.shard_map`.
+    """Attention of replicated queries over sharded keys, inside `jax.shard_map`; flash-decoding across devices.
 
     Args:
         inner: how devices compute.
-        axis: the mesh axes that cut the keys.
+        axis: the mesh axes that shard the keys.
         query: [B, T, H, D], the same on all of them.
         key: [B, s, K, D], this device's.
-        value: [B, s, K, Dv].
-        extras: what scores depend on beside these.
+        value: [B, s, K, Dv], this device's.
+        extras: mask, bias and dropout key.
     """
     query, key, value, extras = equally_varying((query, key, value, extras))
-    own = at_once(inner, query, key, value, extras, 0, lax.axis_index(axis))
-    top = lax.pmax(lax.stop_gradient(own.lse), axis)
-    weight = exp_sum(own.lse, own.lse_residual, top)
-    out, total = lax.psum((own.out * weight.swapaxes(1, 2)[..., None], weight), axis)
-    seen = jnp.where(total == 0, 1.0, total)  # NaN stays NaN
-    return PartialSoftmax(out / seen.swapaxes(1, 2)[..., None], *log_sum(top, total))
+    own = whole_block(inner, query, key, value, extras, 0, lax.axis_index(axis))
+    m = lax.pmax(lax.stop_gradient(own.lse), axis)
+    weight = exp_sum(own.lse, own.lse_residual, m)
+    out, l = lax.psum((own.out * weight.swapaxes(1, 2)[..., None], weight), axis)
+    divisor = jnp.where(l == 0, 1.0, l)  # NaN stays NaN
+    return PartialSoftmax(out / divisor.swapaxes(1, 2)[..., None], *log_sum(m, l))

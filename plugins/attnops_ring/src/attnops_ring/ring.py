@@ -1,7 +1,7 @@
-"""The ring: keys and values go round, and every device sees each once (Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention: keys and values rotate through all devices (Liu et al. 2023, arXiv:2310.01889).
 
-One derivative around the whole exchange: forward saves the output and its logsumexp alone; backward sends keys and
-values round again, their gradients with them.
+The exchange has one derivative of its own: forward saves the output and its logsumexp only; backward rotates keys and
+values again, together with their gradients.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from attnops.kernels import cotangents, is_differentiated
 from attnops.softmax import Contribution, PartialSoftmax, identity
-from attnops_ring.block import Extras, Inner, LogSumExp, added, block, block_gradients, together
+from attnops_ring.block import Chunks, Extras, Inner, LogSumExp, add, block, block_gradients, concatenate
 
 Axis = str | tuple[str, ...]
 
 
-def passed_on(x: Any, axis: Axis, shift: int, devices: int) -> Any:
-    """Everything one has, for the device ``shift`` further along a mesh axis."""
+def rotate(x: Any, axis: Axis, shift: int, devices: int) -> Any:
+    """Sends every array of ``x`` to the device ``shift`` further along the mesh axes, cyclically."""
     pairs = [(i, (i + shift) % devices) for i in range(devices)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), x)
 
@@ -31,16 +31,16 @@ def passed_on(x: Any, axis: Axis, shift: int, devices: int) -> Any:
 def ring(
     inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> PartialSoftmax:
-    """Attention over all keys, in `jax.shard_map`, without sinks.
+    """Attention over all keys, inside `jax.shard_map`, without sinks.
 
     Args:
         inner: how devices compute.
-        axis: the mesh axes that cut the sequence.
-        hops: how many devices' keys a device sees, its own among them; what further ones have no query may see.
+        axis: the mesh axes that shard the sequence.
+        hops: how many devices' keys a device sees, its own included; all others' are fully masked.
         query: [B, t, H, D], this device's.
-        key: [B, s, K, D].
-        value: [B, s, K, Dv].
-        extras: what scores depend on beside these, varying as they do.
+        key: [B, s, K, D], this device's.
+        value: [B, s, K, Dv], this device's.
+        extras: mask, bias and dropout key, varying over the same mesh axes.
     """
     return _forward(inner, axis, hops, query, key, value, extras)
 
@@ -49,61 +49,63 @@ def _forward(
     inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> PartialSoftmax:
     n, here = inner.devices, lax.axis_index(axis)
-    # By stretch from here on, so that no hop takes them apart again.
-    queries, keys, values = inner.queries(query), inner.keys(key), inner.keys(value)
+    # Split once here, not in every hop.
+    queries, keys, values = inner.split(query, key, value)
 
     def hop(r: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         k, v, seen = state
-        # Sent before the computation that hides it.
-        sent = passed_on((k, v), axis, 1, n)
-        return (*sent, block(inner, queries, k, v, extras, here, (here - r) % n, seen))
+        # Sent before the computation that hides the transfer.
+        sent = rotate((k, v), axis, 1, n)
+        return (*sent, block(inner, Chunks(queries, k, v), extras, here, (here - r) % n, seen))
 
     seen = [identity(x, value) for x in queries]
     k, v, seen = lax.fori_loop(0, hops - 1, hop, (keys, values, seen))
-    return together(block(inner, queries, k, v, extras, here, (here - (hops - 1)) % n, seen))
+    return concatenate(block(inner, Chunks(queries, k, v), extras, here, (here - (hops - 1)) % n, seen))
 
 
 def _forward_rule(
     inner: Inner, axis: Axis, hops: int, query: Any, key: Any, value: Any, extras: Any
 ) -> tuple[PartialSoftmax, tuple[Any, ...]]:
-    # What is saved must be arrays; a flag is said by the structure.
+    # Residuals must be arrays; a boolean is encoded in the pytree's structure.
     flag = (None,) * is_differentiated(extras.bias)
     query, key, value, extras = custom_vjp_primal_tree_values((query, key, value, extras))
-    found = _forward(inner, axis, hops, query, key, value, extras)
-    return found, (query, key, value, extras, found, flag)
+    partial = _forward(inner, axis, hops, query, key, value, extras)
+    return partial, (query, key, value, extras, partial, flag)
 
 
-def _backward_rule(inner: Inner, axis: Axis, hops: int, saved: Any, given: Any) -> tuple[Any, ...]:
-    query, key, value, extras, found, flag = saved
+def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: Any, given: Any) -> tuple[Any, ...]:
+    query, key, value, extras, partial, flag = residuals
     d_out, d_lse = cotangents(given[:2], query)
     n, here = inner.devices, lax.axis_index(axis)
-    queries, of_rows = inner.queries(query), inner.queries(d_out)
-    d_weight = d_lse - (d_out * found.out).sum(-1).swapaxes(1, 2)
-    lse, rest, of_weights = (jnp.split(x, len(queries), axis=2) for x in (found.lse, found.lse_residual, d_weight))
-    wholes = [LogSumExp(*x) for x in zip(lse, rest, strict=True)]
-    d = [Contribution(*x) for x in zip(of_rows, of_weights, strict=True)]
+    # Split once here, not in every hop.
+    queries, d_outs = inner.split_queries(query), inner.split_queries(d_out)
+    d_weight = d_lse - (d_out * partial.out).sum(-1).swapaxes(1, 2)
+    lses, lse_residuals, d_weights = (
+        jnp.split(x, len(d_outs), axis=2) for x in (partial.lse, partial.lse_residual, d_weight)
+    )
+    lse = [LogSumExp(*x) for x in zip(lses, lse_residuals, strict=True)]
+    d = [Contribution(*x) for x in zip(d_outs, d_weights, strict=True)]
 
     def gradients(k: jax.Array, v: jax.Array, r: Any) -> tuple[Any, jax.Array, jax.Array]:
-        """Of queries and bias; of keys, which are a device's all together; and of values."""
-        more = block_gradients(
-            inner, queries, inner.keys(k), inner.keys(v), extras, here, (here - r) % n, wholes, d, bool(flag)
-        )  # fmt: skip
+        """Of the queries' chunks and the bias; of the keys; of the values."""
+        chunks = Chunks(queries, inner.split_keys(k), inner.split_keys(v))
+        more = block_gradients(inner, chunks, extras, here, (here - r) % n, lse, d, bool(flag))
         return (more.queries, more.bias), jnp.concatenate(more.keys, axis=1), jnp.concatenate(more.values, axis=1)
 
     def hop(r: Any, state: Any) -> Any:
         k, v, (of_queries, dk, dv) = state
-        # Sent before the computation that hides it: keys to whoever computes them next, and to whoever does now what
-        # this device has found for those that it had before. The last hop's keys go home, for nothing. Four arrays,
-        # as XLA has no more than five transfers under way.
-        k_sent, v_sent, dk, dv = passed_on((k, v, dk, dv), axis, 1, n)
+        # Sent before the computation that hides the transfer. Keys and values go to the device that computes with them
+        # next; the gradients that this device computed in the previous hop follow their keys. The last hop sends keys
+        # and values home, where they are not needed. Four arrays, since XLA overlaps at most five transfers.
+        k_sent, v_sent, dk, dv = rotate((k, v, dk, dv), axis, 1, n)
         more = gradients(k, v, r)
-        return k_sent, v_sent, (added(of_queries, more[0]), dk + more[1], dv + more[2])
+        return k_sent, v_sent, (add(of_queries, more[0]), dk + more[1], dv + more[2])
 
-    k, v = passed_on((key, value), axis, 1, n) if hops > 1 else (key, value)
+    k, v = rotate((key, value), axis, 1, n) if hops > 1 else (key, value)
     _, _, ((dq, d_bias), dk, dv) = lax.fori_loop(1, hops, hop, (k, v, gradients(key, value, 0)))
-    # Home again, from the last device that they were on.
-    dk, dv = passed_on((dk, dv), axis, -(hops - 1), n)
-    d_bias = jax.tree.map(_as, d_bias, extras.bias, is_leaf=_is_none) if flag else None
+    # Gradients go from the last device back to the one that has their keys.
+    dk, dv = rotate((dk, dv), axis, -(hops - 1), n)
+    d_bias = jax.tree.map(_cast, d_bias, extras.bias, is_leaf=_is_none) if flag else None
     d_query = jnp.concatenate(dq, axis=1).astype(query.dtype)
     return d_query, dk.astype(key.dtype), dv.astype(value.dtype), Extras(None, d_bias, None)
 
@@ -112,7 +114,7 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
-def _as(gradient: jax.Array | None, x: jax.Array) -> jax.Array | None:
+def _cast(gradient: jax.Array | None, x: jax.Array) -> jax.Array | None:
     return None if gradient is None else gradient.astype(x.dtype)
 
 

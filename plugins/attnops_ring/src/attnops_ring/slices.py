@@ -1,4 +1,4 @@
-"""A stretch of queries and one of keys: what masks, biases and dropout are for them."""
+"""Masks, biases and dropout keys of the whole sequence, sliced for a chunk of queries and a chunk of keys."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from attnops.masks import And, At, Causal, CoverageBounds, Full, Grid, KeyPaddin
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stretch:
-    """Tokens of one device that follow one another in the sequence, but for the stride.
+class Chunk:
+    """Tokens of one device that are consecutive in the sequence, or ``stride`` apart.
 
     Attributes:
-        first: where it begins in the sequence, an integer array [].
+        first: the position of its first token, an integer array [].
         size: how many tokens.
-        stride: how far apart they stand.
+        stride: the difference of consecutive positions.
         length: of the sequence; tokens beyond it are padding.
     """
 
@@ -30,56 +30,56 @@ class Stretch:
 
     @property
     def positions(self) -> Any:
-        """Where each stands in the sequence, padding included, int32 [size]."""
+        """The position of each token in the sequence, padding included, int32 [size]."""
         return self.first + jnp.arange(self.size, dtype=jnp.int32) * self.stride
 
     @property
     def index(self) -> Any:
-        """`positions`, where padding stands at the last token."""
+        """`positions`, with padding clamped to the last token, int32 [size]."""
         return jnp.minimum(self.positions, self.length - 1)
 
 
-def piece_of_mask(mask: Mask | None, q: Stretch, kv: Stretch, is_padded: bool, queries_are_padded: bool) -> Mask | None:
-    """A bound mask for a stretch of queries and one of keys.
+def slice_mask(mask: Mask | None, q: Chunk, kv: Chunk, is_padded: bool, queries_are_padded: bool) -> Mask | None:
+    """A bound mask of the whole sequence, sliced for a chunk of queries and a chunk of keys.
 
     Args:
-        mask: of the whole call.
-        q: the queries.
-        kv: the keys.
-        is_padded: whether there may be keys beyond the last, which are hidden.
-        queries_are_padded: whether there may be queries beyond the last, which must see nothing that no other sees.
+        mask: of scores [B, H, T, S].
+        q: the queries' chunk.
+        kv: the keys' chunk.
+        is_padded: whether the keys may include padding, which is masked.
+        queries_are_padded: whether the queries may include padding, which must see no key that real queries don't.
     """
-    found = None if mask is None else _piece(mask, q, kv, may_shift=not queries_are_padded)
+    sliced = None if mask is None else _slice(mask, q, kv, may_shift=not queries_are_padded)
     if not is_padded:
-        return found
+        return sliced
     inside = KeyPadding((kv.positions < kv.length)[None])
-    return inside if found is None else And(found, inside)
+    return inside if sliced is None else And(sliced, inside)
 
 
-def _piece(mask: Mask, q: Stretch, kv: Stretch, may_shift: bool) -> Mask:
-    """The stretches' part; ``may_shift`` says that an offset may stand for positions, beyond the last query too."""
+def _slice(mask: Mask, q: Chunk, kv: Chunk, may_shift: bool) -> Mask:
+    """`slice_mask` without padding; ``may_shift`` allows an offset instead of explicit, clamped positions."""
     if isinstance(mask, (And, Or)):
-        return type(mask)(_piece(mask.left, q, kv, may_shift), _piece(mask.right, q, kv, may_shift))
+        return type(mask)(_slice(mask.left, q, kv, may_shift), _slice(mask.right, q, kv, may_shift))
     if isinstance(mask, Not):
-        return Not(_piece(mask.mask, q, kv, may_shift))
+        return Not(_slice(mask.mask, q, kv, may_shift))
     if isinstance(mask, Shifted):
-        return dataclasses.replace(mask, mask=_piece(mask.mask, q, kv, may_shift))
+        return dataclasses.replace(mask, mask=_slice(mask.mask, q, kv, may_shift))
     if isinstance(mask, Full):
         return mask
     if isinstance(mask, At):
-        found = _piece(mask.mask, q, kv, may_shift=False)
-        if not isinstance(found, At):
-            return Asked(mask, q.index[None], kv.index[None])
+        inner = _slice(mask.mask, q, kv, may_shift=False)
+        if not isinstance(inner, At):
+            return IndexedMask(mask, q.index[None], kv.index[None])
         given = (_tokens(x, by, 1) for x, by in ((mask.q_positions, q), (mask.kv_positions, kv)))
-        at = (own if x is None else x for x, own in zip(given, (found.q_positions, found.kv_positions), strict=True))
-        return At(found.mask, *at)
+        at = (own if x is None else x for x, own in zip(given, (inner.q_positions, inner.kv_positions), strict=True))
+        return At(inner.mask, *at)
     axes = mask.axes
     offset: Any = getattr(mask, "offset", 0)
     if axes is None or (getattr(offset, "ndim", 0) == 2 and offset.shape[1] > 1):
-        # Of a function nothing is known; and a token has one position, not one a head.
-        return Asked(mask, q.index[None], kv.index[None])
+        # A function is known only pair by pair; and positions are per token, not per head.
+        return IndexedMask(mask, q.index[None], kv.index[None])
     if may_shift and isinstance(mask, (Causal, SlidingWindow)) and q.stride == kv.stride == 1:
-        # Of a difference of positions alone: where the stretches begin says all.
+        # Depends on the difference of positions alone, so that the chunks' first positions suffice.
         return mask.with_offset(offset + q.first - kv.first)
     if any(set(letters) & {"t", "s"} for letters in axes.values()):
         changes = {}
@@ -95,13 +95,13 @@ def _piece(mask: Mask, q: Stretch, kv: Stretch, may_shift: bool) -> Mask:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Asked(Mask):
-    """A mask of which nothing is known but what it says of two tokens; every tile is PARTIAL.
+class IndexedMask(Mask):
+    """A mask evaluated at given indices of the whole sequence; every tile is PARTIAL.
 
     Attributes:
-        mask: of the whole call.
-        q_index: the queries, [1, t].
-        kv_index: the keys, [1, s].
+        mask: of scores [B, H, T, S].
+        q_index: indices of the queries, [1, t].
+        kv_index: indices of the keys, [1, s].
     """
 
     mask: Mask
@@ -120,21 +120,21 @@ class Asked(Mask):
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         """See `Mask.coverage_bounds`."""
-        like = (grid.q_first == grid.q_first) & (grid.kv_first == grid.kv_first)
-        return CoverageBounds(like, ~like)
+        true = (grid.q_first == grid.q_first) & (grid.kv_first == grid.kv_first)
+        return CoverageBounds(true, ~true)
 
     def __repr__(self) -> str:
         return repr(self.mask)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PieceOfBias(Bias):
-    """A bound bias for a stretch of queries and one of keys.
+class IndexedBias(Bias):
+    """A bound bias evaluated at given indices of the whole sequence.
 
     Attributes:
-        bias: of the whole call.
-        q_index: the queries, [t].
-        kv_index: the keys, [s].
+        bias: of scores [B, H, T, S].
+        q_index: indices of the queries, [t].
+        kv_index: indices of the keys, [s].
     """
 
     bias: Bias
@@ -151,17 +151,17 @@ class PieceOfBias(Bias):
         return repr(self.bias)
 
 
-def piece_of_bias(bias: Any, q: Stretch, kv: Stretch) -> Any:
-    """A bound bias, or an array [B or 1, H or 1, T or 1, S or 1], for a stretch of queries and one of keys."""
+def slice_bias(bias: Any, q: Chunk, kv: Chunk) -> Any:
+    """A bound bias, or an array [B or 1, H or 1, T or 1, S or 1], sliced for a chunk of queries and one of keys."""
     if bias is None:
         return None
     if isinstance(bias, Bias):
-        return PieceOfBias(bias, q.index, kv.index)
+        return IndexedBias(bias, q.index, kv.index)
     return _tokens(_tokens(bias, q, 2), kv, 3)
 
 
-def piece_of_key(key: ShiftedKey | None, q: Stretch, kv: Stretch) -> ShiftedKey | None:
-    """A dropout key for a stretch of queries and one of keys."""
+def slice_dropout_key(key: ShiftedKey | None, q: Chunk, kv: Chunk) -> ShiftedKey | None:
+    """A dropout key for a chunk of queries and a chunk of keys."""
     if key is None:
         return None
     return dataclasses.replace(
@@ -170,14 +170,14 @@ def piece_of_key(key: ShiftedKey | None, q: Stretch, kv: Stretch) -> ShiftedKey 
 
 
 def sees_any(mask: Mask | None, t: int, s: int) -> Any:
-    """Whether any of ``t`` queries may see any of ``s`` keys; a boolean [], or Python's True. False is certain."""
+    """Whether any of ``t`` queries may see any of ``s`` keys: a boolean array [], or True. False is certain."""
     if mask is None:
         return True
     return jnp.asarray(mask.coverage_bounds(Grid.make([0], t, t, [0], s, s)).some).any()
 
 
-def _tokens(x: Any, stretch: Stretch, axis: int) -> Any:
-    """The tokens of an array along an axis; one that has one for all of several stays."""
-    if x is None or (x.shape[axis] == 1 and stretch.length > 1):
+def _tokens(x: Any, chunk: Chunk, axis: int) -> Any:
+    """A chunk's tokens of an array along an axis; an array that is broadcast along it, of size 1, is unchanged."""
+    if x is None or (x.shape[axis] == 1 and chunk.length > 1):
         return x
-    return jnp.take(jnp.asarray(x), stretch.index, axis=axis)
+    return jnp.take(jnp.asarray(x), chunk.index, axis=axis)

@@ -22,6 +22,8 @@ from attnops.programs.tracing import CALLS
 
 # What a function of scores is called with before its own arguments: scores, b, h, q, kv.
 _ARGUMENTS: Final = (SCORE, INDEX, INDEX, INDEX, INDEX)
+# Leaves room in int32 for indices to be added.
+_FARTHEST_OFFSET: Final = 2**31 - 1 - 2**27
 
 
 def _fields(cls: type[Bias]) -> list[str]:
@@ -33,10 +35,14 @@ def _fields(cls: type[Bias]) -> list[str]:
 def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, Any], ...]]:
     # The fields are asked for here: when a class is made, it is no dataclass yet.
     fields = [(name, getattr(bias, name)) for name in _fields(type(bias))]
-    # What may be a number or an array, such as an offset, is static where it is a number.
-    static = [name for name, value in fields if name in bias.static and not hasattr(value, "shape")]
+    static = [name for name, value in fields if name in bias.static and _is_static(name, value)]
     leaves = [(jax.tree_util.GetAttrKey(name), value) for name, value in fields if name not in static]
     return leaves, tuple((name, value) for name, value in fields if name in static)
+
+
+def _is_static(name: str, value: Any) -> bool:
+    # An offset is a number or an array, and in its place a leaf may be anything, a `PartitionSpec` say.
+    return value is None or isinstance(value, int) if name == "offset" else not hasattr(value, "shape")
 
 
 def _unflatten(cls: type[Bias], static: tuple[tuple[str, Any], ...], leaves: Any) -> Bias:
@@ -322,8 +328,18 @@ class ShiftedBias(Bias):
 
 def _offset(name: str, offset: Any) -> Any:
     """An int, or a traced integer array []."""
-    if isinstance(offset, int) or (np.shape(offset) == () and np.dtype(getattr(offset, "dtype", float)).kind in "iu"):
-        return int(offset) if isinstance(offset, (int, np.ndarray, np.generic)) else jnp.asarray(offset, jnp.int32)
+    is_int = isinstance(offset, int) and not isinstance(offset, bool)
+    if is_int or (np.shape(offset) == () and np.dtype(getattr(offset, "dtype", float)).kind in "iu"):
+        if not isinstance(offset, (int, np.ndarray, np.generic)):
+            held = np.iinfo(offset.dtype)
+            low, high = max(-_FARTHEST_OFFSET, int(held.min)), min(_FARTHEST_OFFSET, int(held.max))
+            return jnp.clip(offset, low, high).astype(jnp.int32)
+        if abs(int(offset)) <= _FARTHEST_OFFSET:
+            return int(offset)
+        raise ValueError(
+            f"{name}'s offset={offset} must be from -{_FARTHEST_OFFSET} to {_FARTHEST_OFFSET}, so that int32 holds "
+            f"distances; count positions from the first token"
+        )
     raise ValueError(f"{name}'s offset={offset!r} must be an int, or an integer array of shape []")
 
 

@@ -60,7 +60,7 @@ CASES = {
     "a mask that is a string": ((Q, K, V), {"mask": "causal"}, "mask is a str, but must be a boolean array or"),
     "a causal offset of a wrong shape": (
         (Q, K, V), {"mask": Causal(offset=jnp.zeros(3, int))},
-        "Causal's offset has shape (3,), but must be a number or have shape [B or 1, H or 1]=[2, 4]; write"),
+        "Causal's offset has shape (3,), but must be a number or have shape [B or 1, H or 1]=[2, 4]; give"),
     "a tensor of another library": (
         (Tensor(), K, V), {},
         "query is a torch.Tensor, but must be an array of JAX or numpy; convert it, by jnp.from_dlpack or np.asarray"),
@@ -80,6 +80,8 @@ CASES = {
         "softmax_scale=nan must be finite in float32, ±3.4e+38; leave it out for head_dim ** -0.5"),
     "a scale that float32 has not": ((Q, K, V), {"softmax_scale": 1e300}, "softmax_scale=1e+300 must be finite in"),
     "a scale that is a string": ((Q, K, V), {"softmax_scale": "x"}, "softmax_scale='x' must be a number"),
+    "a scale that is a numeral": ((Q, K, V), {"softmax_scale": "1"}, "softmax_scale='1' must be a number"),
+    "a soft cap that is a flag": ((Q, K, V), {"logits_soft_cap": True}, "logits_soft_cap=True must be a number"),
     "a negative soft cap": ((Q, K, V), {"logits_soft_cap": -1}, "logits_soft_cap=-1.0 must be positive, from 1e-30"),
     "a soft cap that float32 has not": ((Q, K, V), {"logits_soft_cap": 1e39}, "logits_soft_cap=1e+39 must be positive"),
     "a soft cap that divides to infinity": ((Q, K, V), {"logits_soft_cap": 1e-42}, "from 1e-30 to 1e+30; leave it out"),

@@ -359,6 +359,10 @@ def test_a_mask_is_a_pytree_that_compares_by_value():
         (lambda: Lengths([1, 2]).bind(1, 1, 2, 2), "kv_lengths has shape (2,), but must have shape [B]=(1,)"),
         (lambda: KeyPadding([1]).bind(1, 1, 2, 2), "is_token has shape (1,), but must have shape [2] or [1, 2]"),
         (lambda: Dense(np.ones((1, 1, 2, 2), bool)).bind(1, 1, 2, 3), "its dimension S is 2, but must be 1 or 3"),
+        (lambda: Causal(offset=True).bind(1, 1, 2, 2), "Causal's offset=True must be an int, or an integer array"),
+        (lambda: SlidingWindow(True, 0).bind(1, 1, 2, 2), "SlidingWindow's left=True must be an int"),
+        (lambda: Chunked(True), "Chunked's size=True must be an int"),
+        (lambda: PrefixLM(False), "PrefixLM's length=False must be an int"),
         (lambda: Causal(offset=1.5).bind(1, 1, 2, 2), "Causal's offset=1.5 must be an int, or an integer array"),
         (
             lambda: Causal(offset=np.zeros(2, int)).bind(2, 2, 2, 2),

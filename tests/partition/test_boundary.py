@@ -15,8 +15,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError, UnsupportedWarning
+from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Mask, Segments
 from attnops.sharding import AxisRules, create_mesh
+from attnops.testing import oracle
 from attnops.testing.features import combine
 from attnops.testing.problem import FAST_COMPILE, Problem
 
@@ -192,3 +194,15 @@ def test_vmap_without_jit_gives_the_values_of_one_device() -> None:
         cut = OperationRegistry.create(f"attnops:{name}", OperationMetadata(mesh=mesh))
         for x, y in zip(run(cut), run(OperationRegistry.create(f"attnops:{name}")), strict=True):
             np.testing.assert_allclose(x, y, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "flash"])
+def test_a_bias_whose_offset_is_an_array_agrees_with_the_oracle(name: str) -> None:
+    slopes = alibi_slopes(2)
+    run = OperationRegistry.create(name, OperationMetadata(mesh=mesh_of("dp", "tp"), on_unsupported="error"))
+    arrays = jax.random.normal(jax.random.key(0), (3, 2, 4, 2, 8))
+    found = jax.jit(lambda offset: run(*arrays, bias=ALiBi(slopes, offset)).attention_outputs)(jnp.int32(2))
+    distance = np.arange(4)[None, :] - np.arange(4)[:, None] - 2
+    bias = -slopes[None, :, None, None] * np.abs(distance)
+    expected = oracle.attention(*arrays, bias=bias.astype(np.float64)).out
+    np.testing.assert_allclose(found, expected, atol=2e-5)

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from attnops.dispatch.platforms import canonicalize_platform
@@ -231,6 +232,9 @@ def _check_precision(value: Any) -> jax.lax.Precision:
 
 
 def _number(name: str, value: Any, hint: str) -> float:
+    # float() takes them too: True is 1.0.
+    if isinstance(value, (bool, np.bool_, str, bytes)):
+        raise ValueError(f"{name}={value!r} must be a number; {hint}")
     try:
         return float(value)
     except jax.errors.ConcretizationTypeError:

@@ -98,7 +98,7 @@ def _number(name: str, value: Any, B: int, H: int) -> Any:
     """An int, or an integer array [B or 1, H or 1]."""
     if value is None:
         return value
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return clip_limit(value)
     if hasattr(value, "dimension_as_value"):
         return jnp.asarray(value, np.int32)  # of symbolic lengths
@@ -130,7 +130,7 @@ def _spread(value: Any) -> Any:
 
 def _check_given(name: str, value: Any) -> None:
     """Raise a `ValueError` unless a value is an int or an array."""
-    if not isinstance(value, int) and not hasattr(value, "shape"):
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "shape")):
         raise ValueError(f"{name}={value!r} must be an int, or an integer array of shape [B or 1, H or 1]")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import OperationMetadata, OperationRegistry
+from attnops import OperationMetadata, OperationOutput, OperationRegistry
 from attnops.biases import ALiBi, ScoreFn
-from attnops.masks import Causal, MaskFn, PrefixLM, SlidingWindow
+from attnops.masks import Causal, MaskFn, PrefixLM, Segments, SlidingWindow
+from attnops.operations.vanilla import VanillaAttention
 from attnops.testing.oracle import attention
 from attnops.testing.tolerance import assert_close, tolerance
 
@@ -134,3 +137,143 @@ def test_operations_that_are_not_compiled_compile_no_number(name: str, kind: str
     for i in range(4, 20):
         operation(*operands(), **KINDS[kind](i)[0])
     assert compiled == []
+
+
+# Under a mesh.
+
+
+def of_two(name: str = "flash", **fields: Any) -> Any:
+    """An operation on a mesh of two devices, which cut the heads."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tp",))
+    return OperationRegistry.create(f"attnops:{name}", OperationMetadata(mesh=mesh, **fields))
+
+
+def looking_up(table: jax.Array) -> MaskFn:
+    return MaskFn(lambda b, h, q, kv: kv != table[q])
+
+
+MESH_CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "plain": lambda i: {},
+    "window": lambda i: {"mask": Causal() & SlidingWindow(7, 0)},
+    "array mask": lambda i: {"mask": jnp.asarray(I + i >= J)[None, None]},
+    "segments": lambda i: {"mask": Segments(jnp.arange(T)[None] // (i + 5), jnp.arange(S)[None] // (i + 5))},
+    "function of a mask": lambda i: {"mask": looking_up(jnp.arange(T) % (i + 2))},
+    "array bias": lambda i: {"bias": jnp.full((1, H, T, S), i / 7), "softmax_scale": 0.5},
+    "sinks": lambda i: {"sinks": jnp.arange(H) / (i + 1), "logits_soft_cap": 3.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*(("vanilla", kind) for kind in MESH_CALLS), ("flash", "function of a mask"), ("sdpa", "window")]
+)
+def test_under_a_mesh_a_call_with_other_arrays_compiles_nothing(name: str, kind: str, compiled: list[str]) -> None:
+    operation = of_two(name)
+    q, k, v = operands()
+    jax.block_until_ready(operation(q, k, v, **MESH_CALLS[kind](0)))
+    calls = [((q * i, k, v), MESH_CALLS[kind](i)) for i in (1, 2)]
+    expected = [OperationRegistry.create("attnops:vanilla")(*args, **options) for args, options in calls]
+    compiled.clear()
+    found = [operation(*args, **options) for args, options in calls]
+    assert compiled == []
+    for out, reference in zip(found, expected, strict=True):
+        np.testing.assert_allclose(out.attention_outputs, reference.attention_outputs, rtol=1e-5, atol=1e-5)
+
+
+def test_under_a_mesh_gradients_of_other_arrays_compile_nothing(compiled: list[str]) -> None:
+    operation, (q, k, v) = of_two("vanilla"), operands()
+
+    def gradient(q: jax.Array) -> jax.Array:
+        return jax.grad(lambda q: (operation(q, k, v, mask=Causal()).attention_outputs ** 2).sum())(q)
+
+    jax.block_until_ready(gradient(q))
+    other = jax.block_until_ready(2 * q)
+    compiled.clear()
+    found = jax.block_until_ready(gradient(other))
+    assert compiled == []
+    alone = OperationRegistry.create("attnops:vanilla")
+    expected = jax.grad(lambda q: (alone(q, k, v, mask=Causal()).attention_outputs ** 2).sum())(2 * q)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{"softmax_scale": x} for x in (0.3, -0.3, 1.0)],
+        [{"mask": Causal(offset=x)} for x in (16, 30)],
+        [{"mask": Causal()}, {"mask": ~Causal() | Causal()}, {}],
+        [{"bias": jnp.ones((1, 1, T, S)) * J}, {"bias": jnp.ones((1, H, T, S)) * J}],
+    ],
+)
+def test_under_a_mesh_other_numbers_and_structures_are_other_programs(options: list[dict[str, Any]]) -> None:
+    operation, alone, x = of_two("vanilla"), OperationRegistry.create("attnops:vanilla"), operands()
+    for given in options:
+        found, expected = (run(*x, **given).attention_outputs for run in (operation, alone))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_under_a_mesh_no_cache_keeps_what_a_call_was_given() -> None:
+    """Functions, those that have no program too, and arrays."""
+    operation, (q, k, v) = of_two(), operands()
+    limit = [0]
+
+    def opaque(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return jnp.asarray(j) > np.asarray(limit[0]) + 0 * jnp.cumsum(jnp.asarray(j) * jnp.ones((), jnp.int32))
+
+    arrays = [jnp.asarray(x) * 1 for x in (q, k, v)]
+    bias = jnp.zeros((1, H, T, S))
+    operation(*arrays, mask=MaskFn(opaque), bias=bias)
+    operation(*arrays, bias=bias)
+    kept = [weakref.ref(x) for x in (opaque, *arrays, bias)]
+    del opaque, arrays, bias
+    gc.collect()
+    assert [x() for x in kept] == [None] * 5
+
+
+class Shifting(VanillaAttention):
+    """Adds what it was made with to the values; the mesh's programs must not mix up two of these."""
+
+    environment = 0.0
+
+    def __init__(self, metadata: OperationMetadata | None = None, shift: float | None = None) -> None:
+        super().__init__(metadata)
+        if shift is not None:
+            self.shift = shift
+
+    def environment_key(self) -> float:
+        return self.environment
+
+    def forward_native(self, query: Any, key: Any, value: Any) -> OperationOutput:  # type: ignore[override]
+        return OperationOutput(query * 0 + getattr(self, "shift", 0) + self.environment)
+
+
+def test_under_a_mesh_operations_with_state_of_their_own_share_no_program() -> None:
+    metadata, x = of_two().metadata, operands()
+    for shift in (1.0, 2.0):
+        assert (Shifting(metadata, shift)(*x).attention_outputs == shift).all()
+
+
+def test_under_a_mesh_programs_follow_the_environment_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    operation, x = Shifting(of_two().metadata), operands()
+    for environment in (3.0, 4.0, 3.0):
+        monkeypatch.setattr(Shifting, "environment", environment)
+        assert (operation(*x).attention_outputs == environment).all()
+
+
+def test_under_a_mesh_programs_follow_the_registry() -> None:
+    """A forward that looks up another operation by name runs what the name stands for now."""
+
+    class Delegating(VanillaAttention):
+        def forward_native(self, query: Any, key: Any, value: Any) -> OperationOutput:  # type: ignore[override]
+            return OperationOutput(query * 0 + len(OperationRegistry._registered))
+
+    operation, x = Delegating(of_two().metadata), operands()
+    before = OperationRegistry._registered[:]
+    try:
+        assert (operation(*x).attention_outputs == len(before)).all()
+        OperationRegistry.register(type("Other", (VanillaAttention,), {
+            "get_impl_name": classmethod(lambda cls: "other"), "__module__": "acme.other",
+        }))  # fmt: skip
+        assert (operation(*x).attention_outputs == len(before) + 1).all()
+    finally:
+        OperationRegistry._registered[:] = before
+        OperationRegistry.refresh()

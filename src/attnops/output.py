@@ -21,8 +21,8 @@ class OperationOutput:
     Attributes:
         attention_outputs: [B, T, H, Dv] ([B, H, T, Dv] in the layout "BHTD"), in the query's dtype unless the
             metadata's ``runtime_dtype`` says otherwise.
-        attention_weights: [B, H, T, S], what the values are multiplied by: after softmax and dropout. None unless
-            asked for with ``return_weights=True``.
+        attention_weights: [B, H, T, S], in the dtype of ``attention_outputs``: what the values are multiplied by, after
+            softmax and dropout. None unless asked for with ``return_weights=True``.
         logsumexp: [B, H, T] float32, the natural logarithm of the softmax's denominator, sinks included, dropout not;
             −inf for a fully masked row. None unless asked for with ``return_lse=True``.
     """

@@ -39,7 +39,8 @@ WRONG = [
     (OperationOutput(OUT, WEIGHTS, LSE[..., 0]), "logsumexp of shape (2, 2), but must return [B, H, T]=(2, 2, 4)"),
     (OperationOutput(OUT, WEIGHTS, LSE.astype(jnp.float16)), "logsumexp of dtype float16, but must return float32: al"),
     (OperationOutput(OUT, WEIGHTS.swapaxes(2, 3), LSE), "attention_weights of shape (2, 2, 6, 4), but must return [B,"),
-    (OperationOutput(OUT, WEIGHTS > 0, LSE), "attention_weights of dtype bool, but it must be floating-point"),
+    (OperationOutput(OUT, WEIGHTS > 0, LSE), "attention_weights of dtype bool, but must return float32: the query's"),
+    (OperationOutput(OUT, WEIGHTS.astype(jnp.bfloat16), LSE), "attention_weights of dtype bfloat16, but must return f"),
     (OUT, "a ArrayImpl, but must return OperationOutput"),
 ]  # fmt: skip
 

@@ -167,6 +167,32 @@ def test_auto_takes_the_ring_where_the_sequence_is_cut() -> None:
         assert explain(request, metadata=metadata).chosen.name == chosen
 
 
+def test_an_eager_call_with_other_arrays_compiles_nothing() -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, duration: float, **details: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(str(details.get("fun_name", event)))
+
+    rng = np.random.default_rng(0)
+    q, k, v, other = (jnp.asarray(rng.normal(size=(1, 16, 2, 8)), jnp.float32) for _ in range(4))
+    operation = OperationRegistry.create(
+        "ring", OperationMetadata(mesh=create_mesh((2,), ("sp",), devices=jax.devices()[:2]))
+    )
+    jax.block_until_ready(operation(q, k, v, mask=Causal()))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        found = operation(other, k, v, mask=Causal()).attention_outputs
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+    mask = np.tri(16, dtype=bool)[None, None]
+    np.testing.assert_allclose(found, attention(other, k, v, mask=mask).out, atol=2e-6)
+    # Another mask needs fewer hops: another program.
+    found = operation(other, k, v, mask=Causal() & SlidingWindow(1, 0)).attention_outputs
+    np.testing.assert_allclose(found, attention(other, k, v, mask=mask & ~np.tri(16, k=-2, dtype=bool)).out, atol=2e-6)
+
+
 def inner(devices: int, order: Order, length: int) -> Inner:
     return Inner(OperationMetadata(), None, None, length, length, order, devices, False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from attnops.dispatch import border
 from attnops.dispatch.binding import Call, bind_attention, resolve_mode
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, decide, forward_for, warn_gathers
@@ -22,7 +23,8 @@ from attnops.kernels.rules import inexact_vjp
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.output import OperationOutput
-from attnops.partition.boundary import Boundary, find_boundary, run_in_parts, run_whole
+from attnops.partition.boundary import find_boundary
+from attnops.partition.run import run_in_parts, run_whole
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
 from attnops.softmax import Contribution, PartialSoftmax, contribution
@@ -95,7 +97,7 @@ class OperationImpl(BaseOperation):
                 the slice, so slices that must differ need keys of their own.
             mode: runtime mode; see `OperationMetadata`.
             return_lse: whether the output has ``logsumexp``.
-            return_weights: whether the output has ``attention_weights``; O(B · H · T · S) memory.
+            return_weights: whether the output has ``attention_weights``, in the query's dtype; O(B · H · T · S) memory.
             **options: options that only some implementations have.
 
         Raises:
@@ -127,14 +129,17 @@ class OperationImpl(BaseOperation):
         """See `attnops.dispatch.binding.bind_attention`."""
         call = bind_attention(self.metadata, query, key, value, options)
         assert isinstance(call.request, AttentionRequest)
-        boundary = self.boundary(call)
-        axes = () if boundary is None else boundary.sequence
-        return call._replace(request=call.request.replace(sequence_axes=axes)) if axes else call
+        arrays = jax.tree.leaves((call.args, dict(call.options)))
+        boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request, arrays)
+        if boundary is None:
+            return call
+        request = call.request.replace(sequence_axes=boundary.sequence) if boundary.sequence else call.request
+        return call._replace(request=request, boundary=boundary)
 
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """What a forward gives for a call; under a mesh each device runs it on a part, see `attnops.sharding`."""
         assert isinstance(call.request, AttentionRequest)
-        boundary = self.boundary(call)
+        boundary = call.boundary
         if boundary is None:
             return super().invoke(forward, function, call, options)
         # JAX has no gradient of a `jax.shard_map` in another; what is plain JAX, its compiler can cut by itself.
@@ -148,18 +153,22 @@ class OperationImpl(BaseOperation):
             return check_output(type(self).__name__, (query, key, value), rest, found)
 
         found = run_in_parts(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
-                             option_axes=self.option_axes)  # fmt: skip
+                             option_axes=self.option_axes, key=self.program_key(forward))  # fmt: skip
         return boundary.typed(found)
 
     def is_plain(self, forward: str) -> bool:
         """Whether a forward, of this name, is plain JAX, which its compiler can cut; kernels are not."""
         return forward == "native"
 
-    def boundary(self, call: Call) -> Boundary | None:
-        """How the mesh of a bound call cuts it; None where it cuts nothing."""
-        assert isinstance(call.request, AttentionRequest)
-        arrays = jax.tree.leaves((call.args, dict(call.options)))
-        return find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request, arrays)
+    def program_key(self, forward: str) -> Hashable | None:
+        """What a forward, of this name, depends on in addition to its arguments: the key of its compiled programs.
+
+        None for an operation with state other than its metadata, whose programs are not kept.
+        """
+        if vars(self).keys() != {"metadata"}:
+            return None
+        function = getattr(type(self), f"forward_{forward}")
+        return type(self), function, self.metadata, border.environment_key(self)
 
     def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
         """Bring a forward's result to what the caller asked for, tagged for checkpoint policies.
@@ -270,7 +279,7 @@ class OperationImpl(BaseOperation):
             raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax takes the layout 'BTHD' alone")
         call = self.prepare(query, key, value, return_lse=True, **options)
         assert isinstance(call.request, AttentionRequest)
-        if self.boundary(call) is not None:
+        if call.boundary is not None:
             raise ValueError(
                 "mesh: a partial softmax is of one device's keys; call it inside jax.shard_map, with no mesh in the "
                 "metadata"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.masks.functions import functions
 from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
 
+if TYPE_CHECKING:
+    from attnops.partition.boundary import Boundary
+
 _NOT_FLAGS: Final = frozenset({"mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key"})
 
 
@@ -28,11 +31,13 @@ class Call(NamedTuple):
         request: its static description, but for the platform, which the dispatcher finds.
         args: the positional arguments of the forward.
         options: the options that the caller set, by name.
+        boundary: how a mesh cuts the call; None where it cuts nothing.
     """
 
     request: Request
     args: tuple[Any, ...]
     options: dict[str, Any]
+    boundary: Boundary | None = None
 
 
 def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Call:

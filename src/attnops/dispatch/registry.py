@@ -22,6 +22,7 @@ from attnops.errors import (
     UnknownOperationError,
     printable,
 )
+from attnops.partition.run import forget_programs
 
 OperationClass = TypeVar("OperationClass", bound=type[BaseOperation])
 
@@ -208,6 +209,7 @@ class OperationRegistry:
     def _forget(cls) -> None:
         cls._picked.clear()
         cls._generation += 1
+        forget_programs()
 
     @classmethod
     def _all(cls) -> list[Plugin]:

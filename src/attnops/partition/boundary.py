@@ -1,8 +1,4 @@
-"""A forward under a mesh: one `jax.shard_map` over batch and heads, in which every device runs a part of the call.
-
-Kernels can't be partitioned by the compiler, which sees but a name. What cuts query and key says how everything beside
-them is cut: masks, biases, sinks, dropout, outputs.
-"""
+"""How a mesh cuts a call: which of its axes cut batch, heads and lengths; see `attnops.partition.run` for what runs."""
 
 from __future__ import annotations
 
@@ -10,26 +6,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from attnops.dropout import ShiftedKey
 from attnops.output import OperationOutput
-from attnops.partition.operands import Operands
-from attnops.partition.options import CONTRACT, own_axis, own_option_specs
-from attnops.partition.parts import Place, part_of, specs_of
 from attnops.partition.placing import (
     concrete,
     explicit_names,
     mapped_names,
     mesh_of_types,
     own_entry,
-    placed,
     resharded,
 )
 from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_LENGTH, QUERY_LENGTH
@@ -183,126 +171,6 @@ def _results(
     }
 
 
-def run_in_parts(
-    boundary: Boundary,
-    function: Callable[..., OperationOutput],
-    args: tuple[Any, Any, Any],
-    options: Mapping[str, Any],
-    lengths: tuple[Entry, Entry] = (None, None),
-    is_interpreted: bool = False,
-    option_axes: Mapping[str, str] = MappingProxyType({}),
-) -> OperationOutput:
-    """What ``function(*args, **options)`` gives, each device computing its batches and heads.
-
-    Args:
-        boundary: see `find_boundary`.
-        function: a forward.
-        args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
-        options: those of the contract, bound, and others.
-        lengths: the mesh axes that cut queries, and keys. Without, every device has whole sequences: those that are cut
-            are gathered. With them, query, key, value and outputs are cut; masks and biases are not.
-        is_interpreted: whether kernels are; Pallas's interpreter mixes what varies over devices with what does not.
-        option_axes: how the arrays of options that are not the contract's are cut, see `OperationImpl.option_axes`.
-
-    Raises:
-        UnsupportedError: they have arrays that it does not name.
-    """
-    H, K = args[0].shape[2], args[1].shape[2]
-    q_spec = PartitionSpec(boundary.batch, lengths[0], boundary.heads)
-    kv_spec = PartitionSpec(boundary.batch, lengths[1], boundary.kv_heads)
-    operands = Operands(
-        args, options, {"args": (q_spec, kv_spec, kv_spec), **_specs(boundary, args, options, option_axes)}
-    )
-    wanted = _wanted(options)
-
-    def part(*arrays: Any) -> tuple[Any, ...]:
-        (query, key, value), rest = operands.filled(arrays)
-        place = Place(_first(boundary.batch, query.shape[0]), _first(boundary.heads, query.shape[2]),
-                      query.shape[0], query.shape[2])  # fmt: skip
-        if boundary.kv_heads != boundary.heads:
-            key, value = (_kv_heads(x, place, H // K) for x in (key, value))
-            for name in options:
-                if (axis := own_axis(name, option_axes)) is not None and name not in CONTRACT:
-                    rest[name] = jax.tree.map(
-                        lambda x, a=axis: x if x.shape[a] == 1 else _kv_heads(x, place, H // K, a),  # type: ignore[misc]
-                        rest[name],
-                    )
-        for name in ("mask", "bias"):
-            if name in rest:
-                rest[name] = part_of(rest[name], place)
-        if "dropout_key" in rest:
-            rest["dropout_key"] = ShiftedKey(rest["dropout_key"], place.b, place.h)
-        return _fields(function(query, key, value, **rest), wanted)
-
-    by_head = PartitionSpec(boundary.batch, boundary.heads, lengths[0])
-    fields = {"attention_outputs": q_spec, "attention_weights": by_head, "logsumexp": by_head}
-    mapped: Any = jax.shard_map(
-        part, in_specs=tuple(operands.specs), out_specs=tuple(fields[name] for name in wanted),
-        check_vma=not is_interpreted, **_where(boundary),
-    )  # fmt: skip
-    moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
-    # Compiled in any case: outside `jax.jit` JAX can't differentiate a kernel's rule inside `jax.shard_map`.
-    return OperationOutput(**dict(zip(wanted, jax.jit(mapped)(*moved), strict=True)))
-
-
-def run_whole(
-    boundary: Boundary, function: Callable[..., OperationOutput], args: tuple[Any, Any, Any], options: Mapping[str, Any]
-) -> OperationOutput:
-    """What ``function(*args, **options)``, which is plain JAX, gives, for JAX's compiler to cut.
-
-    It can't where axes are explicit: there every device of these computes all, as JAX has no gradient of
-    `jax.sharding.auto_axes` in `jax.shard_map`.
-
-    Args:
-        boundary: nested in another, see `Boundary.is_nested`.
-        function: a forward.
-        args: see `run_in_parts`.
-        options: those of the contract, bound.
-    """
-    if not boundary.is_explicit:
-        return function(*args, **options)
-    given = {"args": args, **options}
-    whole = jax.tree.map(
-        lambda x: resharded(x, PartitionSpec(), boundary.mesh) if isinstance(x, jax.Array) else x, given
-    )
-    return function(*whole.pop("args"), **whole)
-
-
-def _specs(
-    boundary: Boundary, args: tuple[Any, Any, Any], options: Mapping[str, Any], option_axes: Mapping[str, str]
-) -> dict[str, Any]:
-    """Of each option, the specs of its arrays."""
-    cuts = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
-    sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": args[1].shape[2]}
-
-    def spec_of(shape: tuple[int, ...], letters: str) -> PartitionSpec:
-        sized = zip(letters, shape, strict=False)
-        return PartitionSpec(*(cuts.get(letter) if size > 1 else None for letter, size in sized))
-
-    specs: dict[str, Any] = {}
-    for name, option in options.items():
-        if name in ("mask", "bias"):
-            specs[name] = specs_of(option, spec_of)
-        elif name not in CONTRACT:
-            specs[name] = own_option_specs(name, option, option_axes, sizes, spec_of)
-        else:
-            by_head = "h" if name == "sinks" else ""
-            specs[name] = jax.tree.map(lambda x, by=by_head: spec_of(jnp.shape(x), by), option)  # type: ignore[misc]
-    return specs
-
-
-def _wanted(options: Mapping[str, Any]) -> list[str]:
-    """The fields of the output that a call asks for."""
-    asked = {"return_weights": "attention_weights", "return_lse": "logsumexp"}
-    return ["attention_outputs", *(field for option, field in asked.items() if option in options)]
-
-
-def _fields(found: Any, wanted: list[str]) -> tuple[Any, ...]:
-    if not isinstance(found, OperationOutput):
-        raise TypeError(f"a forward returned a {type(found).__name__}, but must return OperationOutput")
-    return tuple(getattr(found, name) for name in wanted)
-
-
 def _mesh_of(mesh: MeshLike | None, ambient: Any, typed: MeshLike | None) -> MeshLike | None:
     """The mesh that a call runs on.
 
@@ -326,30 +194,3 @@ def _is_elsewhere(mesh: MeshLike, arrays: Sequence[Any]) -> bool:
     device = mesh.devices.flat[0]
     at_hand = [x for x in map(concrete, arrays) if x is not None]
     return device != default_device() or any(x.sharding.device_set != {device} for x in at_hand)
-
-
-def _where(boundary: Boundary) -> dict[str, Any]:
-    if not boundary.is_ambient:
-        return {"mesh": boundary.mesh}
-    manual = set(boundary.mesh.manual_axes)  # type: ignore[union-attr]
-    return {"axis_names": set(boundary.mesh.axis_names) - manual} if manual else {}
-
-
-def _first(entry: Entry, size: int) -> Any:
-    """The first index of this device's part of a dimension, of which it has ``size``."""
-    return jnp.int32(0) if entry is None else lax.axis_index(entry) * size
-
-
-def _kv_heads(x: jax.Array, place: Place, group: int, axis: int = 2) -> jax.Array:
-    """Of all kv heads those of this device's query heads: a divisor of them, repeated as few times as possible.
-
-    Args:
-        x: keys or values [B, S, K, d], or an array that has K along another axis.
-        place: the device's.
-        group: query heads a kv head, in the whole call.
-        axis: that of kv heads.
-    """
-    first, count = place.h // group, max(1, place.heads // group)
-    if place.heads % group == 0 or group % place.heads == 0:
-        return lax.dynamic_slice_in_dim(x, first, count, axis=axis)
-    return jnp.take(x, (place.h + jnp.arange(place.heads)) // group, axis=axis)

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+
+# What may be part of a key: compared by value.
+_PLAIN: Final = (bool, int, float, str)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Template:
+    """The arguments of a call without its operands.
+
+    Attributes:
+        tree: the structure of ``args`` and options.
+        leaves: of it; None for an operand.
+        places: by leaf, which operand it is; None for none.
+    """
+
+    tree: Any
+    leaves: tuple[Any, ...]
+    places: tuple[int | None, ...]
+
+    def filled(self, arrays: Sequence[Any]) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+        """The arguments of the call, ``args`` and options, with these operands."""
+        given = (x if i is None else arrays[i] for x, i in zip(self.leaves, self.places, strict=True))
+        options = jax.tree.unflatten(self.tree, given)
+        return options.pop("args"), options
+
+    @property
+    def key(self) -> Hashable | None:
+        """What tells it apart from others; None where a leaf is neither operand, number nor text."""
+        if not all(i is not None or type(x) in _PLAIN for x, i in zip(self.leaves, self.places, strict=True)):
+            return None
+        # By type and text: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        key = self.tree, tuple((type(x).__name__, repr(x)) for x in self.leaves), self.places
+        try:
+            hash(key)
+        except TypeError:
+            return None  # a static field of a mask that a caller wrote
+        return key
 
 
 class Operands:
@@ -16,6 +54,7 @@ class Operands:
     Attributes:
         arrays: those that go in. What is known when tracing, and not cut, stays known.
         specs: of each.
+        template: the arguments of the call without them.
     """
 
     def __init__(self, args: tuple[Any, Any, Any], options: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
@@ -26,22 +65,23 @@ class Operands:
             options: the other arguments.
             specs: of ``args`` and of every option, pytrees of their structure.
         """
-        self._leaves, self._tree = jax.tree.flatten({"args": args, **options})
+        leaves, tree = jax.tree.flatten({"args": args, **options})
         leaf_specs = jax.tree.leaves(dict(specs), is_leaf=lambda x: isinstance(x, PartitionSpec))
         # One array in two places, such as the segments of queries and of keys, stays one array.
-        self._keys = [(id(x), spec) for x, spec in zip(self._leaves, leaf_specs, strict=True)]
-        self._operands = {
-            key: x for key, x in zip(self._keys, self._leaves, strict=True) if _is_operand(x, key[1])
-        }  # fmt: skip
-        self.arrays = list(self._operands.values())
-        self.specs = [spec for _, spec in self._operands]
-
-    def filled(self, arrays: Sequence[Any]) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
-        """The arguments of the call, ``args`` and options, with other arrays."""
-        local = dict(zip(self._operands, arrays, strict=True))
-        leaves = [local.get(key, x) for key, x in zip(self._keys, self._leaves, strict=True)]
-        options = jax.tree.unflatten(self._tree, leaves)
-        return options.pop("args"), options
+        found: dict[tuple[int, PartitionSpec], int] = {}
+        places: list[int | None] = []
+        self.arrays: list[Any] = []
+        for x, spec in zip(leaves, leaf_specs, strict=True):
+            if not _is_operand(x, spec):
+                places.append(None)
+                continue
+            if (id(x), spec) not in found:
+                found[id(x), spec] = len(self.arrays)
+                self.arrays.append(x)
+            places.append(found[id(x), spec])
+        self.specs = [spec for _, spec in found]
+        static = tuple(x if i is None else None for x, i in zip(leaves, places, strict=True))
+        self.template = Template(tree, static, tuple(places))
 
 
 def _is_operand(leaf: Any, spec: PartitionSpec) -> bool:

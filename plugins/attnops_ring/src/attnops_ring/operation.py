@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar, Final
 
 import jax
@@ -77,7 +77,12 @@ class RingAttention(OperationImpl):
         """First where a mesh cuts the sequence; else never picked."""
         return Rank.EXCHANGES_KEYS if isinstance(request, AttentionRequest) and request.sequence_axes else None
 
-    def environment_key(self) -> bool:
+    def environment_key(self) -> Hashable:
+        """See `attnops.BaseOperation.environment_key`: that of what devices compute by, in addition to its own."""
+        flash: Any = OperationRegistry.create("flash", self.metadata.replace(mesh=None))
+        return self._has_one_device(), flash.environment_key()
+
+    def _has_one_device(self) -> bool:
         """Whether the rules' mesh axes have one device."""
         sizes = [self._mesh().shape[name] for name in self._axes()]
         return bool(sizes) and math.prod(sizes) == 1
@@ -95,7 +100,7 @@ class RingAttention(OperationImpl):
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
         """See `attnops.dispatch.attention.OperationImpl.invoke`: the sequence is sharded too."""
         assert isinstance(call.request, AttentionRequest)
-        boundary = self.boundary(call)
+        boundary = call.boundary
         if boundary is None or not boundary.sequence:
             return super().invoke(forward, function, call, options)
         order, strategy = _checked(options.get("order", "contiguous"), options.get("strategy", "ring"))
@@ -118,7 +123,7 @@ class RingAttention(OperationImpl):
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:
         reasons = super()._reasons(forward, request)
-        if isinstance(request, AttentionRequest) and not request.sequence_axes and not self.environment_key():
+        if isinstance(request, AttentionRequest) and not request.sequence_axes and not self._has_one_device():
             reasons.append(Reason("mesh", "none, or sequences not sharded", "must shard the keys",
                                   "create 'flash'; or set metadata.mesh and AxisRules' kv_length"))  # fmt: skip
         return reasons
@@ -197,7 +202,11 @@ def _run(
     function = functools.partial(_local, inner, axis, hops, strategy)
     padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
     lengths = None if strategy == "reduce" else axis, axis
-    output = run_in_parts(boundary, function, padded, options, lengths, is_interpreted=call.request.interpret)
+    own_key = operation.program_key("native")
+    key = None if own_key is None else (own_key, inner, axis, hops, strategy)
+    output = run_in_parts(
+        boundary, function, padded, options, lengths, is_interpreted=call.request.interpret, key=key
+    )  # fmt: skip
     out, lse = output.attention_outputs, output.logsumexp
     if Tp != T:
         out, lse = _first(out, 1, T), None if lse is None else _first(lse, 2, T)

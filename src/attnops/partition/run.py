@@ -1,0 +1,277 @@
+"""A forward under a mesh: one `jax.shard_map` over batch and heads, in which every device runs a part of the call.
+
+Kernels can't be partitioned by the compiler, which sees only a name. What cuts query and key determines how all else
+is cut: masks, biases, sinks, dropout, outputs. A call that differs from an earlier one in its arrays alone runs the
+program that was compiled for that one, outside `jax.jit` too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from attnops.dropout import ShiftedKey
+from attnops.output import OperationOutput
+from attnops.partition.boundary import Boundary, Entry
+from attnops.partition.operands import Operands, Template
+from attnops.partition.options import CONTRACT, own_axis, own_option_specs
+from attnops.partition.parts import Place, part_of, specs_of
+from attnops.partition.placing import placed, resharded
+from attnops.programs.functions import holds_function
+
+
+def run_in_parts(
+    boundary: Boundary,
+    function: Callable[..., OperationOutput],
+    args: tuple[Any, Any, Any],
+    options: Mapping[str, Any],
+    lengths: tuple[Entry, Entry] = (None, None),
+    is_interpreted: bool = False,
+    option_axes: Mapping[str, str] = MappingProxyType({}),
+    key: Hashable | None = None,
+) -> OperationOutput:
+    """What ``function(*args, **options)`` gives, each device computing its batches and heads.
+
+    Args:
+        boundary: see `attnops.partition.boundary.find_boundary`.
+        function: a forward.
+        args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
+        options: those of the contract, bound, and others.
+        lengths: the mesh axes that cut queries, and keys. Without, every device has whole sequences: those that are cut
+            are gathered. With them, query, key, value and outputs are cut; masks and biases are not.
+        is_interpreted: whether kernels are; Pallas's interpreter mixes what varies over devices with what does not.
+        option_axes: how the arrays of options that are not the contract's are cut, see `OperationImpl.option_axes`.
+        key: what ``function`` depends on in addition to its arguments: with an equal key it is the same function, and
+            what is compiled for one call serves the next. None: compiled for this call alone, as is a call whose
+            options hold a function, or arrays of numpy that are known when tracing.
+
+    Raises:
+        UnsupportedError: they have arrays that it does not name.
+    """
+    q_spec = PartitionSpec(boundary.batch, lengths[0], boundary.heads)
+    kv_spec = PartitionSpec(boundary.batch, lengths[1], boundary.kv_heads)
+    operands = Operands(
+        args, options, {"args": (q_spec, kv_spec, kv_spec), **_specs(boundary, args, options, option_axes)}
+    )
+    by_head = PartitionSpec(boundary.batch, boundary.heads, lengths[0])
+    fields = {"attention_outputs": q_spec, "attention_weights": by_head, "logsumexp": by_head}
+    wanted = _wanted(options)
+    part = _Part(
+        function, operands.template, wanted, boundary.batch, boundary.heads, boundary.kv_heads,
+        args[0].shape[2] // args[1].shape[2], _by_kv_head(options, option_axes),
+    )  # fmt: skip
+    where = _where(boundary)
+    program = _Program(
+        part, tuple(operands.specs), tuple(fields[name] for name in wanted), not is_interpreted, where,
+        None if key is None else _key(key, boundary, part, options, where),
+    )  # fmt: skip
+    compiled = _compiled(program) if program.key is not None else program.compiled()
+    moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
+    return OperationOutput(**dict(zip(wanted, compiled(*moved), strict=True)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Part:
+    """What one device computes; holds no operand.
+
+    Attributes:
+        function: the forward.
+        template: the call's arguments without its operands.
+        wanted: the fields of the output that the call asks for.
+        batch, heads, kv_heads: the mesh axes that cut them.
+        group: query heads a kv head, in the whole call.
+        by_kv_head: by option that is not the contract's, the axis of its arrays that is kv heads.
+    """
+
+    function: Callable[..., OperationOutput]
+    template: Template
+    wanted: tuple[str, ...]
+    batch: Entry
+    heads: Entry
+    kv_heads: Entry
+    group: int
+    by_kv_head: tuple[tuple[str, int], ...]
+
+    def run(self, *arrays: Any) -> tuple[Any, ...]:
+        """The wanted fields of this device's part, from its operands; inside `jax.shard_map`."""
+        (query, key, value), rest = self.template.filled(arrays)
+        place = Place(_first(self.batch, query.shape[0]), _first(self.heads, query.shape[2]),
+                      query.shape[0], query.shape[2])  # fmt: skip
+        if self.kv_heads != self.heads:
+            key, value = (_kv_heads(x, place, self.group) for x in (key, value))
+            for name, axis in self.by_kv_head:
+                rest[name] = jax.tree.map(
+                    lambda x, a=axis: x if x.shape[a] == 1 else _kv_heads(x, place, self.group, a),  # type: ignore[misc]
+                    rest[name],
+                )
+        for name in ("mask", "bias"):
+            if name in rest:
+                rest[name] = part_of(rest[name], place)
+        if "dropout_key" in rest:
+            rest["dropout_key"] = ShiftedKey(rest["dropout_key"], place.b, place.h)
+        return _fields(self.function(query, key, value, **rest), self.wanted)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Program:
+    """A `jax.shard_map` of parts, compared by its key alone.
+
+    Attributes:
+        part: what a device computes.
+        in_specs: of its operands.
+        out_specs: of the wanted fields.
+        check_vma: see `jax.shard_map`.
+        where: the mesh, or the axes of the one that is set.
+        key: None for a program that no cache may keep.
+    """
+
+    part: _Part
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    check_vma: bool
+    where: dict[str, Any]
+    key: Hashable | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Program) and self._compared == other._compared
+
+    def __hash__(self) -> int:
+        return hash(self._compared)
+
+    @property
+    def _compared(self) -> tuple[Hashable, ...]:
+        return self.in_specs, self.out_specs, self.check_vma, self.key
+
+    def compiled(self) -> Callable[..., Any]:
+        """The compiled program; compiled in any case: outside `jax.jit` JAX has no gradient of a kernel's rule inside
+        `jax.shard_map`.
+        """
+        return jax.jit(
+            jax.shard_map(
+                self.part.run, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=self.check_vma, **self.where
+            )
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(program: _Program) -> Callable[..., Any]:
+    return program.compiled()
+
+
+def forget_programs() -> None:
+    """Drop what is compiled: a forward may look up another operation by name, which has changed."""
+    _compiled.cache_clear()
+
+
+def _key(
+    key: Hashable, boundary: Boundary, part: _Part, options: Mapping[str, Any], where: Mapping[str, Any]
+) -> Hashable | None:
+    """By what a program is kept, free of functions of the caller's and of arrays; None where that can't be."""
+    if holds_function(options.get("mask")) or holds_function(options.get("bias")):
+        return None
+    own = [option for name, option in options.items() if name not in CONTRACT]
+    if not jax.tree_util.all_leaves(own):
+        return None  # the structure of an operation's own option may hold anything
+    template = part.template.key
+    if template is None:
+        return None
+    return (key, template, boundary.mesh, tuple(sorted(where)), part.wanted, part.batch, part.heads, part.kv_heads,
+            part.group, part.by_kv_head)  # fmt: skip
+
+
+def _by_kv_head(options: Mapping[str, Any], option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+    own = ((name, own_axis(name, option_axes)) for name in options if name not in CONTRACT)
+    return tuple((name, axis) for name, axis in own if axis is not None)
+
+
+def run_whole(
+    boundary: Boundary, function: Callable[..., OperationOutput], args: tuple[Any, Any, Any], options: Mapping[str, Any]
+) -> OperationOutput:
+    """What ``function(*args, **options)``, which is plain JAX, gives, for JAX's compiler to cut.
+
+    It can't where axes are explicit: there every device of these computes all, as JAX has no gradient of
+    `jax.sharding.auto_axes` in `jax.shard_map`.
+
+    Args:
+        boundary: nested in another, see `Boundary.is_nested`.
+        function: a forward.
+        args: see `run_in_parts`.
+        options: those of the contract, bound.
+    """
+    if not boundary.is_explicit:
+        return function(*args, **options)
+    given = {"args": args, **options}
+    whole = jax.tree.map(
+        lambda x: resharded(x, PartitionSpec(), boundary.mesh) if isinstance(x, jax.Array) else x, given
+    )
+    return function(*whole.pop("args"), **whole)
+
+
+def _specs(
+    boundary: Boundary, args: tuple[Any, Any, Any], options: Mapping[str, Any], option_axes: Mapping[str, str]
+) -> dict[str, Any]:
+    """Of each option, the specs of its arrays."""
+    cuts = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
+    sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": args[1].shape[2]}
+
+    def spec_of(shape: tuple[int, ...], letters: str) -> PartitionSpec:
+        sized = zip(letters, shape, strict=False)
+        return PartitionSpec(*(cuts.get(letter) if size > 1 else None for letter, size in sized))
+
+    specs: dict[str, Any] = {}
+    for name, option in options.items():
+        if name in ("mask", "bias"):
+            specs[name] = specs_of(option, spec_of)
+        elif name not in CONTRACT:
+            specs[name] = own_option_specs(name, option, option_axes, sizes, spec_of)
+        else:
+            by_head = "h" if name == "sinks" else ""
+            specs[name] = jax.tree.map(lambda x, by=by_head: spec_of(jnp.shape(x), by), option)  # type: ignore[misc]
+    return specs
+
+
+def _wanted(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of the output that a call asks for."""
+    asked = {"return_weights": "attention_weights", "return_lse": "logsumexp"}
+    return ("attention_outputs", *(field for option, field in asked.items() if option in options))
+
+
+def _fields(found: Any, wanted: tuple[str, ...]) -> tuple[Any, ...]:
+    if not isinstance(found, OperationOutput):
+        raise TypeError(f"a forward returned a {type(found).__name__}, but must return OperationOutput")
+    return tuple(getattr(found, name) for name in wanted)
+
+
+def _where(boundary: Boundary) -> dict[str, Any]:
+    if not boundary.is_ambient:
+        return {"mesh": boundary.mesh}
+    manual = set(boundary.mesh.manual_axes)  # type: ignore[union-attr]
+    return {"axis_names": set(boundary.mesh.axis_names) - manual} if manual else {}
+
+
+def _first(entry: Entry, size: int) -> Any:
+    """The first index of this device's part of a dimension, of which it has ``size``."""
+    return jnp.int32(0) if entry is None else lax.axis_index(entry) * size
+
+
+def _kv_heads(x: jax.Array, place: Place, group: int, axis: int = 2) -> jax.Array:
+    """Of all kv heads those of this device's query heads: a divisor of them, repeated as few times as possible.
+
+    Args:
+        x: keys or values [B, S, K, d], or an array that has K along another axis.
+        place: the device's.
+        group: query heads a kv head, in the whole call.
+        axis: that of kv heads.
+    """
+    first, count = place.h // group, max(1, place.heads // group)
+    if place.heads % group == 0 or group % place.heads == 0:
+        return lax.dynamic_slice_in_dim(x, first, count, axis=axis)
+    return jnp.take(x, (place.h + jnp.arange(place.heads)) // group, axis=axis)

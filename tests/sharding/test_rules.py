@@ -1,4 +1,4 @@
-"""Semantic axes, the rules that take them to a mesh, and meshes themselves."""
+"""Semantic axes, the rules that map them to a mesh, and meshes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from attnops.sharding import (
     AttnQSharding,
     AxisRules,
     DynamicShardingAxes,
+    compat,
     create_mesh,
     current_mesh,
     get_names_from_partition_spec,
@@ -51,6 +52,13 @@ NAMES = """
 """
 
 
+def test_compat_has_the_names_of_models_and_sharding_few() -> None:
+    assert set(compat.__all__) >= {*NAMES.split(), "create_stable_sharding", "names_in_mesh", "get_ranks_and_size"}
+    assert len(sharding.__all__) < 20
+    with pytest.raises(AttributeError, match="has no attribute 'NoSuchAxis'"):
+        sharding.NoSuchAxis  # noqa: B018
+
+
 def test_every_name_that_models_use_is_there() -> None:
     assert [name for name in NAMES.split() if not hasattr(sharding, name)] == []
     assert issubclass(AttnQSharding, DynamicShardingAxes)
@@ -58,14 +66,14 @@ def test_every_name_that_models_use_is_there() -> None:
     assert np.isfinite(np.float32(sharding.DEFAULT_MASK_VALUE))
 
 
-def test_modes_are_told_by_the_length() -> None:
+def test_modes_follow_from_the_length() -> None:
     rules = AxisRules()
     assert rules.spec(AttnQSharding, Q) == P(("dp", "fsdp"), "sp", "tp", None)
     assert rules.spec(AttnQSharding, (4, 1, 4, 16)) == P(("dp", "fsdp"), None, "tp", None)
     assert rules.spec(AttnQSharding, mode="decode") == P(("dp", "fsdp"), None, "tp", None)
     assert rules.spec(sharding.ColumnWise) == P(("fsdp", "sp"), "tp")
     assert rules.spec(DynamicShardingAxes([BATCH, None, HEAD], MODE_PREFILL)) == P(("dp", "fsdp"), None, "tp")
-    with pytest.raises(ValueError, match=r"told by dimension 1, so the shape is needed"):
+    with pytest.raises(ValueError, match=r"depends on the length of dimension 1; give shape"):
         rules.spec(AttnQSharding)
 
 
@@ -91,8 +99,8 @@ def test_a_mesh_axis_cuts_one_dimension() -> None:
     [
         (lambda: AxisRules(batch=3), r"batch=3 must be the name of a mesh axis"),
         (lambda: AxisRules(batch=("dp", "dp")), r"a tuple of different ones"),
-        (lambda: AxisRules(decode={"heads": "tp"}), r"'heads', which is no semantic axis; use one of"),
-        (lambda: AxisRules().mesh_axes("batch"), r"axis='batch' is no semantic axis"),
+        (lambda: AxisRules(decode={"heads": "tp"}), r"'heads', which is not a semantic axis; use one of"),
+        (lambda: AxisRules().mesh_axes("batch"), r"axis='batch' is not a semantic axis"),
         (lambda: AxisRules().mesh_axes(BATCH, "dekode"), r"mode='dekode' is not a runtime mode"),
     ],
 )
@@ -115,15 +123,10 @@ def test_shardings_of_a_call(layout: str) -> None:
     middle = ("sp", "tp") if layout == "BTHD" else ("tp", "sp")
     assert found.query == found.key == found.output == P("dp", *middle, None)
     assert found.logsumexp == P("dp", "tp", "sp")
-    # Queries and keys are both cut by "sp", which an array of both can be along one of them alone.
+    # Queries and keys are both sharded over "sp"; an array of both can be so along one of them only.
     assert found.scores == P("dp", "tp", "sp", None)
     assert found.sinks == P("tp")
-    assert (found.by_batch, found.by_query, found.by_key, found.by_head) == (
-        P("dp"),
-        P("dp", "sp"),
-        P("dp", "sp"),
-        P("dp", "tp"),
-    )
+    assert (found.by_batch, found.by_query, found.by_key) == (P("dp"), P("dp", "sp"), P("dp", "sp"))
     assert found.fit(found.bias, jnp.ones((1, 4, 1, 8))) == P(None, "tp", None, None)
     assert found.named(found.sinks) == NamedSharding(MESH, P("tp"))
 
@@ -163,7 +166,7 @@ def test_create_mesh_fills_in_sizes_and_refuses_impossible_ones() -> None:
     assert explicit.axis_types == (AxisType.Explicit,)
     assert create_mesh((1, 1), ("x", "y"), devices=jax.devices()[:1]).size == 1
     for dims, names, message in (
-        ((1, 1), ("x",), "must be equally many"),
+        ((1, 1), ("x",), "must have the same length"),
         ((-1, -1), ("x", "y"), "but for one −1 at most"),
         ((0, -1), ("x", "y"), "must be positive"),
         ((n + 1, -1), ("x", "y"), f"must make up the {n} devices"),

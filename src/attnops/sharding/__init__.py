@@ -1,141 +1,43 @@
-"""How arrays and calls lie on a mesh: semantic axes, runtime modes, the rules between them, and partition specs."""
+"""How arrays and calls are sharded over a mesh: semantic axes, runtime modes, rules from axes to a mesh, and specs.
 
-from jax.sharding import Mesh
+Names that only models written for eformer or EasyDeL need are in `attnops.sharding.compat`, and found here too.
+"""
 
-from attnops.sharding.axes import (
-    BATCH,
-    BIAS_HEAD_SEQ,
-    BIAS_KV_SEQ,
-    DEFAULT_MASK_VALUE,
-    DP,
-    EMBED,
-    EMPTY,
-    EMPTY_VAL,
-    EP,
-    EXPERT,
-    EXPERT_GATE,
-    FSDP,
-    HEAD,
-    HEAD_DIM,
-    KV_HEAD,
-    KV_HEAD_DIM,
-    KV_LENGTH,
-    LENGTH,
-    MLP_INTERMEDIATE,
-    QUERY_LENGTH,
-    SP,
-    TP,
-    VOCAB,
-    Array,
-    AttnKVSharding,
-    AttnQSharding,
-    AxisIdxes,
-    AxisNames,
-    AxisType,
-    ColumnWise,
-    DType,
-    DynamicShardingAxes,
-    ExpertActivations,
-    ExpertActivationsAlt,
-    ExpertColumnWise,
-    ExpertColumnWiseAlt,
-    ExpertRowWise,
-    ExpertRowWiseAlt,
-    HiddenStateSharding,
-    PRNGKey,
-    Replicated,
-    RowWise,
-    SColumnWise,
-    Shape,
-    SRowWise,
-    UnifiedExpertColumnWise,
-    UnifiedExpertRowWise,
-)
+import importlib
+from typing import Any
+
+from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_LENGTH, QUERY_LENGTH
 from attnops.sharding.call import AttentionShardings
-from attnops.sharding.mesh import (
-    create_mesh,
-    current_mesh,
-    get_names_from_partition_spec,
-    get_ranks_and_size,
-    names_in_mesh,
-)
-from attnops.sharding.modes import (
-    GENERATION_MODES,
-    MODE_DECODE,
-    MODE_INSERT,
-    MODE_PREFILL,
-    MODE_TRAIN,
-    RUNTIME_MODE_TYPES,
-    canonicalize_mode,
-)
+from attnops.sharding.mesh import create_mesh, current_mesh, get_names_from_partition_spec
+from attnops.sharding.modes import MODE_DECODE, MODE_INSERT, MODE_PREFILL, MODE_TRAIN, canonicalize_mode
 from attnops.sharding.rules import INHERIT, REPLICATE, AxisRules
-from attnops.sharding.specs import correct_spec, create_stable_sharding
+from attnops.sharding.specs import correct_spec
 
 __all__ = [
     "BATCH",
-    "BIAS_HEAD_SEQ",
-    "BIAS_KV_SEQ",
-    "DEFAULT_MASK_VALUE",
-    "DP",
-    "EMBED",
-    "EMPTY",
-    "EMPTY_VAL",
-    "EP",
-    "EXPERT",
-    "EXPERT_GATE",
-    "FSDP",
-    "GENERATION_MODES",
     "HEAD",
     "HEAD_DIM",
     "INHERIT",
     "KV_HEAD",
-    "KV_HEAD_DIM",
     "KV_LENGTH",
-    "LENGTH",
-    "MLP_INTERMEDIATE",
     "MODE_DECODE",
     "MODE_INSERT",
     "MODE_PREFILL",
     "MODE_TRAIN",
     "QUERY_LENGTH",
     "REPLICATE",
-    "RUNTIME_MODE_TYPES",
-    "SP",
-    "TP",
-    "VOCAB",
-    "Array",
     "AttentionShardings",
-    "AttnKVSharding",
-    "AttnQSharding",
-    "AxisIdxes",
-    "AxisNames",
     "AxisRules",
-    "AxisType",
-    "ColumnWise",
-    "DType",
-    "DynamicShardingAxes",
-    "ExpertActivations",
-    "ExpertActivationsAlt",
-    "ExpertColumnWise",
-    "ExpertColumnWiseAlt",
-    "ExpertRowWise",
-    "ExpertRowWiseAlt",
-    "HiddenStateSharding",
-    "Mesh",
-    "PRNGKey",
-    "Replicated",
-    "RowWise",
-    "SColumnWise",
-    "SRowWise",
-    "Shape",
-    "UnifiedExpertColumnWise",
-    "UnifiedExpertRowWise",
     "canonicalize_mode",
     "correct_spec",
     "create_mesh",
-    "create_stable_sharding",
     "current_mesh",
     "get_names_from_partition_spec",
-    "get_ranks_and_size",
-    "names_in_mesh",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    compat = importlib.import_module("attnops.sharding.compat")
+    if name in compat.__all__:
+        return getattr(compat, name)
+    raise AttributeError(f"module 'attnops.sharding' has no attribute {name!r}")

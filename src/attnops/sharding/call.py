@@ -1,4 +1,4 @@
-"""The partition specs of a call of attention: those of query, key and value, and what follows from them."""
+"""The partition specs of a call of attention, derived from those of query, key and value."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from attnops.sharding.specs import MeshLike, correct_spec
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShardings:
-    """Specs of everything that a call takes and gives; only those of query, key and value are stated.
+    """Specs of all arguments and results of a call, derived from those of query, key and value.
 
     Attributes:
         query: [B, T, H, D]; with ``layout="BHTD"`` [B, H, T, D].
-        key: [B, S, K, D], likewise.
-        value: [B, S, K, Dv], likewise.
+        key: [B, S, K, D]; with ``layout="BHTD"`` [B, K, S, D].
+        value: [B, S, K, Dv]; with ``layout="BHTD"`` [B, K, S, Dv].
         layout: "BTHD" or "BHTD".
-        mesh: what they are corrected for; None where there is none.
+        mesh: the mesh that `fit` corrects specs for; None for no correction.
     """
 
     query: PartitionSpec
@@ -31,7 +31,7 @@ class AttentionShardings:
 
     @property
     def output(self) -> PartitionSpec:
-        """The query's, with the value's features."""
+        """[B, T, H, Dv]; with ``layout="BHTD"`` [B, H, T, Dv]."""
         batch, second, third, _ = _four(self.query)
         return PartitionSpec(batch, second, third, _four(self.value)[3])
 
@@ -42,12 +42,12 @@ class AttentionShardings:
 
     @property
     def scores(self) -> PartitionSpec:
-        """[B, H, T, S]: of biases, of masks that are arrays, and of weights; see `fit` for dimensions of 1.
+        """[B, H, T, S]: of biases, array masks and weights; see `fit` for dimensions of 1.
 
-        What cuts the queries can't cut the keys as well.
+        Mesh axes that shard the queries do not shard the keys.
         """
-        taken = get_names_from_partition_spec((self._batch, self._heads, self._queries))
-        left = tuple(name for name in get_names_from_partition_spec((self._keys,)) if name not in taken)
+        used = get_names_from_partition_spec((self._batch, self._heads, self._queries))
+        left = tuple(name for name in get_names_from_partition_spec((self._keys,)) if name not in used)
         keys = None if not left else left[0] if len(left) == 1 else left
         return PartitionSpec(self._batch, self._heads, self._queries, keys)
 
@@ -73,23 +73,18 @@ class AttentionShardings:
         """[B, S]: segment ids and positions of keys, and padding masks."""
         return PartitionSpec(self._batch, self._keys)
 
-    @property
-    def by_head(self) -> PartitionSpec:
-        """[B, H]: windows and other numbers that differ by head."""
-        return PartitionSpec(self._batch, self._heads)
-
     def fit(self, spec: PartitionSpec, array: Any) -> PartitionSpec:
-        """``spec`` for an array that may have dimensions of 1, which are not cut, or others that do not divide."""
+        """``spec`` corrected for an array whose dimensions may be 1, or not divisible, see `correct_spec`."""
         return spec if self.mesh is None else correct_spec(spec, array.shape, self.mesh)
 
     def named(self, spec: PartitionSpec) -> NamedSharding:
         """``spec`` on the mesh.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no mesh.
         """
         if self.mesh is None:
-            raise ValueError("there is no mesh; state it as metadata.mesh, or set one by jax.set_mesh")
+            raise ValueError("there is no mesh; set metadata.mesh, or a mesh by jax.set_mesh")
         return NamedSharding(self.mesh, spec)
 
     @property

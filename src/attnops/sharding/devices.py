@@ -1,4 +1,4 @@
-"""Which device arrays that are committed to none are computed on."""
+"""The default device of JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 
 def default_device() -> Any:
-    """The device that an operation of uncommitted arrays runs on: ``jax_default_device``, else the first."""
+    """The device that computes with uncommitted arrays: ``jax_default_device``, else the first local device."""
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None:
         return jax.local_devices()[0]

@@ -1,4 +1,4 @@
-"""Runtime modes: what a call is part of."""
+"""Runtime modes: training, prefill, decoding, inserting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def canonicalize_mode(mode: str) -> RUNTIME_MODE_TYPES:
     """The runtime mode that ``mode`` names: a constant of this module, or its short name (``"decode"``).
 
     Raises:
-        ValueError: ``mode`` is neither.
+        ValueError: ``mode`` is not a runtime mode.
     """
     full = _SHORT_NAMES.get(mode, mode) if isinstance(mode, str) else None
     if full not in get_args(RUNTIME_MODE_TYPES):
@@ -36,5 +36,5 @@ def canonicalize_mode(mode: str) -> RUNTIME_MODE_TYPES:
 
 
 def printed_mode(mode: str) -> str:
-    """The short name of a runtime mode, as messages print it: ``"train"``, ``"decode"``."""
+    """The short name of a runtime mode, for messages: ``"train"``, ``"decode"``."""
     return _PRINTED.get(mode, mode)

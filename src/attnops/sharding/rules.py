@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from attnops.sharding import axes as semantic
 from attnops.sharding.axes import SemanticAxis, ShardingAxes
@@ -16,7 +16,7 @@ from attnops.sharding.specs import MeshLike, correct_spec
 
 
 class Override(enum.Enum):
-    """What a decode rule says without naming mesh axes."""
+    """A decode rule that names no mesh axes."""
 
     INHERIT = "inherit"  # the rule of every other mode
 
@@ -31,14 +31,14 @@ _DATA: Final = ("dp", "fsdp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AxisRules:
-    """Which mesh axes a semantic axis is cut by. Frozen and hashable.
+    """The mesh axes over which each semantic axis is sharded. Frozen and hashable.
 
-    A rule is the name of a mesh axis, a tuple of them (the first cuts first), or None: every device has all of it. What
-    a mesh lacks, or what does not divide a dimension, is left out when a rule meets them, see `correct_spec`.
+    A rule is the name of a mesh axis, a tuple of them (the first is the major one), or None, which replicates. Axes
+    that a mesh does not have, or that do not divide a dimension, are dropped, see `correct_spec`.
 
-    In decoding and inserting the rules of ``decode`` come first. There `INHERIT`, the same as leaving an axis out,
-    keeps the rule of the other modes, and `REPLICATE`, which is None, cuts by nothing: one query can't be cut, but the
-    keys that it looks at can.
+    In the modes decode and insert the rules of ``decode`` take precedence. There `INHERIT`, the same as leaving an axis
+    out, keeps the rule of the other modes, and `REPLICATE`, which is None, replicates: a single query can't be sharded,
+    but its keys can.
 
     Attributes:
         batch: of `BATCH`.
@@ -56,7 +56,7 @@ class AxisRules:
         expert: of `EXPERT`.
         expert_gate: of `EXPERT_GATE`.
         dp, fsdp, tp, ep, sp: of the kinds of parallelism.
-        decode: (semantic axis, rule) pairs that differ in decoding and inserting; a mapping is taken as its items.
+        decode: (semantic axis, rule) pairs for the modes decode and insert; a mapping is converted to its items.
     """
 
     batch: MeshAxes = _DATA
@@ -92,7 +92,7 @@ class AxisRules:
         decode = []
         for axis, rule in given:
             if axis not in _FIELDS:
-                raise ValueError(f"decode has the axis {axis!r}, which is no semantic axis; use one of {[*_FIELDS]}")
+                raise ValueError(f"decode has the axis {axis!r}, which is not a semantic axis; use one of {[*_FIELDS]}")
             decode.append((axis, rule if isinstance(rule, Override) else _checked(f"decode[{axis}]", rule)))
         object.__setattr__(self, "decode", tuple(decode))
 
@@ -100,7 +100,7 @@ class AxisRules:
         """The mesh axes of a semantic axis, or of several together, in a runtime mode.
 
         Raises:
-            ValueError: ``axis`` is no semantic axis, or ``mode`` no mode.
+            ValueError: ``axis`` is not a semantic axis, or ``mode`` not a runtime mode.
         """
         if axis is None or axis == semantic.EMPTY:
             return None
@@ -108,7 +108,7 @@ class AxisRules:
             names = [name for one in axis for name in _names(self.mesh_axes(one, mode))]
             return _entry(tuple(dict.fromkeys(names)))
         if axis not in _FIELDS:
-            raise ValueError(f"axis={axis!r} is no semantic axis; use one of {[*_FIELDS]}")
+            raise ValueError(f"axis={axis!r} is not a semantic axis; use one of {[*_FIELDS]}")
         rule: MeshAxes = getattr(self, _FIELDS[axis])
         if canonicalize_mode(mode) in GENERATION_MODES:
             override = dict(self.decode).get(axis, INHERIT)
@@ -124,33 +124,29 @@ class AxisRules:
     ) -> PartitionSpec:
         """The partition spec of an array.
 
-        A mesh axis cuts one dimension only: the first that names it. With ``mesh`` and ``shape`` the spec is corrected.
+        A mesh axis shards one dimension only: the first that names it. With ``mesh`` and ``shape`` the spec is
+        corrected, see `correct_spec`.
 
         Args:
-            axes: a standard such as `AttnQSharding`, a `DynamicShardingAxes`, or the semantic axis of each dimension.
+            axes: the semantic axis of each dimension, a `DynamicShardingAxes`, or a class of them such as
+                `attnops.sharding.compat.AttnQSharding`.
             shape: the array's.
-            mesh: that it is to lie on.
-            mode: the runtime mode; None for what ``axes`` say, training for a mere sequence.
+            mesh: to correct the spec for.
+            mode: the runtime mode; None for that of ``axes``, or for train where ``axes`` are a sequence.
 
         Raises:
-            ValueError: an axis or a mode is unknown, or a mode is to be told by a dimension without ``shape``.
+            ValueError: an axis or a mode is unknown, or the mode depends on a dimension and ``shape`` is not given.
         """
         dimensions: Sequence[SemanticAxis] = axes.axes if _has_mode(axes) else axes  # type: ignore[union-attr, assignment]
         chosen = _mode_of(axes, shape) if mode is None else canonicalize_mode(mode)
-        taken: set[str] = set()
+        used: set[str] = set()
         entries = []
         for axis in dimensions:
-            names = tuple(name for name in _names(self.mesh_axes(axis, chosen)) if name not in taken)
-            taken.update(names)
+            names = tuple(name for name in _names(self.mesh_axes(axis, chosen)) if name not in used)
+            used.update(names)
             entries.append(_entry(names))
         spec = PartitionSpec(*entries)
         return spec if mesh is None or shape is None else correct_spec(spec, shape, mesh)
-
-    def sharding(
-        self, axes: ShardingAxes | Sequence[SemanticAxis], shape: Sequence[int], mesh: MeshLike, mode: str | None = None
-    ) -> NamedSharding:
-        """`spec` on its mesh."""
-        return NamedSharding(mesh, self.spec(axes, shape, mesh, mode))
 
 
 _FIELDS: Final[dict[str, str]] = {
@@ -202,7 +198,7 @@ def _mode_of(axes: ShardingAxes | Sequence[SemanticAxis], shape: Sequence[int] |
     if not isinstance(mode, int):
         return canonicalize_mode(mode)
     if shape is None:
-        raise ValueError(f"the mode is told by dimension {mode}, so the shape is needed; or state mode=...")
+        raise ValueError(f"the mode depends on the length of dimension {mode}; give shape=... or mode=...")
     return MODE_DECODE if shape[mode] == 1 else MODE_TRAIN
 
 

@@ -1,4 +1,4 @@
-"""Partition specs that always fit: what a mesh lacks or a shape cannot be divided by is dropped, and said so."""
+"""Partition specs that always fit: axes that the mesh lacks, or that do not divide, are dropped and logged."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MeshLike: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def correct_spec(spec: PartitionSpec, shape: Sequence[int], mesh: MeshLike) -> PartitionSpec:
-    """``spec`` with every entry dropped that ``mesh`` does not have or that does not divide ``shape``.
+    """``spec`` without the axes that ``mesh`` does not have or that do not divide ``shape``.
 
     Args:
         spec: one entry a dimension (an axis name, a tuple of them, or None); may be shorter than ``shape``.
         shape: the array's shape.
-        mesh: the mesh whose axes count.
+        mesh: the mesh to correct for.
 
     Returns:
-        A spec of length ``len(shape)`` or less. Of a tuple of axes the longest prefix that divides is kept.
+        A spec of length ``len(shape)`` or less. From a tuple of axes the longest prefix that divides is kept.
         Each correction is logged at DEBUG.
 
     Raises:
@@ -62,15 +62,15 @@ def create_stable_sharding(
     """A spec that keeps only some dimensions of ``state_ps`` sharded; the others are replicated.
 
     Args:
-        state_ps: the spec to start from; None stands for nothing sharded.
+        state_ps: the spec to start from; None gives None.
         preserved_indices: the dimensions to keep. None keeps all of ``state_ps``.
-        clone_ps: if given, the kept dimensions take their entries from here instead.
-        dep: what the result depends on: None (there is no such array) gives None.
+        clone_ps: if given, the kept dimensions have this spec's entries instead.
+        dep: None gives None, for the spec of an optional array that is absent; any other value has no effect.
         tensor: if given, the result is corrected to this array's shape, see `correct_spec`; needs ``mesh``.
         mesh: the mesh to correct for.
 
     Raises:
-        ValueError: a preserved index lies outside the spec it is taken from.
+        ValueError: a preserved index is out of the range of ``state_ps``, or of ``clone_ps`` if given.
     """
     if dep is None or state_ps is None:
         return None
@@ -79,7 +79,9 @@ def create_stable_sharding(
         source = state_ps if clone_ps is None else clone_ps
         for index in preserved_indices:
             if not 0 <= index < len(source):
-                raise ValueError(f"preserved_indices={list(preserved_indices)}: {index} lies outside {source}")
+                raise ValueError(
+                    f"preserved_indices={list(preserved_indices)}: {index} is out of the range of {source}"
+                )
         kept = set(preserved_indices)
         length = max(len(state_ps), max(kept, default=-1) + 1)
         spec = PartitionSpec(*(source[i] if i in kept else None for i in range(length)))

@@ -34,7 +34,7 @@ def test_the_plugin_is_printed_as_it_is_in_the_examples():
 
 
 def test_the_plugin_loads_as_printed():
-    from attnops.features import support
+    from attnops.testing.support_table import support
 
     namespace = {"__name__": "attnops_mykernel"}
     exec(compile(code("## Write a plugin"), "README.md", "exec"), namespace)

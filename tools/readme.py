@@ -1,6 +1,6 @@
-"""Writes the generated parts of README.md: what the example prints, features, plugin.
+"""Writes the generated parts of README.md: the example's output, the table of features, the example plugin.
 
-``--check`` only says whether they are up to date.
+``--check`` writes nothing, and fails unless they are up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest import mock
 
 from attnops import OperationRegistry
 from attnops.dispatch.plugins import Plugin
-from attnops.features import markdown_table
+from attnops.testing.support_table import markdown_table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -24,17 +24,17 @@ PLUGIN = {"pyproject.toml": "toml", "attnops_mykernel.py": "python"}
 
 
 def core_only() -> contextlib.AbstractContextManager[Any]:
-    """A context in which no operations but the core's are installed."""
+    """A context in which only the core's operations are installed."""
     plugins = OperationRegistry.plugins
 
     def of_the_core(**options: bool) -> list[Plugin]:
-        return [found for found in plugins(**options) if found.distribution == "attnops"]
+        return [plugin for plugin in plugins(**options) if plugin.distribution == "attnops"]
 
     return mock.patch.object(OperationRegistry, "plugins", of_the_core)
 
 
 def printed(text: str) -> str:
-    """What the first example of the README prints where the core alone is installed, as a block of code."""
+    """The output of the README's first example with only the core installed, as a block of code."""
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     if code is None:
         raise ValueError("README.md has no example")
@@ -44,17 +44,17 @@ def printed(text: str) -> str:
 
 
 def plugin() -> str:
-    """The files of the example of a plugin, each as a block of code that begins with its name."""
+    """The files of the example plugin, each as a block of code that begins with its name."""
     files = {name: (ROOT / "examples" / "plugin" / name).read_text(encoding="utf-8") for name in PLUGIN}
     return "\n\n".join(f"```{PLUGIN[name]}\n# {name}\n{text.rstrip()}\n```" for name, text in files.items())
 
 
 def updated(text: str, name: str, part: str) -> str:
-    """The text of the README with one of its generated parts as it must be."""
+    """The text of the README with one of its generated parts replaced."""
     begin, end = f"<!-- {name}: written by tools/readme.py -->", f"<!-- {name} end -->"
     head, _, rest = text.partition(begin)
-    _, found, tail = rest.partition(end)
-    if not found:
+    _, separator, tail = rest.partition(end)
+    if not separator:
         raise ValueError(f"README.md has no part between {begin} and {end}")
     return f"{head}{begin}\n{part}\n{end}{tail}"
 
@@ -64,5 +64,5 @@ if __name__ == "__main__":
     after = updated(before, "printed", printed(before))
     after = updated(updated(after, "features", markdown_table()), "plugin", plugin())
     if "--check" in sys.argv:
-        sys.exit("README.md is not what tools/readme.py writes; run it" if before != after else 0)
+        sys.exit("README.md is out of date; run tools/readme.py" if before != after else 0)
     README.write_text(after, encoding="utf-8")

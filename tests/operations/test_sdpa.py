@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 
 from attnops import AttentionRequest, OperationMetadata, OperationRegistry, UnsupportedError
-from attnops.features import feature_request
 from attnops.operations.sdpa import ScaledDotProductAttention
 from attnops.testing.problem import FAST_COMPILE, Problem
 from attnops.testing.strategies import problems
+from attnops.testing.support_table import row_request
 
 SERVED = {"mask", "bias", "softmax_scale"}
 
@@ -56,7 +56,7 @@ def test_a_row_whose_bias_is_as_low_as_can_be(causal, lowest):
 
 
 def request(**changes) -> AttentionRequest:
-    return feature_request("bfloat16", "cuda").replace(**changes)
+    return row_request("bfloat16", "cuda").replace(**changes)
 
 
 @pytest.mark.parametrize(

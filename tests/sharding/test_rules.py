@@ -167,10 +167,10 @@ def test_create_mesh_fills_in_sizes_and_refuses_impossible_ones() -> None:
     assert create_mesh((1, 1), ("x", "y"), devices=jax.devices()[:1]).size == 1
     for dims, names, message in (
         ((1, 1), ("x",), "must have the same length"),
-        ((-1, -1), ("x", "y"), "but for one −1 at most"),
+        ((-1, -1), ("x", "y"), "except for at most one −1"),
         ((0, -1), ("x", "y"), "must be positive"),
-        ((n + 1, -1), ("x", "y"), f"must make up the {n} devices"),
-        ((n + 1,), ("x",), f"must make up the {n} devices"),
+        ((n + 1, -1), ("x", "y"), f"must multiply to {n}, the number of devices"),
+        ((n + 1,), ("x",), f"must multiply to {n}, the number of devices"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             create_mesh(dims, names)

@@ -1,7 +1,11 @@
-"""Proof that an operation is right: the float64 oracle, the tolerance rule, and the suite that every plugin runs.
+"""Tests of operations: the float64 oracle, the tolerance rule, and the conformance suite that every plugin runs.
 
 `OperationConformance` and `Conformance` need pytest, and `attnops.testing.strategies` hypothesis; the rest needs
 neither.
+
+Three modules list features of the contract, each for another use: `features` as small problems that are run and
+compared with the oracle; `catalogue` as calls of real sizes that are only compiled; `support_table` as requests, of
+which only the reasons are asked, for the README's table.
 """
 
 from typing import TYPE_CHECKING, Any

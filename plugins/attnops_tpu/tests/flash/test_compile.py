@@ -11,7 +11,7 @@ import pytest
 from attnops_tpu.aot import TOPOLOGIES, compile_for
 
 from attnops.testing.catalogue import CASES as ALL
-from attnops.testing.catalogue import Case, one_target_each
+from attnops.testing.catalogue import CompileCase, one_target_each
 
 # What is compiled for a TPU is what a TPU would run.
 pytestmark = pytest.mark.optimised
@@ -39,7 +39,7 @@ def forget() -> Iterator[None]:
     jax.clear_caches()
 
 
-def temporaries(case: Case, generation: str) -> int:
+def temporaries(case: CompileCase, generation: str) -> int:
     """Bytes; raises what the compiler does."""
     compiled = compile_for(case.program("attnops-tpu:flash", "tpu"), case.example, generation)
     return compiled.memory_analysis().temp_size_in_bytes

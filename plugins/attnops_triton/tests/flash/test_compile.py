@@ -15,7 +15,7 @@ from attnops_triton.targets import SHARED_MEMORY, target
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.masks import Causal, Dense, MaskFn
 from attnops.testing.catalogue import CASES as ALL
-from attnops.testing.catalogue import Case, one_target_each
+from attnops.testing.catalogue import CompileCase, one_target_each
 
 SEEN = np.random.default_rng(0).random((4, 97)) > 0.5
 
@@ -28,10 +28,10 @@ def scattered() -> MaskFn:
 BIAS = (jax.ShapeDtypeStruct((1, 8, 2048, 2048), jnp.float32),)
 MASK = (jax.ShapeDtypeStruct((1, 1, 2048, 2048), jnp.bool_),)
 # Beside the catalogue: what takes most of shared memory.
-CASES = ALL | {f"bits, D {D}": Case(D=D, mask=scattered) for D in (64, 128, 256)} | {
-    "bits and bias": Case(mask=lambda: Causal() & scattered(), bias=jnp.asarray, learnt=BIAS),
-    "dense mask and bias": Case(mask=Dense, traced=MASK, bias=jnp.asarray, learnt=BIAS),
-    "dense mask and bias, D 256": Case(D=256, mask=Dense, traced=MASK, bias=jnp.asarray, learnt=BIAS),
+CASES = ALL | {f"bits, D {D}": CompileCase(D=D, mask=scattered) for D in (64, 128, 256)} | {
+    "bits and bias": CompileCase(mask=lambda: Causal() & scattered(), bias=jnp.asarray, learnt=BIAS),
+    "dense mask and bias": CompileCase(mask=Dense, traced=MASK, bias=jnp.asarray, learnt=BIAS),
+    "dense mask and bias, D 256": CompileCase(D=256, mask=Dense, traced=MASK, bias=jnp.asarray, learnt=BIAS),
 }  # fmt: skip
 # Each variant of the table: D and Dv, dtype.
 VARIANTS = [
@@ -62,7 +62,7 @@ def marks(name: str, arch: str) -> list[pytest.MarkDecorator]:
 REFUSED = {((576, 512, "float32"), "sm_86")}
 
 
-def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
+def compiled(case: CompileCase, arch: str) -> list[tuple[Launched, Binary]]:
     return [
         (x, compile_for(x, arch)) for x in kernels(case.program("attnops-triton:flash", "cuda"), case.example, arch)
     ]
@@ -78,7 +78,7 @@ def compiled(case: Case, arch: str) -> list[tuple[Launched, Binary]]:
     ],
 )
 def test_variants_of_the_table_fit_and_use_tensor_cores(D: int, Dv: int, dtype: str, arch: str) -> None:
-    found = compiled(Case(D=D, Dv=Dv, dtype=jnp.dtype(dtype), mask=Causal), arch)
+    found = compiled(CompileCase(D=D, Dv=Dv, dtype=jnp.dtype(dtype), mask=Causal), arch)
     assert [x.kernel.name for x, _ in found] == [
         "attnops_flash_forward", "attnops_flash_backward_query", "attnops_flash_backward_key"
     ]  # fmt: skip
@@ -123,7 +123,7 @@ def test_what_shared_memory_does_not_hold_is_refused(variant: tuple[int, int, st
 
 
 def test_an_architecture_is_part_of_what_is_cached() -> None:
-    case = Case(T=256, H=2, K=2, mask=Causal)
+    case = CompileCase(T=256, H=2, K=2, mask=Causal)
     program = jax.jit(case.program("attnops-triton:flash", "cuda"))
     seen = [kernels(program, case.example, arch) for arch in ("sm_80", "sm_90", "sm_80")]
     assert [x[0].plan.arch for x in seen] == ["sm_80", "sm_90", "sm_80"]

@@ -1,4 +1,4 @@
-"""The features of the attention contract as requests: what each operation says of each, on each platform."""
+"""The README's table: which operation serves which feature on which platform, by requests, without running anything."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest
 from attnops.masks import MaskStructure
 
-# A plain call that every implementation should serve; each feature changes it.
+# A call that every implementation should serve; each row changes it.
 PLAIN: Final[dict[str, Any]] = {
     "batch": 2, "query_length": 1024, "key_length": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64,
     "value_head_dim": 64, "dtypes": ("bfloat16",) * 3,
 }  # fmt: skip
 
-FEATURES: Final[dict[str, dict[str, Any]]] = {
+ROWS: Final[dict[str, dict[str, Any]]] = {
     "bfloat16": {},
     "float16": {"dtypes": ("float16",) * 3},
     "float32": {"dtypes": ("float32",) * 3},
@@ -60,9 +60,9 @@ _OPTIONS = {
 }
 
 
-def feature_request(feature: str, platform: str) -> AttentionRequest:
-    """The request that asks for one feature, in train mode, so forward and backward."""
-    fields = PLAIN | FEATURES[feature]
+def row_request(feature: str, platform: str) -> AttentionRequest:
+    """The request of one row, in train mode, which includes the backward pass."""
+    fields = PLAIN | ROWS[feature]
     options = {option for option, field in _OPTIONS.items() if fields.get(field)}
     fields["options"] = frozenset(options) | fields.get("options", frozenset())
     return AttentionRequest(platform=platform, **fields)
@@ -77,16 +77,16 @@ def support(operation: type[OperationImpl], feature: str, platform: str) -> str:
     """
     forward = forward_for(operation, platform)
     made = operation(OperationMetadata(platform=platform))
-    request = feature_request(feature, platform)
+    request = row_request(feature, platform)
     if any(reason.argument == "mesh" for reason in made.reasons(request)):
-        request = request.replace(sequence_axes=("sp",))  # one for sequences that a mesh cuts
+        request = request.replace(sequence_axes=("sp",))  # an operation for sequences sharded over a mesh
     if forward != "native" and not made.reasons(request):
         return "kernel"
     return "refused" if made._reasons("native", request) else "native"
 
 
 def markdown_table() -> str:
-    """Feature × operation and platform, of what is installed, as GitHub prints it."""
+    """Features by installed operation and platform, in GitHub's Markdown."""
     columns: dict[str, list[str]] = {}
     for name in OperationRegistry.list_implementations():
         if name == "auto":
@@ -95,13 +95,13 @@ def markdown_table() -> str:
         for platform in PLATFORMS:
             cls = OperationRegistry.get(name, platform)
             if issubclass(cls, OperationImpl) and cls.computes == ATTENTION:
-                by_platform[platform] = tuple(support(cls, feature, platform) for feature in FEATURES)
-        # Platforms that an operation serves alike share a column.
+                by_platform[platform] = tuple(support(cls, feature, platform) for feature in ROWS)
+        # Platforms with equal cells share a column.
         for cells in dict.fromkeys(by_platform.values()):
             where = ", ".join(platform for platform, own in by_platform.items() if own == cells)
             columns[f"`{name}` {'everywhere' if len(where.split(', ')) == len(PLATFORMS) else where}"] = list(cells)
     symbols = {"kernel": "●", "native": "○", "refused": "–"}
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + ":-:|" * len(columns)]
-    for row, feature in enumerate(FEATURES):
+    for row, feature in enumerate(ROWS):
         lines.append(f"| {feature} | " + " | ".join(symbols[cells[row]] for cells in columns.values()) + " |")
     return "\n".join(lines)

@@ -165,14 +165,12 @@ CASES = {
 # Cases for which most kernels have code of their own; the others share most of theirs.
 DISTINCT: Final = (
     "causal",
-    "float32, D 256",
     "D 64",
     "D 192, Dv 128",
     "D 576, Dv 512",
     "D 5, Dv 3",
     "T 1",
     "T 1000, S 3000",
-    "131072 tokens, documents",
     "window per head",
     "documents",
     "dense mask",

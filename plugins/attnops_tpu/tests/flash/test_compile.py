@@ -62,9 +62,14 @@ def test_a_case_compiles_with_temporaries_linear_in_tokens(name: str, generation
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["causal", "documents", "relative position",
-     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("window", "lengths", "ALiBi", "MaskFn"))],
-)  # fmt: skip
+    [
+        "documents",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("causal", "relative position", "window", "lengths", "ALiBi", "MaskFn")
+        ),
+    ],
+)
 def test_temporaries_grow_linearly(name: str) -> None:
     case = CASES[name]
 

@@ -65,6 +65,7 @@ def test_the_mask_is_fair_and_independent_of_neighbours(prob):
     assert abs((normal * (other - prob)).mean() / deviation) < 5 / np.sqrt(dropped.size)
 
 
+@pytest.mark.slow
 def test_under_vmap_each_slice_draws_by_its_own_key():
     """Indices count within a slice: one key draws one mask for all, split keys draw others. So the docstring says."""
     operation = OperationRegistry.create("vanilla", OperationMetadata(dropout_prob=0.5))

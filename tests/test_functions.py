@@ -258,7 +258,9 @@ def functions_over(table: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("backend", ["flash", "vanilla", "auto"])
+@pytest.mark.parametrize(
+    "backend", ["flash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "auto"))]
+)
 def test_nothing_keeps_what_a_function_closed_over(backend: str, staged: bool) -> None:
     operation, x = make(backend), jnp.ones((1, 4, 1, 4))
     alive = []

@@ -119,7 +119,7 @@ def combined(children):
     )
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(masks_and_shapes())
 def test_allowed_is_dense_elementwise(drawn):
     mask, shape = drawn

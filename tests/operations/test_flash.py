@@ -177,7 +177,8 @@ def test_scores_of_any_finite_size_count(sink):
     problem.check(flash(block_q=16, block_k=16), compiler_options=FAST_COMPILE)
 
 
-@pytest.mark.parametrize("learnt", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("learnt", [True, False])
 def test_score_fn_has_the_values_and_gradients_of_vanilla(learnt):
     q, k, v = qkv(T=40, S=50)
 

@@ -18,6 +18,7 @@ def over_four_devices() -> OperationMetadata:
 class TestRing(OperationConformance):
     operation = "ring"
     refuses = frozenset({"weights"})
+    slow = frozenset({"test_behaviour"})
     exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs"})
 
     @classmethod

@@ -286,9 +286,8 @@ def same(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(x, y, atol=2e-5 * abs(y).max())
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("all_gather", "ulysses"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 def test_queries_beyond_the_last_see_nothing_of_their_own(strategy: str) -> None:
     """They would see keys that no query sees, and that may hold NaN."""
     rng = np.random.default_rng(0)
@@ -302,9 +301,8 @@ def test_queries_beyond_the_last_see_nothing_of_their_own(strategy: str) -> None
     same(found, both(lambda *qkv: vanilla(*qkv, mask=mask).attention_outputs, q, k, v))
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("all_gather", "ulysses"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 def test_masks_of_mapped_arrays_give_the_values_of_vanilla(strategy: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(3, 1, 16, 4, 8)), jnp.float32) for _ in range(3))
@@ -334,6 +332,7 @@ def test_lengths_that_do_not_divide_on_explicit_axes() -> None:
             same((found.attention_outputs, found.logsumexp), (expected.attention_outputs, expected.logsumexp))
 
 
+@pytest.mark.slow
 def test_a_single_key_that_may_be_padding_gives_the_values_of_vanilla() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 8)), jnp.float32) for n in (9, 1, 1))

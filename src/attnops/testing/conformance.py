@@ -47,8 +47,9 @@ class OperationConformance:
         refuses: the names of the features and behaviours ("export", "second derivative") that it refuses, and no
             others; pairs as ``"GQA + Causal"`` where both features are served alone. A behaviour that is named here
             may also raise any exception. None: any may be refused.
-        exhaustive: the names of tests of this class, "test_all_pairs", of which there are too many for what a problem
-            takes with this operation: they are marked ``exhaustive`` too.
+        slow: the names of tests, such as "test_behaviour", whose every case is marked ``slow``.
+        exhaustive: the names of tests, such as "test_all_pairs", of which there are too many for what a problem takes
+            with this operation: those that are slow are marked ``exhaustive`` too.
     """
 
     operation: ClassVar[str | type[OperationImpl]]
@@ -59,6 +60,7 @@ class OperationConformance:
     dtype: ClassVar[str | None] = None
     metadata: ClassVar[OperationMetadata] = OperationMetadata()
     refuses: ClassVar[frozenset[str] | None] = None
+    slow: ClassVar[frozenset[str]] = frozenset()
     exhaustive: ClassVar[frozenset[str]] = frozenset()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -69,7 +71,10 @@ class OperationConformance:
             marks = [pytest.mark.slow, *([pytest.mark.exhaustive] if name in self.exhaustive else [])]
             metafunc.parametrize(
                 argument,
-                [pytest.param(case, marks=marks if is_slow(case, self.interpret) else []) for case in cases],
+                [
+                    pytest.param(case, marks=marks if name in self.slow or is_slow(case, self.interpret) else [])
+                    for case in cases
+                ],
                 ids=lambda case: case if isinstance(case, str) else joined(case),
             )
 

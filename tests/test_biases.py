@@ -141,7 +141,7 @@ def test_impossible_biases_are_refused_in_words():
         with pytest.raises(ValueError, match=text):
             vanilla(q, q, q, bias=RelativePosition(jnp.ones((buckets, 2)), max_distance=far))
     for offset in (True, 1.5, "1", 2**31, -(2**40), np.int64(2**31)):
-        with pytest.raises(ValueError, match="ALiBi's offset=.* must be"):
+        with pytest.raises(ValueError, match=r"ALiBi's offset=.* must be"):
             vanilla(q, q, q, bias=ALiBi(jnp.ones(2), offset))
     strict = OperationRegistry.create("sdpa", OperationMetadata(on_unsupported="error"))
     with pytest.raises(UnsupportedError, match=r"bias=ALiBi: must be one of \['array'\]"):

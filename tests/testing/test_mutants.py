@@ -195,6 +195,17 @@ class SegmentsOfKeysIgnored(Reference):
         )
 
 
+class OneRowOfSegmentsForTheFirstBatch(Reference):
+    """Ids [1, T] count for the first batch, and hide nothing in the others."""
+
+    found_by = "masks of one row"
+
+    def allowed(self, mask, B, H, T, S):
+        allowed = super().allowed(mask, B, H, T, S)
+        one_row = isinstance(mask, Segments) and mask.q_ids.shape[0] == 1
+        return allowed | (jnp.arange(B)[:, None, None, None] > 0) if one_row else allowed
+
+
 class MaskOfTheFirstBatch(Reference):
     found_by = "mask per batch"
 

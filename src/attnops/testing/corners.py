@@ -16,7 +16,7 @@ from attnops.biases import ScoreFn
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.registry import OperationRegistry
 from attnops.errors import Reason, UnsupportedError
-from attnops.masks import Causal, Lengths, MaskFn, SlidingWindow
+from attnops.masks import Causal, KeyPadding, Lengths, MaskFn, Segments, SlidingWindow
 from attnops.sharding import create_mesh
 from attnops.testing.fit import Fit
 from attnops.testing.not_finite import CASES, check_not_finite
@@ -175,6 +175,26 @@ def own_derivatives(subject: Subject) -> None:
     agree(subject, call, draw(1, n, 1, d), draw(n))
 
 
+def masks_of_one_row(subject: Subject) -> None:
+    """A mask whose arrays have one row, [1, T], serves every batch."""
+    n, d = fitted(subject, 24)
+    ids = np.repeat(np.arange(3), [5, 11, n - 16])[None]
+    refused: list[Reason] = []
+    served = False
+    for mask in (Segments(ids), Causal() & Segments(jnp.asarray(ids)), KeyPadding(ids > 0)):
+
+        def call(operation: Any, q: Any, k: Any, v: Any, mask: Any = mask) -> Any:
+            return operation(q, k, v, mask=mask).attention_outputs
+
+        try:
+            agree(subject, call, draw(2, n, 2, d), draw(2, n, 1, d), draw(2, n, 1, d))
+            served = True
+        except UnsupportedError as error:
+            refused += error.reasons
+    if not served:
+        raise UnsupportedError("it refuses every mask of tokens", refused)
+
+
 def unequal_tiles(subject: Subject) -> None:
     """Windows per head, grouped heads and learnt biases are right in tiles of fewer queries than keys, and of more."""
     windows = np.array([[3, 11, 24, 40]])
@@ -256,6 +276,7 @@ CORNERS: Final[dict[str, Callable[[Subject], None]]] = {
     "finite at every index": finite_at_every_index,
     "functions of less": functions,
     "own derivatives": own_derivatives,
+    "masks of one row": masks_of_one_row,
     "unequal tiles": unequal_tiles,
     "mesh": mesh,
     "large soft cap": large_soft_cap,

@@ -20,6 +20,16 @@ from attnops.programs.functions import INDEX, SCORE, Bound, Opaque, as_data, bin
 from attnops.programs.program import Program
 from attnops.programs.tracing import CALLS
 
+__all__ = [
+    "ALiBi",
+    "Bias",
+    "RelativeBias",
+    "RelativePosition",
+    "ScoreFn",
+    "ShiftedBias",
+    "alibi_slopes",
+]
+
 # What a function of scores is called with before its own arguments: scores, b, h, q, kv.
 _ARGUMENTS: Final = (SCORE, INDEX, INDEX, INDEX, INDEX)
 # Leaves room in int32 for indices to be added.

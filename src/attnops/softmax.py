@@ -18,6 +18,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+__all__ = [
+    "Contribution",
+    "PartialSoftmax",
+    "contribution",
+    "exp_sum",
+    "identity",
+    "log_sum",
+    "merge",
+    "with_sinks",
+]
+
 
 class PartialSoftmax(NamedTuple):
     """Attention over some of the keys.

@@ -22,8 +22,16 @@ from attnops.dispatch.request import AttentionRequest, Request, dtype_name
 from attnops.errors import Reason, UnsupportedError, UnsupportedWarning
 from attnops.kernels.nograd import not_differentiable
 
-# The version of the contract between the core and implementations; raised when an old implementation would break.
 API_VERSION: Final = 1
+"""The version of the plugin API, raised when a plugin that was written for the one before would break.
+
+It covers the names in ``__all__`` of `attnops`, `attnops.kernels`, `attnops.masks`, `attnops.biases`,
+`attnops.softmax`, `attnops.dropout`, `attnops.sharding`, `attnops.partition` and `attnops.testing`; the classes of
+`attnops.operations.vanilla`, `attnops.operations.flash` and `attnops.operations.sdpa`; the methods and class attributes
+without an underscore of `BaseOperation`, `OperationImpl` and `FlashBackend`; and the contract of
+`OperationImpl.__call__`. Everything else may change with any release. A class of another ``api_version`` is not
+loaded.
+"""
 
 ATTENTION: Final = "attention"
 

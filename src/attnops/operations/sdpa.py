@@ -21,6 +21,8 @@ from attnops.masks.structure import MaskStructure
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
 
+__all__ = ["ScaledDotProductAttention"]
+
 # jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its
 # residual is rounded to the input's dtype and has no gradient: the forwards below don't name them.
 _JAX_NN = Limits(same_dtype=True, equal_head_dims=True, linear_memory=False, symbolic=SYMBOLIC)

@@ -21,6 +21,8 @@ from attnops.kernels.unseen import hide_unseen
 from attnops.masks.base import Mask
 from attnops.output import OperationOutput
 
+__all__ = ["VanillaAttention"]
+
 
 class VanillaAttention(OperationImpl):
     """Softmax attention as it is written in the papers; O(B · H · T · S) memory, forward and backward.

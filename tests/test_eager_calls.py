@@ -211,6 +211,16 @@ def test_under_a_mesh_other_numbers_and_structures_are_other_programs(options: l
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_mesh_that_is_set_runs_on_its_own_devices_after_another_of_its_shape() -> None:
+    operation, x = OperationRegistry.create("attnops:vanilla"), [np.asarray(x) for x in operands()]
+    expected = operation(*x).attention_outputs
+    for devices in (jax.devices()[:2], jax.devices()[2:4], jax.devices()[:2][::-1]):
+        with jax.set_mesh(jax.sharding.Mesh(np.array(devices), ("tp",))):
+            found = operation(*x).attention_outputs
+        assert list(found.sharding.mesh.devices.flat) == devices
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_under_a_mesh_no_cache_keeps_what_a_call_was_given() -> None:
     """Functions, those that have no program too, and arrays."""
     operation, (q, k, v) = of_two(), operands()

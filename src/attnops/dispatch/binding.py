@@ -71,22 +71,10 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         number = check(given.get(name, default))
         if number is not None:
             given[name] = number
-    described: dict[str, Any] = {}
     if "mask" in given:
-        mask = given["mask"] = _mask(given["mask"], scores)
-        described |= mask.describe() | {"mask_structure": mask.structure(T, S)}
-        if "MaskFn" in described["mask_kinds"]:
-            every = (primitives_of(function, AXES) for function in functions(mask))
-            described["mask_primitives"] = frozenset().union(*every)
+        given["mask"] = _mask(given["mask"], scores)
     if "bias" in given:
-        bias = given["bias"] = _bias(given["bias"], scores)
-        if isinstance(bias, Bias):
-            described |= {"bias_kind": bias.kind()}
-            function = function_of(bias)
-            if function is not None:
-                described["bias_primitives"] = primitives_of(function, ARGUMENTS)
-        else:
-            described |= {"bias_kind": "array", "bias_shape": bias.shape, "bias_dtype": dtype_name(bias)}
+        given["bias"] = _bias(given["bias"], scores)
     if "sinks" in given:
         given["sinks"] = _sinks(given["sinks"], H)
     dropout_prob = _dropout(metadata, mode, given)
@@ -109,9 +97,28 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
         dropout_prob=dropout_prob,
         return_lse="return_lse" in given,
         return_weights="return_weights" in given,
-        **described,
+        **(_describe_mask(given["mask"], T, S) if "mask" in given else {}),
+        **(_describe_bias(given["bias"]) if "bias" in given else {}),
     )
     return Call(request, (query, key, value), given)
+
+
+def _describe_mask(mask: Mask, T: int, S: int) -> dict[str, Any]:
+    """The fields of a request that a bound mask determines."""
+    described = mask.describe() | {"mask_structure": mask.structure(T, S)}
+    if "MaskFn" in described["mask_kinds"]:
+        every = (primitives_of(function, AXES) for function in functions(mask))
+        described["mask_primitives"] = frozenset().union(*every)
+    return described
+
+
+def _describe_bias(bias: jax.Array | Bias) -> dict[str, Any]:
+    """The fields of a request that a bound bias determines."""
+    if not isinstance(bias, Bias):
+        return {"bias_kind": "array", "bias_shape": bias.shape, "bias_dtype": dtype_name(bias)}
+    function = function_of(bias)
+    primitives = {} if function is None else {"bias_primitives": primitives_of(function, ARGUMENTS)}
+    return {"bias_kind": bias.kind(), **primitives}
 
 
 def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | None = None) -> RUNTIME_MODE_TYPES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from attnops import AttentionRequest, Limits, OperationMetadata
 from attnops.biases import ALiBi
 from attnops.masks import Causal, Chunked, Dense, Full, KeyPadding, Lengths, MaskFn, PrefixLM, Segments, SlidingWindow
+from attnops.operations.vanilla import VanillaAttention
 
 REQUEST = AttentionRequest(
     batch=1, query_length=4, key_length=4, heads=2, kv_heads=2, head_dim=8, value_head_dim=8
@@ -70,6 +71,19 @@ def test_one_fact_is_one_reason(limits: dict[str, Any], changes: dict[str, Any],
     assert len(found) == len(reasons)
     for text, start in zip(found, reasons, strict=True):
         assert text.startswith(start)
+
+
+def test_an_option_that_the_forward_does_not_name_has_one_reason() -> None:
+    class NoBias(VanillaAttention):
+        limits: ClassVar = {"cpu": Limits()}  # arrays alone
+
+        def forward_cpu(self, query: Any, key: Any, value: Any, *, mask: Any = None) -> Any:
+            raise NotImplementedError
+
+    x = jnp.zeros((1, 8, 2, 4))
+    operation = NoBias(OperationMetadata(platform="cpu"))
+    reasons = operation.reasons(operation.request(x, x, x, bias=ALiBi(np.ones(2, np.float32))))
+    assert [str(reason) for reason in reasons] == ["bias=given: forward_cpu has no such option"]
 
 
 def test_modes_are_printed_as_they_are_written() -> None:

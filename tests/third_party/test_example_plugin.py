@@ -45,7 +45,7 @@ def test_some_features_from_its_sources(registered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("corner", ["partial vmap", "mesh"])
+@pytest.mark.parametrize("corner", ["vmap of some arguments", "mesh"])
 def test_corners_are_of_lengths_that_it_serves(registered, corner):
     subject = Subject(operation="vanilla", platform="tpu", interpret=True)
     outcome = attempt(corner, functools.partial(CORNERS[corner], subject))

@@ -251,15 +251,16 @@ class BaseOperation(abc.ABC):
         return _NO_LIMITS
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:
-        known = named_options(type(self), forward)
+        unknown = request.options - named_options(type(self), forward)
         found = [
             Reason(option, getattr(request, option, "given"), f"forward_{forward} has no such option")
-            for option in sorted(request.options - known)
+            for option in sorted(unknown)
         ]
         limits = self._limits(forward)
         # Without any declared, dtypes are limited by the attention contract alone.
         if limits is not _NO_LIMITS or isinstance(request, AttentionRequest):
-            found += limits.reasons(request)
+            # Which kinds of an option would do is no matter where the option itself is not taken.
+            found += [reason for reason in limits.reasons(request) if reason.argument not in unknown]
         found += self._unread()
         if forward != "native" and not limits.symbolic_reasons(request):
             found += border.unsupported(self, request)

@@ -269,17 +269,17 @@ def not_finite(subject: Subject) -> None:
 
 
 CORNERS: Final[dict[str, Callable[[Subject], None]]] = {
-    "partial vmap": partial_vmap,
+    "vmap of some arguments": partial_vmap,
     "nested vmap": nested_vmap,
-    "hidden and capped": hidden_and_capped,
-    "hidden and changed": hidden_and_changed,
-    "finite at every index": finite_at_every_index,
-    "functions of less": functions,
-    "own derivatives": own_derivatives,
+    "NaN behind Lengths, capped": hidden_and_capped,
+    "NaN behind Lengths, ScoreFn": hidden_and_changed,
+    "ScoreFn of existing tokens": finite_at_every_index,
+    "ScoreFn of fewer arguments": functions,
+    "ScoreFn with its own derivative": own_derivatives,
     "masks of one row": masks_of_one_row,
     "unequal tiles": unequal_tiles,
     "mesh": mesh,
     "large soft cap": large_soft_cap,
-    "unsigned lookups": unsigned_lookups,
-    "not finite": not_finite,
+    "MaskFn of unsigned integers": unsigned_lookups,
+    "bias of +inf and NaN": not_finite,
 }

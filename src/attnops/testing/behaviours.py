@@ -100,6 +100,8 @@ def vmap(subject: Subject) -> None:
 
 def shard_map(subject: Subject) -> None:
     """In `jax.shard_map` over the batch it is right; over a mesh of two devices, or of one where there is no other."""
+    if subject.base.mesh is not None:
+        raise NotRunError("a call inside this shard_map runs on its mesh, not on the metadata's")
     problem, operation = _served(subject)
     devices = jax.devices()
     mesh = Mesh(np.asarray(devices[: 2 if len(devices) > 1 else 1]), ("batch",))

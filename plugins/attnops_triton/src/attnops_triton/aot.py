@@ -90,7 +90,10 @@ def compile_for(launched: Launched, arch: str) -> Binary:
     )
     where = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     options = {"num_warps": launched.tiles.warps, "num_stages": launched.tiles.stages, "enable_fp_fusion": True}
-    found = triton.compile(source, target=where, options=options)
+    with triton.knobs.cache.scope():
+        # jax-triton sets the folder to "", with which Triton's own compiler fails.
+        triton.knobs.cache.dir = triton.knobs.cache.dir or triton.knobs.cache.get_triton_dir("cache")
+        found = triton.compile(source, target=where, options=options)
     return _amd(found) if amd else _nvidia(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
@@ -127,6 +128,14 @@ def test_an_architecture_is_part_of_what_is_cached() -> None:
     program = jax.jit(case.program("attnops-triton:flash", "cuda"))
     seen = [kernels(program, case.example, arch) for arch in ("sm_80", "sm_90", "sm_80")]
     assert [x[0].plan.arch for x in seen] == ["sm_80", "sm_90", "sm_80"]
+
+
+def test_kernels_compile_after_jax_triton_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # which its import does
+    case = CompileCase(T=64, H=1, K=1, D=16)
+    (launched, *_) = kernels(case.program("attnops-triton:flash", "cuda"), case.example, "sm_80")
+    assert compile_for(launched, "sm_80").shared >= 0
+    assert os.environ["TRITON_CACHE_DIR"] == ""
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:

@@ -135,7 +135,11 @@ def test_single_features_are_checked_by_name():
     assert result.exit_code == 0, result.output
     assert "GQA + Segments  right" in result.stdout
     assert result.stdout.endswith("3 right, 0 refused, 0 wrong, 0 not run\n")  # GQA + Segments in a long problem too
-    for arguments, text in ((("causal",), "did you mean 'Causal'?"), (("GQA + MQA",), "exclude each other")):
+    for arguments, text in (
+        (("causal",), "did you mean 'Causal'?"),
+        (("vmapp",), "did you mean 'vmap'"),
+        (("GQA + MQA",), "exclude each other"),
+    ):
         result = run("vanilla", "--feature", *arguments)
         assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
 

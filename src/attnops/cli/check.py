@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import sys
 from collections import Counter
@@ -120,9 +121,12 @@ def _named(subject: Subject, names: Sequence[str]) -> dict[str, list[Check]]:
         ValueError: one is unknown, or two exclude each other.
     """
     rows = [tuple(name.strip() for name in text.split(" + ")) for text in names]
-    others = {name: check for name, check in [*_behaviours(subject), *_memory(subject)] if (name,) in rows}
+    behaviours = dict([*_behaviours(subject), *_memory(subject)])
+    others = {name: check for name, check in behaviours.items() if (name,) in rows}
     rows = [row for row in rows if row[0] not in others]
     for row in rows:
+        if len(row) == 1 and row[0] not in FEATURES and (near := difflib.get_close_matches(row[0], behaviours)):
+            raise ValueError(f"behaviour {row[0]!r} is unknown; did you mean {' or '.join(map(repr, near))}?")
         combine(row)
     return {
         "features": [(joined(row), _one(subject, row)) for row in rows],

@@ -25,7 +25,7 @@ class MyAttention(VanillaAttention):  # what it can't serve runs the core's nati
         out = run(*arrays, band, scale, self.metadata.interpret)
         return repair_empty_rows(OperationOutput(out), mask, key.shape[1])
 
-    def unsupported(self, request):  # what data can't say
+    def unsupported(self, request):  # what limits can't say
         for name, length in (("T", request.query_length), ("S", request.key_length)):
             if length % BLOCK:
                 yield Reason(name, length, f"must be a multiple of {BLOCK}", "pad it, see attnops.kernels")

@@ -1,7 +1,7 @@
-"""Biases of the scores that are never T × S arrays: by distance, by bucket, by a function.
+"""Biases of the scores without T × S arrays: by distance, by bucket, by a function.
 
-A bias acts on the scores after scale and soft cap, before the mask. An array that broadcasts to [B, H, T, S] is a bias
-too and needs none of this. Changed scores are finite or −inf; +inf or NaN makes its row NaN, and no other.
+A bias acts on the scores after scale and soft cap, before the mask. An array that broadcasts to [B, H, T, S] is also a
+bias, without any of these classes. Biased scores are finite or −inf; +inf or NaN makes its row NaN, and no other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "alibi_slopes",
 ]
 
-# What a function of scores is called with before its own arguments: scores, b, h, q, kv.
+# The first arguments of a function of scores, before its own: scores, b, h, q, kv.
 _ARGUMENTS: Final = (SCORE, INDEX, INDEX, INDEX, INDEX)
 # Leaves room in int32 for indices to be added.
 _FARTHEST_OFFSET: Final = 2**31 - 1 - 2**27
@@ -43,7 +43,7 @@ def _fields(cls: type[Bias]) -> list[str]:
 
 
 def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, Any], ...]]:
-    # The fields are asked for here: when a class is made, it is no dataclass yet.
+    # The fields are read here: in __init_subclass__ the class is not a dataclass yet.
     fields = [(name, getattr(bias, name)) for name in _fields(type(bias))]
     static = [name for name, value in fields if name in bias.static and _is_static(name, value)]
     leaves = [(jax.tree_util.GetAttrKey(name), value) for name, value in fields if name not in static]
@@ -56,7 +56,7 @@ def _is_static(name: str, value: Any) -> bool:
 
 
 def _unflatten(cls: type[Bias], static: tuple[tuple[str, Any], ...], leaves: Any) -> Bias:
-    # Not through __init__: JAX unflattens with placeholders that no check would accept.
+    # Without __init__: JAX unflattens with placeholders that no check would accept.
     bias = object.__new__(cls)
     fixed, remaining = dict(static), iter(leaves)
     for name in _fields(cls):
@@ -65,9 +65,9 @@ def _unflatten(cls: type[Bias], static: tuple[tuple[str, Any], ...], leaves: Any
 
 
 class Bias(abc.ABC):
-    """What is done to the scores before the mask. A pytree: arrays are leaves, and have gradients.
+    """A change of the scores before the mask. A pytree: arrays are leaves, and have gradients.
 
-    Query i stands at position ``i + offset`` among the keys; ``offset`` is ``S - T`` unless the bias states one, an int
+    Query i is at position ``i + offset`` among the keys; ``offset`` is ``S - T`` unless the bias has its own, an int
     or an integer array [], which may be traced.
     """
 
@@ -77,9 +77,9 @@ class Bias(abc.ABC):
             cls, _flatten_with_keys, lambda static, leaves: _unflatten(cls, static, leaves)
         )
 
-    # The fields that are no arrays; an offset may be one.
+    # The fields that are not arrays; an offset may be one.
     static: ClassVar[tuple[str, ...]] = ("offset",)
-    # See `attnops.masks.Mask.axes`; a dot is a dimension of its own.
+    # See `attnops.masks.Mask.axes`; a dot is any other dimension.
     axes: ClassVar[Mapping[str, str] | None] = None
 
     @abc.abstractmethod
@@ -102,12 +102,12 @@ class Bias(abc.ABC):
         return self
 
     def kind(self) -> str:
-        """What a request calls it, see `attnops.dispatch.request.AttentionRequest`."""
+        """The value of ``bias_kind`` in an `attnops.dispatch.request.AttentionRequest`."""
         return type(self).__name__
 
 
 class RelativeBias(Bias):
-    """A bias that depends on the head and on how far the key lies behind or ahead of the query alone."""
+    """A bias that depends only on the head and on the signed distance from the query to the key."""
 
     offset: Any
 
@@ -158,25 +158,26 @@ class ALiBi(RelativeBias):
 def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
     """The slopes of the ALiBi paper, float32 [heads]: powers of ``2 ** (-8 / n)``, n the power of two not above heads.
 
-    Where heads is no power of two, the rest are every other slope of twice as many heads, as in the authors' code.
+    Where heads is not a power of two, the remaining slopes are every other one of those for 2n heads, as in the
+    authors' code.
     """
     n = 1 << (heads.bit_length() - 1)
     first = 2.0 ** (-8 / n * np.arange(1, n + 1))
-    rest = 2.0 ** (-4 / n * np.arange(1, 2 * n + 1, 2))[: heads - n]
-    return np.concatenate([first, rest]).astype(np.float32)
+    others = 2.0 ** (-4 / n * np.arange(1, 2 * n + 1, 2))[: heads - n]
+    return np.concatenate([first, others]).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RelativePosition(RelativeBias):
-    """T5's learnt bias by bucket of distance (Raffel et al. 2020, arXiv:1910.10683).
+    """T5's learned bias by bucket of distance (Raffel et al. 2020, arXiv:1910.10683).
 
     Half the buckets hold exact distances, half grow logarithmically up to ``max_distance``; bidirectional splits them
     between keys behind and keys ahead. Equals ``T5Attention._relative_position_bucket`` of Hugging Face transformers.
 
     Attributes:
-        table: [buckets, H], floating, learnt.
+        table: [buckets, H], floating, learned.
         bidirectional: whether keys ahead have buckets of their own; else they count as distance 0.
-        max_distance: from here on all distances share a bucket.
+        max_distance: distances from this one on share a bucket.
         offset: see `Bias`.
     """
 
@@ -196,8 +197,8 @@ class RelativePosition(RelativeBias):
         if not 1 <= exact < self.max_distance:
             raise ValueError(
                 f"RelativePosition's {table.shape[0]} buckets hold {exact} exact distances a direction, and "
-                f"max_distance={self.max_distance}: there must be at least 1, and max_distance must be more than they; "
-                f"give other buckets or another max_distance"
+                f"max_distance={self.max_distance}: there must be at least 1, and fewer than max_distance; "
+                f"change the table or max_distance"
             )
         return dataclasses.replace(super().bind(B, H, T, S), table=table)
 
@@ -215,12 +216,12 @@ class RelativePosition(RelativeBias):
         else:
             behind = jnp.maximum(-distance, 0)
         exact = buckets // 2
-        # float32 throughout, as in the models that are trained with it; log(0) is not used.
+        # float32 throughout, as in the models trained with it; the maximum avoids log(0).
         ratio = jnp.log(jnp.maximum(behind, 1).astype(jnp.float32) / exact) / np.float32(
             np.log(self.max_distance / exact)
         )
-        grown = exact + (ratio * (buckets - exact)).astype(jnp.int32)
-        return first + jnp.where(behind < exact, behind, jnp.minimum(grown, buckets - 1))
+        logarithmic = exact + (ratio * (buckets - exact)).astype(jnp.int32)
+        return first + jnp.where(behind < exact, behind, jnp.minimum(logarithmic, buckets - 1))
 
     def __repr__(self) -> str:
         return "RelativePosition"
@@ -228,21 +229,21 @@ class RelativePosition(RelativeBias):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScoreFn(Bias):
-    """Scores changed by a function, such as a bias that depends on the position, or a scale by the token.
+    """Scores changed by a function, such as a bias by position or a scale by token.
 
     The function is traced on scalars at every call, and arrays that it closes over are read then: a later call, or
-    another `jax.jit`, sees what they are by that time. Functions that compute the same share compiled programs. As an
+    another `jax.jit`, sees their values at that time. Functions with equal jaxprs share compiled programs. As an
     argument of `jax.jit` the function is static, and JAX takes a bound method for the same whatever its object holds by
     then: give arrays that change as ``args``.
 
     Attributes:
         fn: ``fn(scores, b, h, q, kv, *args)`` gives the new scores, elementwise in jnp: float32 scores and integer
             indices that broadcast with them. It must be differentiable with respect to the scores and ``args``.
-            It is evaluated for every pair of indices, masked ones too, and value and derivatives must be finite for
-            all: 0 times NaN is NaN. Write ``log1p(maximum(q - kv, 0))`` where a mask hides ``q < kv``.
-            A lookup out of range is clamped, as JAX indexes arrays.
-        args: arrays that the function needs, numpy's or JAX's. What it takes by argument has a gradient, integers
-            excepted; so has a traced array that it closes over.
+            It is evaluated for every pair of indices, including masked ones, and value and derivatives must be finite
+            for all: 0 times NaN is NaN. Write ``log1p(maximum(q - kv, 0))`` where a mask hides ``q < kv``.
+            An index out of range is clamped, as JAX indexes arrays.
+        args: arrays that the function uses, numpy's or JAX's. Floating ones have gradients; so have traced arrays that
+            the function closes over.
     """
 
     fn: Callable[..., Any]
@@ -253,12 +254,12 @@ class ScoreFn(Bias):
     def bind(self, B: int, H: int, T: int, S: int) -> Bias:  # type: ignore[override]
         """See `Bias.bind`."""
         args = as_data(f"{self!r}'s args", self.args)
-        found = bind_function(self.fn, _ARGUMENTS, args, np.float32, CALLS)
-        return ScoreFn(found, args) if isinstance(found, Opaque) else ScoreProgram(name_of(self.fn), *found)
+        bound = bind_function(self.fn, _ARGUMENTS, args, np.float32, CALLS)
+        return ScoreFn(bound, args) if isinstance(bound, Opaque) else ScoreProgram(name_of(self.fn), *bound)
 
     def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         """See `Bias.apply`."""
-        # Which traced indices can be looked up in.
+        # numpy arrays can't be indexed with tracers.
         args = jax.tree.map(jnp.asarray, self.args)
         changed = jnp.asarray(self.fn(scores, b, h, q, kv, *args))
         if changed.dtype != scores.dtype or changed.shape != scores.shape:
@@ -277,9 +278,9 @@ class ScoreProgram(Bias):
     """A bound `ScoreFn`.
 
     Attributes:
-        name: of the function.
-        program: of ``(scores, b, h, q, kv)`` and the data.
-        data: the function's arguments and what it closes over, arrays.
+        name: the function's name.
+        program: its arguments are ``scores, b, h, q, kv`` and the data.
+        data: arrays: the function's own arguments, and those that it closes over.
     """
 
     name: str
@@ -307,7 +308,7 @@ class ScoreProgram(Bias):
 
 
 def function_of(bias: Bias) -> Bound | Opaque | None:
-    """The function of a bound `ScoreFn`; None of any other bias."""
+    """The function of a bound `ScoreFn`; None for any other bias."""
     if isinstance(bias, ScoreProgram):
         return Bound(bias.program, bias.data)
     return bias.fn if isinstance(bias, ScoreFn) and isinstance(bias.fn, Opaque) else None
@@ -315,12 +316,12 @@ def function_of(bias: Bias) -> Bound | Opaque | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShiftedBias(Bias):
-    """A bound bias, asked about a part of the call that it is bound to.
+    """A bound bias, for a shard of the call that it is bound to.
 
     Attributes:
-        bias: the bias of the whole call.
-        b: the part's first of the batch, an integer array [].
-        h: its first query head, likewise.
+        bias: the bias of all batches and heads.
+        b: the shard's first batch index, an integer array [].
+        h: the shard's first query head, an integer array [].
     """
 
     bias: Bias

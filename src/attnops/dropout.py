@@ -1,8 +1,8 @@
-"""Portable dropout: which weight is dropped depends on the key and on (b, h, i, j) alone.
+"""Portable dropout: whether a weight is dropped depends only on the PRNG key and (b, h, i, j).
 
 Every implementation, tiling and sharding therefore draws the same mask, forward and backward, and none stores it.
-Indices count within the call: under `jax.vmap`, or in a `jax.shard_map` of the caller's own, each slice starts at 0 and
-draws the same mask as the others, unless its key is its own (`jax.random.split`, or `fold_in` of the axis index).
+Indices are those within the call: under `jax.vmap`, or in a `jax.shard_map` of the caller's own, each slice starts at 0
+and draws the same mask, unless it has a key of its own (`jax.random.split`, or `fold_in` of the axis index).
 The hash is a chain of MurmurHash3's 32-bit finaliser (A. Appleby, public domain), whose every step is a bijection
 with full avalanche; it needs only 32-bit multiplications, shifts and exclusive ors, which Pallas and Triton have.
 """
@@ -37,18 +37,18 @@ _THRESHOLD_BITS = 24
 )
 @dataclasses.dataclass(frozen=True)
 class ShiftedKey:
-    """A dropout key for a part of a call: what it counts as 0 is the whole call's (b, h, i, j). A pytree.
+    """A dropout key for a shard of a call, whose indices 0 are the call's (b, h, i, j). A pytree.
 
-    Forwards are given it as ``dropout_key`` where a mesh cuts a call; `dropout_seed` takes it as it takes any key.
+    The ``dropout_key`` of a forward under a mesh; `dropout_seed` accepts it as any other key.
 
     Attributes:
         key: of the whole call.
-        b: the part's first of the batch, an int or an integer array [].
-        h: its first query head, likewise.
-        i: its first query, likewise.
-        j: its first key, likewise.
-        i_step: how far apart its queries stand in the whole call.
-        j_step: how far apart its keys do; what evaluates `dropout_keep` needs it, see `dropout_step`.
+        b: the shard's first batch index, an int or an integer array [].
+        h: the shard's first query head, an int or an integer array [].
+        i: the shard's first query, an int or an integer array [].
+        j: the shard's first key, an int or an integer array [].
+        i_step: the difference, in the call, of the indices of consecutive queries.
+        j_step: the difference, in the call, of the indices of consecutive keys; `dropout_keep` needs it as ``step``.
     """
 
     key: jax.Array
@@ -61,35 +61,37 @@ class ShiftedKey:
 
 
 def dropout_step(key: jax.Array | ShiftedKey | None) -> int:
-    """What `dropout_keep` multiplies the index of a key by."""
+    """The argument ``step`` of `dropout_keep`, by which it multiplies the index of a key."""
     return key.j_step if isinstance(key, ShiftedKey) else 1
 
 
 def dropout_seed(key: jax.Array | ShiftedKey) -> jax.Array:
-    """What `dropout_rows` starts from, uint32 [7]: two words of a key, and five of where a part of a call stands.
+    """The seed of `dropout_rows`, uint32 [7]: two words of the PRNG key, and five of a shard's place in the call.
 
     Args:
         key: a PRNG key of any implementation, typed or raw uint32 data; or a `ShiftedKey`.
     """
-    part = key if isinstance(key, ShiftedKey) else ShiftedKey(key)
-    key = part.key
+    shifted = key if isinstance(key, ShiftedKey) else ShiftedKey(key)
+    key = shifted.key
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     words = data.reshape(-1)
     first = words[0]
     for k in range(1, words.shape[0]):
         first = _mix(first ^ words[k])
     spread = (_SPREAD_B, _SPREAD_H, _SPREAD_I, _SPREAD_J)
-    begins = (_u32(x) * jnp.uint32(by) for x, by in zip((part.b, part.h, part.i, part.j), spread, strict=True))
-    return jnp.stack([first, words[-1], *begins, jnp.uint32(_SPREAD_I * part.i_step % 2**32)])
+    offsets = (
+        _u32(x) * jnp.uint32(by) for x, by in zip((shifted.b, shifted.h, shifted.i, shifted.j), spread, strict=True)
+    )
+    return jnp.stack([first, words[-1], *offsets, jnp.uint32(_SPREAD_I * shifted.i_step % 2**32)])
 
 
 def dropout_threshold(prob: float) -> int:
-    """A weight is dropped when the upper 24 bits of its hash lie below this number."""
+    """A weight is dropped where the upper 24 bits of its hash are below this number."""
     return round(prob * (1 << _THRESHOLD_BITS))
 
 
 def dropout_rows(seed: Any, b: Any, h: Any, i: Any) -> jax.Array:
-    """The hash of (key, b, h, i), uint32; what the hashes of a row's elements start from.
+    """The hash of (PRNG key, b, h, i), uint32, from which `dropout_keep` computes those of a row's elements.
 
     Args:
         seed: [7] uint32, see `dropout_seed`.
@@ -99,7 +101,7 @@ def dropout_rows(seed: Any, b: Any, h: Any, i: Any) -> jax.Array:
     """
     x = _mix(seed[0] + (_u32(b) * jnp.uint32(_SPREAD_B) + seed[2]))
     x = _mix((x ^ seed[1]) + (_u32(h) * jnp.uint32(_SPREAD_H) + seed[3]))
-    # Where keys begin is added here, once a row: kernels count keys from 0.
+    # The first key's offset is added here, once a row, so that kernels count keys from 0.
     return _mix(x + (_u32(i) * seed[6] + seed[4])) + seed[5]
 
 
@@ -119,12 +121,12 @@ def dropout_keep(rows: jax.Array, j: Any, prob: float, step: int = 1) -> jax.Arr
 
 
 def spread_of_keys(step: int) -> int:
-    """What the index of a key is multiplied by in 32 bits, before it is hashed."""
+    """The 32-bit factor by which the index of a key is multiplied before it is hashed."""
     return _SPREAD_J * step % 2**32
 
 
 def dropout_mask(key: jax.Array | ShiftedKey, prob: float, shape: tuple[int, int, int, int]) -> jax.Array:
-    """The whole mask, boolean [B, H, T, S], True where a weight is kept. O(B·H·T·S) memory: for reference use."""
+    """The mask, boolean [B, H, T, S], True where a weight is kept. O(B·H·T·S) memory: for reference use."""
     b, h, i, j = (
         jnp.arange(size).reshape([-1 if axis == own else 1 for axis in range(4)]) for own, size in enumerate(shape)
     )

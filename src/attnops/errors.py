@@ -1,4 +1,4 @@
-"""What attnops raises, each also the built-in exception that a caller would expect; and the reasons of a refusal."""
+"""The exceptions and warnings of attnops, subclasses of the built-in ones; and `Reason`, why a request is refused."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ class UnsupportedError(NotImplementedError):
 
 
 class NotDifferentiableError(NotImplementedError):
-    """A gradient was asked of an implementation that has no backward pass."""
+    """An implementation without a backward pass was differentiated."""
 
 
 class UnsupportedWarning(UserWarning):
-    """An implementation could not serve a request, so the native forward ran. Given once a distinct reason."""
+    """An implementation could not serve a request, so the native forward ran. Issued once for each distinct reason."""
 
 
 class PluginWarning(UserWarning):
-    """A distribution that names the operation asked for can't be used; another one serves it."""
+    """A distribution that provides the requested operation can't be used; another one is."""
 
 
 def printable(value: Any) -> str:
-    """``str(value)``, or what it is where that raises."""
+    """``str(value)``, or a description of the value where that raises."""
     try:
         return str(value)
     except Exception as error:

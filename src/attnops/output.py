@@ -20,11 +20,11 @@ class OperationOutput:
 
     Attributes:
         attention_outputs: [B, T, H, Dv] ([B, H, T, Dv] in the layout "BHTD"), in the query's dtype unless the
-            metadata's ``runtime_dtype`` says otherwise.
-        attention_weights: [B, H, T, S], in the dtype of ``attention_outputs``: what the values are multiplied by, after
-            softmax and dropout. None unless asked for with ``return_weights=True``.
-        logsumexp: [B, H, T] float32, the natural logarithm of the softmax's denominator, sinks included, dropout not;
-            −inf for a fully masked row. None unless asked for with ``return_lse=True``.
+            metadata's ``runtime_dtype`` is set.
+        attention_weights: [B, H, T, S], in the dtype of ``attention_outputs``: the weights of the values, after softmax
+            and dropout. None unless asked for with ``return_weights=True``.
+        logsumexp: [B, H, T] float32, the natural logarithm of the softmax's denominator, including sinks, before
+            dropout; −inf for a fully masked row. None unless asked for with ``return_lse=True``.
     """
 
     attention_outputs: jax.Array
@@ -36,7 +36,7 @@ class OperationOutput:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, arrays as they are."""
+        """The fields by name, arrays unchanged."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod

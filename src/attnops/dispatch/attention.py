@@ -24,7 +24,7 @@ from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.output import OperationOutput
 from attnops.partition.boundary import find_boundary
-from attnops.partition.run import run_in_parts, run_whole
+from attnops.partition.run import run_sharded, run_unsharded
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
 from attnops.softmax import Contribution, PartialSoftmax, contribution
@@ -144,7 +144,7 @@ class OperationImpl(BaseOperation):
             return super().invoke(forward, function, call, options)
         # JAX has no gradient of a `jax.shard_map` in another; what is plain JAX, its compiler can cut by itself.
         if boundary.is_nested and self.is_plain(forward):
-            return boundary.typed(run_whole(boundary, function, call.args, options))
+            return boundary.typed(run_unsharded(boundary, function, call.args, options))
         if boundary.sequence:
             self._gathers(boundary.sequence)
 
@@ -152,7 +152,7 @@ class OperationImpl(BaseOperation):
             found = function(query, key, value, **rest)
             return check_output(type(self).__name__, (query, key, value), rest, found)
 
-        found = run_in_parts(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
+        found = run_sharded(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
                              option_axes=self.option_axes, key=self.program_key(forward))  # fmt: skip
         return boundary.typed(found)
 

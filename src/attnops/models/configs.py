@@ -1,4 +1,4 @@
-"""What models' configs say: objects or mappings, such as those of Hugging Face transformers."""
+"""Reading models' configs: objects or mappings, such as those of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def read(config: object, *names: str) -> Any:
-    """The first of ``names`` that a config, an object or a mapping, has and that is not None."""
-    found = (config.get(n) if isinstance(config, Mapping) else getattr(config, n, None) for n in names)
-    return next((value for value in found if value is not None), None)
+    """The value of the first of ``names`` that a config (an object or a mapping) has and that is not None."""
+    values = (config.get(n) if isinstance(config, Mapping) else getattr(config, n, None) for n in names)
+    return next((value for value in values if value is not None), None)
 
 
 def text_config(config: object) -> Any:
-    """The config of the language model within a multimodal one: its ``text_config``; any other as it is.
+    """The config of the language model within a multimodal one: its ``text_config``; any other config unchanged.
 
     Raises:
         ValueError: the config has several and its ``get_text_config()`` can't choose.
@@ -28,5 +28,5 @@ def text_config(config: object) -> Any:
         return choose()
     except ValueError as error:
         raise ValueError(
-            f"{type(config).__name__} has several configs of text: {error}; pass the one of the attention"
+            f"{type(config).__name__} has several text configs: {error}; pass the one of the attention"
         ) from error

@@ -1,4 +1,4 @@
-"""The dtype in which a computation runs, from its arguments or from an explicit choice."""
+"""The dtype of a computation, from its arguments or from an explicit choice."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jax.typing import DTypeLike
 
 
 def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> DTypeLike:
-    """The dtype that ``args`` should be cast to: ``dtype`` if given, else what they promote to together.
+    """The dtype that ``args`` should be cast to: ``dtype`` if given, else their common promoted dtype.
 
     Only dtypes are read: nothing is computed, copied or moved to a device. Promotion is JAX's own
     (``jnp.result_type``), so Python scalars are weak and 64-bit dtypes become 32-bit ones unless x64 is enabled.
 
     Args:
         *args: arrays, tracers, ``jax.ShapeDtypeStruct``, scalars or nested sequences of them; None is ignored.
-        dtype: returned unmodified, whatever the args are.
-        inexact: the result must be floating or complex. An inferred integer or boolean dtype then gives float32; an
-            explicit one is refused.
+        dtype: if given, returned unmodified.
+        inexact: whether the result must be floating or complex. An inferred integer or boolean dtype then becomes
+            float32; an explicit one raises.
 
     Raises:
         ValueError: ``inexact`` and ``dtype`` is integer or boolean; or dtype and every arg is None.
@@ -28,7 +28,7 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
         given = [_typed(x) for x in args if x is not None]
         if not given:
             raise ValueError(
-                f"dtype=None and none of the {len(args)} args is an array, so there is nothing to infer a dtype from; "
+                f"dtype=None and none of the {len(args)} args is an array, so that no dtype can be inferred; "
                 "pass dtype or at least one array"
             )
         inferred = jnp.result_type(*given)
@@ -42,7 +42,7 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
 
 
 def _typed(x: Any) -> Any:
-    """``x``, or for a sequence, which has no dtype of its own, the description of the array that it would become."""
+    """``x``; for a sequence, the shape and dtype of the array that it would become."""
     return jax.eval_shape(jnp.asarray, x) if isinstance(x, (list, tuple)) else x
 
 

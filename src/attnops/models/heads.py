@@ -2,7 +2,7 @@
 
 In grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) and multi-query attention (Shazeer 2019,
 arXiv:1911.02150; K = 1) query head ``h`` reads kv head ``h // G`` of the K, where ``G = H // K``. Here each kv head is
-copied G times in a row, which takes G times its memory; a kernel that finds ``h // G`` by itself needs no copy.
+copied G times in a row, in G times the memory; a kernel that computes ``h // G`` itself needs no copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def repeat_kv_heads(k: jax.Array, v: jax.Array, num_reps: int) -> tuple[jax.Arra
     _require_rank_4(v, "v", "BSKD")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"k of shape {k.shape} and v of shape {v.shape} must agree in all but the last dimension "
+            f"k of shape {k.shape} and v of shape {v.shape} must agree in all dimensions but the last "
             "([B, S, K, D] and [B, S, K, Dv]); pass the key and the value of the same tokens and heads"
         )
     return _repeat(k, num_reps, 2, "num_reps"), _repeat(v, num_reps, 2, "num_reps")
@@ -49,7 +49,7 @@ def repeat_kv_bsnh(x: jax.Array, n_rep: int) -> jax.Array:
 
 
 def repeat_kv_bnsh(x: jax.Array, n_rep: int) -> jax.Array:
-    """Repeat each head of ``x [B, K, S, D]`` ``n_rep`` times: ``[B, K * n_rep, S, D]``; else as `repeat_kv_bsnh`."""
+    """Repeat each head of ``x [B, K, S, D]`` ``n_rep`` times: ``[B, K * n_rep, S, D]``; see `repeat_kv_bsnh`."""
     _require_rank_4(x, "x", "BKSD")
     return _repeat(x, n_rep, 1, "n_rep")
 
@@ -60,9 +60,7 @@ def _repeat(x: jax.Array, count: int, axis: int, count_name: str) -> jax.Array:
     except TypeError:
         repeats = 0
     if repeats < 1:
-        raise ValueError(
-            f"{count_name}={count!r} must be an integer >= 1; it is the number of query heads // that of kv heads"
-        )
+        raise ValueError(f"{count_name}={count!r} must be an integer >= 1; it is the number of query heads per kv head")
     return x if repeats == 1 else jnp.repeat(x, repeats, axis=axis)
 
 
@@ -70,5 +68,5 @@ def _require_rank_4(x: jax.Array, name: str, layout: str) -> None:
     if jnp.ndim(x) != 4:
         raise ValueError(
             f"{name} of shape {jnp.shape(x)} must have rank 4, [{', '.join(layout)}], not {jnp.ndim(x)}; "
-            "add what dimension is missing, or jax.vmap over one too many"
+            "add the missing dimension, or jax.vmap over a superfluous one"
         )

@@ -1,11 +1,11 @@
-"""What the backward pass keeps of an attention layer, and what it computes again.
+"""Checkpoint policies: what the backward pass of an attention layer keeps, and what it recomputes.
 
-Attention's gradients need q, k, v, the output and the logsumexp. The `[B, H, T, S]` weights they need too, but a kernel
-rebuilds those tile by tile from the logsumexp, so nobody has to keep them. Under `jax.checkpoint` a layer keeps only
-what its policy says, and pays for the rest by running its forward again:
+Attention's gradients need q, k, v, the output and the logsumexp. They also need the `[B, H, T, S]` weights, but a
+kernel recomputes those tile by tile from the logsumexp. Under `jax.checkpoint` a layer keeps only what its policy
+names, and recomputes everything else by running its forward again:
 
-- ``nothing_saveable`` keeps the layer's input alone. The whole forward runs twice, and its only part that is quadratic
-  in the length, attention, is the dear one at long lengths.
+- ``nothing_saveable`` keeps the layer's input only. The forward runs twice, including attention, which is quadratic in
+  the length and the most expensive part at long lengths.
 - ``save_attention`` also keeps the tagged output and logsumexp: ``B * T * H * (Dv * itemsize + 8)`` bytes a layer,
   linear in the length. Projections and norms run twice (cheap, linear), the attention kernel once. The usual choice.
 - ``dots_saveable`` keeps the result of every matmul. With a fused kernel that is every projection: memory of several
@@ -42,7 +42,7 @@ _POLICIES: dict[str, Policy] = {
     )
 } | {"save_attention": jax.checkpoint_policies.save_only_these_names(OUTPUT_NAME, LOGSUMEXP_NAME)}
 
-# Each factory with arguments that work, for the error of a wrong call to quote.
+# Each factory with valid arguments, which the error of a wrong call quotes.
 _FACTORIES: dict[str, str] = {
     "save_only_these_names": f'"{OUTPUT_NAME}", "{LOGSUMEXP_NAME}"',
     "save_any_names_but_these": f'"{OUTPUT_NAME}"',
@@ -58,7 +58,7 @@ def tag(x: Tree, name: str) -> Tree:
     """Name the arrays of ``x`` (an array or a pytree) so that a policy can choose them; the values are unchanged.
 
     A kernel with a ``jax.custom_vjp`` must tag what its forward *rule* stores as residuals. Tagging the result of
-    the finished call names another value: the residuals stay unnamed and the policy runs the kernel again to get them.
+    the call names another value: the residuals stay unnamed and the policy runs the kernel again to get them.
     Free at run time and in memory; without a policy that names it, a tag has no effect.
     """
     return checkpoint_name(x, name)  # type: ignore[no-untyped-call,no-any-return]
@@ -70,14 +70,14 @@ def get_gradient_checkpoint_policy(name: str, *args: Any, **kwargs: Any) -> Poli
     Args:
         name: ``"save_attention"`` (keep the values tagged `OUTPUT_NAME` and `LOGSUMEXP_NAME`, nothing else), or the
             name of any of ``jax.checkpoint_policies``.
-        *args: what a policy factory takes: names of tagged values for ``save_only_these_names``,
+        *args: arguments of a policy factory: names of tagged values for ``save_only_these_names``,
             ``save_any_names_but_these`` and ``save_anything_except_these_names``; two policies, or their names, for
             ``save_from_both_policies``; source and destination memory kinds for ``offload_dot_with_no_batch_dims``.
-        **kwargs: for the factories that take keywords, such as ``save_and_offload_only_these_names``.
+        **kwargs: keyword arguments of a policy factory, such as ``save_and_offload_only_these_names``.
 
     Raises:
         ValueError: ``name`` is unknown (near matches are listed); a factory lacks its arguments or they are of the
-            wrong kind (a call that works is shown); a policy that is no factory was given arguments.
+            wrong kind (the error shows a valid call); or a policy that is not a factory was given arguments.
 
     Warns:
         UserWarning: for ``save_anything_except_these_names``, whose names JAX does not read.
@@ -86,7 +86,7 @@ def get_gradient_checkpoint_policy(name: str, *args: Any, **kwargs: Any) -> Poli
         if args or kwargs:
             raise ValueError(
                 f'policy "{name}" takes no arguments and was given {_shown(args, kwargs)}; '
-                f"those that do are {_listed(_FACTORIES)}"
+                f"those that take some are {_listed(_FACTORIES)}"
             )
         return _POLICIES[name]
     if name not in _FACTORIES:
@@ -101,7 +101,7 @@ def get_gradient_checkpoint_policy(name: str, *args: Any, **kwargs: Any) -> Poli
         policy: Policy = getattr(jax.checkpoint_policies, name)(*args, **kwargs)
     except TypeError as error:
         raise ValueError(
-            f'policy "{name}" is made from its arguments, and {_shown(args, kwargs)} will not do ({error}); '
+            f'policy "{name}" cannot be made from the arguments {_shown(args, kwargs)} ({error}); '
             f'call for example get_gradient_checkpoint_policy("{name}", {_FACTORIES[name]})'
         ) from error
     if name == "save_anything_except_these_names":
@@ -114,7 +114,7 @@ def get_gradient_checkpoint_policy(name: str, *args: Any, **kwargs: Any) -> Poli
 
 
 def _require_names(factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what JAX would take for names that no value has, and so save nothing, without a word."""
+    """Raise a `TypeError` for arguments that JAX would accept as names of no value, and so save nothing."""
     if factory == "save_and_offload_only_these_names":
         if bare := [k for k, v in kwargs.items() if k.startswith("names_") and isinstance(v, str)]:
             raise TypeError(f"{bare[0]} must be a list of names")

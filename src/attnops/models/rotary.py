@@ -1,11 +1,12 @@
-"""Rotary position embeddings: pairs of features turned by an angle that grows with the position.
+"""Rotary position embeddings: pairs of features rotated by an angle proportional to the position.
 
-RoPE (Su et al. 2021, arXiv:2104.09864) turns pair i of a head's R rotated features by ``position * base ** (-2i / R)``,
-so that q·k depends only on how far apart the two tokens are. A `RotaryScaling` changes the frequencies to reach beyond
-the length trained on. The values equal those of Hugging Face transformers' ``modeling_rope_utils``.
+RoPE (Su et al. 2021, arXiv:2104.09864) rotates pair i of a head's first R features by ``position * base ** (-2i / R)``,
+so that q·k depends only on the distance of the two tokens. A `RotaryScaling` changes the frequencies for lengths
+beyond those trained on. The values equal those of Hugging Face transformers' ``modeling_rope_utils``.
 
     sin, cos = rotary_tables(config, positions)  # once a step, for every layer
-    query = apply_rotary(query, sin, cos, interleaved=config.interleaved)  # and the key likewise
+    query = apply_rotary(query, sin, cos, interleaved=config.interleaved)
+    key = apply_rotary(key, sin, cos, interleaved=config.interleaved)
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Frequencies = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """No scaling; and the base of those that scale, whose fields are the keys they read of a ``rope_scaling`` dict."""
+    """No scaling; the base class of scalings, whose fields are the keys that they read from ``rope_scaling``."""
 
     def __post_init__(self) -> None:
         for name in ("factor", "max_position_embeddings", "original_max_position_embeddings"):
@@ -39,7 +40,7 @@ class RotaryScaling:
         return np.asarray(base ** -(np.arange(0, dim, 2) / dim))
 
     def attention_scaling(self) -> float:
-        """What sin and cos are multiplied by."""
+        """The factor by which sin and cos are multiplied."""
         return 1.0
 
 
@@ -57,8 +58,8 @@ class LinearScaling(RotaryScaling):
 class DynamicNTKScaling(RotaryScaling):
     """A base that grows once ``seq_len`` exceeds ``max_position_embeddings`` (bloc97 and emozilla, 2023).
 
-    Every q and k that meet must be rotated with one ``seq_len``: keys cached under a shorter one do not fit later
-    queries. Fix it at the longest length to be reached, or cache keys before their rotation.
+    A query and its keys must be rotated with the same ``seq_len``: keys cached under a shorter one do not fit later
+    queries. Use the greatest length that will be reached, or cache keys before their rotation.
     """
 
     factor: float
@@ -69,10 +70,10 @@ class DynamicNTKScaling(RotaryScaling):
         if seq_len is None or dim <= 2:
             raise ValueError(
                 f"DynamicNTKScaling: seq_len={seq_len} must be a static int and rotary_dim={dim} more than 2; "
-                f"pass the length of the whole sequence (any up to {trained} leaves the base as it is)"
+                f"pass the sequence's length (up to {trained} the base is unchanged)"
             )
-        stretch = self.factor * max(seq_len, trained) / trained - (self.factor - 1)
-        return super().frequencies(base * stretch ** (dim / (dim - 2)), dim, seq_len)
+        scale = self.factor * max(seq_len, trained) / trained - (self.factor - 1)
+        return super().frequencies(base * scale ** (dim / (dim - 2)), dim, seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +82,23 @@ class YarnScaling(RotaryScaling):
 
     factor: float
     original_max_position_embeddings: int
-    beta_fast: float = 32.0  # turns within the original length: pairs with more are kept
+    beta_fast: float = 32.0  # rotations within the original length: pairs with more are kept
     beta_slow: float = 1.0  # pairs with fewer are divided
     attention_factor: float | None = None  # None: from factor and the two mscales
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True  # the ramp begins and ends at whole pairs
+    truncate: bool = True  # whether the ends of the ramp are rounded to integers
 
     def frequencies(self, base: float, dim: int, seq_len: int | None) -> Frequencies:
-        def pair_with(turns: float) -> float:
-            return dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
+        def pair_with(rotations: float) -> float:
+            return (
+                dim * math.log(self.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(base))
+            )
 
         low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        # dim - 1, although there are dim // 2 pairs: so it is in the reference that models are trained with.
+        # dim - 1, although there are dim // 2 pairs, as in the reference implementation that models are trained with.
         low, high = max(low, 0), min(high, dim - 1)
         divided = np.clip((np.arange(dim // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
         return np.asarray(super().frequencies(base, dim, seq_len) * (1 - divided + divided / self.factor))
@@ -114,7 +117,7 @@ class Llama3Scaling(RotaryScaling):
 
     factor: float
     original_max_position_embeddings: int
-    low_freq_factor: float = 1.0  # turns within the original length: pairs with fewer are divided
+    low_freq_factor: float = 1.0  # rotations within the original length: pairs with fewer are divided
     high_freq_factor: float = 4.0  # pairs with more are kept
 
     def __post_init__(self) -> None:
@@ -124,12 +127,12 @@ class Llama3Scaling(RotaryScaling):
 
     def frequencies(self, base: float, dim: int, seq_len: int | None) -> Frequencies:
         plain = super().frequencies(base, dim, seq_len)
-        turns = self.original_max_position_embeddings * plain / (2 * math.pi)
-        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+        rotations = self.original_max_position_embeddings * plain / (2 * math.pi)
+        kept = np.clip((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return np.asarray(plain * (kept + (1 - kept) / self.factor))
 
 
-# Keys that a dict of any type may have besides its scaling's: others read these, or the config's own counterpart.
+# Keys that a dict of any type may have in addition to its scaling's: they, or the config's own, are read elsewhere.
 _NO_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"}
 SCALINGS: Mapping[str, type[RotaryScaling]] = {
     "default": RotaryScaling,
@@ -145,7 +148,7 @@ class RotaryConfig:
     """How a model rotates its heads; hashable, so it can be a static argument of ``jax.jit``."""
 
     head_dim: int  # D of the tensors to be rotated
-    rotary_dim: int | None = None  # R, even: the first R features turn, the rest pass through; None: all D
+    rotary_dim: int | None = None  # R, even: the first R features are rotated, the others unchanged; None: all D
     base: float = 10_000.0  # "rope_theta"; > 1
     scaling: RotaryScaling = field(default_factory=RotaryScaling)
     interleaved: bool = False  # pair i is features (2i, 2i + 1), as in GPT-J; else (i, i + R / 2), as in NeoX and Llama
@@ -154,32 +157,32 @@ class RotaryConfig:
         rotated = self.rotated_dim
         if rotated % 2 or not 2 <= rotated <= self.head_dim:
             raise ValueError(
-                f"rotary_dim={rotated} must be even and from 2 to head_dim={self.head_dim}: features turn in pairs"
+                f"rotary_dim={rotated} must be even and from 2 to head_dim={self.head_dim}; features rotate in pairs"
             )
         if not self.base > 1:
-            raise ValueError(f"base={self.base} must be > 1, so that later pairs turn more slowly; 10000 is usual")
+            raise ValueError(f"base={self.base} must be > 1, so that later pairs rotate more slowly; 10000 is usual")
 
     @property
     def rotated_dim(self) -> int:
-        """R, the number of features that turn."""
+        """R, the number of rotated features."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @classmethod
     def from_config(cls, config: object, *, layer_type: str | None = None, **overrides: Any) -> Self:
-        """Read a Hugging Face config, an object or a ``config.json``'s dict; ``overrides`` are fields that win.
+        """Read a Hugging Face config, an object or a ``config.json``'s dict; ``overrides`` replace its fields.
 
-        Of a multimodal config its ``text_config`` is read.
+        From a multimodal config its ``text_config`` is read.
 
         It may have ``rope_parameters`` or ``rope_scaling``, of a ``rope_type`` (older: ``type``) that is in `SCALINGS`.
-        Where these differ by layer, ``layer_type`` says which. Few configs say how pairs lie: for GPT-J, Cohere, GLM,
-        ERNIE and Llama 4 pass ``interleaved=True``.
+        Where these vary by layer, ``layer_type`` selects one. Few configs state the layout of pairs: for GPT-J, Cohere,
+        GLM, ERNIE and Llama 4 pass ``interleaved=True``.
 
         Raises ValueError for an unknown rope type, for a key that its type lacks or does not read (it was meant to
         change the result), and for parameters by layer without such a ``layer_type``.
         """
         config = text_config(config)
         parameters = _parameters(config, layer_type)
-        # Latent attention gives the rotated part as a size; a fraction beside it says the same of the whole head.
+        # Latent attention gives the rotated part as a size; a fraction in the same config refers to the unsplit head.
         latent = read(config, "qk_rope_head_dim")
         head_dim = overrides.get("head_dim") or latent or _head_dim(config)
         share = read(parameters, "partial_rotary_factor") or read(config, "partial_rotary_factor", "rotary_pct") or 1
@@ -215,7 +218,7 @@ def _one_number(name: str, value: Any) -> float:
     """A number, or a list that gives the same one for each layer.
 
     Raises:
-        ValueError: it differs by layer, or is no number.
+        ValueError: it varies by layer, or is not a number.
     """
     by_layer = value if isinstance(value, (list, tuple)) else [value]
     if not by_layer or not all(isinstance(x, (int, float)) and x == by_layer[0] for x in by_layer):
@@ -268,7 +271,7 @@ def _scaling(parameters: Mapping[str, Any], config: object) -> RotaryScaling:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature: ``0.1 * mscale * ln(factor) + 1``, or 1 where nothing is stretched (``factor <= 1``).
+    """YaRN's temperature: ``0.1 * mscale * ln(factor) + 1``, or 1 without scaling (``factor <= 1``).
 
     DeepSeek also multiplies the softmax scale by ``yarn_mscale(factor, mscale_all_dim) ** 2``; the caller does that.
     """
@@ -278,8 +281,8 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 def inverse_frequencies(config: RotaryConfig, *, seq_len: int | None = None) -> tuple[npt.NDArray[np.float32], float]:
     """Radians a position of each pair, ``[R // 2]`` float32, and the factor for sin and cos (1 but for YaRN).
 
-    A host constant, computed in float64 and rounded once. ``seq_len`` is the whole sequence's length, cached tokens
-    included, a static int; `DynamicNTKScaling` alone reads it, and raises ValueError without it.
+    A host constant, computed in float64 and rounded once. ``seq_len`` is the sequence's length including cached
+    tokens, a static int; only `DynamicNTKScaling` reads it, and raises ValueError without it.
     """
     frequencies = config.scaling.frequencies(config.base, config.rotated_dim, seq_len)
     return frequencies.astype(np.float32), config.scaling.attention_scaling()
@@ -292,7 +295,7 @@ def rotary_tables(
 
     Args:
         config: head dim, base and scaling.
-        positions: ``[B, T]`` integers, or ``[T]`` for all of the batch alike (tables ``[T, R // 2]``); each counted
+        positions: ``[B, T]`` integers, or ``[T]`` for all of the batch (tables ``[T, R // 2]``); each counted
             from the start of the token's own sequence. Float32 holds them exactly below 2 ** 24.
         seq_len: as for `inverse_frequencies`.
 
@@ -302,7 +305,7 @@ def rotary_tables(
     if not jnp.issubdtype(positions.dtype, jnp.integer) or positions.ndim not in (1, 2):
         raise ValueError(
             f"positions of shape {positions.shape} and dtype {positions.dtype} must be integers, [B, T] or [T]; "
-            "to stretch them use a RotaryScaling"
+            "to interpolate them use a RotaryScaling"
         )
     frequencies, scaling = inverse_frequencies(config, seq_len=seq_len)
     # Elementwise and not a matmul, whose default precision on accelerators would round large positions.
@@ -313,12 +316,12 @@ def rotary_tables(
 def apply_rotary(
     x: jax.Array, sin: jax.Array, cos: jax.Array, *, layout: Literal["BTHD", "BHTD"] = "BTHD", interleaved: bool = False
 ) -> jax.Array:
-    """Turn the first R features of each head of a query or a key; the others are returned as they are.
+    """Rotate the first R features of each head of a query or a key; the others are unchanged.
 
     Args:
         x: ``[B, T, H, D]``, or ``[B, H, T, D]`` for ``layout="BHTD"``; floating.
         sin: ``[B, T, R // 2]``, ``[1, T, R // 2]`` or ``[T, R // 2]`` from `rotary_tables`; R <= D.
-        cos: as sin.
+        cos: same shape as sin.
         layout: the order of x's axes.
         interleaved: which features are a pair; see `RotaryConfig`.
 
@@ -335,11 +338,11 @@ def apply_rotary(
     fits = fits and sin.shape[-2:-1] == tokens and sin.shape[:-2] in ((), (1,), x.shape[:1])
     _require(fits, x, sin, cos, f"[B, T, R // 2] or [T, R // 2], R <= D, for x in layout {layout}; see rotary_tables")
     sin, cos = (jnp.expand_dims(table, layout.index("H") - 4).astype(_wide(x)) for table in (sin, cos))
-    turning = x[..., : 2 * half].astype(_wide(x))
-    a, b = (turning[..., ::2], turning[..., 1::2]) if interleaved else jnp.split(turning, 2, axis=-1)
+    pairs = x[..., : 2 * half].astype(_wide(x))
+    a, b = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else jnp.split(pairs, 2, axis=-1)
     a, b = a * cos - b * sin, b * cos + a * sin
-    turned = jnp.stack([a, b], axis=-1).reshape(turning.shape) if interleaved else jnp.concatenate([a, b], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * half :]], axis=-1)
+    rotated = jnp.stack([a, b], axis=-1).reshape(pairs.shape) if interleaved else jnp.concatenate([a, b], axis=-1)
+    return jnp.concatenate([rotated.astype(x.dtype), x[..., 2 * half :]], axis=-1)
 
 
 def rotate_half(x: jax.Array) -> jax.Array:
@@ -349,7 +352,7 @@ def rotate_half(x: jax.Array) -> jax.Array:
     """
     if x.shape[-1] % 2:
         raise ValueError(
-            f"x of shape {x.shape} must have an even last dimension, not {x.shape[-1]}: features turn in pairs"
+            f"x of shape {x.shape} must have an even last dimension, not {x.shape[-1]}; features rotate in pairs"
         )
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([-b, a], axis=-1)
@@ -362,8 +365,8 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin: jax.Array, cos: jax.Array) -> j
 
     Args:
         tensor: ``[B, H, S, D]``, floating, D even.
-        sin: ``[1 or B, 1 or H, >= S, D]`` or ``[>= S, D]``; the first S positions are used; both halves of D alike.
-        cos: as sin, which comes first.
+        sin: ``[1 or B, 1 or H, >= S, D]`` or ``[>= S, D]``; the first S positions are used; both halves of D are equal.
+        cos: same shape as sin.
 
     Returns:
         ``[B, H, S, D]`` in tensor's dtype, computed in float32 (float64 for float64).

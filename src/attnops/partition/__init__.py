@@ -1,10 +1,10 @@
-"""A call under a mesh: one `jax.shard_map` over batch and heads, masks and biases cut to match.
+"""A call under a mesh: one `jax.shard_map` over batch and heads, with masks and biases sharded to match.
 
-What an operation that cuts the sequence too needs, as `ring` of attnops-ring does, is listed here.
+Listed here is what operations that also shard the sequence use, such as `ring` of attnops-ring.
 """
 
 from attnops.partition.boundary import Boundary
 from attnops.partition.placing import mesh_of_types, own_entry, resharded, uncut
-from attnops.partition.run import run_in_parts
+from attnops.partition.run import run_sharded
 
-__all__ = ["Boundary", "mesh_of_types", "own_entry", "resharded", "run_in_parts", "uncut"]
+__all__ = ["Boundary", "mesh_of_types", "own_entry", "resharded", "run_sharded", "uncut"]

@@ -1,4 +1,4 @@
-"""How a mesh cuts a call: which of its axes cut batch, heads and lengths; see `attnops.partition.run` for what runs."""
+"""How a call is sharded: which mesh axes shard batch, heads and lengths. `attnops.partition.run` runs it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """How a mesh cuts a call.
+    """How a call is sharded over a mesh.
 
     Attributes:
-        mesh: the mesh, without the axes that an enclosing `jax.shard_map` has cut already.
-        is_ambient: whether it is the one that is set, which `jax.shard_map` then finds by itself.
-        batch: the mesh axes that cut the batch.
-        heads: that cut query heads.
-        kv_heads: that cut key and value heads: the same, or none where they do not divide.
-        lengths: that the rules cut queries, and keys, whether these divide or not.
-        results: by field of `OperationOutput`, the spec that the rules give it; types say so where axes are explicit.
+        mesh: the mesh; axes that an enclosing `jax.shard_map` uses are manual in it.
+        is_ambient: whether it is the current mesh, which `jax.shard_map` finds by itself.
+        batch: the mesh axes that shard the batch.
+        heads: the mesh axes that shard query heads.
+        kv_heads: the mesh axes that shard key and value heads: those of ``heads``, or None where they do not divide.
+        lengths: the mesh axes that the rules give queries, and keys, whether they divide the lengths or not.
+        results: by field of `OperationOutput`, the spec that the rules give it; empty without explicit axes.
     """
 
     mesh: MeshLike
@@ -56,21 +56,21 @@ class Boundary:
 
     @property
     def is_nested(self) -> bool:
-        """Whether an enclosing `jax.shard_map` has cut some axes already."""
+        """Whether an enclosing `jax.shard_map` uses some of the mesh's axes."""
         return self.is_ambient and bool(self.mesh.manual_axes)  # type: ignore[union-attr]
 
     @property
     def is_explicit(self) -> bool:
-        """Whether types of arrays name axes of the mesh."""
+        """Whether the mesh has explicit axes, which types of arrays name."""
         return bool(explicit_names(self.mesh))
 
     @property
     def sequence(self) -> tuple[str, ...]:
-        """The mesh axes that the rules cut queries or keys by."""
+        """The mesh axes that the rules give queries or keys."""
         return tuple(get_names_from_partition_spec(self.lengths))
 
     def typed(self, output: OperationOutput) -> OperationOutput:
-        """What a call gives, with types that say what the rules do, where axes are explicit."""
+        """An output resharded to the specs of ``results``, where axes are explicit."""
         if not self.is_explicit:
             return output
         given = {name: getattr(output, name) for name in self.results}
@@ -82,87 +82,87 @@ class Boundary:
 def find_boundary(
     mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest, arrays: Sequence[Any] = ()
 ) -> Boundary | None:
-    """How a mesh cuts a call; None where there is none, or it cuts nothing.
+    """How a call is sharded; None without a mesh, or where it shards nothing.
 
-    Arrays whose types name mesh axes can't pass through a forward as they are, so with explicit axes there is always
-    a boundary. Axes that the rules don't know then cut batch and heads as they cut those of the query.
+    A forward can't compute with arrays whose types name mesh axes, so that with explicit axes there is always a
+    boundary. Explicit axes that the rules don't name shard batch and heads as they do those of the query.
 
     Args:
-        mesh: the metadata's; else the one that is set counts, else that of the arrays' types.
+        mesh: the metadata's; None for the current mesh, or else that of the arrays' types.
         rules: the metadata's.
-        request: what the call is.
+        request: of the call.
         arrays: the call's, query [B, T, H, D] first.
 
     Raises:
-        ValueError: ``mesh`` is not the one that is set.
+        ValueError: ``mesh`` and the current mesh have different axes.
     """
     ambient = jax.sharding.get_abstract_mesh()
     typed = mesh_of_types(arrays)
-    found = _mesh_of(mesh, ambient, typed)
-    if found is None:
+    chosen = _mesh_of(mesh, ambient, typed)
+    if chosen is None:
         return None
     manual = mapped_names(arrays) | set(() if ambient.empty else ambient.manual_axes)
-    free = {name: size for name, size in found.shape.items() if name not in manual}
-    is_explicit = bool(explicit_names(found) | explicit_names(typed))
+    free = {name: size for name, size in chosen.shape.items() if name not in manual}
+    is_explicit = bool(explicit_names(chosen) | explicit_names(typed))
     is_one_device = math.prod(free.values()) == 1
-    if is_one_device and not is_explicit and not _is_elsewhere(found, arrays):
+    if is_one_device and not is_explicit and not _is_elsewhere(chosen, arrays):
         return None
 
-    cut = functools.partial(_cut, found, frozenset(free))
+    dividing = functools.partial(_dividing, chosen, frozenset(free))
     of = functools.partial(_names_of, rules, request.mode)
-    # Together: what cuts the batch does not cut heads as well.
+    # In one spec: mesh axes that shard the batch do not shard heads.
     spec = rules.spec([BATCH, HEAD], mode=request.mode)
-    batch, heads = cut(spec[0], request.batch), cut(spec[1], request.heads)
-    kv_heads = cut(rules.spec([BATCH, KV_HEAD], mode=request.mode)[1], request.kv_heads)
+    batch, heads = dividing(spec[0], request.batch), dividing(spec[1], request.heads)
+    kv_heads = dividing(rules.spec([BATCH, KV_HEAD], mode=request.mode)[1], request.kv_heads)
     if is_explicit and arrays:
         known = {name for axis in (BATCH, HEAD, KV_HEAD, QUERY_LENGTH, KV_LENGTH) for name in of(axis)}
         of_batch, of_heads = (tuple(x for x in own_entry(arrays[0], axis) if x not in known) for axis in (0, 2))
-        batch = batch or cut(of_batch, request.batch)
+        batch = batch or dividing(of_batch, request.batch)
         if heads is None:
-            heads, kv_heads = cut(of_heads, request.heads), cut(of_heads, request.kv_heads)
-    taken = get_names_from_partition_spec((batch, heads))
+            heads, kv_heads = dividing(of_heads, request.heads), dividing(of_heads, request.kv_heads)
+    used = get_names_from_partition_spec((batch, heads))
     lengths = (
-        tuple(name for name in of(QUERY_LENGTH) if free.get(name, 1) > 1 and name not in taken) or None,
-        tuple(name for name in of(KV_LENGTH) if free.get(name, 1) > 1 and name not in taken) or None,
+        tuple(name for name in of(QUERY_LENGTH) if free.get(name, 1) > 1 and name not in used) or None,
+        tuple(name for name in of(KV_LENGTH) if free.get(name, 1) > 1 and name not in used) or None,
     )
     if (batch, heads, *lengths) == (None, None, None, None) and not is_explicit and not is_one_device:
-        return None  # no rule speaks of this mesh, or nothing divides: the compiler may do as it likes
+        return None  # no rule names an axis of this mesh, or none divides: left to the compiler
     return Boundary(
-        mesh=found,
+        mesh=chosen,
         is_ambient=not ambient.empty,
         batch=batch,
         heads=heads,
         kv_heads=kv_heads if kv_heads == heads else None,
         lengths=lengths,
-        results=_results(cut, of, request, batch, heads) if is_explicit else {},
+        results=_results(dividing, of, request, batch, heads) if is_explicit else {},
     )
 
 
-def _cut(mesh: MeshLike, free: frozenset[str], wanted: Any, size: int) -> Entry:
-    """Of the mesh axes that are to cut a dimension, those that do."""
+def _dividing(mesh: MeshLike, free: frozenset[str], wanted: Any, size: int) -> Entry:
+    """Of the mesh axes that a rule gives a dimension, those that are free and divide its size."""
     names = tuple(name for name in get_names_from_partition_spec((wanted,)) if name in free)
     return correct_spec(PartitionSpec(names), (size,), mesh)[0] if names else None  # type: ignore[no-any-return]
 
 
 def _names_of(rules: AxisRules, mode: str, axis: str) -> list[str]:
-    """The mesh axes that the rules cut a semantic axis by, whether it divides or not."""
+    """The mesh axes that the rules give a semantic axis, whether they divide or not."""
     return get_names_from_partition_spec(rules.spec([axis], mode=mode))
 
 
 def _results(
-    cut: Callable[[Any, int], Entry], of: Callable[[str], list[str]], request: AttentionRequest, batch: Entry,
+    dividing: Callable[[Any, int], Entry], of: Callable[[str], list[str]], request: AttentionRequest, batch: Entry,
     heads: Entry,
 ) -> dict[str, PartitionSpec]:  # fmt: skip
-    """The specs of a call's results, as `attnops.sharding.AttentionShardings` has them."""
-    taken = get_names_from_partition_spec((batch, heads))
+    """The specs of a call's results, equal to those of `attnops.sharding.AttentionShardings`."""
+    used = get_names_from_partition_spec((batch, heads))
 
     def entry(axis: str, size: int) -> Entry:
-        found = cut(tuple(name for name in of(axis) if name not in taken), size)
-        taken.extend(get_names_from_partition_spec((found,)))
-        return found
+        names = dividing(tuple(name for name in of(axis) if name not in used), size)
+        used.extend(get_names_from_partition_spec((names,)))
+        return names
 
     queries = entry(QUERY_LENGTH, request.query_length)
-    features, taken = entry(HEAD_DIM, request.value_head_dim), get_names_from_partition_spec((batch, heads, queries))
+    features, used = entry(HEAD_DIM, request.value_head_dim), get_names_from_partition_spec((batch, heads, queries))
     keys = entry(KV_LENGTH, request.key_length)
     return {
         "attention_outputs": PartitionSpec(batch, queries, heads, features),
@@ -175,22 +175,22 @@ def _mesh_of(mesh: MeshLike | None, ambient: Any, typed: MeshLike | None) -> Mes
     """The mesh that a call runs on.
 
     Raises:
-        ValueError: the metadata's is not the one that is set.
+        ValueError: the metadata's mesh and the current mesh have different axes.
     """
     if ambient.empty:
         return mesh if mesh is not None else typed
     if mesh is not None and dict(mesh.shape) != dict(ambient.shape):
         raise ValueError(
             f"metadata.mesh has the axes {dict(mesh.shape)}, but the mesh that jax.set_mesh or jax.shard_map sets has "
-            f"{dict(ambient.shape)}; a call runs on one mesh: leave metadata.mesh out, or set the same"
+            f"{dict(ambient.shape)}; a call runs on one mesh: leave metadata.mesh out, or set an equal one"
         )
     return ambient  # type: ignore[no-any-return]
 
 
 def _is_elsewhere(mesh: MeshLike, arrays: Sequence[Any]) -> bool:
-    """Whether a call on a mesh of one device would run on another one by itself."""
+    """Whether a call on a mesh of one device would run on another device without `jax.shard_map`."""
     if not isinstance(mesh, Mesh):
         return False
     device = mesh.devices.flat[0]
-    at_hand = [x for x in map(concrete, arrays) if x is not None]
-    return device != default_device() or any(x.sharding.device_set != {device} for x in at_hand)
+    arrays_now = [x for x in map(concrete, arrays) if x is not None]
+    return device != default_device() or any(x.sharding.device_set != {device} for x in arrays_now)

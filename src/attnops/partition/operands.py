@@ -1,4 +1,4 @@
-"""The arrays of a call that go into `jax.shard_map`, taken out of its arguments and put back."""
+"""The arrays of a call that are operands of `jax.shard_map`, taken out of its arguments and put back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-# What may be part of a key: compared by value.
+# Types of leaves that may be part of a cache key: compared by value.
 _PLAIN: Final = (bool, int, float, str)
 
 
@@ -20,8 +20,8 @@ class Template:
 
     Attributes:
         tree: the structure of ``args`` and options.
-        leaves: of it; None for an operand.
-        places: by leaf, which operand it is; None for none.
+        leaves: the leaves of the tree; None for an operand.
+        places: by leaf, the index of its operand; None for a leaf that is no operand.
     """
 
     tree: Any
@@ -36,7 +36,7 @@ class Template:
 
     @property
     def key(self) -> Hashable | None:
-        """What tells it apart from others; None where a leaf is neither operand, number nor text."""
+        """A cache key; None where a leaf is neither an operand nor a number or string."""
         if not all(i is not None or type(x) in _PLAIN for x, i in zip(self.leaves, self.places, strict=True)):
             return None
         # By type and text: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
@@ -44,7 +44,7 @@ class Template:
         try:
             hash(key)
         except TypeError:
-            return None  # a static field of a mask that a caller wrote
+            return None  # an unhashable static field of a caller's own mask
         return key
 
 
@@ -52,8 +52,8 @@ class Operands:
     """A call's arrays, each once, with their specs.
 
     Attributes:
-        arrays: those that go in. What is known when tracing, and not cut, stays known.
-        specs: of each.
+        arrays: the operands. Replicated numpy arrays are none of them, so that they stay known when tracing.
+        specs: their partition specs.
         template: the arguments of the call without them.
     """
 
@@ -63,23 +63,23 @@ class Operands:
         Args:
             args: query, key and value.
             options: the other arguments.
-            specs: of ``args`` and of every option, pytrees of their structure.
+            specs: partition specs of ``args`` and of every option, pytrees of their structure.
         """
         leaves, tree = jax.tree.flatten({"args": args, **options})
         leaf_specs = jax.tree.leaves(dict(specs), is_leaf=lambda x: isinstance(x, PartitionSpec))
         # One array in two places, such as the segments of queries and of keys, stays one array.
-        found: dict[tuple[int, PartitionSpec], int] = {}
+        indices: dict[tuple[int, PartitionSpec], int] = {}
         places: list[int | None] = []
         self.arrays: list[Any] = []
         for x, spec in zip(leaves, leaf_specs, strict=True):
             if not _is_operand(x, spec):
                 places.append(None)
                 continue
-            if (id(x), spec) not in found:
-                found[id(x), spec] = len(self.arrays)
+            if (id(x), spec) not in indices:
+                indices[id(x), spec] = len(self.arrays)
                 self.arrays.append(x)
-            places.append(found[id(x), spec])
-        self.specs = [spec for _, spec in found]
+            places.append(indices[id(x), spec])
+        self.specs = [spec for _, spec in indices]
         static = tuple(x if i is None else None for x, i in zip(leaves, places, strict=True))
         self.template = Template(tree, static, tuple(places))
 

@@ -1,4 +1,4 @@
-"""Array options of an operation's own under a mesh: cut as its class declares, or refused."""
+"""Array options of an operation's own under a mesh: sharded as its class declares, or refused."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from attnops.errors import Reason, UnsupportedError
-from attnops.partition.parts import SpecOf
+from attnops.partition.shards import SpecOf
 
-# Options whose arrays are the contract's: cut by what is known of them.
+# Options of the contract, whose dimensions are known.
 CONTRACT: Final = frozenset({"mask", "bias", "sinks", "dropout_key", "softmax_scale", "logits_soft_cap"})
 
 
 def own_option_specs(name: str, option: Any, axes: Mapping[str, str], sizes: Mapping[str, int], spec_of: SpecOf) -> Any:
-    """The partition specs of one option that the contract has not, as a pytree of its structure.
+    """The partition specs of an option that is not in the contract, as a pytree of its structure.
 
     Args:
         name: the option's.
-        option: a pytree; what is no array, or has no dimensions, is the same on every device.
-        axes: what the class declares, see `OperationImpl.option_axes`.
-        sizes: by letter: B, H and K of the call.
+        option: a pytree; leaves that are no array, or have no dimensions, are replicated.
+        axes: the class's declaration, see `OperationImpl.option_axes`.
+        sizes: B, H and K of the call, by letter.
         spec_of: the spec of an array.
 
     Raises:
         UnsupportedError: the class does not declare the axes of an array.
-        ValueError: an array has another shape than is declared.
+        ValueError: an array's shape does not fit the declared axes.
     """
     return jax.tree.map(lambda x: _spec(name, x, axes.get(name), sizes, spec_of), option)
 
 
 def own_axis(name: str, axes: Mapping[str, str]) -> int | None:
-    """The dimension of an option that is kv heads; None for none."""
+    """The dimension of an option that is kv heads; None where there is none."""
     letters = axes.get(name, "")
     return letters.index("k") if "k" in letters else None
 
@@ -46,11 +46,11 @@ def _spec(name: str, x: Any, letters: str | None, sizes: Mapping[str, int], spec
         return PartitionSpec()
     if letters is None:
         reason = Reason(
-            name, f"{x.dtype} {list(shape)}", "its axes are not declared, so a mesh can't cut it",
+            name, f"{x.dtype} {list(shape)}", "its axes are not declared, so that a mesh can't shard it",
             f"declare option_axes = {{{name!r}: 'h'}} in the class, a letter a dimension of 'b', 'h', 'k' (kv heads) "
-            f"or '-' for others; '' for an array that is the same on every device",
+            f"or '-' for others; '' for a replicated array",
         )  # fmt: skip
-        raise UnsupportedError(f"{name} can't go through the mesh:\n  - {reason}", [reason])
+        raise UnsupportedError(f"{name} can't be sharded:\n  - {reason}", [reason])
     if not letters:
         return PartitionSpec()
     wanted = [sizes.get(letter) for letter in letters]

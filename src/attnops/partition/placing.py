@@ -1,4 +1,4 @@
-"""Where the operands and results of a call lie on a mesh, and what their types say about it."""
+"""Shardings of operands and results, and the mesh axes in their types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnops.sharding.specs import MeshLike
 
 
 def explicit_names(mesh: MeshLike | None) -> frozenset[str]:
-    """The axes of a mesh that types of arrays name."""
+    """The explicit axes of a mesh, which types of arrays name."""
     if mesh is None:
         return frozenset()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -26,39 +26,39 @@ def mesh_of_types(arrays: Iterable[Any]) -> MeshLike | None:
         if isinstance(x, jax.Array):
             mesh: Any = jax.typeof(x).sharding.mesh
             if explicit_names(mesh):
-                at_hand = concrete(x)
-                placed_by = None if at_hand is None else at_hand.sharding
-                return placed_by.mesh if isinstance(placed_by, NamedSharding) else mesh
+                array = concrete(x)
+                sharding = None if array is None else array.sharding
+                return sharding.mesh if isinstance(sharding, NamedSharding) else mesh
     return None
 
 
 def concrete(x: Any) -> jax.Array | None:
     """The array that an eager `jax.grad` or `jax.vmap` traces; None under `jax.jit`, where there is none yet."""
     while isinstance(x, jax.core.Tracer):
-        # The attributes of JAX's tracers. Without them nothing is moved, and JAX names the devices in its error.
+        # Attributes of JAX's tracers. Without them nothing is moved, and JAX raises an error that names the devices.
         x = getattr(x, "primal", getattr(x, "val", None))
     return x if isinstance(x, jax.Array) else None
 
 
 def placed(x: Any, spec: PartitionSpec, mesh: MeshLike) -> Any:
-    """An operand where the mesh wants it; explicit axes, and arrays outside `jax.jit`, do not move by themselves."""
+    """An operand moved to ``spec`` on the mesh, which JAX does not do for explicit axes or outside `jax.jit`."""
     if isinstance(mesh, Mesh):
         if not isinstance(x, jax.core.Tracer):
             return jax.device_put(x, NamedSharding(mesh, spec))
-        at_hand = concrete(x)
-        if at_hand is not None and at_hand.sharding.device_set != set(mesh.devices.flat):
-            # To all devices: `jax.device_put` does not know which dimension `jax.vmap` maps.
+        array = concrete(x)
+        if array is not None and array.sharding.device_set != set(mesh.devices.flat):
+            # Replicated: `jax.device_put` does not know which dimension `jax.vmap` maps.
             x = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
     return resharded(jnp.asarray(x), spec, mesh) if explicit_names(mesh) else x
 
 
 def resharded(x: jax.Array, spec: PartitionSpec, mesh: MeshLike) -> jax.Array:
-    """An array whose type says of the explicit axes what ``spec`` does."""
+    """An array resharded to the explicit axes of ``spec``."""
     return jax.sharding.reshard(x, NamedSharding(mesh, _of_axes(spec, explicit_names(mesh))))  # type: ignore[no-any-return]
 
 
 def own_entry(x: Any, axis: int) -> tuple[str, ...]:
-    """The explicit mesh axes that cut a dimension, by an array's type."""
+    """The explicit mesh axes that shard a dimension, by the array's type."""
     if not isinstance(x, jax.Array):
         return ()
     spec = jax.typeof(x).sharding.spec
@@ -67,29 +67,29 @@ def own_entry(x: Any, axis: int) -> tuple[str, ...]:
 
 
 def uncut(x: jax.Array, axis: int) -> jax.Array:
-    """An array of which no explicit mesh axis cuts a dimension: what slices, pads or reorders it needs that."""
+    """An array with a dimension not sharded over explicit axes, as slicing, padding and reordering require."""
     if not own_entry(x, axis):
         return x
-    where = jax.typeof(x).sharding
-    whole = PartitionSpec(*(None if i == axis % x.ndim else entry for i, entry in enumerate(where.spec)))
-    return resharded(x, whole, where.mesh)
+    sharding = jax.typeof(x).sharding
+    spec = PartitionSpec(*(None if i == axis % x.ndim else entry for i, entry in enumerate(sharding.spec)))
+    return resharded(x, spec, sharding.mesh)
 
 
 def mapped_names(arrays: Iterable[Any]) -> frozenset[str]:
-    """The explicit mesh axes that cut what `jax.vmap` maps; these can't cut anything else."""
-    found: set[str] = set()
+    """The explicit mesh axes that shard dimensions mapped by `jax.vmap`; they can't shard any other."""
+    names: set[str] = set()
     for x in arrays:
         while isinstance(x, jax.core.Tracer):
             inner = getattr(x, "primal", getattr(x, "val", None))
             axis = getattr(x, "batch_dim", None)
             if isinstance(axis, int):
-                found.update(own_entry(inner, axis))
+                names.update(own_entry(inner, axis))
             x = inner
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _of_axes(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
-    """What ``spec`` says of some mesh axes."""
+    """``spec`` restricted to some mesh axes."""
     entries = []
     for entry in spec:
         kept = tuple(x for x in ((entry,) if isinstance(entry, str) else entry or ()) if x in names)

@@ -1,8 +1,8 @@
-"""A forward under a mesh: one `jax.shard_map` over batch and heads, in which every device runs a part of the call.
+"""A forward under a mesh: one `jax.shard_map` over batch and heads, in which every device runs its shard of the call.
 
-Kernels can't be partitioned by the compiler, which sees only a name. What cuts query and key determines how all else
-is cut: masks, biases, sinks, dropout, outputs. A call that differs from an earlier one in its arrays alone runs the
-program that was compiled for that one, outside `jax.jit` too.
+The compiler can't partition kernels, which are opaque to it. The specs of query and key determine those of masks,
+biases, sinks, dropout and outputs. A call that differs from an earlier one in its arrays only reuses that call's
+compiled program, also outside `jax.jit`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from attnops.output import OperationOutput
 from attnops.partition.boundary import Boundary, Entry
 from attnops.partition.operands import Operands, Template
 from attnops.partition.options import CONTRACT, own_axis, own_option_specs
-from attnops.partition.parts import Place, part_of, specs_of
 from attnops.partition.placing import placed, resharded
+from attnops.partition.shards import Shard, shard_of, specs_of
 from attnops.programs.functions import holds_function
 
 
-def run_in_parts(
+def run_sharded(
     boundary: Boundary,
     function: Callable[..., OperationOutput],
     args: tuple[Any, Any, Any],
@@ -38,23 +38,24 @@ def run_in_parts(
     option_axes: Mapping[str, str] = MappingProxyType({}),
     key: Hashable | None = None,
 ) -> OperationOutput:
-    """What ``function(*args, **options)`` gives, each device computing its batches and heads.
+    """``function(*args, **options)``, each device computing its batches and heads.
 
     Args:
         boundary: see `attnops.partition.boundary.find_boundary`.
         function: a forward.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
         options: those of the contract, bound, and others.
-        lengths: the mesh axes that cut queries, and keys. Without, every device has whole sequences: those that are cut
-            are gathered. With them, query, key, value and outputs are cut; masks and biases are not.
-        is_interpreted: whether kernels are; Pallas's interpreter mixes what varies over devices with what does not.
-        option_axes: how the arrays of options that are not the contract's are cut, see `OperationImpl.option_axes`.
-        key: what ``function`` depends on in addition to its arguments: with an equal key it is the same function, and
-            what is compiled for one call serves the next. None: compiled for this call alone, as is a call whose
-            options hold a function, or arrays of numpy that are known when tracing.
+        lengths: the mesh axes that shard queries, and keys; query, key, value and outputs are then sharded by length,
+            masks and biases are not. (None, None): every device has all tokens, gathered if necessary.
+        is_interpreted: whether kernels are interpreted; Pallas's interpreter fails `jax.shard_map`'s check of what
+            varies over devices.
+        option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
+        key: all that ``function`` depends on other than its arguments: with equal keys calls share a compiled program.
+            None: compiled for this call only, as is a call whose options hold a function, or numpy arrays that are
+            known when tracing.
 
     Raises:
-        UnsupportedError: they have arrays that it does not name.
+        UnsupportedError: other options have arrays that ``option_axes`` does not name.
     """
     q_spec = PartitionSpec(boundary.batch, lengths[0], boundary.heads)
     kv_spec = PartitionSpec(boundary.batch, lengths[1], boundary.kv_heads)
@@ -64,14 +65,14 @@ def run_in_parts(
     by_head = PartitionSpec(boundary.batch, boundary.heads, lengths[0])
     fields = {"attention_outputs": q_spec, "attention_weights": by_head, "logsumexp": by_head}
     wanted = _wanted(options)
-    part = _Part(
+    local = _ShardForward(
         function, operands.template, wanted, boundary.batch, boundary.heads, boundary.kv_heads,
         args[0].shape[2] // args[1].shape[2], _by_kv_head(options, option_axes),
     )  # fmt: skip
     where = _where(boundary)
     program = _Program(
-        part, tuple(operands.specs), tuple(fields[name] for name in wanted), not is_interpreted, where,
-        None if key is None else _key(key, boundary, part, options, where),
+        local, tuple(operands.specs), tuple(fields[name] for name in wanted), not is_interpreted, where,
+        None if key is None else _key(key, boundary, local, options, where),
     )  # fmt: skip
     compiled = _compiled(program) if program.key is not None else program.compiled()
     moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
@@ -79,16 +80,16 @@ def run_in_parts(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
-    """What one device computes; holds no operand.
+class _ShardForward:
+    """The computation of one device; holds no operand.
 
     Attributes:
         function: the forward.
         template: the call's arguments without its operands.
         wanted: the fields of the output that the call asks for.
-        batch, heads, kv_heads: the mesh axes that cut them.
+        batch, heads, kv_heads: the mesh axes that shard them.
         group: query heads a kv head, in the whole call.
-        by_kv_head: by option that is not the contract's, the axis of its arrays that is kv heads.
+        by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
     """
 
     function: Callable[..., OperationOutput]
@@ -101,39 +102,39 @@ class _Part:
     by_kv_head: tuple[tuple[str, int], ...]
 
     def run(self, *arrays: Any) -> tuple[Any, ...]:
-        """The wanted fields of this device's part, from its operands; inside `jax.shard_map`."""
+        """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
         (query, key, value), rest = self.template.filled(arrays)
-        place = Place(_first(self.batch, query.shape[0]), _first(self.heads, query.shape[2]),
+        shard = Shard(_first(self.batch, query.shape[0]), _first(self.heads, query.shape[2]),
                       query.shape[0], query.shape[2])  # fmt: skip
         if self.kv_heads != self.heads:
-            key, value = (_kv_heads(x, place, self.group) for x in (key, value))
+            key, value = (_kv_heads(x, shard, self.group) for x in (key, value))
             for name, axis in self.by_kv_head:
                 rest[name] = jax.tree.map(
-                    lambda x, a=axis: x if x.shape[a] == 1 else _kv_heads(x, place, self.group, a),  # type: ignore[misc]
+                    lambda x, a=axis: x if x.shape[a] == 1 else _kv_heads(x, shard, self.group, a),  # type: ignore[misc]
                     rest[name],
                 )
         for name in ("mask", "bias"):
             if name in rest:
-                rest[name] = part_of(rest[name], place)
+                rest[name] = shard_of(rest[name], shard)
         if "dropout_key" in rest:
-            rest["dropout_key"] = ShiftedKey(rest["dropout_key"], place.b, place.h)
+            rest["dropout_key"] = ShiftedKey(rest["dropout_key"], shard.b, shard.h)
         return _fields(self.function(query, key, value, **rest), self.wanted)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Program:
-    """A `jax.shard_map` of parts, compared by its key alone.
+    """A `jax.shard_map`, compared by its key only.
 
     Attributes:
-        part: what a device computes.
+        local: the computation of one device.
         in_specs: of its operands.
         out_specs: of the wanted fields.
         check_vma: see `jax.shard_map`.
-        where: the mesh, or the axes of the one that is set.
-        key: None for a program that no cache may keep.
+        where: the mesh, or the axes of the current mesh.
+        key: None for a program that must not be cached.
     """
 
-    part: _Part
+    local: _ShardForward
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
     check_vma: bool
@@ -151,12 +152,10 @@ class _Program:
         return self.in_specs, self.out_specs, self.check_vma, self.key
 
     def compiled(self) -> Callable[..., Any]:
-        """The compiled program; compiled in any case: outside `jax.jit` JAX has no gradient of a kernel's rule inside
-        `jax.shard_map`.
-        """
+        """The program under `jax.jit`: without it JAX has no gradient of a kernel's rule inside `jax.shard_map`."""
         return jax.jit(
             jax.shard_map(
-                self.part.run, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=self.check_vma, **self.where
+                self.local.run, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=self.check_vma, **self.where
             )
         )
 
@@ -167,24 +166,24 @@ def _compiled(program: _Program) -> Callable[..., Any]:
 
 
 def forget_programs() -> None:
-    """Drop what is compiled: a forward may look up another operation by name, which has changed."""
+    """Drop compiled programs: a forward may look up another operation by name, which has changed."""
     _compiled.cache_clear()
 
 
 def _key(
-    key: Hashable, boundary: Boundary, part: _Part, options: Mapping[str, Any], where: Mapping[str, Any]
+    key: Hashable, boundary: Boundary, local: _ShardForward, options: Mapping[str, Any], where: Mapping[str, Any]
 ) -> Hashable | None:
-    """By what a program is kept, free of functions of the caller's and of arrays; None where that can't be."""
+    """The cache key of a program, without arrays or functions of the caller's; None where it would hold one."""
     if holds_function(options.get("mask")) or holds_function(options.get("bias")):
         return None
     own = [option for name, option in options.items() if name not in CONTRACT]
     if not jax.tree_util.all_leaves(own):
         return None  # the structure of an operation's own option may hold anything
-    template = part.template.key
+    template = local.template.key
     if template is None:
         return None
-    return (key, template, boundary.mesh, tuple(sorted(where)), part.wanted, part.batch, part.heads, part.kv_heads,
-            part.group, part.by_kv_head)  # fmt: skip
+    return (key, template, boundary.mesh, tuple(sorted(where)), local.wanted, local.batch, local.heads, local.kv_heads,
+            local.group, local.by_kv_head)  # fmt: skip
 
 
 def _by_kv_head(options: Mapping[str, Any], option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
@@ -192,39 +191,39 @@ def _by_kv_head(options: Mapping[str, Any], option_axes: Mapping[str, str]) -> t
     return tuple((name, axis) for name, axis in own if axis is not None)
 
 
-def run_whole(
+def run_unsharded(
     boundary: Boundary, function: Callable[..., OperationOutput], args: tuple[Any, Any, Any], options: Mapping[str, Any]
 ) -> OperationOutput:
-    """What ``function(*args, **options)``, which is plain JAX, gives, for JAX's compiler to cut.
+    """``function(*args, **options)``, which is plain JAX, partitioned by JAX's compiler.
 
-    It can't where axes are explicit: there every device of these computes all, as JAX has no gradient of
-    `jax.sharding.auto_axes` in `jax.shard_map`.
+    With explicit axes all devices compute all of it, since JAX has no gradient of `jax.sharding.auto_axes` in
+    `jax.shard_map`.
 
     Args:
         boundary: nested in another, see `Boundary.is_nested`.
         function: a forward.
-        args: see `run_in_parts`.
+        args: see `run_sharded`.
         options: those of the contract, bound.
     """
     if not boundary.is_explicit:
         return function(*args, **options)
     given = {"args": args, **options}
-    whole = jax.tree.map(
+    replicated = jax.tree.map(
         lambda x: resharded(x, PartitionSpec(), boundary.mesh) if isinstance(x, jax.Array) else x, given
     )
-    return function(*whole.pop("args"), **whole)
+    return function(*replicated.pop("args"), **replicated)
 
 
 def _specs(
     boundary: Boundary, args: tuple[Any, Any, Any], options: Mapping[str, Any], option_axes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Of each option, the specs of its arrays."""
-    cuts = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
+    """The specs of each option's arrays, by its name."""
+    entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
     sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": args[1].shape[2]}
 
     def spec_of(shape: tuple[int, ...], letters: str) -> PartitionSpec:
         sized = zip(letters, shape, strict=False)
-        return PartitionSpec(*(cuts.get(letter) if size > 1 else None for letter, size in sized))
+        return PartitionSpec(*(entries.get(letter) if size > 1 else None for letter, size in sized))
 
     specs: dict[str, Any] = {}
     for name, option in options.items():
@@ -244,10 +243,10 @@ def _wanted(options: Mapping[str, Any]) -> tuple[str, ...]:
     return ("attention_outputs", *(field for option, field in asked.items() if option in options))
 
 
-def _fields(found: Any, wanted: tuple[str, ...]) -> tuple[Any, ...]:
-    if not isinstance(found, OperationOutput):
-        raise TypeError(f"a forward returned a {type(found).__name__}, but must return OperationOutput")
-    return tuple(getattr(found, name) for name in wanted)
+def _fields(output: Any, wanted: tuple[str, ...]) -> tuple[Any, ...]:
+    if not isinstance(output, OperationOutput):
+        raise TypeError(f"a forward returned a {type(output).__name__}, but must return OperationOutput")
+    return tuple(getattr(output, name) for name in wanted)
 
 
 def _where(boundary: Boundary) -> dict[str, Any]:
@@ -258,20 +257,20 @@ def _where(boundary: Boundary) -> dict[str, Any]:
 
 
 def _first(entry: Entry, size: int) -> Any:
-    """The first index of this device's part of a dimension, of which it has ``size``."""
+    """The first index of this device's shard of a dimension, of ``size`` indices."""
     return jnp.int32(0) if entry is None else lax.axis_index(entry) * size
 
 
-def _kv_heads(x: jax.Array, place: Place, group: int, axis: int = 2) -> jax.Array:
-    """Of all kv heads those of this device's query heads: a divisor of them, repeated as few times as possible.
+def _kv_heads(x: jax.Array, shard: Shard, group: int, axis: int = 2) -> jax.Array:
+    """The kv heads of this device's query heads: a divisor of their number, repeated as few times as possible.
 
     Args:
         x: keys or values [B, S, K, d], or an array that has K along another axis.
-        place: the device's.
+        shard: of the device.
         group: query heads a kv head, in the whole call.
-        axis: that of kv heads.
+        axis: of kv heads.
     """
-    first, count = place.h // group, max(1, place.heads // group)
-    if place.heads % group == 0 or group % place.heads == 0:
+    first, count = shard.h // group, max(1, shard.heads // group)
+    if shard.heads % group == 0 or group % shard.heads == 0:
         return lax.dynamic_slice_in_dim(x, first, count, axis=axis)
-    return jnp.take(x, (place.h + jnp.arange(place.heads)) // group, axis=axis)
+    return jnp.take(x, (shard.h + jnp.arange(shard.heads)) // group, axis=axis)

@@ -29,7 +29,7 @@ from attnops import (
 from attnops.kernels import REVERSE_ONLY, equally_varying, reverse_mode_only
 from attnops.masks import Mask, block_map
 from attnops.operations.flash import FlashAttention
-from attnops.partition import Boundary, mesh_of_types, run_in_parts, uncut
+from attnops.partition import Boundary, mesh_of_types, run_sharded, uncut
 from attnops.sharding import KV_LENGTH, get_names_from_partition_spec
 from attnops.softmax import PartialSoftmax, with_sinks
 from attnops_ring.block import Extras, Inner, whole_block
@@ -204,7 +204,7 @@ def _run(
     lengths = None if strategy == "reduce" else axis, axis
     own_key = operation.program_key("native")
     key = None if own_key is None else (own_key, inner, axis, hops, strategy)
-    output = run_in_parts(
+    output = run_sharded(
         boundary, function, padded, options, lengths, is_interpreted=call.request.interpret, key=key
     )  # fmt: skip
     out, lse = output.attention_outputs, output.logsumexp

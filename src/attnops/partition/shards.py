@@ -1,4 +1,4 @@
-"""Masks and biases cut for the devices of a mesh: how their arrays are sharded, and what a device makes of them."""
+"""Masks and biases under a mesh: how their arrays are sharded, and the mask or bias of one device's shard."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from attnops.masks import Mask
 from attnops.masks.shift import Shifted
 
 
-class Place(NamedTuple):
-    """Which part of a call a device has.
+class Shard(NamedTuple):
+    """The batches and heads of a call that a device has.
 
     Attributes:
-        b: its first of the batch, an integer array [].
-        h: its first query head, likewise.
+        b: its first batch index, an integer array [].
+        h: its first query head, an integer array [].
         batches: how many of the batch it has.
-        heads: how many query heads.
+        heads: how many query heads it has.
     """
 
     b: Any
@@ -44,32 +44,32 @@ def specs_of(value: Any, spec_of: SpecOf) -> Any:
     if not isinstance(value, (Mask, Bias)):
         return spec_of(value.shape, "bhts") if hasattr(value, "shape") else value
     if value.axes is None:
-        # It is asked about the whole call, and so has all of its arrays, those of what it wraps too.
+        # It is evaluated at indices of the whole call, so that all its arrays are replicated, those inside it too.
         return jax.tree.map(lambda x: PartitionSpec(), value)
     return _map(
         value, lambda name, x: spec_of(x.shape, (value.axes or {}).get(name, "")), lambda x: specs_of(x, spec_of)
     )
 
 
-def part_of(value: Any, place: Place) -> Any:
-    """A bound mask or bias whose arrays are cut, as the part of the call understands it."""
+def shard_of(value: Any, shard: Shard) -> Any:
+    """A bound mask or bias, with sharded arrays, for indices of a device's shard."""
     if isinstance(value, Mask) and value.axes is None:
-        return Shifted(value, *place)
+        return Shifted(value, *shard)
     if isinstance(value, Bias) and value.axes is None:
-        return ShiftedBias(value, place.b, place.h)
+        return ShiftedBias(value, shard.b, shard.h)
     if not isinstance(value, (Mask, Bias)):
         return value
-    return _map(value, lambda name, x: x, lambda x: part_of(x, place))
+    return _map(value, lambda name, x: x, lambda x: shard_of(x, shard))
 
 
 def _map(value: Any, array: Callable[[str, Any], Any], inner: Callable[[Any], Any]) -> Any:
-    """``value``, which states its axes, with its arrays and its masks replaced."""
-    found = object.__new__(type(value))  # not through __init__, which checks arrays
+    """A mask or bias that declares axes, with its arrays and its inner masks replaced."""
+    copy = object.__new__(type(value))  # without __init__, which checks arrays
     for field in dataclasses.fields(value):
         x = getattr(value, field.name)
         if isinstance(x, (Mask, Bias)):
             x = inner(x)
         elif hasattr(x, "shape"):
             x = array(field.name, x)
-        object.__setattr__(found, field.name, x)
-    return found
+        object.__setattr__(copy, field.name, x)
+    return copy

@@ -17,8 +17,8 @@ from attnops import (
 from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
 from attnops.masks import Causal, Coverage, KeyPadding, Lengths, Segments, SlidingWindow, block_map
 from attnops.operations.flash.backend import _attend
-from attnops.operations.flash.tile_sizes import choose_lanes, choose_tiles
-from attnops.operations.flash.visits import visits
+from attnops.operations.flash.tile_schedule import tile_schedule
+from attnops.operations.flash.tile_sizes import choose_problems_per_tile, choose_tiles
 from attnops.testing.problem import FAST_COMPILE, Problem
 from attnops.testing.strategies import problems
 
@@ -102,7 +102,7 @@ def test_visits_are_the_tiles_that_are_not_empty(traced):
     coverage = block_map(mask, (1, 1, 128, 128), 16, 16).coverage[0]
     assert isinstance(coverage, np.ndarray) != traced
     for tiles in (coverage, coverage.swapaxes(1, 2)):
-        v = visits(tiles)
+        v = tile_schedule(tiles)
         tiles = np.asarray(tiles)
         for row in range(8):
             full, partial = (
@@ -288,9 +288,9 @@ def test_chosen_tiles_are_multiples_of_16_and_pad_little():
         assert q % 16 == k % 16 == 0
         assert -(-T // k) * k - T < max(16 * -(-T // k), 16)  # little is padded
     assert choose_tiles(100, 100, 1, 32, 48) == (32, 48)
-    assert choose_lanes(4, 6, 1, by_batch=False, by_head=False, alone=False) == 24
-    assert choose_lanes(4, 6, 1, by_batch=True, by_head=False, alone=False) == 6
-    assert choose_lanes(4, 6, 1, by_batch=True, by_head=True, alone=True) == 1
+    assert choose_problems_per_tile(4, 6, 1, by_batch=False, by_head=False, by_kv_head=False) == 24
+    assert choose_problems_per_tile(4, 6, 1, by_batch=True, by_head=False, by_kv_head=False) == 6
+    assert choose_problems_per_tile(4, 6, 1, by_batch=True, by_head=True, by_kv_head=True) == 1
 
 
 def test_no_warning_is_given():

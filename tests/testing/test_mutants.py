@@ -16,7 +16,7 @@ from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import Limits
 from attnops.dropout import dropout_keep, dropout_rows, dropout_seed
-from attnops.kernels.unseen import hide_unseen
+from attnops.kernels.unseen import zero_masked_tokens
 from attnops.masks import And, Causal, Segments, SlidingWindow
 from attnops.output import OperationOutput
 from attnops.testing.behaviours import BEHAVIOURS, memory_growth
@@ -84,7 +84,7 @@ class Reference(OperationImpl):
         return mask.dense(B, H, T, S)
 
     def hide(self, query, key, value, allowed):
-        return hide_unseen(query, key, value, allowed)
+        return zero_masked_tokens(query, key, value, allowed)
 
     def cast(self, query, key, value):
         return (x.astype(jnp.float32) for x in (query, key, value))

@@ -1,4 +1,4 @@
-"""Block maps as a kernel's tiles need them: ragged ends masked, heads that share a tile merged."""
+"""Block maps adapted to a kernel's tiles: ragged ends masked, heads that share a tile merged."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from attnops.masks import Coverage, Mask, block_map
 
 
 def map_shape(mask: Mask | None, scores: tuple[int, int, int, int]) -> tuple[int, int]:
-    """How many batches and heads the block map of a bound mask has: each 1 or all."""
+    """How many batches and heads the block map of a bound mask has, each 1 or all."""
     B, H, *_ = block_map(mask, scores, scores[2], scores[3]).coverage.shape
     return B, H
 
 
-def ragged(coverage: Any, axis: int, rest: int) -> Any:
-    """The coverage, the last tiles along an axis being masked where they are not whole.
+def ragged(coverage: Any, axis: int, remainder: int) -> Any:
+    """The coverage, with the last tiles along an axis PARTIAL at most if they reach beyond the last token.
 
     Args:
-        coverage: [B or 1, H or 1, …] of `attnops.masks.Coverage`, numpy's or traced.
+        coverage: [B or 1, H or 1, …] of `attnops.masks.Coverage`, a numpy array or traced.
         axis: of the tiles.
-        rest: tokens in the last tile; 0 where it is whole.
+        remainder: tokens in the last tile; 0 if it is complete.
     """
-    if not rest:
+    if not remainder:
         return coverage
     xp: Any = np if isinstance(coverage, np.ndarray) else jnp
     size = coverage.shape[axis]
@@ -33,14 +33,14 @@ def ragged(coverage: Any, axis: int, rest: int) -> Any:
 
 
 def merged(coverage: Any, axis: int, size: int) -> Any:
-    """The coverage of several batches or heads together, ``size`` along an axis.
+    """The coverage merged over batches or heads, to ``size`` along an axis.
 
-    A tile is visited if any of them needs it, and masked if any does not see all of it.
+    A tile is active if it is for any of them, and FULL if it is for all of them.
 
     Args:
-        coverage: [B or 1, H or 1, …] of `attnops.masks.Coverage`, numpy's or traced.
+        coverage: [B or 1, H or 1, …] of `attnops.masks.Coverage`, a numpy array or traced.
         axis: 0 or 1.
-        size: what is left of the axis, a divisor of it where it has more.
+        size: of the axis in the result; a divisor of the axis, unless that is smaller.
     """
     if coverage.shape[axis] <= size:
         return coverage

@@ -1,6 +1,6 @@
 """The skeleton of flash attention: from the options of a call to a kernel's plan, operands and results.
 
-check → dtype → plan → arrays → schedule → derivative → output; a backend fills the steps in (`FlashBackend`), and
+check → dtype → plan → arrays → schedule → derivative → output; a backend implements these steps (`FlashBackend`), and
 `attnops.kernels.vjp` has the derivative.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlashCall:
-    """A call of flash attention, as forwards are given it: layout "BTHD", mask and bias bound.
+    """A call of flash attention, with the arguments of a forward: layout "BTHD", mask and bias bound.
 
     Attributes:
         metadata: of the operation.
@@ -40,7 +40,7 @@ class FlashCall:
         logits_soft_cap: None for none.
         sinks: [H]; None for none.
         dropout_key: None for no dropout.
-        is_partial: whether the keys are some of a softmax's, so that results stay float32.
+        is_partial: whether this is a partial softmax, whose results are float32, see `attnops.softmax`.
     """
 
     metadata: OperationMetadata
@@ -70,7 +70,7 @@ class FlashCall:
         return 0.0 if self.dropout_key is None else self.metadata.dropout_prob
 
     @property
-    def scores(self) -> tuple[int, int, int, int]:
+    def scores_shape(self) -> tuple[int, int, int, int]:
         """The shape of the scores, (B, H, T, S)."""
         return self.query.shape[0], self.query.shape[2], self.query.shape[1], self.key.shape[1]
 
@@ -81,17 +81,17 @@ class FlashCall:
 
 
 class FlashBackend(FlashKernel):
-    """Flash attention in one kernel language: the steps of the skeleton, and the passes."""
+    """Flash attention in one kernel language: the steps of the skeleton and the passes of `FlashKernel`."""
 
-    # Head dims are padded with zeros, which change nothing, to a multiple of it.
+    # Head dims are padded to a multiple of it with zeros, which change no result.
     head_dim_multiple: ClassVar[int] = 1
 
     def compute_dtype(self, call: FlashCall) -> Any:
-        """What query, key and value are cast to before the kernel; None to leave them as they are."""
+        """The dtype that query, key and value are cast to before the kernel; None for no cast."""
         return None
 
     def fit(self, call: FlashCall) -> FlashCall:
-        """The call with query, key and value in the kernel's dtype and head dims, and its scale stated."""
+        """The call with query, key and value in the kernel's dtype and head dims, and an explicit scale."""
         dtype = self.compute_dtype(call)
         arrays = {name: _padded(self, getattr(call, name)) for name in ("query", "key", "value")}
         if dtype is not None:
@@ -104,7 +104,7 @@ class FlashBackend(FlashKernel):
 
     @abc.abstractmethod
     def arrays(self, plan: Any, call: FlashCall) -> Any:
-        """What scores depend on in addition to query and key; differentiable with respect to bias and sinks."""
+        """The inputs of scores other than query and key; differentiable with respect to bias and sinks."""
 
     @abc.abstractmethod
     def schedule(self, plan: Any, call: FlashCall) -> Any:
@@ -140,37 +140,37 @@ def partial(backend: FlashBackend, call: FlashCall) -> PartialSoftmax:
 def partial_vjp(
     backend: FlashBackend, call: FlashCall, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
 ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """The gradients of what a call's keys contribute to a softmax, from its logsumexp; runs no forward pass.
+    """The gradients of a call's `attnops.softmax.contribution`, from the logsumexp; runs no forward pass.
 
     Args:
-        backend: which kernels.
+        backend: the kernels.
         call: of some of the keys.
-        wants_bias: whether the bias has a gradient.
+        wants_bias: whether the gradient of the bias is computed.
         lse: over all keys, float32 [B, H, T].
         lse_residual: its rounding error, float32 [B, H, T].
         d: the cotangents.
 
     Returns:
-        Those of query, key and value, float32, and that of the bias, in its structure: None for what has none.
+        The gradients of query, key and value, float32; and of the bias, in its structure, None for leaves without one.
     """
     call = call.replace(is_partial=True)
     fitted = backend.fit(call)
     plan = backend.plan(fitted)
 
-    def learnt(bias: Any) -> Any:
-        return backend.learnt(backend.arrays(plan, backend.fit(call.replace(bias=bias))))
+    def bias_arrays(bias: Any) -> Any:
+        return backend.bias_arrays(backend.arrays(plan, backend.fit(call.replace(bias=bias))))
 
     given = fitted.query, fitted.key, fitted.value, backend.arrays(plan, fitted), backend.schedule(plan, fitted)
     d = d._replace(out=_padded(backend, d.out))
     operands, lse, lse_residual, d = equally_varying((Operands(*given), lse, lse_residual, d))
-    dq, dk, dv, d_learnt = backend.run_gradients(plan, wants_bias, operands, lse, lse_residual, d)
-    d_bias = inexact_vjp(learnt, call.bias)(d_learnt) if wants_bias else None
+    dq, dk, dv, d_bias_arrays = backend.run_gradients(plan, wants_bias, operands, lse, lse_residual, d)
+    d_bias = inexact_vjp(bias_arrays, call.bias)(d_bias_arrays) if wants_bias else None
     D, Dv = call.query.shape[3], call.value.shape[3]
     dq, dk, dv = (x.astype(jnp.float32) for x in (dq[..., :D], dk[..., :D], dv[..., :Dv]))
     return dq, dk, dv, d_bias
 
 
 def _padded(backend: FlashBackend, x: jax.Array) -> jax.Array:
-    """``x`` [..., d] with zeros up to a multiple of the head dims that kernels take."""
+    """``x`` [B, length, heads, d] with d padded by zeros to a multiple of ``head_dim_multiple``."""
     missing = -x.shape[-1] % backend.head_dim_multiple
     return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x

@@ -1,4 +1,4 @@
-"""Functions that have no derivative and say so."""
+"""Functions whose first or second derivative raises a clear error."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def not_differentiable(function: Callable[..., Result], message: str) -> Callabl
 
         @jax.custom_jvp
         def run(arrays: list[jax.Array]) -> Result:
-            rest = iter(arrays)
-            merged = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+            remaining = iter(arrays)
+            merged = [next(remaining) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
             args, options = jax.tree.unflatten(tree, merged)
             return function(*args, **options)
 
@@ -42,7 +42,7 @@ def not_differentiable(function: Callable[..., Result], message: str) -> Callabl
 def once_differentiable(function: Callable[..., Result], message: str) -> Callable[..., Result]:
     """``function``, but differentiating its gradient raises `NotDifferentiableError` with ``message``.
 
-    For a kernel with a `jax.custom_vjp` of somebody else's, whose gradient has no derivative, or a wrong one.
+    For a third party's kernel with a `jax.custom_vjp`, whose gradient has no derivative or a wrong one.
     Positional and keyword arguments may be pytrees of arrays and of anything else; results are pytrees of arrays.
     """
 
@@ -51,8 +51,8 @@ def once_differentiable(function: Callable[..., Result], message: str) -> Callab
         is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
 
         def call(arrays: list[jax.Array]) -> Result:
-            rest = iter(arrays)
-            merged = [next(rest) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+            remaining = iter(arrays)
+            merged = [next(remaining) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
             args, options = jax.tree.unflatten(tree, merged)
             return function(*args, **options)
 

@@ -8,12 +8,12 @@ import jax
 
 
 def output_like(like: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """What a kernel gives, for ``pallas_call``'s ``out_shape``: it varies over the same mesh axes as an input.
+    """A ``pallas_call``'s ``out_shape`` for an output that varies over the same mesh axes as an input.
 
     Args:
-        like: an input; `equally_varying` makes all inputs vary alike.
-        shape: the output's.
-        dtype: the output's.
+        like: an input; `equally_varying` makes all inputs vary over the same axes.
+        shape: of the output.
+        dtype: of the output.
     """
     aval: Any = jax.typeof(like)
     varying = {"manual_axis_type": aval.mat} if hasattr(aval, "mat") else {"vma": aval.vma}  # the former since JAX 0.10

@@ -1,4 +1,4 @@
-"""Lengths brought to a multiple, for kernels that take no others."""
+"""Padding of lengths to a multiple, for kernels that accept no other lengths."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Padded(NamedTuple):
 
     Attributes:
         query: [B, T', H, D], zeros after the first T.
-        key: [B, S', K, D], likewise after S.
-        value: [B, S', K, Dv], likewise after S.
-        segments: the segments of queries [B or 1, T'] and keys [B or 1, S'], in which the padding has an id of its own,
-            so that no token sees it; None where nothing was padded and none were given.
+        key: [B, S', K, D], zeros after the first S.
+        value: [B, S', K, Dv], zeros after the first S.
+        segments: the segments of queries [B or 1, T'] and keys [B or 1, S'], where the padding has a separate id, so
+            that no token sees it; None if nothing was padded and no segments were given.
     """
 
     query: jax.Array
@@ -36,17 +36,17 @@ def pad_to_multiple(
     multiple: int | tuple[int, int],
     segments: Segments | None = None,
 ) -> Padded:
-    """Query, key and value with lengths that are multiples, and segment ids that keep the padding apart.
+    """Query, key and value with lengths padded to multiples, and segment ids that separate the padding.
 
-    A band of `attnops.masks.Mask.split` holds for the padded arrays as it is, since it is about indices; a kernel that
-    aligns its causal mask at the end must be given the band's numbers instead. ``unpad`` takes the padding off again.
+    A band of `attnops.masks.Mask.split` holds for the padded arrays too, since it is defined by indices; for a kernel
+    that aligns its causal mask at the end, pass the band's numbers instead. `unpad` removes the padding.
 
     Args:
         query: [B, T, H, D].
         key: [B, S, K, D].
         value: [B, S, K, Dv].
-        multiple: of T and S, or one of each.
-        segments: those of the mask, bound; None for none.
+        multiple: of T and S, or a pair of multiples.
+        segments: of the mask, bound; None for none.
 
     Raises:
         ValueError: a multiple is not positive.
@@ -73,7 +73,7 @@ def unpad(output: OperationOutput, query_length: int, key_length: int | None = N
     Args:
         output: attention_outputs [B, T', H, Dv]; attention_weights [B, H, T', S'] and logsumexp [B, H, T'], or None.
         query_length: T.
-        key_length: S; None for all keys there are.
+        key_length: S; None for all keys.
     """
     weights, lse = output.attention_weights, output.logsumexp
     return OperationOutput(
@@ -84,10 +84,10 @@ def unpad(output: OperationOutput, query_length: int, key_length: int | None = N
 
 
 def _padded(x: Any, more: int, value: Any) -> Any:
-    """An array with more along its second axis."""
+    """``x`` with ``more`` elements of ``value`` appended along its second axis."""
     if not more:
         return x
-    if isinstance(x, np.ndarray) and not isinstance(value, jax.Array):  # what is known when tracing stays known
+    if isinstance(x, np.ndarray) and not isinstance(value, jax.Array):  # stays known when tracing
         return np.concatenate([x, np.full((x.shape[0], more, *x.shape[2:]), value, x.dtype)], axis=1)
     x = jnp.asarray(x)
     end = jnp.broadcast_to(jnp.asarray(value).astype(x.dtype), (x.shape[0], more, *x.shape[2:]))
@@ -95,8 +95,8 @@ def _padded(x: Any, more: int, value: Any) -> Any:
 
 
 def _fresh(q_ids: Any, kv_ids: Any) -> Any:
-    """An id that no token has: one above the greatest, or below the least where that is the greatest there is."""
+    """An id that no token has: the greatest plus 1, or the least minus 1 if the greatest is the dtype's maximum."""
     xp: Any = np if isinstance(q_ids, np.ndarray) and isinstance(kv_ids, np.ndarray) else jnp
-    top, least = xp.maximum(q_ids.max(), kv_ids.max()), xp.minimum(q_ids.min(), kv_ids.min())
+    greatest, least = xp.maximum(q_ids.max(), kv_ids.max()), xp.minimum(q_ids.min(), kv_ids.min())
     largest = min(np.iinfo(x.dtype).max for x in (q_ids, kv_ids))
-    return xp.where(top < largest, xp.minimum(top, largest - 1) + 1, least - 1)
+    return xp.where(greatest < largest, xp.minimum(greatest, largest - 1) + 1, least - 1)

@@ -1,4 +1,4 @@
-"""Forward-mode differentiation of what has reverse mode alone, refused in words."""
+"""A clear error for forward-mode differentiation of functions that only have reverse mode."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from attnops.errors import NotDifferentiableError
 Tree = TypeVar("Tree")
 
 REVERSE_ONLY: Final = (
-    "this implementation has no forward mode (jax.jvp, linearize, jacfwd), but reverse mode alone (grad, vjp); "
-    "vanilla has both"
+    "this implementation has no forward mode (jax.jvp, linearize, jacfwd), only reverse mode (grad, vjp); vanilla has "
+    "both"
 )
 # The identity on tangents: reverse mode transposes it, and only forward mode evaluates it.
 _tangent: Final = core.Primitive("reverse_mode_only")
 
 
 def reverse_mode_only(tree: Tree, message: str) -> Tree:
-    """The same arrays, but what pushes their tangents forward raises `NotDifferentiableError` with ``message``.
+    """The same arrays, but forward-mode differentiation raises `NotDifferentiableError` with ``message``.
 
-    For what is given to a `jax.custom_vjp`, which JAX refuses to differentiate by `jax.jvp` without saying whose it is.
-    Reverse mode is as it was, and costs nothing more.
+    For the arguments of a `jax.custom_vjp`: JAX's own error for `jax.jvp` does not name the function. Reverse mode is
+    unchanged, at no cost.
     """
 
     @jax.custom_jvp
@@ -37,7 +37,7 @@ def reverse_mode_only(tree: Tree, message: str) -> Tree:
         return primals[0], _tangent.bind(tangents[0], message=message)
 
     def guarded(x: Any) -> Any:
-        # One by one, so that an array without a tangent is given none; what is no tracer has none either.
+        # One by one, so that an array without a tangent gets none. Only tracers have tangents.
         is_float = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
         return guard(x) if is_float else x
 

@@ -1,4 +1,4 @@
-"""What rules of `jax.custom_vjp` with symbolic zeros share."""
+"""Helpers for rules of `jax.custom_vjp` with symbolic zeros."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 
 def is_differentiated(primals: Any) -> bool:
-    """Whether a gradient of any array of a pytree is asked for; one given as data costs the backward pass nothing."""
+    """Whether any array of a pytree is differentiated; constants cost the backward pass nothing."""
     leaves = jax.tree.leaves(primals, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     return any(leaf.perturbed for leaf in leaves)
 
 
 def cotangents(given: Any, like: jax.Array) -> tuple[jax.Array, ...]:
-    """The cotangents as arrays, those that are 0 too.
+    """The cotangents as arrays, with zeros for symbolic zeros.
 
     Args:
-        given: as the rule is given them.
-        like: an array that varies over the mesh axes that they are to vary over.
+        given: the cotangents, as the rule receives them.
+        like: an array; zeros vary over the same mesh axes.
     """
     return tuple(
         jnp.zeros_like(like, shape=x.shape, dtype=x.dtype) if isinstance(x, SymbolicZero) else x for x in given
@@ -30,18 +30,17 @@ def cotangents(given: Any, like: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def inexact_vjp(function: Callable[[Any], Any], tree: Any) -> Callable[[Any], Any]:
-    """The pullback of ``function`` at a pytree, where integers have no gradient: they are None in what it returns.
+    """The pullback of ``function`` at a pytree; the gradient of an integer leaf is None.
 
-    The pullback takes a pytree of the structure of the function's value, with None in place of leaves that have no
-    cotangent.
+    The pullback's argument has the structure of the function's value, with None for leaves without a cotangent.
     """
     leaves, treedef = jax.tree.flatten(tree)
     is_inexact = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
     structure: list[Any] = []
 
     def of_inexact(given: list[Any]) -> list[Any]:
-        rest = iter(given)
-        merged = [next(rest) if moves else x for x, moves in zip(leaves, is_inexact, strict=True)]
+        remaining = iter(given)
+        merged = [next(remaining) if moves else x for x, moves in zip(leaves, is_inexact, strict=True)]
         value, value_def = jax.tree.flatten(function(jax.tree.unflatten(treedef, merged)))
         structure.append(value_def)
         return value
@@ -50,8 +49,8 @@ def inexact_vjp(function: Callable[[Any], Any], tree: Any) -> Callable[[Any], An
 
     def pulled(d: Any) -> Any:
         given = [_cotangent(x, y) for x, y in zip(value, structure[0].flatten_up_to(d), strict=True)]
-        found = iter(pull_back(given)[0])
-        return jax.tree.unflatten(treedef, [next(found) if moves else None for moves in is_inexact])
+        gradients = iter(pull_back(given)[0])
+        return jax.tree.unflatten(treedef, [next(gradients) if moves else None for moves in is_inexact])
 
     return pulled
 

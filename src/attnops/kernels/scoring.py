@@ -1,4 +1,4 @@
-"""What a call does to the products of queries and keys, as static data that kernels are written from."""
+"""What a call does to scores, as static data from which kernels are built."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Scoring:
 
     Attributes:
         cap: the soft cap.
-        mask: the mask; None for none.
-        dense: how many arrays of T × S elements the mask has.
-        bias: a bias that is elementwise; None for none.
+        mask: the mask, elementwise; None for none.
+        dense: number of arrays of T × S elements in the mask.
+        bias: an elementwise bias; None for none.
         table: whether there is a bias by distance.
         array: whether there is a bias of T × S elements.
         dropout_prob: the probability of dropout.
         dropout_step: see `attnops.dropout.dropout_step`.
-        has_fully_masked_tokens: whether some tokens may be seen by nobody, and so hold anything, NaN too.
+        has_fully_masked_tokens: whether tokens may be fully masked; such tokens may hold NaN.
         sinks: whether there are sinks.
     """
 
@@ -46,14 +46,14 @@ class Scoring:
         return self.bias is not None or self.table or self.array
 
     @property
-    def changes_scores(self) -> bool:
+    def has_cap_or_bias(self) -> bool:
         """Whether scores are more than a product and a scale."""
         return self.cap is not None or self.has_bias
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SpreadArray(Bias):
-    """An array bias that does not have an element for each score: one of queries, of keys, or of heads alone.
+    """An array bias with fewer than T × S elements: of queries, of keys, or of heads alone.
 
     Attributes:
         array: [B or 1, H or 1, T or 1, S or 1], not both T and S.
@@ -87,9 +87,9 @@ def describe(
         bias: of the call.
         cap: the soft cap.
         dropout_prob: 0 for none.
-        sinks: whether there are any.
+        sinks: whether there are sinks.
         dropout_step: see `attnops.dropout.dropout_step`.
-        packed: whether the kernel is given the mask as bits instead of evaluating it.
+        packed: whether the kernel receives the mask as bits instead of evaluating it.
     """
     bias = elementwise_bias(bias)
     table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)
@@ -109,6 +109,6 @@ def describe(
 
 
 def elementwise_bias(bias: jax.Array | Bias | None) -> jax.Array | Bias | None:
-    """The bias in a form that kernels take: an array of T × S elements as it is, any smaller array as a `Bias`."""
+    """The bias in the form that kernels accept: an array of T × S elements, or a `Bias` for any smaller array."""
     is_small = bias is not None and not isinstance(bias, Bias) and min(bias.shape[2:]) == 1
     return SpreadArray(bias) if is_small else bias

@@ -1,4 +1,4 @@
-"""Tokens that no query sees may hold anything, and queries that see none have an answer: 0, not NaN."""
+"""Fully masked tokens: keys that no query sees and queries that see no key. They may hold NaN, and results must not."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ def zero_unseen(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Query, key and value with 0 for queries that see no key and for keys that no query sees.
 
-    These may hold anything, NaN too, and a kernel that multiplies them by a weight of 0 would give NaN.
+    Such tokens may hold NaN, and a kernel that multiplies them by a weight of 0 would return NaN.
 
     Args:
         query: [B, T, H, D].
         key: [B, S, K, D].
         value: [B, S, K, Dv].
-        mask: bound, as a forward gets it; None for none. Where it is certain that it hides no token, nothing is done;
-            else this needs O(T · S) memory, a byte an element.
+        mask: bound; None for none. If it certainly has no fully masked tokens, the arrays are returned unchanged;
+            otherwise this needs O(T · S) memory, a byte an element.
     """
     (B, T, H, _), S = query.shape, key.shape[1]
     if mask is None or not mask.has_fully_masked_tokens(T, S):
         return query, key, value
-    return hide_unseen(query, key, value, mask.dense(B, H, T, S))
+    return zero_masked_tokens(query, key, value, mask.dense(B, H, T, S))
 
 
-def hide_unseen(
+def zero_masked_tokens(
     query: jax.Array, key: jax.Array, value: jax.Array, allowed: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`zero_unseen` by booleans ``allowed`` that broadcast to [B, H, T, S]."""
+    """`zero_unseen` for booleans ``allowed`` that broadcast to [B, H, T, S]."""
     K = key.shape[2]
     sees = allowed.any(axis=3).swapaxes(1, 2)  # [B, T, H], each 1 or all
     seen = allowed.any(axis=2)  # [B, H, S], each 1 or all
@@ -43,14 +43,14 @@ def hide_unseen(
 
 
 def repair_empty_rows(output: OperationOutput, mask: Mask | None, key_length: int) -> OperationOutput:
-    """A kernel's result with what the contract says of queries that see no key: output and weights 0, logsumexp −inf.
+    """A kernel's result with the contract's values for queries that see no key: output and weights 0, logsumexp −inf.
 
-    Kernels that hide keys by a large negative number give the mean of the values there. Cotangents of these rows are 0;
-    give the kernel the arrays of `zero_unseen`, so that 0 times what it keeps is 0. One that gives NaN there gives NaN
-    for all gradients, which nothing outside of it can repair.
+    Kernels that mask scores with a large negative number return the mean of the values for such queries. The cotangents
+    of these rows are 0; call the kernel with the arrays of `zero_unseen`, so that 0 times its residuals is 0. If it
+    returns NaN for these rows, all its gradients are NaN, which can't be repaired outside the kernel.
 
     Args:
-        output: what the kernel gave, attention_outputs [B, T, H, Dv].
+        output: of the kernel, attention_outputs [B, T, H, Dv].
         mask: bound; None for none. See `zero_unseen` for its memory.
         key_length: S.
     """

@@ -1,4 +1,4 @@
-"""Over which axes of a mesh an array varies, for kernels; see `attnops.programs.varying`."""
+"""The mesh axes that arrays vary over, for kernels; see `attnops.programs.varying`."""
 
 from attnops.programs.varying import equally_varying
 

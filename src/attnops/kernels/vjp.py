@@ -1,4 +1,4 @@
-"""The derivative of flash attention, which all kernels share: what is saved, what comes back, what is refused.
+"""The derivative of flash attention, shared by all kernels: residuals, cotangents and refused second derivatives.
 
 The backward pass recomputes the weights from the logsumexp (Dao 2023, arXiv:2307.08691). A kernel supplies its forward
 pass and its gradients, as a `FlashKernel`.
@@ -21,13 +21,13 @@ from attnops.softmax import Contribution
 
 
 class Operands(NamedTuple):
-    """What a kernel works on.
+    """The inputs of a kernel.
 
     Attributes:
         query: [B, T, H, D].
         key: [B, S, K, D].
         value: [B, S, K, Dv].
-        arrays: what scores depend on in addition to these: a NamedTuple with ``sinks`` [1, H] float32 or None.
+        arrays: all other inputs of scores, a NamedTuple with ``sinks``, [1, H] float32 or None.
         schedule: which tiles are computed, in which order.
     """
 
@@ -39,9 +39,9 @@ class Operands(NamedTuple):
 
 
 class FlashKernel(abc.ABC):
-    """The passes of flash attention in one kernel language. Without state: equal to others of its class."""
+    """The passes of flash attention in one kernel language. It has no state: instances of a class are equal."""
 
-    # What is raised where a second derivative is asked for.
+    # The message of the error that a second derivative raises.
     second_derivative: ClassVar[str]
 
     def __eq__(self, other: object) -> bool:
@@ -52,19 +52,19 @@ class FlashKernel(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, plan: Any, operands: Operands) -> tuple[jax.Array, Any]:
-        """The output [B, T, H, Dv], and the statistics of its softmax, in the kernel's own form: see `logsumexp`."""
+        """The output [B, T, H, Dv], and the statistics of its softmax, which `logsumexp` converts."""
 
     @abc.abstractmethod
     def gradients(
         self, plan: Any, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """The gradients of query, key and value, and of the arrays: None for those that have none.
+        """The gradients of query, key and value, and of the arrays: None for arrays without a gradient.
 
         Args:
             plan: static description of the call.
-            wants_bias: whether a gradient of `learnt` is asked for.
+            wants_bias: whether the gradients of `bias_arrays` are computed.
             operands: of the call.
-            statistics: of the softmax that weights are computed from, [B, H, T] each.
+            statistics: [B, H, T] each, from which the weights are recomputed.
             delta: [B, H, T] float32; the gradient of a score is ``weight · (d_out · value − delta)``.
             d_out: [B, T, H, Dv].
         """
@@ -78,8 +78,8 @@ class FlashKernel(abc.ABC):
         """The inverse of `logsumexp`."""
         return lse, lse_residual
 
-    def learnt(self, arrays: Any) -> Any:
-        """The arrays whose gradient costs a kernel of its own, so that it is computed only when asked for."""
+    def bias_arrays(self, arrays: Any) -> Any:
+        """The arrays of the bias, whose gradients are computed only if they are needed, since they cost a kernel."""
         return arrays.bias, arrays.table, arrays.array
 
     def row_sums(self, x: jax.Array) -> jax.Array:
@@ -97,12 +97,12 @@ def attend(
 
 
 def _forward_rule(kernel: FlashKernel, plan: Any, *primals: Any) -> tuple[Any, Any]:
-    # What is saved must be arrays; the structure says the flag.
-    flag = (None,) * is_differentiated(kernel.learnt(primals[3]))
+    # Residuals must be arrays; the flag is the length of a tuple.
+    flag = (None,) * is_differentiated(kernel.bias_arrays(primals[3]))
     operands = Operands(*custom_vjp_primal_tree_values(primals))
     run = not_differentiable(functools.partial(kernel.forward, plan), kernel.second_derivative)
     out, statistics = run(operands)
-    # Tagged here, where they are saved: a checkpoint policy would otherwise name a copy.
+    # Tagged here, where they become residuals; elsewhere a checkpoint policy would name a copy.
     out, statistics = tag(out, OUTPUT_NAME), jax.tree.map(lambda x: tag(x, LOGSUMEXP_NAME), statistics)
     return (out, *kernel.logsumexp(plan, statistics)), (operands, out, statistics, flag)
 
@@ -113,16 +113,16 @@ def _backward_rule(kernel: FlashKernel, plan: Any, saved: Any, given: Any) -> tu
 
     def gradients(operands: Operands, out: Any, statistics: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
         delta = kernel.row_sums(d_out.astype(jnp.float32) * out.astype(jnp.float32)) - d_lse
-        *found, d_arrays = kernel.gradients(plan, bool(flag), operands, statistics, delta, d_out)
+        *d_qkv, d_arrays = kernel.gradients(plan, bool(flag), operands, statistics, delta, d_out)
         if operands.arrays.sinks is not None:
             d_sinks = _sinks_gradient(operands.arrays.sinks, *kernel.logsumexp(plan, statistics), delta)
             d_arrays = d_arrays._replace(sinks=d_sinks)
-        return *found, d_arrays
+        return *d_qkv, d_arrays
 
     run = not_differentiable(gradients, kernel.second_derivative)
-    *found, d_arrays = run(operands, out, statistics, d_out, d_lse)
-    # Those of a partial softmax are float32.
-    rounded = (d.astype(x.dtype) for d, x in zip(found, operands[:3], strict=True))
+    *d_qkv, d_arrays = run(operands, out, statistics, d_out, d_lse)
+    # The gradients of a partial softmax are float32.
+    rounded = (d.astype(x.dtype) for d, x in zip(d_qkv, operands[:3], strict=True))
     return *rounded, d_arrays, None
 
 
@@ -138,31 +138,31 @@ def contribution_gradients(
     lse_residual: jax.Array,
     d: Contribution,
 ) -> tuple[Any, ...]:
-    """The gradients of `attnops.softmax.contribution`, by the logsumexp of all keys alone: no forward pass is run.
+    """The gradients of `attnops.softmax.contribution`, from the logsumexp of all keys; runs no forward pass.
 
     Args:
         kernel: of the operands.
-        plan: static description of the call, which asks for float32 gradients.
-        wants_bias: whether the gradients of `FlashKernel.learnt` are computed.
-        operands: of the call; no sinks, which belong to all keys together.
+        plan: static description of the call, for float32 gradients.
+        wants_bias: whether the gradients of `FlashKernel.bias_arrays` are computed.
+        operands: of the call, without sinks, which belong to all keys together.
         lse: the logsumexp over all keys, float32 [B, H, T].
         lse_residual: its rounding error, float32 [B, H, T].
         d: the cotangents.
 
     Returns:
-        Those of query, key and value, float32, and those of ``kernel.learnt(operands.arrays)``, None where they are
-        not asked for.
+        The gradients of query, key and value, float32; and of ``kernel.bias_arrays(operands.arrays)``, None without
+        ``wants_bias``.
     """
 
     def gradients(operands: Operands, lse: jax.Array, lse_residual: jax.Array, d: Contribution) -> tuple[Any, ...]:
         statistics = kernel.statistics(plan, lse, lse_residual)
-        *found, d_arrays = kernel.gradients(plan, wants_bias, operands, statistics, -d.weight, d.out)
-        return *found, kernel.learnt(d_arrays) if wants_bias else None
+        *d_qkv, d_arrays = kernel.gradients(plan, wants_bias, operands, statistics, -d.weight, d.out)
+        return *d_qkv, kernel.bias_arrays(d_arrays) if wants_bias else None
 
     return not_differentiable(gradients, kernel.second_derivative)(operands, lse, lse_residual, d)
 
 
 def _sinks_gradient(sinks: jax.Array, lse: jax.Array, lse_residual: jax.Array, delta: jax.Array) -> jax.Array:
-    """[1, H]. A sink is one more logit, whose value is 0; a row that sees no key has no part in it."""
+    """[1, H]. A sink is one more logit, whose value is 0; fully masked rows contribute nothing."""
     weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp((sinks[:, :, None] - lse) - lse_residual))
     return -(weight * delta).sum((0, 2))[None]

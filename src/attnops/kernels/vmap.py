@@ -13,21 +13,21 @@ from jax.custom_batching import custom_vmap
 
 
 class Foldable(abc.ABC):
-    """A pytree of arrays that knows by itself how a mapped axis joins its batch, such as a list of tiles to visit."""
+    """A pytree of arrays with its own rule for adding a mapped axis to its batch, such as a tile schedule."""
 
     @abc.abstractmethod
     def fold(self, batched: Any, n: int, B: int) -> Any:
-        """The same for a batch of ``n · B``, slices first.
+        """The same for a batch of ``n · B``, slices outermost.
 
         Args:
-            batched: of this class, saying of each array whether its first axis is the mapped one.
-            n: slices.
-            B: the batch of each.
+            batched: of this class, with a bool for each array: whether its first axis is the mapped axis.
+            n: size of the mapped axis.
+            B: batch of each slice.
         """
 
 
 class HasBatch(Protocol):
-    """A plan, a dataclass, that says how large the batch is."""
+    """A plan: a dataclass with the batch size."""
 
     @property
     def B(self) -> int: ...
@@ -39,8 +39,8 @@ Plan = TypeVar("Plan", bound=HasBatch)
 def folds_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel(plan, *arguments)``, mapped by `jax.vmap` as one call of a larger batch; ``plan`` is static.
 
-    The arguments are pytrees of arrays whose first axis is the batch, or 1 where all batches share one, and of
-    `Foldable` things. So are the results, none of which is shared.
+    The arguments are pytrees of `Foldable` objects and of arrays whose first axis is the batch, or 1 if all batches
+    share one element. The results are such pytrees too, whose first axis is always the batch.
     """
 
     def mapped(called: Callable[..., Any], plan: Plan, n: int, in_batched: Any, arguments: Any) -> Any:
@@ -49,22 +49,22 @@ def folds_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, Foldable))
         batched = tree.flatten_up_to(tuple(in_batched))
         folded = [_fold(x, b, n, plan.B) for x, b in zip(leaves, batched, strict=True)]
-        found = called(larger, *jax.tree.unflatten(tree, folded))
-        return jax.tree.map(lambda x: x.reshape(n, plan.B, *x.shape[1:]), found)
+        results = called(larger, *jax.tree.unflatten(tree, folded))
+        return jax.tree.map(lambda x: x.reshape(n, plan.B, *x.shape[1:]), results)
 
     return _with_rule(kernel, mapped)
 
 
 def one_by_one(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel(plan, *arguments)``, mapped as a loop, for results that batches share."""
+    """``kernel(plan, *arguments)``, mapped as a loop, for results that all batches share."""
 
     def mapped(called: Callable[..., Any], plan: Plan, n: int, in_batched: Any, arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
         batched = jax.tree.leaves(in_batched)
 
         def body(some: list[Any]) -> Any:
-            rest = iter(some)
-            each = [next(rest) if b else x for x, b in zip(leaves, batched, strict=True)]
+            mapped = iter(some)
+            each = [next(mapped) if b else x for x, b in zip(leaves, batched, strict=True)]
             return called(plan, *jax.tree.unflatten(tree, each))
 
         return jax.lax.map(body, [x for x, b in zip(leaves, batched, strict=True) if b])
@@ -73,7 +73,7 @@ def one_by_one(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_rule(kernel: Callable[..., Any], mapped: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel`` whose mapped calls are ``mapped(itself, plan, slices, which are mapped, arguments)``."""
+    """``kernel``, with the vmap rule ``mapped(kernel, plan, axis_size, in_batched, arguments)``."""
 
     def called(plan: Any, *arguments: Any) -> Any:
         @custom_vmap
@@ -82,8 +82,8 @@ def _with_rule(kernel: Callable[..., Any], mapped: Callable[..., Any]) -> Callab
 
         @run.def_vmap
         def _(axis_size: int, in_batched: Any, *arguments: Any) -> Any:
-            found = mapped(called, plan, axis_size, in_batched, arguments)
-            return found, jax.tree.map(lambda _: True, found)
+            results = mapped(called, plan, axis_size, in_batched, arguments)
+            return results, jax.tree.map(lambda _: True, results)
 
         return run(*arguments)
 
@@ -94,7 +94,7 @@ def _fold(x: Any, batched: Any, n: int, B: int) -> Any:
     if isinstance(x, Foldable):
         return x.fold(batched, n, B)
     if not batched:
-        # What one batch has, all have.
+        # All slices share it.
         return x if x.shape[0] == 1 else jnp.tile(x, (n, *[1] * (x.ndim - 1)))
     x = jnp.broadcast_to(x, (n, B, *x.shape[2:]))
     return x.reshape(n * B, *x.shape[2:])

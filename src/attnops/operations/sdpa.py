@@ -15,7 +15,7 @@ from attnops.dispatch.operation import forward_for
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.errors import Reason
-from attnops.kernels.unseen import hide_unseen
+from attnops.kernels.unseen import zero_masked_tokens
 from attnops.masks.base import Mask
 from attnops.masks.structure import MaskStructure
 from attnops.operations.vanilla import VanillaAttention
@@ -157,7 +157,7 @@ class ScaledDotProductAttention(VanillaAttention):
         is_causal = _is_plain_causal(structure, T, S)
         allowed = None if mask is None or is_causal else mask.dense(B, H, T, S)
         if mask is not None and allowed is not None and mask.has_fully_masked_tokens(T, S):
-            query, key, value = hide_unseen(query, key, value, allowed)
+            query, key, value = zero_masked_tokens(query, key, value, allowed)
         if bias is not None and implementation == "cudnn":
             bias = jnp.broadcast_to(bias, (*bias.shape[:2], T, S))
         if allowed is not None and implementation == "cudnn":

@@ -17,7 +17,7 @@ from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import Request
 from attnops.dropout import dropout_mask
-from attnops.kernels.unseen import hide_unseen
+from attnops.kernels.unseen import zero_masked_tokens
 from attnops.masks.base import Mask
 from attnops.output import OperationOutput
 
@@ -63,7 +63,7 @@ class VanillaAttention(OperationImpl):
         out_dtype = query.dtype
         allowed = None if mask is None else mask.dense(B, H, T, S)
         if mask is not None and allowed is not None and mask.has_fully_masked_tokens(T, S):
-            query, key, value = hide_unseen(query, key, value, allowed)
+            query, key, value = zero_masked_tokens(query, key, value, allowed)
         # Heads before lengths, in this order, make each product one batched matmul that transposes no T × S array.
         q = query.astype(jnp.float32).reshape(B, T, K, H // K, D).transpose(0, 2, 3, 1, 4)
         k, v = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (key, value))

@@ -1,4 +1,4 @@
-"""Compile for any TPU generation on a host that has none: libtpu carries the real compiler, and needs no TPU.
+"""Compile for any TPU generation on a host without a TPU: libtpu contains the compiler, which needs no TPU.
 
     with `environment()` in `os.environ` before JAX is used:
     compiled = compile_for(function, [jax.ShapeDtypeStruct(...), ...], "v6e")
@@ -19,7 +19,7 @@ TOPOLOGIES: Final = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6
 
 
 def environment() -> dict[str, str]:
-    """What must stand in the environment before JAX starts: libtpu then asks no metadata server and wants no TPU."""
+    """Environment variables to set before JAX starts, so that libtpu queries no metadata server and needs no TPU."""
     return {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 
 
 def devices(generation: str, topology: str | None = None) -> list[Any]:
-    """The devices of a slice, which compile and don't run.
+    """The devices of a slice, for compilation only.
 
     Args:
         generation: one of `TOPOLOGIES`.
@@ -59,7 +59,7 @@ def compile_for(function: Callable[..., Any], arguments: Any, generation: str) -
 
     Args:
         function: of arrays, or of pytrees of them.
-        arguments: what it is called with, arrays or `jax.ShapeDtypeStruct`.
+        arguments: its arguments, arrays or `jax.ShapeDtypeStruct`.
         generation: one of `TOPOLOGIES`.
     """
     from attnops_tpu.generations import target

@@ -1,10 +1,10 @@
-"""What a program for several TPUs sends while it computes: its scheduled instructions, in their order.
+"""The transfers of a program for several TPUs, and whether kernels overlap them: its instructions in scheduled order.
 
     compiled, program = scheduled(jax.jit(f).trace(...).lower(lowering_platforms=("tpu",)), "v5p")
     for events in exchanges(program).values():
         print(" ".join(map(str, events)))
 
-A transfer begins at its "start" and must have ended at its "done"; what stands between hides it.
+A transfer begins at its "start" and has ended at its "done"; instructions in between overlap it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Event(NamedTuple):
     """An instruction.
 
     Attributes:
-        kind: ``"start"`` or ``"done"`` of a transfer, ``"whole"`` for one that nothing hides, or ``"kernel"``.
+        kind: ``"start"`` or ``"done"`` of a transfer, ``"whole"`` for a synchronous transfer, or ``"kernel"``.
         what: the collective operation; the kernel's name, or that of the instruction that runs kernels.
         name: of the transfer, the same at its start and its end.
     """
@@ -51,7 +51,7 @@ def scheduled(lowered: Any, generation: str) -> tuple[Any, str]:
         generation: of these devices.
 
     Returns:
-        The `jax.stages.Compiled`; and the text, which its own ``as_text`` can't give where operations are asynchronous.
+        The `jax.stages.Compiled`, and the text; its ``as_text`` lacks the order of asynchronous operations.
     """
     with tempfile.TemporaryDirectory(prefix="attnops_") as folder, target(generation):
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
@@ -60,7 +60,7 @@ def scheduled(lowered: Any, generation: str) -> tuple[Any, str]:
 
 
 def exchanges(program: str) -> dict[str, list[Event]]:
-    """By computation that sends anything, such as a loop's body: its transfers and its kernels, in their order.
+    """For each computation with a transfer, such as a loop's body: its transfers and kernels, in order.
 
     Args:
         program: see `scheduled`.
@@ -69,7 +69,7 @@ def exchanges(program: str) -> dict[str, list[Event]]:
 
     @functools.cache
     def computes(computation: str) -> bool:
-        """Whether a computation runs a kernel, or one that it calls does."""
+        """Whether a computation, or one that it calls, runs a kernel."""
         return any(_KERNEL in line or any(map(computes, _called(line))) for line in bodies.get(computation, ()))
 
     def event(line: str) -> Event | None:
@@ -89,7 +89,7 @@ def exchanges(program: str) -> dict[str, list[Event]]:
 
 
 def exposed(events: list[Event]) -> list[Event]:
-    """The transfers, by their starts, that no kernel hides: what a device waits for.
+    """The transfers, by their starts, that no kernel overlaps, so that a device waits for them.
 
     Args:
         events: of one computation, see `exchanges`.

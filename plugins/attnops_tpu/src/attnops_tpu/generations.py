@@ -1,4 +1,4 @@
-"""Which TPU generation kernels are made for."""
+"""The TPU generation that kernels are compiled for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 
 class Generation(NamedTuple):
-    """What the choice of tiles depends on.
+    """The properties of a generation that tile sizes depend on.
 
     Attributes:
         name: such as ``"v6e"``.
@@ -34,10 +34,10 @@ GENERATIONS: Final = {
         Generation("tpu7x", 64 * _MiB),
     )
 }
-# Where nothing says for which, kernels fit all.
+# Its tile sizes fit every generation.
 UNKNOWN: Final = GENERATIONS["v4"]
 
-# As JAX names devices.
+# By JAX's device kinds.
 _KINDS: Final = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -49,13 +49,13 @@ _KINDS: Final = {
     "TPU7x": "tpu7x",
 }
 
-# Part of what JAX caches compiled functions by.
+# Part of the key of JAX's cache of compiled functions.
 _TARGET = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
 def target(generation: str) -> Iterator[None]:
-    """Make kernels that are traced inside for a generation, on a host without it, to compile ahead of time or export.
+    """A context in which kernels are traced for a generation, to compile ahead of time or export without a TPU.
 
     Raises:
         ValueError: the generation is unknown.
@@ -67,7 +67,7 @@ def target(generation: str) -> Iterator[None]:
 
 
 def generation() -> Generation:
-    """The generation of `target`, else of this process's TPU, else `UNKNOWN`, whose tiles fit every generation."""
+    """The generation of `target`, else of this process's TPU, else `UNKNOWN`."""
     name = _TARGET.value
     if name is None and jax.default_backend() == "tpu":
         name = _KINDS.get(jax.devices()[0].device_kind)

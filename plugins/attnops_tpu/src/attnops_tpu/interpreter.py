@@ -1,4 +1,4 @@
-"""How kernels are interpreted on a host without a TPU."""
+"""Kernels in Pallas's interpreter, on a host without a TPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-# Part of what JAX caches compiled functions by.
+# Part of the key of JAX's cache of compiled functions.
 _RACES = jax.make_user_context(default_value=False)
 
 
 def interpret_params(interpret: bool) -> Any:
-    """What `pallas_call` takes: False, or the interpreter's parameters, uninitialised memory being NaN."""
+    """`pallas_call`'s ``interpret``: False, or the interpreter's parameters, with NaN for uninitialised memory."""
     if not interpret:
         return False
     from jax.experimental.pallas import tpu as pltpu
@@ -25,7 +25,7 @@ def interpret_params(interpret: bool) -> Any:
 
 @functools.cache
 def _allow_in_checkpoint() -> None:
-    """The interpreter calls back to the host, which `jax.checkpoint` refuses unless told that it may run twice."""
+    """Allow the interpreter's host callbacks inside `jax.checkpoint`, which may run them twice."""
     from jax._src import callback, effects
 
     for effect in (callback.IOEffect, callback.OrderedIOEffect):
@@ -37,7 +37,7 @@ def detect_races() -> Iterator[None]:
     """Interpret with the race detector, and raise at the end if it found a race; slower.
 
     Raises:
-        RuntimeError: two accesses of a buffer, one of them a write, had no order. Newer JAX raises it at once.
+        RuntimeError: two accesses of a buffer, one of them a write, are unordered. Newer JAX raises it at once.
     """
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
@@ -45,9 +45,9 @@ def detect_races() -> Iterator[None]:
         try:
             yield
         except Exception:
-            interpret_pallas_call.reset_tpu_interpret_mode_state()  # as the interpreter wants after any
+            interpret_pallas_call.reset_tpu_interpret_mode_state()  # required after any exception
             raise
         races = interpret_pallas_call.races
         if races is not None and races.races_found:
-            interpret_pallas_call.reset_tpu_interpret_mode_state()  # else it would be found again
+            interpret_pallas_call.reset_tpu_interpret_mode_state()  # otherwise the race would be reported again
             raise RuntimeError("the interpreter found a data race between accesses of a buffer; it printed which")

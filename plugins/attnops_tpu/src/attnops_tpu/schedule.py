@@ -1,9 +1,9 @@
 """Read the static schedule of a Pallas TPU kernel, with no TPU.
 
-The compiler writes down, for every kernel, its final bundles (one is issued a cycle, where nothing stalls; waits for
-DMA come on top) and what each uses of every unit of the core. `UNITS` says what the columns are. A block is a run of
-bundles between branches. The body, the step over one tile, is the block that works the matrix unit most
-in a kernel without loops and branches inside its tile; look at `Schedule.blocks` to see whether it is.
+The compiler dumps, for every kernel, its final bundles (without stalls one is issued a cycle; waits for DMA are extra)
+and each bundle's uses of every unit of the core, see `UNITS`. A block is a run of bundles between branches. In a kernel
+without loops and branches inside its tile, the body, which computes one tile, is the block with the most uses of the
+matrix unit; check `Schedule.blocks` for whether it is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNITS: Final = {
     "SPILL": "of these, registers spilled",
     "SALU": "scalar arithmetic",
 }
-# Shorter ones are no tile's.
+# Shorter blocks compute no tile.
 _SHORTEST: Final = 100
 
 
@@ -54,13 +54,13 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What the compiler made of a kernel.
+    """The static schedule of a kernel.
 
     Attributes:
         kernel: its name.
-        bundles: of all of it.
-        capacity: how many uses of each of `UNITS` a bundle can have.
-        blocks: the long ones, in order.
+        bundles: of the complete kernel.
+        capacity: the most uses of each of `UNITS` in a bundle.
+        blocks: those of at least 100 bundles, in order.
     """
 
     kernel: str
@@ -70,12 +70,12 @@ class Schedule:
 
     @property
     def body(self) -> Block:
-        """The block that works the matrix unit most, and of those, or where none does, the longest."""
+        """The block with the most uses of the matrix unit, and of those the longest."""
         return max(self.blocks, key=lambda block: (block.uses["MATMUL"], block.bundles))
 
 
 def measure(command: list[str], kernel: str | None = None) -> tuple[Schedule, str]:
-    """Run a Python program that compiles a kernel, in a process of its own, and read the kernel's schedule.
+    """Run a Python program that compiles a kernel, in a separate process, and read the kernel's schedule.
 
     Args:
         command: arguments of Python, such as ``["-m", "module"]``.
@@ -85,7 +85,7 @@ def measure(command: list[str], kernel: str | None = None) -> tuple[Schedule, st
         The schedule, and what the program printed.
 
     Raises:
-        RuntimeError: the program failed, with the end of what it said.
+        RuntimeError: the program failed; the message has the end of its stderr.
         LookupError: it compiled no such kernel.
     """
     folder = tempfile.mkdtemp(prefix="attnops_schedule_")
@@ -134,5 +134,5 @@ def read(folder: str, kernel: str | None = None) -> Schedule:
 
 
 def in_tiles(block: Block, tiles: float) -> dict[str, Any]:
-    """The bundles and uses of a block by tile, where it computes several."""
+    """The bundles and uses of a block per tile, for a block that computes several."""
     return {"bundles": block.bundles / tiles} | {unit: n / tiles for unit, n in block.uses.items()}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu.flash import tile_sizes, visits
+from attnops_tpu.flash import tile_schedule, tile_sizes
 from attnops_tpu.generations import generation, target
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
@@ -69,15 +69,15 @@ def test_many_heads_fit_the_least_memory() -> None:
 @pytest.mark.parametrize("traced", [False, True])
 def test_more_tiles_than_scalar_memory_holds(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are then computed some at a time, and so are the gradients of a bias."""
-    monkeypatch.setattr(visits, "MOST_ENTRIES", 4)
-    monkeypatch.setattr(tile_sizes, "MOST_ENTRIES", 4)
+    monkeypatch.setattr(tile_schedule, "MAX_ENTRIES", 4)
+    monkeypatch.setattr(tile_sizes, "MAX_ENTRIES", 4)
     spec = dataclasses.replace(combine(["Segments", "ScoreFn", "GQA"]), traced_mask=traced)
     problem = spec.problem(TPU.metadata)
     problem.check(OperationRegistry.create("attnops-tpu:flash", problem.metadata))
 
 
 def test_rows_that_fit_scalar_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visits, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(tile_schedule, "MAX_ENTRIES", 10)
     causal = np.tril(np.ones((1, 2, 6, 6), np.int8))
-    assert visits.row_spans(causal) == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
-    assert visits.row_spans(jnp.asarray(causal[:, :1])) == [(i, i + 1) for i in range(6)]
+    assert tile_schedule.row_chunks(causal) == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
+    assert tile_schedule.row_chunks(jnp.asarray(causal[:, :1])) == [(i, i + 1) for i in range(6)]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu.flash.tile_sizes import MOST_TILES, TABLE, Problem, choose
+from attnops_tpu.flash.tile_sizes import MAX_TILES, TABLE, Problem, choose
 from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -80,7 +80,7 @@ def test_tiles_can_be_numbered() -> None:
     problem = Problem(T=tokens, S=tokens, G=1, D=64, Dv=64, itemsize=2, out_itemsize=2)
     # By its count alone the smallest would be chosen.
     found = choose(OperationMetadata(), problem, lambda bq, bk: bq * bk)
-    assert -(-tokens // min(found.bq, found.bk)) <= MOST_TILES
+    assert -(-tokens // min(found.bq, found.bk)) <= MAX_TILES
     x = jax.ShapeDtypeStruct((1, tokens, 1, 64), jnp.bfloat16)
     with pytest.raises(UnsupportedError, match=r"block_q=128: 4194304 tokens are more than 8192 such tiles"):
         jax.eval_shape(make(block_q=128), x, x, x)

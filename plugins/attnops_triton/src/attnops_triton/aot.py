@@ -1,4 +1,4 @@
-"""Compile kernels to machine code on a host without a GPU: Triton carries the compilers and the disassemblers.
+"""Compile kernels to machine code on a host without a GPU, with the compilers and disassemblers in Triton's package.
 
 for launched in kernels(function, arguments, "sm_90"):
     print(launched.kernel.name, compile_for(launched, "sm_90"))
@@ -24,20 +24,20 @@ _TYPES: Final = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
 }  # fmt: skip
 
-# What multiplies matrices, or in float32 numbers.
+# Instructions that multiply matrices or, for float32, numbers.
 PRODUCTS: Final = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "FFMA", "FFMA2")
 
 
 @dataclasses.dataclass(frozen=True)
 class Binary:
-    """What a compiler made of a kernel.
+    """A compiled kernel.
 
     Attributes:
-        registers: a thread's.
+        registers: of a thread.
         spilled: bytes of local memory a thread; on AMD registers spilled.
         shared: bytes of shared memory a program.
-        instructions: how often each stands in the code, by its name up to the first dot.
-        loop: the same of the first inner loop with products of matrices, the step over one FULL tile; empty on AMD.
+        instructions: occurrences in the code, by the name up to the first dot.
+        loop: the same for the first inner loop with products, which is over FULL tiles; empty on AMD.
         asm: Triton's stages, text and binary.
     """
 
@@ -49,21 +49,21 @@ class Binary:
     asm: Any = dataclasses.field(repr=False)
 
     def count(self, *names: str) -> int:
-        """How many instructions have one of these names."""
+        """The number of instructions with one of these names."""
         return sum(self.instructions[name] for name in names)
 
 
 def kernels(function: Callable[..., Any], arguments: Sequence[Any], arch: str) -> list[Launched]:
-    """The kernels that a function launches, in order, each text once.
+    """The distinct kernels that a function launches, in order.
 
     Args:
         function: of arrays, or of pytrees of them.
-        arguments: what it is called with, arrays or `jax.ShapeDtypeStruct`.
+        arguments: its arguments, arrays or `jax.ShapeDtypeStruct`.
         arch: one of `attnops_triton.targets.SHARED_MEMORY`.
     """
-    with target(arch), recording() as found:
+    with target(arch), recording() as launches:
         jax.eval_shape(function, *arguments)
-    return list({launched.kernel.text: launched for launched in found}.values())
+    return list({launched.kernel.text: launched for launched in launches}.values())
 
 
 def compile_for(launched: Launched, arch: str) -> Binary:
@@ -88,29 +88,29 @@ def compile_for(launched: Launched, arch: str) -> Binary:
         constexprs={},
         attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
     )
-    where = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    gpu = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     options = {"num_warps": launched.tiles.warps, "num_stages": launched.tiles.stages, "enable_fp_fusion": True}
     with triton.knobs.cache.scope():
-        # jax-triton sets the folder to "", with which Triton's own compiler fails.
+        # jax-triton sets the folder to "", for which Triton's compiler fails.
         triton.knobs.cache.dir = triton.knobs.cache.dir or triton.knobs.cache.get_triton_dir("cache")
-        found = triton.compile(source, target=where, options=options)
-    return _amd(found) if amd else _nvidia(found)
+        compiled = triton.compile(source, target=gpu, options=options)
+    return _amd(compiled) if amd else _nvidia(compiled)
 
 
-def _nvidia(found: Any) -> Binary:
+def _nvidia(compiled: Any) -> Binary:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(found.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
         code = _run("nvdisasm", "-c", file.name)
     registers = int(re.findall(r"REG:(\d+)", usage)[-1])
     local = sum(int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("STACK", "LOCAL"))
     lines = code.splitlines()
-    return Binary(registers, local, found.metadata.shared, _count(lines), _inner_loop(lines), found.asm)
+    return Binary(registers, local, compiled.metadata.shared, _count(lines), _inner_loop(lines), compiled.asm)
 
 
 def _inner_loop(lines: list[str]) -> collections.Counter[str]:
-    """The first loop, backwards branch by backwards branch, that has no other in it and multiplies matrices."""
+    """The instructions of the first innermost loop with products; loops are found by backward branches."""
     labels: dict[str, int] = {}
     loops = []
     for i, line in enumerate(lines):
@@ -128,8 +128,8 @@ def _count(lines: list[str]) -> collections.Counter[str]:
     return collections.Counter(match[1] for match in names if match)
 
 
-def _amd(found: Any) -> Binary:
-    text = found.asm["amdgcn"]
+def _amd(compiled: Any) -> Binary:
+    text = compiled.asm["amdgcn"]
 
     def figure(name: str) -> int:
         return int(re.findall(rf"\.{name}:\s*(\d+)", text)[-1])
@@ -137,8 +137,8 @@ def _amd(found: Any) -> Binary:
     names = (re.match(r"\s+([vs]_\w+|ds_\w+|buffer_\w+|global_\w+)", line) for line in text.splitlines())
     counted = collections.Counter(match[1] for match in names if match)
     return Binary(
-        figure("vgpr_count"), figure("vgpr_spill_count"), found.metadata.shared, counted, collections.Counter(),
-        found.asm,
+        figure("vgpr_count"), figure("vgpr_spill_count"), compiled.metadata.shared, counted, collections.Counter(),
+        compiled.asm,
     )  # fmt: skip
 
 

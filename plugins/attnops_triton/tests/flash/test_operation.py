@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_triton import versions
-from attnops_triton.flash.plan import parts
+from attnops_triton.flash.plan import head_dim_chunks
 from attnops_triton.flash.tile_sizes import TABLE, choose, known
 from attnops_triton.targets import SHARED_MEMORY, target
 from jax.sharding import AxisType, NamedSharding
@@ -138,7 +138,7 @@ def test_the_table_has_every_architecture_and_knows_relatives() -> None:
      (192, [(0, 128), (128, 64)]), (576, [(0, 512), (512, 64)])],
 )  # fmt: skip
 def test_head_dims_in_pieces(dim: int, pieces: list[tuple[int, int]]) -> None:
-    assert parts(dim) == pieces
+    assert head_dim_chunks(dim) == pieces
 
 
 def test_blocks_that_are_no_power_of_two() -> None:

@@ -1,46 +1,64 @@
-"""The backward pass: one sweep that computes the weights again from the logsumexp (Dao 2023, arXiv:2307.08691).
+"""The backward pass: one sweep that recomputes the weights from the logsumexp (Dao 2023, arXiv:2307.08691).
 
-The outer loop is over tiles of keys, whose gradients it carries; those of queries are added in place, always in the
-same order, so that the result is the same at every run. Scores are transposed, [bk, R]: with logsumexp and
-``delta`` at hand nothing is reduced over a tile, and all five products have the form that a CPU does best.
+The outer loop is over tiles of keys, whose gradients it carries. Gradients of queries are added in place, always in the
+same order, so that the result is the same at every run. Scores are transposed, [bk, R]: with the logsumexp and
+``delta`` known, nothing is reduced over a tile, and all five products have the form that is fastest on a CPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.operations.flash.layout import (
+from attnops.operations.flash.operands import (
+    Arrays,
     add_transposed,
     empty,
+    load,
+    load_rows,
+    numbers_of,
     pack,
     pack_rows,
-    put,
-    take,
-    take_rows,
+    store,
     unpack,
     unpack_transposed,
     zeros,
 )
-from attnops.operations.flash.options import Options
-from attnops.operations.flash.plan import Plan
-from attnops.operations.flash.scores import (
-    Arrays,
-    allowed,
-    change,
-    dropout_factor,
-    numbers_of,
-    without_unseen,
-)
-from attnops.operations.flash.tile_bias import Leaves, learnt
-from attnops.operations.flash.visits import Visits, for_row
+from attnops.operations.flash.plan import Plan, TileIndex
+from attnops.operations.flash.scoring import Numbers
+from attnops.operations.flash.tile import allowed, cap_and_bias_vjp, dropout, zero_masked_tokens
+from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
+from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
+
+
+class Inputs(NamedTuple):
+    """The arrays of the backward pass.
+
+    Attributes:
+        q: [B, T, H, D].
+        k: [B, S, K, D].
+        v: [B, S, K, Dv].
+        d_out: [B, T, H, Dv].
+        lse: [B, H, T].
+        delta: [B, H, T], ``(d_out · out − d_lse) · factor``: a score's gradient is ``weight · (d_weight − delta)``.
+        factor: [B, H, T], by which ``d_out`` is multiplied.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
+    lse: Any
+    delta: Any
+    factor: Any
 
 
 class Gradients(NamedTuple):
-    """Gradients, in their arrays' dtypes, or float32 of a part; of the bias, by leaf, none where none is wanted."""
+    """Gradients in their arrays' dtypes, or float32 for a partial softmax; empty for a bias that has none."""
 
     query: jax.Array
     key: jax.Array
@@ -48,124 +66,136 @@ class Gradients(NamedTuple):
     bias: Leaves
 
 
-def backward(
-    plan: Plan,
-    wants_bias: bool,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    arrays: Arrays,
-    visits: Visits,
-    logsumexp: jax.Array,
-    delta: jax.Array,
-    factor: jax.Array,
-    d_out: jax.Array,
-) -> Gradients:
+class _Keys(NamedTuple):
+    """A tile of keys and values: [P, bk, D], [P, D, bk] and [P, bk, Dv]."""
+
+    k: jax.Array
+    k_transposed: jax.Array
+    v: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sweep:
+    """What is the same for all tiles.
+
+    Attributes:
+        plan: of the call.
+        wants_bias: whether the gradient of the bias is computed.
+        inputs: packed, see `attnops.operations.flash.operands.pack`.
+        dtypes: of the inputs before they were packed.
+        arrays: of the call.
+        numbers: of the call.
+    """
+
+    plan: Plan
+    wants_bias: bool
+    inputs: Inputs
+    dtypes: Inputs
+    arrays: Arrays
+    numbers: Numbers
+
+    def load_keys(self, group: Any, kv_tile: Any) -> _Keys:
+        plan = self.plan
+        k = load(plan, self.inputs.k, group, kv_tile, plan.bk, self.dtypes.k)
+        v = load(plan, self.inputs.v, group, kv_tile, plan.bk, self.dtypes.v)
+        # Transposed once for the gradients of all tiles of queries.
+        return _Keys(k, k.swapaxes(1, 2), v)
+
+    def add_tile(self, keys: _Keys, index: TileIndex, state: Gradients, masked: bool) -> Gradients:
+        """``state`` with the contribution of a tile: [bk, R] scores, key and value gradients of one tile of keys."""
+        plan, scoring, group, q_tile = self.plan, self.plan.scoring, index.group, index.q_tile
+        # The scale is multiplied in as in the forward pass, so that the scores are the same to the last bit.
+        q = load(plan, self.inputs.q, group, q_tile, plan.bq, self.dtypes.q)
+        q = self.numbers.fold_scale(q, plan.dtype)  # [P, R, D]
+        d_out = load(plan, self.inputs.d_out, group, q_tile, plan.bq, self.dtypes.d_out)  # [P, R, Dv]
+        d_out = (d_out * load_rows(plan, self.inputs.factor, group, q_tile)[:, :, None]).astype(plan.dtype)
+        visible = allowed(plan, self.arrays.mask, index, ragged_queries=True) if masked else None
+        if visible is not None and scoring.has_fully_masked_tokens:
+            q = zero_masked_tokens(q, visible, axis=1)
+            k, v = (zero_masked_tokens(x, visible, axis=2) for x in (keys.k, keys.v))
+            keys = _Keys(k, k.swapaxes(1, 2), v)
+        scores = self.numbers.scaled(plan.product(keys.k, q, 2, 2))  # [P, bk, R]
+        pull_back = None
+        if scoring.has_cap_or_bias:
+            slices = () if scoring.bias is None else scoring.bias.load(plan, self.arrays.bias, index)
+            scores, pull_back = cap_and_bias_vjp(plan, self.numbers.cap, self.wants_bias, scores, slices, index)
+        if visible is not None:
+            scores = jnp.where(visible, scores, -jnp.inf)
+        weights = jnp.exp(scores - load_rows(plan, self.inputs.lse, group, q_tile)[:, None, :])
+        drop = dropout(scoring, self.arrays.seed, index)
+        d_v = state.value + plan.product(drop(weights).astype(plan.dtype), d_out, 2, 1)
+        d_weights = drop(plan.product(keys.v, d_out, 2, 2))
+        d_scores = weights * (d_weights - load_rows(plan, self.inputs.delta, group, q_tile)[:, None, :])
+        d_bias = state.bias
+        if pull_back is not None:
+            d_scores, d_slices = pull_back(d_scores)
+            if self.wants_bias and scoring.bias is not None:
+                d_bias = scoring.bias.add_gradients(plan, d_bias, d_slices, index)
+        d_scores = d_scores.astype(plan.dtype)
+        d_k = state.key + plan.product(d_scores, q, 2, 1)
+        d_q = plan.product(keys.k_transposed, d_scores, 2, 1)  # [P, D, R]
+        return Gradients(add_transposed(plan, state.query, group, q_tile, d_q), d_k, d_v, d_bias)
+
+
+def backward(plan: Plan, wants_bias: bool, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> Gradients:
     """The gradients of query, key, value and bias; O(T) temporaries.
 
     Args:
         plan: of the call.
-        wants_bias: whether the bias has a gradient to be computed.
-        query: [B, T, H, D].
-        key: [B, S, K, D].
-        value: [B, S, K, Dv].
+        wants_bias: whether the gradient of the bias is computed.
+        inputs: see `Inputs`.
         arrays: of the call.
-        visits: by tiles of keys.
-        logsumexp: [B, H, T].
-        delta: [B, H, T], what each weight's gradient is measured against: ``(d_out · out − d_logsumexp) · factor``.
-        factor: [B, H, T], what ``d_out`` is to be multiplied by.
-        d_out: [B, T, H, Dv].
+        schedule: by tiles of keys.
     """
-    options = plan.options
-    q, d_o = pack(query, plan.nq * plan.bq), pack(d_out, plan.nq * plan.bq)
-    k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
-    # A row that saw nothing, and the ragged end, have weights exp(score − inf) = 0.
-    lse = pack_rows(plan, jnp.where(logsumexp == -jnp.inf, jnp.inf, logsumexp), fill=jnp.inf)
-    delta, factor = (pack_rows(plan, x, fill=0.0) for x in (delta, factor))
-
-    numbers = numbers_of(options, arrays)
-    # Of part of a softmax they are added to others', and so not rounded.
-    dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in (query, key, value)]
+    numbers = numbers_of(plan.scoring, arrays)
+    sweep = _Sweep(plan, wants_bias, _pack(plan, inputs), Inputs(*(x.dtype for x in inputs)), arrays, numbers)
+    # Those of a partial softmax are added to others, and so are not rounded.
+    dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 
     def row(i: Any, state: Gradients) -> Gradients:
         group, kv_tile = i // plan.nk, i % plan.nk
-        k_ = take(plan, k, group, kv_tile, plan.bk, key.dtype)
-        v_ = take(plan, v, group, kv_tile, plan.bk, value.dtype)
-        # For the product that wants keys the other way round: transposed once, not for each tile of queries.
-        k_transposed = k_.swapaxes(1, 2)  # [L, D, bk]
+        keys = sweep.load_keys(group, kv_tile)
 
         def step(q_tile: Any, carry: Gradients, masked: bool) -> Gradients:
-            where = plan.where(group, q_tile, kv_tile, transposed=True)
-            # The scale goes where it went forward, so that the scores are the same to the last bit.
-            q_ = numbers.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype), plan.dtype)  # [L, R, D]
-            d_o_ = take(plan, d_o, group, q_tile, plan.bq, d_out.dtype)  # [L, R, Dv]
-            d_o_ = (d_o_ * take_rows(plan, factor, group, q_tile)[:, :, None]).astype(plan.dtype)
-            k_seen, k_transposed_seen, v_seen = k_, k_transposed, v_
-            counts = allowed(plan, arrays.mask, where, ragged_queries=True) if masked else None
-            if counts is not None and options.has_fully_masked_tokens:
-                q_ = without_unseen(q_, counts, axis=1)
-                k_seen, v_seen = (without_unseen(x, counts, axis=2) for x in (k_, v_))
-                k_transposed_seen = k_seen.swapaxes(1, 2)
-            scores = numbers.scaled(plan.product(k_seen, q_, 2, 2))  # [L, bk, R]
-            parts: Leaves = ()
-            pull_back = None
-            if options.changes_scores:
-                parts = () if options.bias is None else options.bias.take(plan, arrays.bias, where)
-                scores, pull_back = _change(plan, options, numbers.cap, wants_bias, scores, parts, where)
-            if counts is not None:
-                scores = jnp.where(counts, scores, -jnp.inf)
-            weights = jnp.exp(scores - take_rows(plan, lse, group, q_tile)[:, None, :])
-            drop = dropout_factor(plan, options, arrays.seed, where)
-            d_v = carry.value + plan.product(drop(weights).astype(plan.dtype), d_o_, 2, 1)
-            d_weights = drop(plan.product(v_seen, d_o_, 2, 2))
-            d_scores = weights * (d_weights - take_rows(plan, delta, group, q_tile)[:, None, :])
-            d_bias = carry.bias
-            if pull_back is not None:
-                d_scores, d_parts = pull_back(d_scores)
-                if wants_bias and options.bias is not None:
-                    d_bias = options.bias.put(plan, d_bias, d_parts, where)
-            d_scores = d_scores.astype(plan.dtype)
-            d_k = carry.key + plan.product(d_scores, q_, 2, 1)
-            more = plan.product(k_transposed_seen, d_scores, 2, 1)  # [L, D, R]
-            d_q = add_transposed(plan, carry.query, group, q_tile, more)
-            return Gradients(d_q, d_k, d_v, d_bias)
+            index = plan.tile_index(group, q_tile, kv_tile, transposed=True)
+            return sweep.add_tile(keys, index, carry, masked)
 
         start = state._replace(
-            key=zeros(query, (plan.lanes, plan.bk, plan.D)),
-            value=zeros(query, (plan.lanes, plan.bk, plan.Dv)),
+            key=zeros(inputs.q, (plan.problems_per_tile, plan.bk, plan.D)),
+            value=zeros(inputs.q, (plan.problems_per_tile, plan.bk, plan.Dv)),
         )
-        done = for_row(visits, plan.map_of(group), kv_tile, step, start)
+        done = for_active_tiles(schedule, plan.map_index(group), kv_tile, step, start)
         return done._replace(
-            key=put(plan, state.key, group, kv_tile, plan.bk, numbers.scaled(done.key), dtypes[1]),
-            value=put(plan, state.value, group, kv_tile, plan.bk, done.value, dtypes[2]),
+            key=store(plan, state.key, group, kv_tile, plan.bk, numbers.scaled(done.key), dtypes[1]),
+            value=store(plan, state.value, group, kv_tile, plan.bk, done.value, dtypes[2]),
         )
 
+    leaves = inexact_leaves(arrays.bias) if wants_bias else ()
     start = Gradients(
-        # Added to many times, so in float32 and as products come; keys' and values' are complete when they are put.
-        zeros(query, (plan.groups, plan.nq, plan.lanes, plan.D, plan.R)),
-        empty(k, plan.K, plan.D, dtypes[1]),
-        empty(v, plan.K, plan.Dv, dtypes[2]),
-        jax.tree.map(lambda leaf: zeros(query, leaf.shape), learnt(arrays.bias)) if wants_bias else (),
+        # float32 and in the layout of products, since many tiles add to it; keys' and values' are stored once.
+        zeros(inputs.q, (plan.groups, plan.nq, plan.problems_per_tile, plan.D, plan.R)),
+        empty(sweep.inputs.k, plan.K, plan.D, dtypes[1]),
+        empty(sweep.inputs.v, plan.K, plan.Dv, dtypes[2]),
+        jax.tree.map(lambda leaf: zeros(inputs.q, leaf.shape), leaves),
     )
     done = lax.fori_loop(0, plan.groups * plan.nk, row, start)
     return Gradients(
         (unpack_transposed(plan, done.query) * numbers.scale).astype(dtypes[0]),
         unpack(done.key, plan.S, dtypes[1]),
         unpack(done.value, plan.S, dtypes[2]),
-        jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), done.bias, learnt(arrays.bias)) if wants_bias else (),
+        jax.tree.map(lambda d, leaf: d.astype(leaf.dtype), done.bias, leaves),
     )
 
 
-def _change(
-    plan: Plan, options: Options, cap: Any, wants_bias: bool, scores: jax.Array, parts: Leaves, where: Any
-) -> tuple[jax.Array, Any]:
-    """Soft cap and bias, and how gradients come back through them: to the scores and to the bias's parts."""
-
-    def changed(scores: jax.Array, inexact: Leaves) -> jax.Array:
-        given = tuple(part if x is None else x for x, part in zip(inexact, parts, strict=True))
-        return change(plan, options, cap, scores, given, where)
-
-    if wants_bias:
-        return jax.vjp(changed, scores, learnt(parts))
-    found, pull_back = jax.vjp(lambda s: change(plan, options, cap, s, parts, where), scores)
-    return found, lambda d: (*pull_back(d), ())
+def _pack(plan: Plan, inputs: Inputs) -> Inputs:
+    # A fully masked row, and the ragged end, have weights exp(score − inf) = 0.
+    lse = jnp.where(inputs.lse == -jnp.inf, jnp.inf, inputs.lse)
+    return Inputs(
+        q=pack(inputs.q, plan.nq * plan.bq),
+        k=pack(inputs.k, plan.nk * plan.bk),
+        v=pack(inputs.v, plan.nk * plan.bk),
+        d_out=pack(inputs.d_out, plan.nq * plan.bq),
+        lse=pack_rows(plan, lse, fill=jnp.inf),
+        delta=pack_rows(plan, inputs.delta, fill=0.0),
+        factor=pack_rows(plan, inputs.factor, fill=0.0),
+    )

@@ -1,4 +1,4 @@
-"""The forward pass: online softmax over the tiles of keys that a tile of queries visits (Milakov and Gimelshein 2018,
+"""The forward pass: online softmax over the active tiles of keys of a tile of queries (Milakov and Gimelshein 2018,
 arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
 """
 
@@ -10,114 +10,130 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.operations.flash.layout import empty, pack, put, put_rows, take, unpack, unpack_rows, zeros
+from attnops.operations.flash.operands import (
+    Arrays,
+    empty,
+    load,
+    numbers_of,
+    pack,
+    store,
+    store_rows,
+    unpack,
+    unpack_rows,
+    zeros,
+)
 from attnops.operations.flash.plan import Plan
-from attnops.operations.flash.scores import Arrays, allowed, change, dropout_factor, numbers_of, without_unseen
-from attnops.operations.flash.visits import Visits, for_row
+from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
+from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
 
 
 class _Softmax(NamedTuple):
-    """What the online softmax carries from tile to tile: [L, R, Dv], [L, R] and [L, R].
+    """The state of online softmax.
 
     Attributes:
-        accumulated: the sum of weights times values, relative to exp(top).
-        top: the largest score so far; −inf where there is none.
-        total: the sum of weights, likewise.
+        m: [P, R], the largest score so far; −inf where there is none.
+        l: [P, R], the sum of exp(score − m).
+        acc: [P, R, Dv], the sum of exp(score − m) · value.
     """
 
-    accumulated: jax.Array
-    top: jax.Array
-    total: jax.Array
+    m: jax.Array
+    l: jax.Array
+    acc: jax.Array
 
 
 def forward(
-    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, visits: Visits
+    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The output [B, T, H, Dv]; the logsumexp and its rounding error, [B, H, T] float32.
 
-    The output has the query's dtype; float32 for a partial softmax. O(T) temporaries. With scores near −1e38 (a large
-    negative bias used as a mask), float32 rounding loses log(l), which the backward pass needs: the rounding error.
+    The output has the query's dtype; float32 for a partial softmax. O(T) temporaries. The rounding error is returned
+    because with scores near −1e38 (a large negative bias used as a mask), float32 rounding loses log(l), which the
+    backward pass needs.
     """
-    options = plan.options
+    scoring = plan.scoring
     out_dtype = jnp.dtype(jnp.float32) if plan.is_partial else query.dtype
     q = pack(query, plan.nq * plan.bq)
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)
-    # Scores stay in units of the rest of the scale where nothing but softmax reads them: one product less a score.
-    numbers = numbers_of(options, arrays)
-    unit = 1.0 if options.changes_scores or numbers.scale_residual is None else numbers.scale_residual
+    # Without cap and bias, the scale's residual is multiplied in by the exponential alone: one product less a score.
+    numbers = numbers_of(scoring, arrays)
+    score_unit = 1.0 if scoring.has_cap_or_bias or numbers.scale_residual is None else numbers.scale_residual
 
     def row(i: Any, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         group, q_tile = i // plan.nq, i % plan.nq
-        q_ = numbers.fold_scale(take(plan, q, group, q_tile, plan.bq, query.dtype), plan.dtype)  # [L, R, D]
+        q_ = numbers.fold_scale(load(plan, q, group, q_tile, plan.bq, query.dtype), plan.dtype)  # [P, R, D]
 
         def step(kv_tile: Any, carry: _Softmax, masked: bool) -> _Softmax:
-            accumulated, top, total = carry
-            where = plan.where(group, q_tile, kv_tile, transposed=False)
-            k_ = take(plan, k, group, kv_tile, plan.bk, key.dtype)
-            v_ = take(plan, v, group, kv_tile, plan.bk, value.dtype)
-            counts = allowed(plan, arrays.mask, where, ragged_queries=False) if masked else None
-            if counts is not None and options.has_fully_masked_tokens:
-                k_, v_ = (without_unseen(x, counts, axis=1) for x in (k_, v_))
-            scores = plan.product(q_, k_, 2, 2)  # [L, R, bk]
-            if options.changes_scores:
-                parts = () if options.bias is None else options.bias.take(plan, arrays.bias, where)
-                scores = change(plan, options, numbers.cap, numbers.scaled(scores), parts, where)
-            if counts is not None:
-                scores = jnp.where(counts, scores, -jnp.inf)
-            new_top = jnp.maximum(top, scores.max(-1))
-            origin = _finite(new_top)
-            fade = jnp.exp(unit * (top - origin))
-            weights = jnp.exp(unit * (scores - origin[..., None]))
-            total = total * fade + weights.sum(-1)
-            weights = dropout_factor(plan, options, arrays.seed, where)(weights)
-            accumulated = accumulated * fade[..., None] + plan.product(weights.astype(plan.dtype), v_, 2, 1)
-            return _Softmax(accumulated, new_top, total)
+            index = plan.tile_index(group, q_tile, kv_tile, transposed=False)
+            k_ = load(plan, k, group, kv_tile, plan.bk, key.dtype)
+            v_ = load(plan, v, group, kv_tile, plan.bk, value.dtype)
+            visible = allowed(plan, arrays.mask, index, ragged_queries=False) if masked else None
+            if visible is not None and scoring.has_fully_masked_tokens:
+                k_, v_ = (zero_masked_tokens(x, visible, axis=1) for x in (k_, v_))
+            scores = plan.product(q_, k_, 2, 2)  # [P, R, bk]
+            if scoring.has_cap_or_bias:
+                slices = () if scoring.bias is None else scoring.bias.load(plan, arrays.bias, index)
+                scores = apply_cap_and_bias(plan, numbers.cap, numbers.scaled(scores), slices, index)
+            if visible is not None:
+                scores = jnp.where(visible, scores, -jnp.inf)
+            m = jnp.maximum(carry.m, scores.max(-1))
+            base = _finite(m)
+            alpha = jnp.exp(score_unit * (carry.m - base))
+            weights = jnp.exp(score_unit * (scores - base[..., None]))
+            l = carry.l * alpha + weights.sum(-1)
+            weights = dropout(scoring, arrays.seed, index)(weights)
+            acc = carry.acc * alpha[..., None] + plan.product(weights.astype(plan.dtype), v_, 2, 1)
+            return _Softmax(m, l, acc)
 
-        none = zeros(query, (plan.lanes, plan.R))
-        start = _Softmax(zeros(query, (plan.lanes, plan.R, plan.Dv)), none - jnp.inf, none)
-        accumulated, top, total = for_row(visits, plan.map_of(group), q_tile, step, start)
-        out, *rows = _finish(accumulated, unit * top, total, None if sinks is None else sinks[group])
-        outs, logsumexps, losses = state
+        none = zeros(query, (plan.problems_per_tile, plan.R))
+        start = _Softmax(none - jnp.inf, none, zeros(query, (plan.problems_per_tile, plan.R, plan.Dv)))
+        m, l, acc = for_active_tiles(schedule, plan.map_index(group), q_tile, step, start)
+        out, lse, lse_residual = _finish(score_unit * m, l, acc, None if sinks is None else sinks[group])
         return (
-            put(plan, outs, group, q_tile, plan.bq, out, out_dtype),
-            put_rows(plan, logsumexps, group, q_tile, rows[0]),
-            put_rows(plan, losses, group, q_tile, rows[1]),
+            store(plan, state[0], group, q_tile, plan.bq, out, out_dtype),
+            store_rows(plan, state[1], group, q_tile, lse),
+            store_rows(plan, state[2], group, q_tile, lse_residual),
         )
 
     rows = zeros(query, (plan.B * plan.K, plan.nq, plan.R))
     state = empty(q, plan.H, plan.Dv, out_dtype), rows, rows
-    out, logsumexp, loss = lax.fori_loop(0, plan.groups * plan.nq, row, state)
-    return unpack(out, plan.T, out_dtype), unpack_rows(plan, logsumexp), unpack_rows(plan, loss)
+    out, lse, lse_residual = lax.fori_loop(0, plan.groups * plan.nq, row, state)
+    return unpack(out, plan.T, out_dtype), unpack_rows(plan, lse), unpack_rows(plan, lse_residual)
 
 
-def _finite(top: jax.Array) -> jax.Array:
-    """A maximum that scores can be measured against: exp(−inf − 0) is 0, where exp(−inf + inf) is NaN."""
-    return jnp.where(top == -jnp.inf, 0.0, top)
+def _finite(m: jax.Array) -> jax.Array:
+    """``m``, and 0 where it is −inf: exp(−inf − 0) is 0, where exp(−inf + inf) is NaN."""
+    return jnp.where(m == -jnp.inf, 0.0, m)
 
 
 def _finish(
-    accumulated: jax.Array, top: jax.Array, total: jax.Array, sink: jax.Array | None
+    m: jax.Array, l: jax.Array, acc: jax.Array, sink: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Divide by the denominator, to which the sink belongs; rows that saw nothing give 0 and −inf.
+    """Divide by the denominator, sinks included; fully masked rows give 0 and −inf.
+
+    Args:
+        m: [P, R], in natural units.
+        l: [P, R].
+        acc: [P, R, Dv].
+        sink: [P, R]; None for none.
 
     Returns:
-        Output, logsumexp, and what must be added to the rounded logsumexp.
+        Output [P, R, Dv], logsumexp and its rounding error [P, R].
     """
-    saw_any = total != 0  # NaN too
+    sees_any = l != 0  # NaN too
     if sink is not None:
-        new_top = jnp.maximum(top, sink)
-        fade = jnp.exp(top - _finite(new_top))
-        total = total * fade + jnp.exp(sink - _finite(new_top))
-        accumulated, top = accumulated * fade[..., None], new_top
-    denominator = jnp.where(saw_any, total, 1.0)
-    out = jnp.where(saw_any[..., None], (1 / denominator)[..., None] * accumulated, 0.0)
-    rest = jnp.log(denominator)
-    logsumexp = top + rest
-    return out, jnp.where(saw_any, logsumexp, -jnp.inf), jnp.where(saw_any, top - logsumexp + rest, 0.0)
+        new_m = jnp.maximum(m, sink)
+        alpha = jnp.exp(m - _finite(new_m))
+        l = l * alpha + jnp.exp(sink - _finite(new_m))
+        acc, m = acc * alpha[..., None], new_m
+    l = jnp.where(sees_any, l, 1.0)
+    out = jnp.where(sees_any[..., None], (1 / l)[..., None] * acc, 0.0)
+    log_l = jnp.log(l)
+    lse = m + log_l
+    return out, jnp.where(sees_any, lse, -jnp.inf), jnp.where(sees_any, m - lse + log_l, 0.0)
 
 
 def _sinks_of_rows(plan: Plan, sinks: jax.Array) -> jax.Array:
-    """[H] to [groups, L, R]."""
+    """[H] to [groups, P, R]."""
     rows = jnp.repeat(sinks.reshape(plan.K, plan.G), plan.bq, axis=1)
-    return jnp.tile(rows, (plan.B, 1)).reshape(plan.groups, plan.lanes, plan.R)
+    return jnp.tile(rows, (plan.B, 1)).reshape(plan.groups, plan.problems_per_tile, plan.R)

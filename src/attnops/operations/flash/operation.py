@@ -22,20 +22,20 @@ from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
 from attnops.softmax import Contribution, PartialSoftmax
 
-# Scores of a call, from which on holding them all (4 GB in float32) is not to be thought of.
+# From so many scores on, an array of all of them is too large: 4 GB in float32.
 _LARGE: Final = 1 << 30
 
 
 class FlashAttention(OperationImpl):
     """Attention tile by tile with an online softmax: O(T + S) memory, forward and backward.
 
-    The native forward runs anywhere that XLA does and is laid out for CPUs. Tiles that the mask leaves empty are
-    neither visited forward nor backward, and full ones are not masked, for masks that are known when tracing and for
-    traced ones. kv heads are not repeated. The tiles' sizes come from `attnops.operations.flash.tile_sizes`, unless the
-    metadata's ``block_q`` and ``block_k`` say otherwise.
+    The native forward runs on every platform of XLA and is laid out for CPUs. EMPTY tiles are computed neither forward
+    nor backward, and FULL ones are not masked, whether the mask is known when tracing or traced. kv heads are not
+    repeated. Tile sizes are the metadata's ``block_q`` and ``block_k``, else those of
+    `attnops.operations.flash.tile_sizes`.
 
-    Plugins subclass it for their platform, so that what they can't serve runs here. ``return_weights`` needs
-    O(B · H · T · S) memory by its nature and is computed as `vanilla` does. A second derivative is refused.
+    Plugins subclass it for their platform, so that requests that they can't serve run here. With ``return_weights`` it
+    runs `vanilla`, in O(B · H · T · S) memory. A second derivative is refused.
     """
 
     computes: ClassVar[str | None] = ATTENTION
@@ -80,13 +80,13 @@ class FlashAttention(OperationImpl):
         return self.run_backend("native", query, key, value, return_lse, **options)
 
     def backend(self, forward: str) -> FlashBackend | None:
-        """The kernels of a forward, by its name; None for a forward that is written without the flash skeleton."""
+        """The kernels of a forward, by its name; None for a forward that does not use the flash skeleton."""
         return NativeFlash() if forward == "native" else None
 
     def run_backend(
         self, forward: str, query: jax.Array, key: jax.Array, value: jax.Array, return_lse: bool, **options: Any
     ) -> OperationOutput:
-        """What a forward of this class returns: `attnops.kernels.flash.attention` by its backend."""
+        """The result of a forward of this class: `attnops.kernels.flash.attention` with its backend."""
         backend = self.backend(forward)
         assert backend is not None
         out, lse, _ = attention(backend, FlashCall(self.metadata, query, key, value, **options))
@@ -112,6 +112,6 @@ class FlashAttention(OperationImpl):
 
 
 def _scores(request: AttentionRequest) -> int:
-    """How many scores a call has at least: of a symbolic dimension nothing is known."""
+    """The least number of scores of a call: a symbolic dimension counts as 1."""
     sizes = (request.batch, request.heads, request.query_length, request.key_length)
     return math.prod(1 if is_symbolic(size) else size for size in sizes)

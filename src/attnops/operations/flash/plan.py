@@ -9,21 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.operations.flash.options import Options
+from attnops.operations.flash.scoring import Scoring
 
 
-class Where(NamedTuple):
-    """Which scores a tile holds: indices that broadcast to its shape, [L, R, bk], or transposed [L, bk, R].
+class TileIndex(NamedTuple):
+    """Which scores a tile holds: indices that broadcast to its shape, [P, R, bk], or transposed [P, bk, R].
 
     Attributes:
-        group: which group of lanes.
-        q_tile: which tile of queries.
-        kv_tile: which tile of keys.
+        group: index of the group of problems.
+        q_tile: index of the tile of queries.
+        kv_tile: index of the tile of keys.
         transposed: whether keys come before queries.
-        b: index in the batch.
-        h: index of the query head.
-        q: index of the query; at the ragged end beyond the last.
-        kv: index of the key; likewise.
+        b: indices in the batch.
+        h: indices of the query heads.
+        q: indices of the queries; T and above beyond the ragged end.
+        kv: indices of the keys; S and above beyond the ragged end.
     """
 
     group: Any
@@ -38,22 +38,22 @@ class Where(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about the shapes of a call.
+    """Everything static about a call; hashable.
 
-    The B · K pairs of a batch and a kv head are independent problems; ``lanes`` (L) of them, a group, are computed at a
-    time, as one batched product. A tile of queries holds all G heads of a kv head, R = G · bq rows, so that no kv head
-    is repeated. Tiles are [L, rows, features].
+    The B · K pairs of a batch and a kv head are independent problems. A group of ``problems_per_tile`` (P) of them is
+    computed at a time, as one batched product. A tile of queries holds all G heads of a kv head, R = G · bq rows, so
+    that no kv head is repeated. Tiles are [P, rows, features].
 
     Attributes:
         B, T, S, H, K, D, Dv: the dimensions of the call.
         bq: queries a tile.
         bk: keys a tile.
-        lanes: problems a group; a divisor of K, or K times a divisor of B.
-        maps: batch and kv heads that the block map tells apart, each 1 or all.
+        problems_per_tile: problems a group; a divisor of K, or K times a divisor of B.
+        map_shape: how many batches and kv heads the block map has, each 1 or all.
         dtype: of the operands of products: bfloat16 for bfloat16 inputs, else float32.
         is_partial: whether the keys are some of a softmax's, so that results are float32, see `attnops.softmax`.
         precision: of products.
-        options: what is done to scores.
+        scoring: what is done to scores.
     """
 
     B: int
@@ -65,12 +65,12 @@ class Plan:
     Dv: int
     bq: int
     bk: int
-    lanes: int
-    maps: tuple[int, int]
+    problems_per_tile: int
+    map_shape: tuple[int, int]
     dtype: Any
     is_partial: bool
     precision: Any
-    options: Options = dataclasses.field(default_factory=Options)
+    scoring: Scoring = dataclasses.field(default_factory=Scoring)
 
     @property
     def G(self) -> int:
@@ -94,37 +94,37 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Groups of lanes."""
-        if self.lanes <= self.K:
-            return self.B * (self.K // self.lanes)  # a symbolic B has no quotient
-        return self.B * self.K // self.lanes
+        """Groups of problems."""
+        if self.problems_per_tile <= self.K:
+            return self.B * (self.K // self.problems_per_tile)  # a symbolic B has no quotient
+        return self.B * self.K // self.problems_per_tile
 
-    def map_of(self, group: Any) -> Any:
-        """Which of the block maps, laid out as [batch, kv heads], a group goes by."""
-        first = group * self.lanes
+    def map_index(self, group: Any) -> Any:
+        """The index of a group's block map among those of [batch, kv heads]."""
+        first = group * self.problems_per_tile
         b, k = first // self.K, first % self.K
-        return (b if self.maps[0] != 1 else 0) * self.maps[1] + (k if self.maps[1] > 1 else 0)
+        return (b if self.map_shape[0] != 1 else 0) * self.map_shape[1] + (k if self.map_shape[1] > 1 else 0)
 
-    def where(self, group: Any, q_tile: Any, kv_tile: Any, transposed: bool) -> Where:
+    def tile_index(self, group: Any, q_tile: Any, kv_tile: Any, transposed: bool) -> TileIndex:
         """The indices of a tile."""
-        n = group * self.lanes + jnp.arange(self.lanes, dtype=jnp.int32)
+        n = group * self.problems_per_tile + jnp.arange(self.problems_per_tile, dtype=jnp.int32)
         row = jnp.arange(self.R, dtype=jnp.int32)
         b = (n // self.K)[:, None, None]
-        h = (n % self.K)[:, None] * self.G + (row // self.bq)[None, :]  # [L, R]
+        h = (n % self.K)[:, None] * self.G + (row // self.bq)[None, :]  # [P, R]
         q = (q_tile * self.bq + row % self.bq)[None, :]  # [1, R]
         kv = (kv_tile * self.bk + jnp.arange(self.bk, dtype=jnp.int32))[None, :]  # [1, bk]
         if transposed:
-            return Where(group, q_tile, kv_tile, True, b, h[:, None, :], q[:, None, :], kv[:, :, None])
-        return Where(group, q_tile, kv_tile, False, b, h[:, :, None], q[:, :, None], kv[:, None, :])
+            return TileIndex(group, q_tile, kv_tile, True, b, h[:, None, :], q[:, None, :], kv[:, :, None])
+        return TileIndex(group, q_tile, kv_tile, False, b, h[:, :, None], q[:, :, None], kv[:, None, :])
 
     def indices(self, *indices: Any) -> list[jax.Array]:
-        """Indices of one type, as slicing wants them; where x64 is on, Python's are wider than a loop's."""
+        """Indices as int32, since slicing needs one dtype: with x64 on, Python integers are wider than a loop's."""
         return [jnp.asarray(index, jnp.int32) for index in indices]
 
     def product(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-        """[L, ·, ·] by [L, ·, ·], contracted over one axis of each, accumulated in float32."""
+        """[P, ·, ·] by [P, ·, ·], contracted over one axis of each, accumulated in float32."""
         dimensions = (((a_axis,), (b_axis,)), ((0,), (0,)))
         if self.dtype == jnp.bfloat16:
-            # Else XLA folds an operand's transposition into the product, and its CPU backend has no such bfloat16 form.
+            # Otherwise XLA folds an operand's transpose into the product, which its CPU backend lacks for bfloat16.
             a, b = lax.optimization_barrier((a, b))
         return lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Biases tile by tile: what a tile needs of one, how its scores change, and where the gradient goes."""
+"""Biases tile by tile: the slices that a tile needs, their effect on its scores, and their gradients."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.biases import Bias, RelativeBias
-from attnops.operations.flash.plan import Plan, Where
+from attnops.operations.flash.plan import Plan, TileIndex
 
 # Among gradients, None stands for a leaf that has none.
 Leaves: TypeAlias = tuple[Any, ...]
 
 
-def learnt(leaves: Leaves) -> Leaves:
-    """The leaves that have a gradient, None for the others."""
+def inexact_leaves(leaves: Leaves) -> Leaves:
+    """The floating-point leaves, which have a gradient; None for the others."""
     return tuple(leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves)
 
 
 class TileBias(abc.ABC):
-    """A bias as flash works with it. Static and hashable; its arrays, the leaves, are passed beside it."""
+    """A bias, applied tile by tile. Static and hashable; its arrays, the leaves, are arguments of each method."""
 
     @abc.abstractmethod
-    def take(self, plan: Plan, leaves: Leaves, where: Where) -> Leaves:
-        """The parts of the leaves that a tile needs."""
+    def load(self, plan: Plan, leaves: Leaves, index: TileIndex) -> Leaves:
+        """The slices of the leaves that a tile needs."""
 
     @abc.abstractmethod
-    def apply(self, plan: Plan, scores: jax.Array, parts: Leaves, where: Where) -> jax.Array:
-        """The scores of a tile with the bias; differentiated with respect to scores and parts."""
+    def apply(self, plan: Plan, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+        """The scores of a tile with the bias; differentiable with respect to scores and slices."""
 
     @abc.abstractmethod
-    def put(self, plan: Plan, gradients: Leaves, parts: Leaves, where: Where) -> Leaves:
-        """The gradients of the leaves with the gradients of a tile's parts added."""
+    def add_gradients(self, plan: Plan, gradients: Leaves, slices: Leaves, index: TileIndex) -> Leaves:
+        """``gradients``, of the leaves, with those of a tile's slices added."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ArrayTiles(TileBias):
     Attributes:
         batch: 1 or B.
         heads: 1 or K.
-        by_q: whether it differs by query, T > 1.
-        by_kv: whether it differs by key, S > 1.
+        by_q: whether it varies by query, T > 1.
+        by_kv: whether it varies by key, S > 1.
     """
 
     batch: int
@@ -54,89 +54,86 @@ class ArrayTiles(TileBias):
     by_q: bool
     by_kv: bool
 
-    def take(self, plan: Plan, leaves: Leaves, where: Where) -> Leaves:
-        start, sizes = self._window(plan, leaves[0], where)
+    def load(self, plan: Plan, leaves: Leaves, index: TileIndex) -> Leaves:
+        start, sizes = self._window(plan, leaves[0], index)
         return (lax.dynamic_slice(leaves[0], start, sizes),)
 
-    def put(self, plan: Plan, gradients: Leaves, parts: Leaves, where: Where) -> Leaves:
-        start, sizes = self._window(plan, gradients[0], where)
-        here = lax.dynamic_slice(gradients[0], start, sizes)
-        return (lax.dynamic_update_slice(gradients[0], here + parts[0], start),)
+    def add_gradients(self, plan: Plan, gradients: Leaves, slices: Leaves, index: TileIndex) -> Leaves:
+        start, sizes = self._window(plan, gradients[0], index)
+        current = lax.dynamic_slice(gradients[0], start, sizes)
+        return (lax.dynamic_update_slice(gradients[0], current + slices[0], start),)
 
-    def apply(self, plan: Plan, scores: jax.Array, parts: Leaves, where: Where) -> jax.Array:
-        part = parts[0].astype(jnp.float32)  # [L or 1, G or 1, bq or 1, bk or 1]
-        part = jnp.broadcast_to(part, (part.shape[0], plan.G, plan.bq, part.shape[3]))
-        part = part.reshape(part.shape[0], plan.R, part.shape[3])
-        return scores + (part.swapaxes(1, 2) if where.transposed else part)
+    def apply(self, plan: Plan, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+        bias = slices[0].astype(jnp.float32)  # [P or 1, G or 1, bq or 1, bk or 1]
+        bias = jnp.broadcast_to(bias, (bias.shape[0], plan.G, plan.bq, bias.shape[3]))
+        bias = bias.reshape(bias.shape[0], plan.R, bias.shape[3])
+        return scores + (bias.swapaxes(1, 2) if index.transposed else bias)
 
-    def _window(self, plan: Plan, leaf: jax.Array, where: Where) -> tuple[list[jax.Array], list[int]]:
-        first = where.group * plan.lanes
+    def _window(self, plan: Plan, leaf: jax.Array, index: TileIndex) -> tuple[list[jax.Array], list[int]]:
+        first = index.group * plan.problems_per_tile
         b, k = first // plan.K, first % plan.K
-        lane = (b if self.batch != 1 else 0) * self.heads + (k if self.heads > 1 else 0)
-        lanes = plan.lanes if self.heads > 1 else 1
-        q, rows = (where.q_tile * plan.bq, plan.bq) if self.by_q else (0, 1)
-        kv, columns = (where.kv_tile * plan.bk, plan.bk) if self.by_kv else (0, 1)
-        return plan.indices(lane, 0, q, kv), [lanes, leaf.shape[1], rows, columns]
+        problem = (b if self.batch != 1 else 0) * self.heads + (k if self.heads > 1 else 0)
+        problems = plan.problems_per_tile if self.heads > 1 else 1
+        q, rows = (index.q_tile * plan.bq, plan.bq) if self.by_q else (0, 1)
+        kv, columns = (index.kv_tile * plan.bk, plan.bk) if self.by_kv else (0, 1)
+        return plan.indices(problem, 0, q, kv), [problems, leaf.shape[1], rows, columns]
 
 
 @dataclasses.dataclass(frozen=True)
 class DistanceTiles(TileBias):
-    """A bias by head and distance: a table [H, T + S − 1 and padding] of which a tile needs a stretch of each head.
+    """A bias by head and distance: a table [H, T + S − 1 and padding], of which a tile needs a slice [H, bq + bk].
 
-    The stretch becomes a tile by copying alone: repeated with a period one longer than the tile is wide, each row
-    starts one further back.
+    The tile is a Toeplitz matrix of the slice, which is made by copying alone, see `_toeplitz`.
     """
 
-    def take(self, plan: Plan, leaves: Leaves, where: Where) -> Leaves:
+    def load(self, plan: Plan, leaves: Leaves, index: TileIndex) -> Leaves:
         size = (plan.H, plan.bq + plan.bk)
-        return (lax.dynamic_slice(leaves[0], self._start(plan, where), size),)
+        return (lax.dynamic_slice(leaves[0], self._start(plan, index), size),)
 
-    def put(self, plan: Plan, gradients: Leaves, parts: Leaves, where: Where) -> Leaves:
-        start = self._start(plan, where)
-        here = lax.dynamic_slice(gradients[0], start, parts[0].shape)
-        return (lax.dynamic_update_slice(gradients[0], here + parts[0], start),)
+    def add_gradients(self, plan: Plan, gradients: Leaves, slices: Leaves, index: TileIndex) -> Leaves:
+        start = self._start(plan, index)
+        current = lax.dynamic_slice(gradients[0], start, slices[0].shape)
+        return (lax.dynamic_update_slice(gradients[0], current + slices[0], start),)
 
-    def apply(self, plan: Plan, scores: jax.Array, parts: Leaves, where: Where) -> jax.Array:
-        k = (where.group * plan.lanes + jnp.arange(plan.lanes)) % plan.K
-        stretch = parts[0].reshape(plan.K, plan.G, -1)[k]  # [L, G, bq + bk], distance −(bq − 1) first
-        tile = _toeplitz(stretch, plan.bq, plan.bk).reshape(plan.lanes, plan.R, plan.bk)
-        return scores + (tile.swapaxes(1, 2) if where.transposed else tile)
+    def apply(self, plan: Plan, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+        k = (index.group * plan.problems_per_tile + jnp.arange(plan.problems_per_tile)) % plan.K
+        distances = slices[0].reshape(plan.K, plan.G, -1)[k]  # [P, G, bq + bk], distance −(bq − 1) first
+        tile = _toeplitz(distances, plan.bq, plan.bk).reshape(plan.problems_per_tile, plan.R, plan.bk)
+        return scores + (tile.swapaxes(1, 2) if index.transposed else tile)
 
-    def _start(self, plan: Plan, where: Where) -> list[jax.Array]:
+    def _start(self, plan: Plan, index: TileIndex) -> list[jax.Array]:
         # The tile's least kv − q, counted from −(nq · bq − 1).
-        least = where.kv_tile * plan.bk - (where.q_tile * plan.bq + plan.bq - 1)
+        least = index.kv_tile * plan.bk - (index.q_tile * plan.bq + plan.bq - 1)
         return plan.indices(0, least + plan.nq * plan.bq - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreTiles(TileBias):
-    """A bias that is a function of scores and indices. Its leaves are taken whole for each tile.
+    """A bias that is a function of scores and indices; each tile needs all of its leaves.
 
-    Those that are no floats, such as ids, are constants: their gradient is None.
+    Leaves that are not floating-point, such as ids, are constants: their gradient is None.
 
     Attributes:
-        tree: what the leaves are the leaves of: a bound `Bias`.
+        tree: the structure of a bound `Bias`, which the leaves are of.
     """
 
     tree: Any
 
-    def take(self, plan: Plan, leaves: Leaves, where: Where) -> Leaves:
+    def load(self, plan: Plan, leaves: Leaves, index: TileIndex) -> Leaves:
         return leaves
 
-    def put(self, plan: Plan, gradients: Leaves, parts: Leaves, where: Where) -> Leaves:
-        return tuple(
-            None if total is None else total + part for total, part in zip(gradients, parts, strict=True)
-        )  # fmt: skip
+    def add_gradients(self, plan: Plan, gradients: Leaves, slices: Leaves, index: TileIndex) -> Leaves:
+        return tuple(None if d is None else d + more for d, more in zip(gradients, slices, strict=True))
 
-    def apply(self, plan: Plan, scores: jax.Array, parts: Leaves, where: Where) -> jax.Array:
-        bias: Bias = jax.tree.unflatten(self.tree, parts)
+    def apply(self, plan: Plan, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+        bias: Bias = jax.tree.unflatten(self.tree, slices)
         # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
-        q, kv = jnp.minimum(where.q, plan.T - 1), jnp.minimum(where.kv, plan.S - 1)
-        return bias.apply(scores, where.b, where.h, q, kv)
+        q, kv = jnp.minimum(index.q, plan.T - 1), jnp.minimum(index.kv, plan.S - 1)
+        return bias.apply(scores, index.b, index.h, q, kv)
 
 
 def bias_tiles(plan: Plan, bias: jax.Array | Bias) -> TileBias:
-    """How a bound bias is taken tile by tile."""
+    """How a bound bias is applied tile by tile."""
     if isinstance(bias, RelativeBias):
         return DistanceTiles()
     if isinstance(bias, Bias):
@@ -146,7 +143,7 @@ def bias_tiles(plan: Plan, bias: jax.Array | Bias) -> TileBias:
 
 
 def bias_leaves(plan: Plan, bias: jax.Array | Bias) -> Leaves:
-    """The arrays of a bound bias, as `TileBias.take` slices them. Differentiable."""
+    """The arrays of a bound bias, as `TileBias.load` slices them. Differentiable."""
     if isinstance(bias, RelativeBias):
         by_distance = bias.by_distance(plan.H, plan.T, plan.S)
         before, after = plan.nq * plan.bq - plan.T, plan.nk * plan.bk - plan.S + 1
@@ -163,9 +160,12 @@ def bias_leaves(plan: Plan, bias: jax.Array | Bias) -> Leaves:
 
 
 def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """[..., rows + columns] to [..., rows, columns]: element (i, j) is number ``j − i + rows − 1``."""
+    """[..., rows + columns] to [..., rows, columns]: element (i, j) is ``x[j − i + rows − 1]``.
+
+    ``x``, of n elements, is repeated and cut into rows of n − 1, each of which starts one element further back.
+    """
     *lead, n = x.shape
-    # Begin at row 0, column 0; what is left of it comes last, where rows further down find it.
+    # Row 0, column 0 first; the elements before it come last, where the rows below read them.
     x = jnp.roll(x, -(rows - 1), axis=-1)
     tiled = jnp.broadcast_to(x[..., None, :], (*lead, rows, n)).reshape(*lead, rows * n)
     return tiled[..., : rows * (n - 1)].reshape(*lead, rows, n - 1)[..., :columns]

@@ -1,10 +1,10 @@
-"""The Pallas kernels as a backend of the flash skeleton: layouts, and the gradients from what the forward saved."""
+"""The Pallas kernels as a backend of the flash skeleton."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,18 @@ from attnops_tpu.flash.bias_gradient import bias_gradients
 from attnops_tpu.flash.forward import forward
 from attnops_tpu.flash.operands import Arrays, pad_last
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.flash.prepare import arrays, by_score, maps, visited
-from attnops_tpu.flash.tile import held
+from attnops_tpu.flash.prepare import arrays, by_score, count_active_tiles, tile_schedules
+from attnops_tpu.flash.tile import LN2, score_unit
+from attnops_tpu.flash.tile_schedule import TileSchedules
 from attnops_tpu.flash.tile_sizes import Problem, choose
-from attnops_tpu.flash.visits import Maps
 from attnops_tpu.generations import generation
-
-LN2: Final = 0.6931471805599453
 
 
 class PallasFlash(FlashBackend):
-    """See `FlashBackend`. Scores are held transposed, see `Plan`."""
+    """See `FlashBackend`. Scores are transposed, see `Plan`."""
 
     second_derivative: ClassVar[str] = (
-        "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one"
+        "this kernel's gradients have no derivative, but a second derivative was asked for; vanilla has one"
     )
     head_dim_multiple: ClassVar[int] = 8  # the sublanes of a vector register
 
@@ -48,13 +46,13 @@ class PallasFlash(FlashBackend):
         array = _array_bias(call.bias) if scoring.array else None
         problem = Problem(
             T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=dtype.itemsize,
-            out_itemsize=4 if call.is_partial else dtype.itemsize, changes_scores=scoring.changes_scores,
-            maps=math.prod(map_shape(mask, call.scores)),
-            # Two buffers of each; the gradient of a bias takes a sum and two buffers in float32.
+            out_itemsize=4 if call.is_partial else dtype.itemsize, has_cap_or_bias=scoring.has_cap_or_bias,
+            n_maps=math.prod(map_shape(mask, call.scores_shape)),
+            # Two buffers of each; the gradient of a bias needs an accumulator and two buffers in float32.
             bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
         )  # fmt: skip
-        tiles = choose(metadata, problem, functools.partial(visited, mask, call.scores))
-        # Of float32's precisions the matrix unit has one pass in bfloat16, or all six; HIGH gets more than it asks for.
+        tiles = choose(metadata, problem, functools.partial(count_active_tiles, mask, call.scores_shape))
+        # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
         one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
         return Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), is_partial=call.is_partial,
@@ -66,27 +64,27 @@ class PallasFlash(FlashBackend):
     def arrays(self, plan: Plan, call: FlashCall) -> Arrays:
         return arrays(plan, call)
 
-    def schedule(self, plan: Plan, call: FlashCall) -> Maps:
-        found = maps(plan, call.mask)
+    def schedule(self, plan: Plan, call: FlashCall) -> TileSchedules:
+        schedules = tile_schedules(plan, call.mask)
         if not plan.scoring.array:
-            return found
-        return found._replace(by_score=by_score(plan, call.mask, _array_bias(call.bias).shape))
+            return schedules
+        return schedules._replace(by_score=by_score(plan, call.mask, _array_bias(call.bias).shape))
 
     def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, Any]:
-        query, key, value, arrays, maps = operands
+        query, key, value, arrays, schedules = operands
         q, k, v = _heads_first(_scaled(plan, query), plan.Tp), _heads_first(key, plan.Sp), _heads_first(value, plan.Sp)
-        out, *rows = forward(plan, q, k, v, arrays, maps.forward)
-        lse, residual = (x[:, :, 0, : plan.T] for x in rows)
-        return out[:, :, : plan.T].swapaxes(1, 2), (lse, residual * LN2)
+        out, *rows = forward(plan, q, k, v, arrays, schedules.forward)
+        lse, log2_residual = (x[:, :, 0, : plan.T] for x in rows)
+        return out[:, :, : plan.T].swapaxes(1, 2), (lse, log2_residual * LN2)
 
     def gradients(
         self, plan: Plan, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
-        query, key, value, arrays, maps = operands
-        lse, residual = statistics
-        # The weights that kernels compute from the rounded logsumexp are too large by 1 / factor, [B, H, T]. They are
-        # linear in what they are multiplied by, so the factor is applied there.
-        factor = jnp.exp(-residual)
+        query, key, value, arrays, schedules = operands
+        lse, lse_residual = statistics
+        # The weights exp(score − lse) are too large by 1 / factor, [B, H, T]. They are linear in their cotangents, to
+        # which the factor is applied instead.
+        factor = jnp.exp(-lse_residual)
         d_out = d_out.astype(jnp.float32) * factor.swapaxes(1, 2)[..., None]
         inputs = Inputs(
             q=_features_first(_scaled(plan, query), plan.Tp),
@@ -94,27 +92,27 @@ class PallasFlash(FlashBackend):
             k_transposed=_features_first(key, plan.Sp),
             v=_heads_first(value, plan.Sp),
             d_out=_features_first(d_out.astype(plan.dtype), plan.Tp),
-            # A row that sees no key, and the ragged end, have weights exp(score − inf) = 0.
-            lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * (1 / held(plan))), plan.Tp, jnp.inf),
+            # A fully masked row, and the ragged end, have weights exp(score − inf) = 0.
+            lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * (1 / score_unit(plan))), plan.Tp, jnp.inf),
             delta=_rows(delta * factor, plan.Tp, 0.0),
         )
-        dq, dk, dv = backward(plan, inputs, arrays, maps.spans)
+        dq, dk, dv = backward(plan, inputs, arrays, schedules.spans)
         dq = jnp.moveaxis(dq[..., : plan.T], 3, 1) * plan.scale
         dk, dv = (jnp.moveaxis(d[..., : plan.S], 3, 1) for d in (dk, dv))
         d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
         if wants_bias:
-            d_arrays = bias_gradients(plan, inputs, arrays, maps.forward, maps.by_score)
+            d_arrays = bias_gradients(plan, inputs, arrays, schedules.forward, schedules.by_score)
         return dq, dk, dv, d_arrays
 
 
 def _array_bias(bias: Any) -> jax.Array:
     assert not isinstance(bias, Bias)
-    found: jax.Array = bias
-    return found
+    array: jax.Array = bias
+    return array
 
 
 def _scaled(plan: Plan, query: jax.Array) -> jax.Array:
-    """The query with the folded part of the scale, which is exact."""
+    """The query times the folded factor of the scale, which does not round."""
     return query * jnp.asarray(plan.folded, query.dtype)
 
 

@@ -1,9 +1,10 @@
-"""The gradients of biases: kernels of their own, run only where one is asked for."""
+"""The gradients of biases: separate kernels, which run only if the bias is differentiated."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +14,32 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import folds_batch, one_by_one, output_like
 from attnops.masks import Coverage
-from attnops_tpu.flash.backward import Inputs, input_operands, known, products, scores, weights_and_gradients
-from attnops_tpu.flash.operands import Arrays, Place, compiler_params, cost, rows_of_spans
+from attnops_tpu.flash.backward import (
+    Inputs,
+    cap_and_bias_vjp,
+    input_operands,
+    products,
+    weights_and_gradients,
+    zero_masked_scores,
+)
+from attnops_tpu.flash.operands import Arrays, TileIndex, compiler_params, concatenate_rows, cost
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.flash.tile import Part, sheared, turned_back
-from attnops_tpu.flash.visits import Visits
+from attnops_tpu.flash.tile import SubTile, sheared, to_row
+from attnops_tpu.flash.tile_schedule import TileSchedule
 from attnops_tpu.interpreter import interpret_params
 
 
 def bias_gradients(
-    plan: Plan, inputs: Inputs, arrays: Arrays, by_query: tuple[Visits, ...], by_score: Visits | None
+    plan: Plan, inputs: Inputs, arrays: Arrays, by_query: tuple[TileSchedule, ...], by_score: TileSchedule | None
 ) -> Arrays:
     """The gradients of the bias's arrays, each in its array's shape.
 
     Args:
         plan: of the call.
         inputs: see `Inputs`.
-        arrays: what scores depend on beside these.
-        by_query: the visits by tiles of queries, for so many rows each.
-        by_score: the visits of an array bias, see `array_gradient`.
+        arrays: the other inputs of scores.
+        by_query: schedules by tiles of queries, for consecutive chunks of rows.
+        by_score: the schedule of an array bias, see `_array_gradient`.
     """
     d_values: tuple[jax.Array | None, ...] = ()
     d_table = d_array = None
@@ -46,120 +54,145 @@ def bias_gradients(
 
 
 def _all_rows(
-    plan: Plan, inputs: Inputs, arrays: Arrays, spans: tuple[Visits, ...]
+    plan: Plan, inputs: Inputs, arrays: Arrays, chunks: tuple[TileSchedule, ...]
 ) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
-    parts = [_value_gradients(plan, inputs, arrays, visits) for visits in spans]
+    gradients = [_value_gradients(plan, inputs, arrays, schedule) for schedule in chunks]
     axes = () if plan.scoring.bias is None else plan.scoring.bias.values
     values = [
-        found[0] if found[0] is None else sum(found) if "kv" in a else rows_of_spans(plan, spans, found, 3)
-        for a, found in zip(axes, zip(*(values for values, _ in parts), strict=True), strict=True)
+        d[0] if d[0] is None else sum(d) if "kv" in a else concatenate_rows(plan, chunks, d, 3)
+        for a, d in zip(axes, zip(*(values for values, _ in gradients), strict=True), strict=True)
     ]
-    tables = [table for _, table in parts if table is not None]
+    tables = [table for _, table in gradients if table is not None]
     return tuple(values), sum(tables[1:], tables[0]) if tables else None
+
+
+class _Wanted(NamedTuple):
+    """The indices of the bias's values that have a gradient.
+
+    Attributes:
+        by_query: of values by query, or of numbers, whose gradient is a sum over queries.
+        by_key: of values by key.
+    """
+
+    by_query: list[int]
+    by_key: list[int]
+
+    @classmethod
+    def make(cls, plan: Plan, arrays: Arrays) -> _Wanted:
+        axes = () if plan.scoring.bias is None else plan.scoring.bias.values
+        inexact = [i for i, x in enumerate(arrays.bias) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return cls([i for i in inexact if "kv" not in axes[i]], [i for i in inexact if "kv" in axes[i]])
 
 
 @folds_batch
 def _value_gradients(
-    plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits
+    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
-    """Of the values of an elementwise bias, and of a table: [B, H, 1, n] each, not yet summed to their shapes.
+    """The gradients of the values of an elementwise bias, and of a table: [B, H, 1, n] each, not yet summed.
 
-    What a key or a distance has one of is added up in vector memory over a whole head: O(T + S) of it.
+    Gradients by key or by distance are accumulated in vector memory for a complete head: O(T + S) of it.
     """
     operands = input_operands(plan, inputs, arrays)
-    axes = () if plan.scoring.bias is None else plan.scoring.bias.values
-    wanted = [i for i, x in enumerate(arrays.bias) if jnp.issubdtype(x.dtype, jnp.floating)]
-    # Of each query, or, where it is a number, of each query's share in it; of each key.
-    by_key = [i for i in wanted if "kv" in axes[i]]
-    of_query = [i for i in wanted if "kv" not in axes[i]]
+    wanted = _Wanted.make(plan, arrays)
 
-    def where(b: Any, h: Any, step: Any, entries: Any) -> Place:
-        visit = visits.at(entries, b, h, step)
-        return Place(b, h, visit.row, visit.column)
+    def tile_at(b: Any, h: Any, step: Any, entries: Any) -> TileIndex:
+        entry = schedule.at(entries, b, h, step)
+        return TileIndex(b, h, entry.row, entry.column)
 
-    def kernel(entries: Any, *refs: Any) -> None:
-        found, outputs = refs[: len(operands)], refs[len(operands) :]
-        named = dict(zip((o.name for o in operands), found, strict=True))
-        rows, whole = outputs[: len(of_query)], outputs[len(of_query) :]
-        ids = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        visit, place = visits.at(entries, *ids), where(*ids, entries)
+    def row_index(*ids: Any) -> tuple[Any, ...]:
+        index = tile_at(*ids)
+        return (index.b, index.h, 0, index.q_tile)
 
-        @pl.when(ids[2] == 0)
-        def _() -> None:
-            for ref in whole:
-                ref[...] = jnp.zeros(ref.shape, jnp.float32)
-
-        @pl.when(visit.first == 1)
-        def _() -> None:
-            for ref in rows:
-                ref[...] = jnp.zeros(ref.shape, jnp.float32)
-
-        def add(masked: bool) -> None:
-            for part in _parts(plan, named, place):
-                s, d_weights = products(part, named)
-                s = known(part, s, masked)
-                values = [jnp.broadcast_to(x, (1, part.cols)) if jnp.ndim(x) == 0 else x for x in part.bias_values()]
-
-                def change(some: list[Any], s: Any = s, values: Any = values, part: Part = part) -> Any:
-                    merged = list(values)
-                    for i, x in zip(wanted, some, strict=True):
-                        merged[i] = x
-                    return part.change(s * plan.rest, merged)
-
-                changed, pull_back = jax.vjp(change, [values[i] for i in wanted])
-                _, d_scores, _ = weights_and_gradients(part, named, masked, changed, d_weights)
-                gradients = dict(zip(wanted, pull_back(d_scores)[0], strict=True))
-                for ref, i in zip(rows, of_query, strict=True):
-                    ref[:, part.queries] += gradients[i]
-                for ref, i in zip(whole, by_key, strict=False):
-                    at = place.kv_tile * plan.bk + part.row
-                    at = pl.ds(at if plan.interpret else pl.multiple_of(at, 128), part.rows)
-                    ref[:, at] += turned_back(gradients[i])
-                if arrays.table is not None:
-                    width = part.rows + part.cols
-                    whole[-1][:, pl.ds(part.first_distance(), width)] += _by_distance(plan, d_scores)
-
-        for kind in visits.kinds:
-            pl.when(visit.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
-
-    def row_spec(*ids: Any) -> tuple[Any, ...]:
-        p = where(*ids)
-        return (p.b, p.h, 0, p.q_tile)
-
-    lengths = [plan.Sp] * len(by_key) + [plan.Sp + plan.Tp] * (arrays.table is not None)
-    found = pl.pallas_call(
-        kernel,
+    lengths = [plan.Sp] * len(wanted.by_key) + [plan.Sp + plan.Tp] * plan.scoring.table
+    results = pl.pallas_call(
+        functools.partial(_value_kernel, plan, schedule, [operand.name for operand in operands], wanted),
         out_shape=[
-            output_like(inputs.q, (plan.B, plan.H, 1, n), jnp.float32) for n in [plan.Tp] * len(of_query) + lengths
+            output_like(inputs.q, (plan.B, plan.H, 1, n), jnp.float32)
+            for n in [plan.Tp] * len(wanted.by_query) + lengths
         ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(plan.B, plan.H, visits.steps),
-            in_specs=[operand.spec(where) for operand in operands],
-            out_specs=[pl.BlockSpec((None, None, 1, plan.bq), row_spec)] * len(of_query)
+            grid=(plan.B, plan.H, schedule.steps),
+            in_specs=[operand.spec(tile_at) for operand in operands],
+            out_specs=[pl.BlockSpec((None, None, 1, plan.bq), row_index)] * len(wanted.by_query)
             + [pl.BlockSpec((None, None, 1, n), lambda b, h, step, entries: (b, h, 0, 0)) for n in lengths],
         ),
         compiler_params=compiler_params(plan, 3),
-        cost_estimate=cost(plan, visits.longest, plan.D + plan.Dv),
+        cost_estimate=cost(plan, schedule.longest, plan.D + plan.Dv),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_bias_gradient",
-    )(visits.entries, *(operand.array for operand in operands))
-    by_value = dict(zip([*of_query, *by_key], found, strict=False))
+    )(schedule.entries, *(operand.array for operand in operands))
+    by_value = dict(zip([*wanted.by_query, *wanted.by_key], results, strict=False))
     gradients = tuple(by_value.get(i) for i in range(len(arrays.bias)))
-    return gradients, None if arrays.table is None else found[-1]
+    return gradients, None if arrays.table is None else results[-1]
+
+
+def _value_kernel(
+    plan: Plan, schedule: TileSchedule, names: Sequence[str], wanted: _Wanted, entries: Any, *refs: Any
+) -> None:
+    """A grid step. ``names`` are those of the first references, the operands."""
+    named, outputs = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    rows, of_head = outputs[: len(wanted.by_query)], outputs[len(wanted.by_query) :]
+    b, h, step = (pl.program_id(axis) for axis in range(3))
+    entry = schedule.at(entries, b, h, step)
+    index = TileIndex(b, h, entry.row, entry.column)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        for ref in of_head:
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+
+    @pl.when(entry.first == 1)
+    def _() -> None:
+        for ref in rows:
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+
+    def add(masked: bool) -> None:
+        for sub in _sub_tiles(plan, named, index):
+            gradients, d_scores = _sub_tile_gradients(sub, named, wanted, masked)
+            for ref, i in zip(rows, wanted.by_query, strict=True):
+                ref[:, sub.queries] += gradients[i]
+            for ref, i in zip(of_head, wanted.by_key, strict=False):
+                at = index.kv_tile * plan.bk + sub.row
+                at = pl.ds(at if plan.interpret else pl.multiple_of(at, 128), sub.rows)
+                ref[:, at] += to_row(gradients[i])
+            if plan.scoring.table:
+                width = sub.rows + sub.cols
+                of_head[-1][:, pl.ds(sub.first_distance(), width)] += _by_distance(plan, d_scores)
+
+    for kind in schedule.kinds:
+        pl.when(entry.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
+
+
+def _sub_tile_gradients(sub: SubTile, refs: Any, wanted: _Wanted, masked: bool) -> tuple[dict[int, Any], jax.Array]:
+    """The gradients of the wanted values, by index, and of the scores [rows, cols]."""
+    s, d_weights = products(sub, refs)
+    s = zero_masked_scores(sub, s, masked)
+    values = [jnp.broadcast_to(x, (1, sub.cols)) if jnp.ndim(x) == 0 else x for x in sub.bias_values()]
+    indices = sorted([*wanted.by_query, *wanted.by_key])
+
+    def changed(inexact: list[Any]) -> Any:
+        merged = list(values)
+        for i, x in zip(indices, inexact, strict=True):
+            merged[i] = x
+        return sub.apply_cap_and_bias(s * sub.plan.scale_residual, merged)
+
+    scores, pull_back = jax.vjp(changed, [values[i] for i in indices])
+    _, d_scores, _ = weights_and_gradients(sub, refs, masked, scores, d_weights)
+    return dict(zip(indices, pull_back(d_scores)[0], strict=True)), d_scores
 
 
 def _by_distance(plan: Plan, d_scores: jax.Array) -> jax.Array:
     """[rows, cols] summed over scores of one distance: [1, rows + cols], score (j, i) at ``rows + i - j``."""
     rows, cols = d_scores.shape
-    # Each row must go back by one more than the one before it, but the hardware moves rows on: so last row first. The
-    # product with a permutation is exact in full precision.
-    last_first = lax.broadcasted_iota(jnp.int32, (rows, rows), 0) + lax.broadcasted_iota(jnp.int32, (rows, rows), 1)
-    flip = (last_first == rows - 1).astype(jnp.float32)
+    # Each row must be shifted back by one more than the row before it, but the hardware shifts forward: so the rows are
+    # reversed. The product with a permutation matrix is exact in full precision.
+    row_sum = lax.broadcasted_iota(jnp.int32, (rows, rows), 0) + lax.broadcasted_iota(jnp.int32, (rows, rows), 1)
+    flip = (row_sum == rows - 1).astype(jnp.float32)
     flipped = jnp.dot(flip, d_scores, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     padded = jnp.concatenate([jnp.zeros((rows, rows), jnp.float32), flipped], axis=1)
-    level = sheared(plan, padded, cols + 1)
-    return jnp.sum(level, axis=0, keepdims=True)
+    aligned = sheared(plan, padded, cols + 1)
+    return jnp.sum(aligned, axis=0, keepdims=True)
 
 
 def _summed(gradient: jax.Array, x: jax.Array) -> jax.Array:
@@ -170,47 +203,48 @@ def _summed(gradient: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @one_by_one
-def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) -> jax.Array:
-    """Of an array [B or 1, H or 1, Tp, Sp]: what shares an element is added up before it is written.
+def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> jax.Array:
+    """The gradient of an array bias [B or 1, H or 1, Tp, Sp], summed over the batches and heads that share an element.
 
-    The visits are of [B or 1, H or 1] maps: each tile that any batch or head which shares it visits.
+    The schedule has [B or 1, H or 1] maps, whose active tiles are those of any batch or head that shares the map.
     """
     array = arrays.array
     assert array is not None
     operands = input_operands(plan, inputs, arrays)
     batches, heads = (1 if size > 1 else full for size, full in zip(array.shape, (plan.B, plan.H), strict=False))
 
-    def where(b: Any, h: Any, step: Any, r: Any, entries: Any) -> Place:
-        visit = visits.at(entries, b, h, step)
-        return Place(b + lax.div(r, heads), h + lax.rem(r, heads), visit.row, visit.column)
+    def tile_at(b: Any, h: Any, step: Any, r: Any, entries: Any) -> TileIndex:
+        entry = schedule.at(entries, b, h, step)
+        return TileIndex(b + lax.div(r, heads), h + lax.rem(r, heads), entry.row, entry.column)
 
     def kernel(entries: Any, *refs: Any) -> None:
         named = dict(zip((o.name for o in operands), refs, strict=False))
-        out, total = refs[len(operands) + 1 :]
+        out, acc = refs[len(operands) + 1 :]
         ids = tuple(pl.program_id(axis) for axis in range(4))
-        visit, place = visits.at(entries, ids[0], ids[1], ids[2]), where(ids[0], ids[1], ids[2], ids[3], entries)
+        entry, index = schedule.at(entries, ids[0], ids[1], ids[2]), tile_at(ids[0], ids[1], ids[2], ids[3], entries)
 
         @pl.when(ids[3] == 0)
         def _() -> None:
-            total[...] = jnp.zeros(total.shape, jnp.float32)
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         def add(masked: bool) -> None:
-            for part in _parts(plan, named, place):
-                s, d_weights = products(part, named)
-                _, d_scores, _ = weights_and_gradients(part, named, masked, scores(part, s, masked)[0], d_weights)
-                total[part.keys, part.queries] += d_scores
+            for sub in _sub_tiles(plan, named, index):
+                s, d_weights = products(sub, named)
+                scores, _ = cap_and_bias_vjp(sub, s, masked)
+                _, d_scores, _ = weights_and_gradients(sub, named, masked, scores, d_weights)
+                acc[sub.keys, sub.queries] += d_scores
 
-        for kind in visits.kinds:
-            pl.when(visit.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
+        for kind in schedule.kinds:
+            pl.when(entry.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
 
-        # A tile that is repeated at the end of a shorter map was written already.
-        @pl.when((ids[3] == batches * heads - 1) & ((visit.kind > 0) | (visit.last == 1)))
+        # The last tile of a shorter map is repeated at its end; it was written already.
+        @pl.when((ids[3] == batches * heads - 1) & ((entry.kind > 0) | (entry.last == 1)))
         def _() -> None:
-            out[...] = total[...].T
+            out[...] = acc[...].T
 
     def tile(*ids: Any) -> tuple[Any, ...]:
-        visit = visits.at(ids[-1], *ids[:3])
-        return (ids[0], ids[1], visit.row, visit.column)
+        entry = schedule.at(ids[-1], *ids[:3])
+        return (ids[0], ids[1], entry.row, entry.column)
 
     gradient = output_like(inputs.q, array.shape, jnp.float32)
     return pl.pallas_call(
@@ -218,23 +252,23 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, visits: Visits) 
         out_shape=gradient,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(array.shape[0], array.shape[1], visits.steps, batches * heads),
-            in_specs=[*(operand.spec(where) for operand in operands), pl.BlockSpec(memory_space=pl.ANY)],
+            grid=(array.shape[0], array.shape[1], schedule.steps, batches * heads),
+            in_specs=[*(operand.spec(tile_at) for operand in operands), pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=pl.BlockSpec((None, None, plan.bq, plan.bk), tile),
             scratch_shapes=[pltpu.VMEM((plan.bk, plan.bq), jnp.float32)],
         ),
-        # EMPTY tiles keep the zeros that are there.
+        # EMPTY tiles keep the zeros of the input.
         input_output_aliases={1 + len(operands): 0},
         compiler_params=compiler_params(plan, 4),
         interpret=interpret_params(plan.interpret),
         name="attnops_flash_array_gradient",
-    )(visits.entries, *(operand.array for operand in operands), jnp.zeros_like(array, jnp.float32))
+    )(schedule.entries, *(operand.array for operand in operands), jnp.zeros_like(array, jnp.float32))
 
 
-def _parts(plan: Plan, refs: Any, place: Place) -> list[Part]:
+def _sub_tiles(plan: Plan, refs: Any, index: TileIndex) -> list[SubTile]:
     rows, cols = plan.backward.rows, plan.backward.cols
     return [
-        Part(plan, refs, place, row, rows, col, cols)
+        SubTile(plan, refs, index, row, rows, col, cols)
         for row in range(0, plan.bk, rows)
         for col in range(0, plan.bq, cols)
     ]

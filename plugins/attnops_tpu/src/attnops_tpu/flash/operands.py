@@ -1,4 +1,4 @@
-"""What kernels are given: arrays laid out for them, and which block of each belongs to a tile."""
+"""The operands of kernels: arrays in the kernels' layouts, and the block of each that belongs to a tile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.flash.visits import Visits
+from attnops_tpu.flash.tile_schedule import TileSchedule
 
 PARALLEL, ARBITRARY = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
 
 
-class Place(NamedTuple):
-    """Which tile; numbers in scalar registers."""
+class TileIndex(NamedTuple):
+    """The indices of a tile, in scalar registers."""
 
     b: Any
     h: Any
@@ -28,13 +28,13 @@ class Place(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What a call has in addition to query, key and value, made by `prepare`; None for what it has not.
+    """Inputs other than query, key and value, in kernels' layouts; None if absent.
 
     Attributes:
         mask: values of the mask, see `value_layout`.
         dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, Tp, Sp].
         bias: values of an elementwise bias, see `value_layout`.
-        table: a bias by distance, float32 [B or 1, H, 1, Sp + Tp]: of ``q − kv`` at ``q − kv + Sp``.
+        table: a bias by distance, float32 [B or 1, H, 1, Sp + Tp]; distance ``q − kv`` is element ``q − kv + Sp``.
         array: a bias of T × S elements, [B or 1, H or 1, Tp, Sp].
         sinks: [B or 1, H] float32.
         dropout: the hash of each row, int32 [B, H, 1, Tp].
@@ -54,94 +54,96 @@ class Operand:
     """An array and its blocks.
 
     Attributes:
-        name: what a kernel calls it.
+        name: by which kernels refer to it.
         array: the array.
-        block: the block's shape, None for axes of which it takes one; empty for all of it, in scalar memory.
-        index: which block belongs to a tile.
+        block: shape of a block, None for squeezed axes; empty for the complete array, in scalar memory.
+        block_index: the index of a tile's block.
     """
 
     name: str
     array: jax.Array
     block: tuple[int | None, ...] = ()
-    index: Callable[[Place], tuple[Any, ...]] | None = None
+    block_index: Callable[[TileIndex], tuple[Any, ...]] | None = None
 
-    def spec(self, where: Callable[..., Place]) -> pl.BlockSpec:
-        """For Pallas; ``where`` says which tile a grid step is at."""
-        index = self.index
-        if index is None:
+    def spec(self, tile_at: Callable[..., TileIndex]) -> pl.BlockSpec:
+        """The block specification; ``tile_at`` is the tile of a grid step."""
+        block_index = self.block_index
+        if block_index is None:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
-        return pl.BlockSpec(self.block, lambda *ids: index(where(*ids)))
+        return pl.BlockSpec(self.block, lambda *ids: block_index(tile_at(*ids)))
 
 
 def rows_of_query(name: str, x: jax.Array, plan: Plan) -> Operand:
-    """[B, H, Tp, d]: the rows of a tile's queries."""
+    """[B, H, Tp, d]: a tile's queries, as rows."""
     return Operand(name, x, (None, None, plan.bq, x.shape[3]), lambda p: (_batch(x, p), p.h, p.q_tile, 0))
 
 
 def rows_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
-    """[B, K, Sp, d]: the rows of a tile's keys."""
+    """[B, K, Sp, d]: a tile's keys, as rows."""
     return Operand(
         name, x, (None, None, plan.bk, x.shape[3]), lambda p: (_batch(x, p), lax.div(p.h, plan.G), p.kv_tile, 0)
     )
 
 
 def columns_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
-    """[B, K, d, Sp]: the columns of a tile's keys."""
+    """[B, K, d, Sp]: a tile's keys, as columns."""
     return Operand(
         name, x, (None, None, x.shape[2], plan.bk), lambda p: (_batch(x, p), lax.div(p.h, plan.G), 0, p.kv_tile)
     )
 
 
 def by_query(name: str, x: jax.Array, bq: int) -> Operand:
-    """[B or 1, H or 1, rows, Tp]: the columns of a tile's queries."""
+    """[B or 1, H or 1, rows, Tp]: a tile's queries, as columns."""
     return Operand(name, x, (None, None, x.shape[2], bq), lambda p: (*_lead(x, p), 0, p.q_tile))
 
 
 def by_key(name: str, x: jax.Array, bk: int) -> Operand:
-    """[B or 1, H or 1, rows, Sp]: the columns of a tile's keys."""
+    """[B or 1, H or 1, rows, Sp]: a tile's keys, as columns."""
     return Operand(name, x, (None, None, x.shape[2], bk), lambda p: (*_lead(x, p), 0, p.kv_tile))
 
 
 def by_score(name: str, x: jax.Array, plan: Plan) -> Operand:
-    """[B or 1, H or 1, Tp, Sp]: the scores of a tile, queries first."""
+    """[B or 1, H or 1, Tp, Sp]: a tile's scores, queries first."""
     return Operand(name, x, (None, None, plan.bq, plan.bk), lambda p: (*_lead(x, p), p.q_tile, p.kv_tile))
 
 
 def by_head(name: str, x: jax.Array) -> Operand:
-    """[B or 1, H or 1, 1, n]: all of a head's."""
+    """[B or 1, H or 1, 1, n]: all n elements of a head."""
     return Operand(name, x, (None, None, 1, x.shape[3]), lambda p: (*_lead(x, p), 0, 0))
 
 
-def rows_of_spans(plan: Plan, spans: tuple[Visits, ...], found: Sequence[jax.Array], axis: int) -> jax.Array:
-    """An array by query, of whose tokens along ``axis`` each kernel wrote those of its rows."""
-    if len(found) == 1:
-        return found[0]
-    rows = (visits.rows for visits in spans)
+def concatenate_rows(
+    plan: Plan, chunks: tuple[TileSchedule, ...], results: Sequence[jax.Array], axis: int
+) -> jax.Array:
+    """An array by query along ``axis``, from a result for each chunk of rows, in which only that chunk is written."""
+    if len(results) == 1:
+        return results[0]
+    rows = (schedule.rows for schedule in chunks)
     return jnp.concatenate(
-        [lax.slice_in_dim(x, a * plan.bq, b * plan.bq, axis=axis) for x, (a, b) in zip(found, rows, strict=True)],
+        [lax.slice_in_dim(x, a * plan.bq, b * plan.bq, axis=axis) for x, (a, b) in zip(results, rows, strict=True)],
         axis=axis,
     )
 
 
 def compiler_params(plan: Plan, axes: int) -> pltpu.CompilerParams:
-    """Of a kernel with a grid of so many axes: batch and heads, which cores may share, and what goes in order."""
+    """For a grid of two parallel axes, batch and heads, and ``axes - 2`` sequential ones."""
     return pltpu.CompilerParams(
         dimension_semantics=(PARALLEL, PARALLEL, *[ARBITRARY] * (axes - 2)),
         vmem_limit_bytes=plan.vmem,
-        # Blocks come from the visits, which are checked here; the interpreter checks them too.
+        # Block indices are those of tile schedules, which are checked here; the interpreter checks them too.
         disable_bounds_checks=True,
     )
 
 
-def cost(plan: Plan, visits: int, dims: int) -> pl.CostEstimate:
-    """What the compiler is told that a kernel takes, so that it puts it between the start and the end of a transfer.
+def cost(plan: Plan, longest: int, dims: int) -> pl.CostEstimate:
+    """The cost estimate of a kernel, by which the compiler overlaps it with transfers.
 
     Args:
         plan: of the call.
-        visits: tiles of a batch and query head, at most.
-        dims: the products' inner or outer head dims, all together.
+        longest: most tiles of a batch and query head.
+        dims: the sum of the head dims of all products.
     """
-    tiles = plan.B * plan.H * visits
+    tiles = plan.B * plan.H * longest
     scores = tiles * plan.bq * plan.bk
     return pl.CostEstimate(
         flops=2 * scores * dims,
@@ -151,8 +153,8 @@ def cost(plan: Plan, visits: int, dims: int) -> pl.CostEstimate:
 
 
 def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
-    """Everything that the scores of a tile depend on beside query and key, dropout excepted."""
-    found = []
+    """The inputs of a tile's scores other than query and key, without dropout."""
+    operands = []
     for prefix, function, values in (
         ("mask", plan.scoring.mask, arrays.mask),
         ("bias", plan.scoring.bias, arrays.bias),
@@ -160,30 +162,30 @@ def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
         for i, (axes, x) in enumerate(zip(function.values if function else (), values, strict=True)):
             name = f"{prefix}{i}"
             if "q" in axes:
-                found.append(by_query(name, x, plan.bq))
+                operands.append(by_query(name, x, plan.bq))
             elif "kv" in axes:
-                found.append(by_key(name, x, plan.bk))
+                operands.append(by_key(name, x, plan.bk))
             else:
-                found.append(Operand(name, x))
-    found += [by_score(f"dense{i}", x, plan) for i, x in enumerate(arrays.dense)]
+                operands.append(Operand(name, x))
+    operands += [by_score(f"dense{i}", x, plan) for i, x in enumerate(arrays.dense)]
     if arrays.table is not None:
-        found.append(by_head("table", arrays.table))
+        operands.append(by_head("table", arrays.table))
     if arrays.array is not None:
-        found.append(by_score("array", arrays.array, plan))
-    return found
+        operands.append(by_score("array", arrays.array, plan))
+    return operands
 
 
 def value_layout(plan: Plan, axes: frozenset[str], x: jax.Array) -> jax.Array:
-    """A value [B or 1, H or 1, T or 1, S or 1] as kernels take it, 32 bits wide.
+    """A value [B or 1, H or 1, T or 1, S or 1] in kernels' layout, with 32-bit elements.
 
-    Of each query [B or 1, H or 1, 1, Tp]; of each key [B or 1, H or 1, 1, Sp]; else [B or 1, H or 1], for scalar
-    memory.
+    Returns:
+        By query [B or 1, H or 1, 1, Tp]; by key [B or 1, H or 1, 1, Sp]; otherwise [B or 1, H or 1], for scalar memory.
     """
     x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
     x = x.swapaxes(2, 3) if "q" in axes else x
     if not axes & {"q", "kv"}:
         return x[:, :, 0, 0]
-    # Beyond the ragged end stands the last one's: a 0 might be divided by.
+    # The last token's value is repeated beyond the ragged end: a function might divide by 0.
     size = plan.Tp if "q" in axes else plan.Sp
     return jnp.pad(x, [(0, 0)] * 3 + [(0, size - x.shape[3])], mode="edge")
 
@@ -193,10 +195,10 @@ def pad_last(x: jax.Array, size: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
-def _batch(x: jax.Array, p: Place) -> Any:
-    """Which of an array's batch; under `jax.vmap` all may share one."""
+def _batch(x: jax.Array, p: TileIndex) -> Any:
+    """The index in an array's batch, which has one element if all slices of `jax.vmap` share it."""
     return p.b if x.shape[0] > 1 else 0
 
 
-def _lead(x: jax.Array, p: Place) -> Sequence[Any]:
+def _lead(x: jax.Array, p: TileIndex) -> Sequence[Any]:
     return (_batch(x, p), p.h if x.shape[1] > 1 else 0)

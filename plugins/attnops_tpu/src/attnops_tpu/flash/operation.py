@@ -1,4 +1,4 @@
-"""FlashAttention for TPUs: the operation, and what it can serve."""
+"""FlashAttention for TPUs: the operation and its limits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from attnops.biases import Bias
 from attnops.kernels import FlashBackend
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
-from attnops_tpu.flash.tile_sizes import LARGEST, MOST_TILES
+from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
 
-# What kernels evaluate for each score of a `MaskFn` or a `ScoreFn`; each of them is compiled in the tests.
+# The primitives of a `MaskFn` or a `ScoreFn` that kernels evaluate for each score; the tests compile each of them.
 PRIMITIVES: Final = frozenset({
     "abs", "add", "and", "ceil", "clamp", "convert_element_type", "cos", "div", "eq", "erf", "exp", "exp2",
     "floor", "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
@@ -26,8 +26,8 @@ PRIMITIVES: Final = frozenset({
 class TPUFlashAttention(FlashAttention):
     """Attention tile by tile in a Pallas kernel: O(T + S) memory, forward and backward; EMPTY tiles cost nothing.
 
-    Serves TPUs; elsewhere, and for what it refuses, the core's native forward runs. ``metadata.interpret`` runs the
-    kernel in Pallas's interpreter on the host. A second derivative is refused.
+    Serves TPUs; on other platforms, and for requests that it refuses, the core's native forward runs.
+    ``metadata.interpret`` runs the kernel in Pallas's interpreter on the host. A second derivative is refused.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {
@@ -50,8 +50,8 @@ class TPUFlashAttention(FlashAttention):
             if block is not None and block % multiple:
                 yield Reason(name, block, f"must be a multiple of {multiple}, {why} of a vector register",
                              "leave it out for the table's")  # fmt: skip
-            elif length > MOST_TILES * (block or LARGEST):
-                yield Reason(name, block, f"{length} tokens are more than {MOST_TILES} such tiles",
+            elif length > MAX_TILES * (block or LARGEST):
+                yield Reason(name, block, f"{length} tokens are more than {MAX_TILES} such tiles",
                              "leave it out for the table's, or shard the sequence")  # fmt: skip
 
     def forward_tpu(
@@ -78,7 +78,7 @@ class TPUFlashAttention(FlashAttention):
         """See `attnops.operations.flash.FlashAttention.backend`."""
         if forward != "tpu":
             return super().backend(forward)
-        # Pallas is imported where it is used: the plugin is listed on machines that lack what it needs.
+        # Pallas is imported here, so that the plugin can be listed on machines without its requirements.
         from attnops_tpu.flash.backend import PallasFlash
 
         return PallasFlash()

@@ -9,32 +9,32 @@ from typing import Any
 import numpy as np
 
 from attnops.kernels import Scoring
-from attnops_tpu.flash.tile_sizes import Parts
+from attnops_tpu.flash.tile_sizes import SubTileSizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Shapes, tiles and options of a call; hashable.
 
-    Scores are held transposed, [keys, queries]: the maximum and the sum over keys are then elementwise over vector
-    registers, without moving anything across lanes, and what there is one of for each query lies along the lanes.
+    Scores are transposed, [keys, queries]: the maximum and the sum over keys are then elementwise over vector
+    registers, without cross-lane operations, and values by query lie along the lanes.
 
     Attributes:
-        B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B is of all slices together.
-        inner: the batch as the caller sees it, which masks and biases are asked about.
+        B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B includes the mapped axis.
+        inner: the batch without the mapped axis, which masks and biases are functions of.
         bq: queries a tile.
         bk: keys a tile.
-        forward: how the forward pass computes a tile.
-        backward: how the backward pass does.
+        forward: the sub-tiles of the forward pass.
+        backward: the sub-tiles of the backward pass.
         dtype: of query, key and value.
-        is_partial: whether the keys are some of a softmax's, so that results are float32, see `attnops.softmax`.
+        is_partial: whether this is a partial softmax, whose results are float32, see `attnops.softmax`.
         scale: the softmax scale.
         precision: of products.
         scoring: see `Scoring`.
-        span: tiles of queries whose gradients stay in vector memory together.
-        strided_rotation: whether the hardware rotates each row of a register by another number of lanes.
+        span: tiles of queries whose gradients are in vector memory at a time.
+        strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.
         interpret: whether kernels run in Pallas's interpreter.
-        split: how many parts of the query heads of a kv head take turns in the backward pass; a divisor of G.
+        split: the query heads of a kv head are processed in so many groups in the backward pass; a divisor of G.
         vmem: bytes of vector memory that a kernel may use.
     """
 
@@ -48,8 +48,8 @@ class Plan:
     Dv: int
     bq: int
     bk: int
-    forward: Parts
-    backward: Parts
+    forward: SubTileSizes
+    backward: SubTileSizes
     dtype: Any
     is_partial: bool
     scale: float
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def out_dtype(self) -> Any:
-        """Of the output, and of the gradients of keys and values."""
+        """The dtype of the output, and of the gradients of keys and values."""
         return np.dtype(np.float32) if self.is_partial else self.dtype
 
     @property
@@ -83,20 +83,20 @@ class Plan:
 
     @property
     def Tp(self) -> int:
-        """Queries, padded to whole tiles."""
+        """Queries, padded to a multiple of ``bq``."""
         return self.nq * self.bq
 
     @property
     def Sp(self) -> int:
-        """Keys, padded to whole tiles."""
+        """Keys, padded to a multiple of ``bk``."""
         return self.nk * self.bk
 
     @property
     def folded(self) -> float:
-        """The part of the scale that the query is multiplied by, exact: its sign and its power of two."""
+        """The factor of the scale that queries are multiplied by, without rounding: its sign and its power of two."""
         return 0.0 if self.scale == 0 else math.copysign(2.0 ** math.floor(math.log2(abs(self.scale))), self.scale)
 
     @property
-    def rest(self) -> float:
-        """What is left of the scale, in [1, 2)."""
+    def scale_residual(self) -> float:
+        """``scale / folded``, in [1, 2)."""
         return 1.0 if self.scale == 0 else self.scale / self.folded

@@ -1,4 +1,4 @@
-"""The Triton kernels as a backend of the flash skeleton, and the gradients from what the forward saved."""
+"""The Triton kernels as a backend of the flash skeleton."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from attnops_triton.flash.bits import is_translatable
 from attnops_triton.flash.forward import forward
 from attnops_triton.flash.operands import Arrays
 from attnops_triton.flash.plan import LN2, Plan
-from attnops_triton.flash.prepare import arrays, maps
+from attnops_triton.flash.prepare import arrays, tile_schedules
+from attnops_triton.flash.tile_schedule import TileSchedules
 from attnops_triton.flash.tile_sizes import choose
-from attnops_triton.flash.visits import Maps
 from attnops_triton.language.compat import device_arch
 from attnops_triton.targets import current
 
@@ -26,12 +26,12 @@ from attnops_triton.targets import current
 class TritonFlash(FlashBackend):
     """See `FlashBackend`.
 
-    The statistics of a softmax are ``level`` and ``rest``, see `attnops_triton.flash.forward.forward`: the weights of
-    the backward pass are then those of the forward pass to the last bit.
+    The statistics of a softmax are ``m`` and ``log2_sum``, see `attnops_triton.flash.forward.forward`, so that the
+    weights of the backward pass are those of the forward pass to the last bit.
     """
 
     second_derivative: ClassVar[str] = (
-        "this kernel's gradients have none of their own, but a second derivative was asked for; vanilla has one"
+        "this kernel's gradients have no derivative, but a second derivative was asked for; vanilla has one"
     )
 
     def compute_dtype(self, call: FlashCall) -> Any:
@@ -42,13 +42,13 @@ class TritonFlash(FlashBackend):
         fitted = super().fit(call)
         if not call.metadata.interpret:
             return fitted
-        mask, bias = jax.tree.map(_wide, (call.mask, call.bias))
+        mask, bias = jax.tree.map(_widen, (call.mask, call.bias))
         return fitted.replace(mask=mask, bias=bias)
 
     def plan(self, call: FlashCall) -> Plan:
         (B, T, H, D), (S, K, Dv) = call.query.shape, call.value.shape[1:]
         dtype, metadata = call.query.dtype, call.metadata
-        # A mask that has no form in Triton comes as bits, for the tiles that it is PARTIAL on.
+        # A mask without a translation to Triton is passed as bits, for PARTIAL tiles alone.
         packed = call.mask is not None and not is_translatable(call.mask)
         scoring = describe(
             (T, S), call.mask, call.bias, call.logits_soft_cap, call.dropout_prob, call.sinks is not None,
@@ -67,73 +67,73 @@ class TritonFlash(FlashBackend):
     def arrays(self, plan: Plan, call: FlashCall) -> Arrays:
         return arrays(plan, call)
 
-    def schedule(self, plan: Plan, call: FlashCall) -> Maps:
-        return maps(plan, call.mask)
+    def schedule(self, plan: Plan, call: FlashCall) -> TileSchedules:
+        return tile_schedules(plan, call.mask)
 
     def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, Any]:
-        query, key, value, arrays, maps = operands
-        out, level, rest = forward(plan, query, key, value, arrays, maps.forward)
-        return out, (level, rest)
+        query, key, value, arrays, schedules = operands
+        out, m, log2_sum = forward(plan, query, key, value, arrays, schedules.forward)
+        return out, (m, log2_sum)
 
     def logsumexp(self, plan: Plan, statistics: Any) -> tuple[jax.Array, jax.Array]:
-        level, rest = statistics
-        m, log = level * plan.unit, rest * LN2
-        lse = m + log
-        return lse, jnp.where(lse == -jnp.inf, 0.0, (m - lse) + log)
+        m, log2_sum = statistics
+        m, log_sum = m * plan.score_unit, log2_sum * LN2
+        lse = m + log_sum
+        return lse, jnp.where(lse == -jnp.inf, 0.0, (m - lse) + log_sum)
 
     def statistics(self, plan: Plan, lse: jax.Array, lse_residual: jax.Array) -> Any:
-        level = lse * (1 / plan.unit)
-        rest = jnp.where(level == -jnp.inf, 0.0, ((lse - level * plan.unit) + lse_residual) * (1 / LN2))
-        return level, rest
+        m = lse * (1 / plan.score_unit)
+        log2_sum = jnp.where(m == -jnp.inf, 0.0, ((lse - m * plan.score_unit) + lse_residual) * (1 / LN2))
+        return m, log2_sum
 
     def gradients(
         self, plan: Plan, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
         if plan.dtype != "float16":
             return _gradients(plan, wants_bias, operands, statistics, delta, d_out)
-        # float16 ends at 6e-8, where gradients of scores may well lie: cotangents are brought to about 1 by a power of
-        # two, in which gradients are linear, and the float32 gradients back from it.
-        top = jnp.abs(d_out.astype(jnp.float32)).max()
-        scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.where((top > 0) & jnp.isfinite(top), top, 1.0))))
+        # Gradients of scores may be below 6e-8, the smallest float16. So cotangents are scaled to about 1 by a power of
+        # two, and the float32 gradients, which are linear in them, are scaled back.
+        largest = jnp.abs(d_out.astype(jnp.float32)).max()
+        scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0))))
         scaled = delta * scale, d_out.astype(jnp.float32) * scale
         dq, dk, dv, d_arrays = _gradients(plan, wants_bias, operands, statistics, *scaled)
 
-        def back(d: Any, x: Any) -> Any:
+        def unscale(d: Any, x: Any) -> Any:
             return None if d is None else (d / scale).astype(x.dtype)
 
-        d_arrays = jax.tree.map(back, d_arrays, operands.arrays, is_leaf=lambda d: d is None)
+        d_arrays = jax.tree.map(unscale, d_arrays, operands.arrays, is_leaf=lambda d: d is None)
         return dq / scale, dk / scale, dv / scale, d_arrays
 
 
 def _gradients(
     plan: Plan, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
-    query, key, value, arrays, maps = operands
-    level, rest = statistics
-    # A row that sees no key has weights exp(score − inf) = 0.
-    above = jnp.where(level == -jnp.inf, jnp.inf, level)
-    inputs = Inputs(query, key, value, d_out.astype(query.dtype), above, rest, delta)
+    query, key, value, arrays, schedules = operands
+    m, log2_sum = statistics
+    # A fully masked row has weights exp(score − inf) = 0.
+    m = jnp.where(m == -jnp.inf, jnp.inf, m)
+    inputs = Inputs(query, key, value, d_out.astype(query.dtype), m, log2_sum, delta)
     axes = () if plan.scoring.bias is None or not wants_bias else plan.scoring.bias.values
     wanted = [i for i in range(len(axes)) if jnp.issubdtype(arrays.bias[i].dtype, jnp.floating)]
     of_key = tuple(i for i in wanted if "kv" in axes[i])
     others = tuple(i for i in wanted if "kv" not in axes[i])
-    dq, d_others = by_query(plan, inputs, arrays, maps.by_query or maps.forward, others)
-    dk, dv, d_of_key = by_key(plan, inputs, arrays, maps.by_key, of_key)
+    dq, d_others = by_query(plan, inputs, arrays, schedules.by_query or schedules.forward, others)
+    dk, dv, d_of_key = by_key(plan, inputs, arrays, schedules.by_key, of_key)
     d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
     if wants_bias:
         d_values = d_others | d_of_key
         of_values: Any = (_summed(d_values[i], x) if i in d_values else None for i, x in enumerate(arrays.bias))
         d_arrays = d_arrays._replace(bias=tuple(of_values))
         if arrays.table is not None:
-            d_arrays = d_arrays._replace(table=table_gradient(plan, inputs, arrays, maps.by_score))
+            d_arrays = d_arrays._replace(table=table_gradient(plan, inputs, arrays, schedules.by_score))
         if arrays.array is not None:
-            d_array = array_gradient(plan, inputs, arrays, maps.by_score)
+            d_array = array_gradient(plan, inputs, arrays, schedules.by_score)
             d_arrays = d_arrays._replace(array=d_array.astype(arrays.array.dtype))
     return dq, dk, dv, d_arrays
 
 
-def _wide(x: Any) -> Any:
-    """Triton's interpreter has no bfloat16."""
+def _widen(x: Any) -> Any:
+    """bfloat16 as float32, since Triton's interpreter has no bfloat16."""
     return x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x
 
 

@@ -1,4 +1,4 @@
-"""The gradients of biases that have an element for each score, or for each distance; run only where asked for."""
+"""The gradients of biases with an element for each score or distance; computed only if the bias is differentiated."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import one_by_one
-from attnops_triton.flash.backward import Inputs, input_operands, score_gradients, weights_again
+from attnops_triton.flash.backward import Inputs, input_operands, recompute_weights, score_gradients
 from attnops_triton.flash.operands import Arrays, Operand, base
 from attnops_triton.flash.plan import Plan, cdiv
 from attnops_triton.flash.tile import Tile
-from attnops_triton.flash.visits import Scores
+from attnops_triton.flash.tile_schedule import EveryTile
 from attnops_triton.language.launch import launch
 from attnops_triton.language.source import Writer
 
 
 @one_by_one
-def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, scores: Scores) -> jax.Array:
-    """Of an array [B or 1, H or 1, T, S], float32: what shares an element is added up before it is written.
+def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
+    """The gradient of an array bias [B or 1, H or 1, T, S], float32, summed over what shares an element.
 
     Args:
         plan: of the call.
         inputs: see `Inputs`.
-        arrays: what scores depend on beside these.
-        scores: what the mask says of every tile.
+        arrays: the other inputs of scores.
+        tiles: the coverage of every tile.
     """
     assert arrays.array is not None
     shape = arrays.array.shape
-    operands = [*input_operands(plan, inputs, arrays), *_score_operands(scores)]
+    operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
     outputs = {"d_array": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    write, tiles = Writer(), plan.by_score
-    tile = Tile.make(write, plan, tiles.bq, tiles.bk, operands)
-    rows, columns = cdiv(plan.T, tiles.bq), cdiv(plan.S, tiles.bk)
+    write, sizes = Writer(), plan.by_score
+    tile = Tile.make(write, plan, sizes.bq, sizes.bk, operands)
+    rows, columns = cdiv(plan.T, sizes.bq), cdiv(plan.S, sizes.bk)
     write(
         "pid = tl.program_id(0)",
         f"row = pid // {columns} % {rows}",
         f"column = pid % {columns}",
         f"lead = pid // {rows * columns}",
-        f"q0 = row * {tiles.bq}",
-        f"kv0 = column * {tiles.bk}",
+        f"q0 = row * {sizes.bq}",
+        f"kv0 = column * {sizes.bk}",
         f"acc = tl.full({tile.shape}, 0.0, tl.float32)",
     )
     tile.queries()
@@ -51,25 +51,25 @@ def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, scores: Scores) -
     at = f"d_array_ptr + lead.to(tl.int64) * {plan.T * plan.S} + q0.to(tl.int64) * {plan.S} + kv0.to(tl.int64)"
     write(f"tl.store({at} + (qx - q0) * {plan.S} + (kx - kv0), acc, {edge})")
     programs = shape[0] * shape[1] * rows * columns
-    return launch(plan, tiles, write, "attnops_flash_array_gradient", operands, outputs, programs)["d_array"]
+    return launch(plan, sizes, write, "attnops_flash_array_gradient", operands, outputs, programs)["d_array"]
 
 
 @one_by_one
-def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, scores: Scores) -> jax.Array:
-    """Of a table by distance, [1, H, T + S − 1], float32. O((T + S) · block) memory a head.
+def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
+    """The gradient of a table by distance, [1, H, T + S − 1], float32. O((T + S) · block) memory a head.
 
-    All tiles of one block diagonal have the same distances at the same places: a program adds up those of a diagonal,
-    of all batches, and the distances of the sums are added up after it.
+    All tiles of a block diagonal have the same distances at the same positions: a program sums the tiles of a diagonal,
+    for all batches; the elements of equal distance are summed afterwards.
 
     Args:
         plan: of the call.
         inputs: see `Inputs`.
-        arrays: what scores depend on beside these.
-        scores: what the mask says of every tile; tiles are square.
+        arrays: the other inputs of scores.
+        tiles: the coverage of every tile; tiles are square.
     """
-    operands = [*input_operands(plan, inputs, arrays), *_score_operands(scores)]
-    write, tiles = Writer(), plan.by_score
-    n = tiles.bq
+    operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
+    write, sizes = Writer(), plan.by_score
+    n = sizes.bq
     tile = Tile.make(write, plan, n, n, operands)
     rows, columns = cdiv(plan.T, n), cdiv(plan.S, n)
     diagonals = rows + columns - 1
@@ -91,12 +91,12 @@ def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, scores: Scores) -
             _add(tile, operands)
     i = f"tl.arange(0, {n})"
     write(f"tl.store(sums_ptr + pid.to(tl.int64) * {n * n} + {i}[:, None] * {n} + {i}[None, :], acc)")
-    found = launch(plan, tiles, write, "attnops_flash_table_gradient", operands, outputs, plan.H * diagonals)["sums"]
-    return _by_distance(found, plan)
+    sums = launch(plan, sizes, write, "attnops_flash_table_gradient", operands, outputs, plan.H * diagonals)["sums"]
+    return _by_distance(sums, plan)
 
 
-def _score_operands(scores: Scores) -> list[Operand]:
-    return [Operand(name, array) for name, array in scores._asdict().items() if array is not None]
+def _tile_operands(tiles: EveryTile) -> list[Operand]:
+    return [Operand(name, array) for name, array in tiles._asdict().items() if array is not None]
 
 
 def _add(tile: Tile, operands: list[Operand]) -> None:
@@ -108,19 +108,19 @@ def _add(tile: Tile, operands: list[Operand]) -> None:
         write(f"k = h // {plan.G}")
         if plan.packed:
             write(f"bits_at = tl.load({base('numbers', shape)} + row * {shape[3]} + column)")
-        tile.rows("q", "q", plan.H, "h", plan.D, True)
-        tile.rows("d_out", "q", plan.H, "h", plan.Dv, True)
-        tile.values_of("", False)
-        tile.values_of("q", True)
-        tile.level(True)
-        tile.rows("k", "kv", plan.K, "k", plan.D, True)
-        tile.values_of("kv", True)
+        tile.load("q", "q", plan.H, "h", plan.D, True)
+        tile.load("d_out", "q", plan.H, "h", plan.Dv, True)
+        tile.load_values("", False)
+        tile.load_values("q", True)
+        tile.load_statistics(True)
+        tile.load("k", "kv", plan.K, "k", plan.D, True)
+        tile.load_values("kv", True)
         tile.product("s", "q", "k", plan.D)
-        tile.rows("v", "kv", plan.K, "k", plan.Dv, True)
+        tile.load("v", "kv", plan.K, "k", plan.Dv, True)
         tile.product("dp", "d_out", "v", plan.Dv)
-        has_ok = weights_again(tile, True, True)
+        has_ok = recompute_weights(tile, True, True)
         if plan.scoring.dropout_prob:
-            tile.keep()
+            tile.dropout()
         score_gradients(tile, has_ok)
         write("acc += ds")
 
@@ -128,11 +128,11 @@ def _add(tile: Tile, operands: list[Operand]) -> None:
 def _by_distance(sums: jax.Array, plan: Plan) -> jax.Array:
     """[H, diagonals, n, n] to [1, H, T + S − 1]."""
     H, diagonals, n, _ = sums.shape
-    # Rows last first, each moved on by one more than the one before it, which a reshape does: element (i, j) of a
-    # row-major n × 2n array lies at 2n · i + j = (2n − 1) · i + (i + j). A column is then one distance.
+    # The rows are reversed, and each is shifted by one more than the row before it, by a reshape: element (i, j) of a
+    # row-major n × 2n array is at 2n · i + j = (2n − 1) · i + (i + j). A column then has one distance.
     wide = jnp.pad(jnp.flip(sums, 2), ((0, 0), (0, 0), (0, 0), (0, n))).reshape(H, diagonals, -1)
-    level = wide[..., : n * (2 * n - 1)].reshape(H, diagonals, n, 2 * n - 1).sum(2)
-    near, far = level[..., :n], jnp.pad(level[..., n:], ((0, 0), (0, 0), (0, 1)))
+    by_column = wide[..., : n * (2 * n - 1)].reshape(H, diagonals, n, 2 * n - 1).sum(2)
+    near, far = by_column[..., :n], jnp.pad(by_column[..., n:], ((0, 0), (0, 0), (0, 1)))
     both = jnp.pad(near.reshape(H, -1), ((0, 0), (0, n))) + jnp.pad(far.reshape(H, -1), ((0, 0), (n, 0)))
     first = cdiv(plan.T, n) * n - plan.T
     return both[None, :, first : first + plan.T + plan.S - 1]

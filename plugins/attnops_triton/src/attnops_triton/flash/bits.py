@@ -1,4 +1,4 @@
-"""Masks that have no form in Triton, as bits: one a score, for the tiles that a kernel masks and for no others."""
+"""Masks without a translation to Triton, as bits: one a score, for PARTIAL tiles alone."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from attnops_triton.language.translate import PRIMITIVES
 
 WORD = 32
 
-# The bits of tiles, int32 [n, bq, words a query], of their batches, heads, tiles of queries and of keys, [n] each.
+# The bits of n tiles, int32 [n, bq, words a query], from the indices [n] of their batches, heads, tiles of queries and
+# tiles of keys.
 Pack: TypeAlias = Callable[[Any, Any, Any, Any], jax.Array]
 
-# How many tiles are computed at a time: their booleans take bq · bk bytes each, before they are packed.
-_TOGETHER = 64
+# Tiles that are computed at a time: before packing, each has bq · bk bytes of booleans.
+_BATCH = 64
 
 
 def is_translatable(mask: Mask) -> bool:
-    """Whether kernels can evaluate a bound mask by themselves."""
+    """Whether kernels can evaluate a bound mask."""
     try:
         return of_mask(mask)[0].primitives <= PRIMITIVES
     except Exception:
-        # A function that works on arrays alone: it is not taken apart.
+        # A function that can't be traced on scalars.
         return False
 
 
-def told_apart(mask: Mask, plan: Plan) -> tuple[int, int]:
-    """How many batches and heads a bound mask tells apart, each 1 or all."""
+def packed_map_shape(mask: Mask, plan: Plan) -> tuple[int, int]:
+    """How many batches and heads a bound mask varies by, each 1 or all."""
     try:
         axes = of_mask(mask)[0].axes
     except Exception:
@@ -43,11 +44,11 @@ def told_apart(mask: Mask, plan: Plan) -> tuple[int, int]:
 
 
 def packer(mask: Mask, plan: Plan, tiles: Tiles) -> Pack:
-    """What computes the bits of a bound mask."""
+    """The function that computes the bits of a bound mask's tiles."""
 
     def one(at: tuple[Any, ...]) -> jax.Array:
         b, h, q_tile, kv_tile = (x.reshape(1, 1, 1, 1) for x in at)
-        # Beyond the ragged end stand the last ones: a function is asked about tokens that there are.
+        # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
         q = jnp.minimum(q_tile * tiles.bq + np.arange(tiles.bq, dtype=np.int32)[:, None], plan.T - 1)
         kv = jnp.minimum(kv_tile * tiles.bk + np.arange(tiles.bk, dtype=np.int32), plan.S - 1)
         seen = jnp.broadcast_to(mask.allowed(b, h, q, kv), (1, 1, tiles.bq, tiles.bk))[0, 0]
@@ -57,6 +58,6 @@ def packer(mask: Mask, plan: Plan, tiles: Tiles) -> Pack:
         return lax.bitcast_convert_type(packed, jnp.int32)
 
     def pack(*at: Any) -> jax.Array:
-        return lax.map(one, tuple(jnp.asarray(x, jnp.int32) for x in at), batch_size=_TOGETHER)
+        return lax.map(one, tuple(jnp.asarray(x, jnp.int32) for x in at), batch_size=_BATCH)
 
     return pack

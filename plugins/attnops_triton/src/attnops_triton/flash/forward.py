@@ -1,4 +1,4 @@
-"""The forward kernel: an online softmax over the tiles of keys that a tile of queries visits (arXiv:2307.08691)."""
+"""The forward kernel: online softmax over the active tiles of keys of a tile of queries (arXiv:2307.08691)."""
 
 from __future__ import annotations
 
@@ -6,126 +6,134 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
-from attnops_triton.flash.loops import place_by_query, visit_loops, visit_operands
+from attnops_triton.flash.loops import place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
 from attnops_triton.flash.plan import LOG2E, Plan
 from attnops_triton.flash.tile import Tile, dtype
-from attnops_triton.flash.visits import Visits
+from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.launch import launch
 from attnops_triton.language.source import Writer, number
 
 
 @folds_batch
 def forward(
-    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, visits: Visits
+    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output [B, T, H, Dv], and the logsumexp in two parts, each [B, H, T] float32.
+    """The output, and the logsumexp in two terms.
 
-    Their sum would round: where scores are large, by more than the weights can bear that are computed from it again.
+    Their float32 sum would round: with large scores, by more than weights that are recomputed from it tolerate.
 
     Args:
         plan: of the call.
         q: [B, T, H, D].
         k: [B, S, K, D].
         v: [B, S, K, Dv].
-        arrays: what scores depend on beside these.
-        visits: by tiles of queries.
+        arrays: the other inputs of scores.
+        schedule: by tiles of queries.
 
     Returns:
-        The output; the largest score, sinks among them, in units of ``plan.unit``, −inf for a row that saw nothing;
-        and the logarithm to base 2 of the sum of exponentials less it.
+        The output [B, T, H, Dv]; ``m`` [B, H, T] float32, the largest score, sinks included, in units of
+        ``plan.score_unit``, −inf for a fully masked row; and ``log2_sum`` [B, H, T] float32, log2 of the sum of
+        exponentials relative to ``m``.
     """
     operands = [
         Operand("q", q),
         Operand("k", k),
         Operand("v", v),
-        *visit_operands(visits),
+        *schedule_operands(schedule),
         *score_operands(plan, arrays),
     ]
     if arrays.sinks is not None:
         operands.append(Operand("sinks", arrays.sinks))
     outputs = {
         "out": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.Dv), jnp.dtype(plan.out_dtype)),
-        "level": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
-        "rest": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
+        "m": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
+        "log2_sum": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
     write = Writer()
-    programs = _write(write, plan, operands, visits)
-    found = launch(plan, plan.forward, write, "attnops_flash_forward", operands, outputs, programs)
-    return found["out"], found["level"], found["rest"]
+    programs = _write(write, plan, operands, schedule)
+    results = launch(plan, plan.forward, write, "attnops_flash_forward", operands, outputs, programs)
+    return results["out"], results["m"], results["log2_sum"]
 
 
-def _write(write: Writer, plan: Plan, operands: list[Operand], visits: Visits) -> int:
+def _write(write: Writer, plan: Plan, operands: list[Operand], schedule: TileSchedule) -> int:
     bq, bk, scoring = plan.forward.bq, plan.forward.bk, plan.scoring
     tile = Tile.make(write, plan, bq, bk, operands)
     ragged = plan.T % bq != 0
-    pieces = range(len(plan.pieces(plan.Dv)))
+    chunks = range(len(plan.chunks(plan.Dv)))
     programs = place_by_query(write, plan, bq)
     write(f"q0 = row * {bq}")
     tile.queries()
-    tile.rows("q", "q", plan.H, "h", plan.D, ragged)
-    tile.values_of("", False)
-    tile.values_of("q", ragged)
+    tile.load("q", "q", plan.H, "h", plan.D, ragged)
+    tile.load_values("", False)
+    tile.load_values("q", ragged)
     write(f'm = tl.full([{bq}], float("-inf"), tl.float32)', f"l = tl.full([{bq}], 0.0, tl.float32)")
-    for i, (_, width) in enumerate(plan.pieces(plan.Dv)):
+    for i, (_, width) in enumerate(plan.chunks(plan.Dv)):
         write(f"acc_{i} = tl.full([{bq}, {width}], 0.0, tl.float32)")
 
     def body(masked: bool) -> None:
         edge = masked and plan.S % bk != 0
         tile.keys()
-        tile.rows("k", "kv", plan.K, "k", plan.D, edge)
-        tile.values_of("kv", edge)
+        tile.load("k", "kv", plan.K, "k", plan.D, edge)
+        tile.load_values("kv", edge)
         tile.product("s", "q", "k", plan.D)
-        tile.change()
+        tile.apply_cap_and_bias()
         if masked and tile.allowed(edge):
             write('s = tl.where(ok, s, float("-inf"))')
         write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
         if masked or scoring.has_bias:
-            # A row that has seen nothing yet: −inf less −inf is no number.
+            # Fully masked so far: −inf − −inf is NaN.
             write('base = tl.where(m_new == float("-inf"), 0.0, m_new)')
         else:
             write("base = m_new")
         tile.weights("base")
         write(
-            f"alpha = tl.exp2((m - base) * {number(plan.unit * LOG2E)})",
+            f"alpha = tl.exp2((m - base) * {number(plan.score_unit * LOG2E)})",
             "l = l * alpha + tl.reduce(p, 1, total)",
         )
         if scoring.dropout_prob:
-            tile.keep()
+            tile.dropout()
             write("p = tl.where(keep, p, 0.0)")
-        tile.rows("v", "kv", plan.K, "k", plan.Dv, edge)
+        tile.load("v", "kv", plan.K, "k", plan.Dv, edge)
         if masked and (scoring.mask is not None or plan.packed):
-            tile.hide("kv", *(f"v_{i}" for i in pieces))
+            tile.zero_masked_tokens("kv", *(f"v_{i}" for i in chunks))
         write(f"p = p.to({dtype(plan)})")
-        for i in pieces:
+        for i in chunks:
             write(f"acc_{i} = acc_{i} * alpha[:, None]")
             tile.dot(f"acc_{i}", "p", f"v_{i}", add=True)
         write("m = m_new")
 
-    visit_loops(write, visits, "kv0", bk, body)
-    unit = number(plan.unit * LOG2E)
-    # By the sum, which a score of NaN makes NaN, where the maximum may not be.
+    tile_loops(write, schedule, "kv0", bk, body)
+    _write_result(tile, ragged)
+    return programs
+
+
+def _write_result(tile: Tile, ragged: bool) -> None:
+    """Write the division by the denominator, sinks included, and the stores; fully masked rows give 0 and −inf."""
+    write, plan, scoring = tile.write, tile.plan, tile.plan.scoring
+    chunks = range(len(plan.chunks(plan.Dv)))
+    unit = number(plan.score_unit * LOG2E)
+    # From the sum, since a NaN score makes it NaN, but not always the maximum.
     write("seen = l != 0.0", "m = tl.where(seen, m, 0.0)")
     factor = 1 / (1 - scoring.dropout_prob)
     if scoring.sinks:
         write(
             f"given = tl.load({base('sinks', tile.shapes['sinks'])})",
-            f"sink = tl.minimum(given * {number(1 / plan.unit)}, 3e38)",
-            "top = tl.maximum(m, sink)",
-            f"shrink = tl.exp2((m - top) * {unit})",
-            f"l = l * shrink + tl.exp2((sink - top) * {unit})",
+            f"sink = tl.minimum(given * {number(1 / plan.score_unit)}, 3e38)",
+            "m_new = tl.maximum(m, sink)",
+            f"alpha = tl.exp2((m - m_new) * {unit})",
+            f"l = l * alpha + tl.exp2((sink - m_new) * {unit})",
             'l = tl.where((given == given) & (given < float("inf")), l, float("nan"))',
-            f"factor = {number(factor)} * shrink",
-            "m = top",
+            f"factor = {number(factor)} * alpha",
+            "m = m_new",
         )
     else:
         write(f"factor = {number(factor)}")
     write("l = tl.where(seen, l, 1.0)", "factor = tl.where(seen, factor / l, 0.0)")
-    for i in pieces:
+    for i in chunks:
         write(f"acc_{i} = acc_{i} * factor[:, None]")
-    tile.store_rows("out", "acc", "q", plan.H, "h", plan.Dv, f"tl.{plan.out_dtype}")
+    tile.store("out", "acc", "q", plan.H, "h", plan.Dv, f"tl.{plan.out_dtype}")
     masked = f", mask=qi < {plan.T}" if ragged else ""
     shape = (plan.B, plan.H, plan.T)
-    write(f'tl.store({base("level", shape)} + qi, tl.where(seen, m, float("-inf")){masked})')
-    write(f"tl.store({base('rest', shape)} + qi, tl.log2(l){masked})")
-    return programs
+    write(f'tl.store({base("m", shape)} + qi, tl.where(seen, m, float("-inf")){masked})')
+    write(f"tl.store({base('log2_sum', shape)} + qi, tl.log2(l){masked})")

@@ -1,4 +1,4 @@
-"""What kernels are given beside query, key and value, and how a kernel finds what belongs to a tile."""
+"""The operands of kernels other than query, key and value, and pointers to the elements of a batch and head."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from attnops_triton.flash.plan import Plan
 
 
 class Arrays(NamedTuple):
-    """What a call has in addition to query, key and value, made by `prepare`; None for what it has not.
+    """Inputs other than query, key and value, in kernels' layouts; None if absent.
 
     Attributes:
         mask: values of the mask, see `value_layout`.
         dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, T, S].
         bias: values of an elementwise bias, see `value_layout`.
-        table: a bias by distance, float32 [1, H, T + S − 1]: of ``kv − q`` at ``kv − q + T − 1``.
+        table: a bias by distance, float32 [1, H, T + S − 1]; distance ``kv − q`` is element ``kv − q + T − 1``.
         array: a bias of T × S elements, [B or 1, H or 1, T, S].
         sinks: [1, H] float32.
         dropout: the hash of each row, uint32 [B, H, T].
@@ -33,31 +33,31 @@ class Arrays(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An array that a kernel is given, by its parameter's name without ``_ptr``."""
+    """An argument of a kernel; the parameter's name is ``name`` + ``_ptr``."""
 
     name: str
     array: Any
 
 
 def value_layout(x: jax.Array) -> jax.Array:
-    """A value [B or 1, H or 1, T or 1, S or 1] as kernels take it, [B or 1, H or 1, n], 32 bits wide."""
+    """A value [B or 1, H or 1, T or 1, S or 1] in kernels' layout, [B or 1, H or 1, n], with 32-bit elements."""
     if x.dtype != jnp.uint32:
         x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
     return x.reshape(*x.shape[:2], -1)
 
 
 def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
-    """Everything that the scores of a tile depend on beside query and key, and dropout."""
-    found = [Operand(f"mask{i}", x) for i, x in enumerate(arrays.mask)]
-    found += [Operand(f"dense{i}", x) for i, x in enumerate(arrays.dense)]
-    found += [Operand(f"bias{i}", x) for i, x in enumerate(arrays.bias)]
-    found += [Operand(name, getattr(arrays, name)) for name in ("table", "array", "dropout")
-              if getattr(arrays, name) is not None]  # fmt: skip
-    return found
+    """The inputs of a tile's scores other than query and key, and of dropout."""
+    operands = [Operand(f"mask{i}", x) for i, x in enumerate(arrays.mask)]
+    operands += [Operand(f"dense{i}", x) for i, x in enumerate(arrays.dense)]
+    operands += [Operand(f"bias{i}", x) for i, x in enumerate(arrays.bias)]
+    operands += [Operand(name, getattr(arrays, name)) for name in ("table", "array", "dropout")
+                 if getattr(arrays, name) is not None]  # fmt: skip
+    return operands
 
 
 def base(name: str, shape: tuple[int, ...], b: str = "b", h: str = "h") -> str:
-    """The pointer to what a batch and a head have of an array [B or 1, H or 1, …]."""
+    """The pointer to the elements of a batch and a head in an array [B or 1, H or 1, …]."""
     each = 1
     for size in shape[2:]:
         each *= size

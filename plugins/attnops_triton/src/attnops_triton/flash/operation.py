@@ -1,4 +1,4 @@
-"""FlashAttention for GPUs: the operation, and what it can serve."""
+"""FlashAttention for GPUs: the operation and its limits."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from attnops.operations.flash import FlashAttention
 from attnops_triton.language.translate import PRIMITIVES
 from attnops_triton.versions import missing
 
-# Scores of the largest tile that may be stated.
+# EveryTile of the largest tile that may be stated.
 LARGEST: Final = 128 * 128
-# What is computed in 16 bits; all else in float32.
+# The dtypes whose products are in 16 bits; others are in float32.
 _HALVES: Final = ({"bfloat16"}, {"float16"})
 
 
 class TritonFlashAttention(FlashAttention):
     """Attention tile by tile in Triton kernels: O(T + S) memory, forward and backward; EMPTY tiles cost nothing.
 
-    Serves NVIDIA and AMD GPUs; elsewhere, and for what it refuses, the core's native forward runs.
+    Serves NVIDIA and AMD GPUs; on other platforms, and for requests that it refuses, the core's native forward runs.
     ``metadata.interpret`` runs the kernels in Triton's interpreter on the host, in float32 and float16. A second
     derivative is refused.
     """
@@ -39,10 +39,11 @@ class TritonFlashAttention(FlashAttention):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | None:
-        """Before cuDNN where that would need an array of T × S elements; else after it.
+        """Above cuDNN if that would need an array of T × S elements; below it otherwise.
 
-        By bytes, as no GPU has timed the two: a mask of 16,384 × 16,384 is 512 MB in bfloat16, read again for every
-        head that has one of its own, and no tile of it is left out. Plain and causal attention is cuDNN's own ground.
+        This is by bytes, since the two have not been timed on a GPU: a mask of 16,384 × 16,384 is 512 MB in bfloat16,
+        is read again for every head if it varies by head, and skips no tile. cuDNN is preferred for plain and causal
+        attention.
         """
         if request.platform != "cuda" or not isinstance(request, AttentionRequest):
             return super().rank(request)
@@ -66,7 +67,7 @@ class TritonFlashAttention(FlashAttention):
                 yield Reason(name, block, "must be a power of two of at least 16", "leave it out for the table's")
         area = (self.metadata.block_q or 64) * (self.metadata.block_k or 64)
         if area > LARGEST:
-            yield Reason("block_q · block_k", area, f"must be at most {LARGEST}, for what a program may hold",
+            yield Reason("block_q · block_k", area, f"must be at most {LARGEST}, the scores that a program can hold",
                          "leave them out for the table's")  # fmt: skip
         if isinstance(request, AttentionRequest) and request.interpret and request.dtypes[0] == "bfloat16":
             yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
@@ -96,14 +97,14 @@ class TritonFlashAttention(FlashAttention):
         """See `attnops.operations.flash.FlashAttention.backend`."""
         if forward != "gpu":
             return super().backend(forward)
-        # Triton is imported where it is used: the plugin is listed on machines that lack it.
+        # Triton is imported here, so that the plugin can be listed on machines without it.
         from attnops_triton.flash.backend import TritonFlash
 
         return TritonFlash()
 
 
 def _too_little(request: Request) -> Iterable[Reason]:
-    """What the GPU at hand lacks, where there is one."""
+    """Reasons why this machine's GPU, if it has one, is too small."""
     from attnops_triton.flash.tile_sizes import known
     from attnops_triton.language.compat import device_arch
     from attnops_triton.targets import SHARED_MEMORY, current
@@ -112,7 +113,7 @@ def _too_little(request: Request) -> Iterable[Reason]:
     if arch.startswith("sm_") and int(arch.removeprefix("sm_")) < 80:
         yield Reason("GPU", arch, "must be at least sm_80, whose products and memory the kernels are written for")
     elif arch.startswith("sm_") and isinstance(request, AttentionRequest) and set(request.dtypes) not in _HALVES:
-        # Products in float32 take their operands from shared memory: tiles of query, key, value and output, 16 tokens.
+        # Operands of float32 products are in shared memory: tiles of query, key, value and output, of 16 tokens each.
         least, most = 4 * 16 * 2 * (request.head_dim + request.value_head_dim), SHARED_MEMORY[known(arch)]
         if least > most:
             yield Reason("head_dim", request.head_dim, f"the smallest tiles in float32 take {least} bytes of shared "

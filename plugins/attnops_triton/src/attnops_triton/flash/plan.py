@@ -14,13 +14,13 @@ LN2: Final = math.log(2)
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How one kernel is cut.
+    """Tile sizes of one kernel, and how it is compiled.
 
     Attributes:
         bq: queries a tile, a power of two of at least 16.
-        bk: keys a tile, likewise.
+        bk: keys a tile, a power of two of at least 16.
         warps: warps a program.
-        stages: tiles in flight.
+        stages: stages of the software pipeline.
     """
 
     bq: int
@@ -34,19 +34,19 @@ class Plan:
     """Shapes, tiles and options of a call; hashable.
 
     Attributes:
-        B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B is of all slices together.
-        inner: the batch as the caller sees it, which masks and biases are asked about.
+        B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B includes the mapped axis.
+        inner: the batch without the mapped axis, which masks and biases are functions of.
         forward: tiles of the forward pass.
-        by_query: tiles of the pass over queries' gradients.
-        by_key: tiles of the pass over keys' and values' gradients.
-        by_score: tiles of the gradients of biases with an element for each score, or distance.
+        by_query: tiles of the kernel for the gradients of queries.
+        by_key: tiles of the kernel for the gradients of keys and values.
+        by_score: tiles of the gradients of biases with an element for each score or distance.
         dtype: the name of the dtype of query, key and value.
-        is_partial: whether the keys are some of a softmax's, so that results are float32, see `attnops.softmax`.
+        is_partial: whether this is a partial softmax, whose results are float32, see `attnops.softmax`.
         scale: the softmax scale.
         tf32: whether products of float32 may be rounded to TF32.
         scoring: see `attnops.kernels.scoring.Scoring`.
-        packed: whether the mask is given as bits, see `attnops_triton.flash.bits`.
-        arch: what the kernels are compiled for, such as ``"sm_90"``; empty for the device at hand.
+        packed: whether the mask is passed as bits, see `attnops_triton.flash.bits`.
+        arch: the architecture to compile for, such as ``"sm_90"``; empty for this machine's GPU.
         interpret: whether kernels run in Triton's interpreter.
     """
 
@@ -77,18 +77,18 @@ class Plan:
         return self.H // self.K
 
     @property
-    def unit(self) -> float:
-        """What scores, as a kernel holds them, are multiplied by to become natural exponents.
+    def score_unit(self) -> float:
+        """Natural units per unit of a kernel's scores.
 
-        Plain products keep their scale for the exponent, where it costs nothing; a negative one would turn the maximum
-        into a minimum, and by a tiny one a sink can't be divided.
+        Without cap and bias the scale is multiplied in by the exponential, at no cost, unless it is negative, which
+        would turn the maximum into a minimum, or so small or large that dividing a sink by it would overflow.
         """
         return 1.0 if self.scales_first else self.scale
 
     @property
     def scales_first(self) -> bool:
-        """Whether the scale is multiplied in before anything else."""
-        return self.scoring.changes_scores or not 1e-20 < self.scale < 1e20
+        """Whether scores are multiplied by the scale first, so that ``score_unit`` is 1."""
+        return self.scoring.has_cap_or_bias or not 1e-20 < self.scale < 1e20
 
     @property
     def itemsize(self) -> int:
@@ -97,40 +97,40 @@ class Plan:
 
     @property
     def gradient_dtype(self) -> str:
-        """What kernels give gradients of query, key and value in; those of float16 are scaled, see `attend`."""
+        """The dtype of kernels' gradients of query, key and value; float32 for float16, whose cotangents are scaled."""
         return "float32" if self.is_partial or self.dtype == "float16" else self.dtype
 
     @property
     def out_dtype(self) -> str:
-        """Of the output."""
+        """The dtype of the output."""
         return "float32" if self.is_partial else self.dtype
 
-    def pieces(self, dim: int) -> list[tuple[int, int]]:
-        """(start, width) of the pieces that a head dim is cut into, see `parts`."""
-        return parts(dim, 64 if self.dtype == "float32" else 512)
+    def chunks(self, dim: int) -> list[tuple[int, int]]:
+        """(start, width) of the chunks of a head dim, see `head_dim_chunks`."""
+        return head_dim_chunks(dim, 64 if self.dtype == "float32" else 512)
 
 
-def parts(dim: int, widest: int = 512) -> list[tuple[int, int]]:
-    """(start, width) of the pieces that a head dim is cut into, since a kernel's shapes are powers of two.
+def head_dim_chunks(dim: int, widest: int = 512) -> list[tuple[int, int]]:
+    """(start, width) of the chunks of a head dim, since a kernel's shapes are powers of two, of at least 16.
 
-    A head dim of 80 is 64 and 16, of 192 it is 128 and 64, of 576 it is 512 and 64; at least 16 wide.
+    A head dim of 80 has chunks of 64 and 16, of 192 it has 128 and 64, of 576 it has 512 and 64.
 
     Args:
         dim: the head dim.
-        widest: the most that a piece may have. In float32 it is little: long sums round, and a sum of sums less so.
+        widest: the largest width. It is smaller in float32, since a sum of short sums rounds less than a long sum.
     """
-    found = []
+    chunks = []
     start = 0
     while start < dim:
-        rest = dim - start
-        whole = max(16, 1 << (rest - 1).bit_length())
-        below = max(16, whole // 2)
-        # The next power of two, unless two pieces are narrower.
-        narrower = rest > below and below + max(16, 1 << (rest - below - 1).bit_length()) < whole
-        width = min(widest, below if narrower else whole)
-        found.append((start, width))
+        remaining = dim - start
+        above = max(16, 1 << (remaining - 1).bit_length())
+        below = max(16, above // 2)
+        # The next power of two, unless two chunks are narrower together.
+        narrower = remaining > below and below + max(16, 1 << (remaining - below - 1).bit_length()) < above
+        width = min(widest, below if narrower else above)
+        chunks.append((start, width))
         start += width
-    return found
+    return chunks
 
 
 def cdiv(a: int, b: int) -> int:

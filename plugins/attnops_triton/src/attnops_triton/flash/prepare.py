@@ -1,4 +1,4 @@
-"""From the options of a call to a plan, arrays and tiles to visit."""
+"""The arrays and tile schedules of a call."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ import numpy as np
 from attnops.dropout import dropout_rows, dropout_seed
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask, ragged
 from attnops.masks import Mask, block_map
-from attnops_triton.flash.bits import Pack, packer, told_apart
+from attnops_triton.flash.bits import Pack, packed_map_shape, packer
 from attnops_triton.flash.operands import Arrays, value_layout
 from attnops_triton.flash.plan import Plan, Tiles
-from attnops_triton.flash.visits import Maps, every_score, visits
+from attnops_triton.flash.tile_schedule import TileSchedules, every_tile, tile_schedule
 
 
 def arrays(plan: Plan, call: FlashCall) -> Arrays:
-    """The arrays of a call as kernels take them. Differentiable; O(T + S) memory beside arrays of T × S elements."""
-    scoring, shape = plan.scoring, call.scores
+    """The arrays of a call in kernels' layouts. Differentiable; O(T + S) memory, plus that of T × S arrays."""
+    scoring, shape = plan.scoring, call.scores_shape
     bias: Any = elementwise_bias(call.bias)
-    found = Arrays(sinks=None if call.sinks is None else call.sinks.astype(jnp.float32)[None])
+    result = Arrays(sinks=None if call.sinks is None else call.sinks.astype(jnp.float32)[None])
     if call.mask is not None and not plan.packed:
         function, leaves, dense = of_mask(call.mask)
-        found = found._replace(
+        result = result._replace(
             mask=tuple(value_layout(x) for x in function.compute(leaves, shape)),
             dense=tuple(jnp.asarray(x).astype(jnp.int8) for x in dense),
         )
     if scoring.bias is not None:
         function, leaves = of_bias(bias)
-        found = found._replace(bias=tuple(value_layout(x) for x in function.compute(leaves, shape)))
+        result = result._replace(bias=tuple(value_layout(x) for x in function.compute(leaves, shape)))
     elif scoring.table:
-        found = found._replace(table=bias.by_distance(plan.H, plan.T, plan.S).astype(jnp.float32)[None])
+        result = result._replace(table=bias.by_distance(plan.H, plan.T, plan.S).astype(jnp.float32)[None])
     elif scoring.array:
         # The interpreter has no bfloat16.
-        found = found._replace(array=bias.astype(jnp.float32) if plan.interpret else bias)
+        result = result._replace(array=bias.astype(jnp.float32) if plan.interpret else bias)
     if call.dropout_key is not None and scoring.dropout_prob:
         b, h, i = (np.arange(n).reshape([-1 if axis == own else 1 for axis in range(3)])
                    for own, n in enumerate((plan.B, plan.H, plan.T)))  # fmt: skip
-        found = found._replace(dropout=dropout_rows(dropout_seed(call.dropout_key), b, h, i))
-    return found
+        result = result._replace(dropout=dropout_rows(dropout_seed(call.dropout_key), b, h, i))
+    return result
 
 
-def maps(plan: Plan, mask: Mask | None) -> Maps:
-    """The tiles that each kernel visits."""
+def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
+    """The schedules of all kernels."""
     coverage, pack = _coverage(mask, plan, plan.forward)
-    forward = visits(ragged(coverage, 3, plan.S % plan.forward.bk), pack)
+    forward = tile_schedule(ragged(coverage, 3, plan.S % plan.forward.bk), pack)
     by_query = by_score = None
     if (plan.by_query.bq, plan.by_query.bk) != (plan.forward.bq, plan.forward.bk):
         coverage, pack = _coverage(mask, plan, plan.by_query)
-        by_query = visits(ragged(coverage, 3, plan.S % plan.by_query.bk), pack)
+        by_query = tile_schedule(ragged(coverage, 3, plan.S % plan.by_query.bk), pack)
     if plan.scoring.table or plan.scoring.array:
-        by_score = every_score(*_coverage(mask, plan, plan.by_score))
+        by_score = every_tile(*_coverage(mask, plan, plan.by_score))
     coverage, pack = _coverage(mask, plan, plan.by_key)
     coverage = ragged(coverage, 2, plan.T % plan.by_key.bq).swapaxes(2, 3)
-    return Maps(forward, by_query, visits(coverage, pack, by_key=True), by_score)
+    return TileSchedules(forward, by_query, tile_schedule(coverage, pack, by_key=True), by_score)
 
 
 def _coverage(mask: Mask | None, plan: Plan, tiles: Tiles) -> tuple[Any, Pack | None]:
-    """The coverage of each tile, and what computes the bits of tiles for a mask that has them."""
+    """The coverage of each tile, and the function that computes the bits of tiles, for a packed mask."""
     coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), tiles.bq, tiles.bk).coverage
     if mask is None or not plan.packed:
         return coverage, None
-    lead = [max(have, told) for have, told in zip(coverage.shape, told_apart(mask, plan), strict=False)]
+    lead = [max(sizes) for sizes in zip(coverage.shape, packed_map_shape(mask, plan), strict=False)]
     xp: Any = np if isinstance(coverage, np.ndarray) else jnp
     return xp.broadcast_to(coverage, (*lead, *coverage.shape[2:])), packer(mask, plan, tiles)

@@ -1,8 +1,9 @@
-"""What happens to one tile of scores inside a kernel, written as Triton source.
+"""The scores of one tile inside a kernel, as Triton source: loads, products, soft cap, bias, mask and dropout.
 
-Names that kernels share: ``b``, ``h`` the batch and the query head, numbers; ``q0``, ``kv0`` the tile's first query and
-key; ``qi``, ``ki`` its queries and keys, one axis each; ``qx``, ``kx`` the same, broadcasting to the tile; ``s`` its
-scores and ``ok`` which of them count. A tile is [queries, keys], or transposed [keys, queries].
+Variables of all kernels: ``b``, ``h``, the indices of the batch and the query head; ``q0``, ``kv0``, the tile's first
+query and key; ``qi`` [bq], ``ki`` [bk], the indices of its queries and keys; ``qx``, ``kx``, the same, broadcasting to
+the tile; ``s``, its scores; ``ok``, which of them are not masked. A tile is [queries, keys], or transposed
+[keys, queries].
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from attnops_triton.language.translate import TYPES, derivative, tanh, traced, t
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Writes what belongs to one tile.
+    """Writes the code of one tile.
 
     Attributes:
-        write: where to.
+        write: the kernel's lines.
         plan: of the call.
         bq: queries a tile.
         bk: keys a tile.
-        shapes: of the operands that scores depend on, by name.
+        shapes: of the kernel's operands, by name.
         transposed: whether keys come before queries.
     """
 
@@ -51,71 +52,71 @@ class Tile:
 
     @property
     def shape(self) -> str:
-        """The tile's shape."""
+        """The tile's shape, as Triton source."""
         return f"[{self.bk}, {self.bq}]" if self.transposed else f"[{self.bq}, {self.bk}]"
 
     def queries(self) -> None:
-        """``qi`` and ``qx``, of ``q0``."""
-        self.write(f"qi = q0 + tl.arange(0, {self.bq})", f"qx = qi{self.beside('q')}")
+        """Write ``qi`` and ``qx``, from ``q0``."""
+        self.write(f"qi = q0 + tl.arange(0, {self.bq})", f"qx = qi{self.broadcast('q')}")
 
     def keys(self) -> None:
-        """``ki`` and ``kx``, of ``kv0``."""
-        self.write(f"ki = kv0 + tl.arange(0, {self.bk})", f"kx = ki{self.beside('kv')}")
+        """Write ``ki`` and ``kx``, from ``kv0``."""
+        self.write(f"ki = kv0 + tl.arange(0, {self.bk})", f"kx = ki{self.broadcast('kv')}")
 
-    def rows(self, name: str, axis: str, heads: int, head: str, dim: int, edge: bool) -> None:
-        """Load the tile's rows of an array [B, length, heads, dim], as pieces ``name_0``, ``name_1``.
+    def load(self, name: str, axis: str, heads: int, head: str, dim: int, edge: bool) -> None:
+        """Load the tile's rows of an array [B, length, heads, dim], in chunks of dim: ``name_0``, ``name_1``.
 
         Args:
-            name: what they are called; its pointer is ``name_ptr``.
+            name: of the chunks, and of the pointer ``name_ptr``.
             axis: "q" or "kv".
-            heads: how many heads the array has.
-            head: which of them.
+            heads: number of heads of the array.
+            head: the variable of the head's index.
             dim: D or Dv.
             edge: whether the tile may reach beyond the last token.
         """
         length, first, index = self._of(axis)
         stride = heads * dim
-        # Under `jax.vmap` all batches may share one.
+        # Under `jax.vmap` all slices may share one batch.
         batch = f" + b.to(tl.int64) * {length * stride}" if self.shapes[name][0] > 1 else ""
         at = f"{name}_ptr{batch} + {head}.to(tl.int64) * {dim}"
         self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
-        for i, (start, width) in enumerate(self.plan.pieces(dim)):
+        for i, (start, width) in enumerate(self.plan.chunks(dim)):
             columns = f"({start} + tl.arange(0, {width}))[None, :]"
             conditions = [f"({index} < {length})[:, None]"] * edge + [f"({columns} < {dim})"] * (start + width > dim)
             masked = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
             self.write(f"{name}_{i} = tl.load({name}_at + ({index} - {first})[:, None] * {stride} + {columns}{masked})")
 
-    def store_rows(self, name: str, values: str, axis: str, heads: int, head: str, dim: int, dtype: str) -> None:
-        """Store the pieces ``values_0``, ``values_1`` where `rows` would load them from."""
+    def store(self, name: str, values: str, axis: str, heads: int, head: str, dim: int, dtype: str) -> None:
+        """Store the chunks ``values_0``, ``values_1`` where `load` would load them from."""
         length, first, index = self._of(axis)
         stride = heads * dim
         at = f"{name}_ptr + b.to(tl.int64) * {length * stride} + {head}.to(tl.int64) * {dim}"
         self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
         edge = length % (self.bq if axis == "q" else self.bk) != 0
-        for i, (start, width) in enumerate(self.plan.pieces(dim)):
+        for i, (start, width) in enumerate(self.plan.chunks(dim)):
             columns = f"({start} + tl.arange(0, {width}))[None, :]"
             conditions = [f"({index} < {length})[:, None]"] * edge + [f"({columns} < {dim})"] * (start + width > dim)
             masked = f", mask={' & '.join(conditions)}" if conditions else ""
             at = f"{name}_at + ({index} - {first})[:, None] * {stride} + {columns}"
             self.write(f"tl.store({at}, {values}_{i}.to({dtype}){masked})")
 
-    def token(self, name: str, shape: tuple[int, ...], axis: str, edge: bool) -> None:
-        """Load the tile's part of an array [B or 1, H or 1, T or S] as ``name``, broadcasting to the tile.
+    def load_token(self, name: str, shape: tuple[int, ...], axis: str, edge: bool) -> None:
+        """Load the tile's elements of an array [B or 1, H or 1, T or S] as ``name``, broadcasting to the tile.
 
-        Beyond the last token stands that one's again: a 0 might be divided by.
+        The last token's element is repeated beyond the ragged end: a function might divide by 0.
         """
         length, _, index = self._of(axis)
         index = f"tl.minimum({index}, {length - 1})" if edge else index
-        self.write(f"{name} = tl.load({base(name, shape)} + {index}){self.beside(axis)}")
+        self.write(f"{name} = tl.load({base(name, shape)} + {index}){self.broadcast(axis)}")
 
-    def level(self, edge: bool) -> None:
-        """Load what a backward pass needs of each query: ``level``, ``rest`` and ``delta``."""
-        for name, other in (("level", 'float("inf")'), ("rest", "0.0"), ("delta", "0.0")):
+    def load_statistics(self, edge: bool) -> None:
+        """Load the backward pass's values by query: ``m``, ``log2_sum`` and ``delta``, [bq] each."""
+        for name, other in (("m", 'float("inf")'), ("log2_sum", "0.0"), ("delta", "0.0")):
             masked = f", mask=qi < {self.plan.T}, other={other}" if edge else ""
             self.write(f"{name} = tl.load({base(name, self.shapes[name])} + qi{masked})")
 
-    def values_of(self, axis: str, edge: bool) -> None:
-        """Load what masks, biases and dropout have one of for each query, each key, or each head.
+    def load_values(self, axis: str, edge: bool) -> None:
+        """Load the values of masks, biases and dropout by query, by key, or by head.
 
         Args:
             axis: "q", "kv", or "" for heads.
@@ -130,7 +131,7 @@ class Tile:
                 if (own := next((a for a in ("q", "kv") if a in axes), "")) != axis:
                     continue
                 if own:
-                    self.token(name, self.shapes[name], own, edge)
+                    self.load_token(name, self.shapes[name], own, edge)
                 else:
                     self.write(f"{name} = tl.load({base(name, self.shapes[name])})")
                 if np.dtype(dtype) == np.bool_:
@@ -138,28 +139,28 @@ class Tile:
                 elif np.dtype(dtype).itemsize != 4:
                     self.write(f"{name} = {name}.to({TYPES[np.dtype(dtype).name]})")
         if axis == "q" and scoring.dropout_prob:
-            self.token("dropout", self.shapes["dropout"], "q", edge)
+            self.load_token("dropout", self.shapes["dropout"], "q", edge)
 
     def product(self, name: str, queries: str, keys: str, dim: int) -> None:
-        """``name``, the products of the pieces of rows of queries and of keys."""
-        # A GPU rounds a product and its transpose alike; numpy, which the interpreter computes with, does not, and then
-        # weights of large scores would differ from the forward pass's.
-        turn = self.transposed and self.plan.interpret
-        a, b = (keys, queries) if self.transposed and not turn else (queries, keys)
-        for i in range(len(self.plan.pieces(dim))):
+        """Write ``name``, the products of rows of queries and of keys, summed over the chunks of ``dim``."""
+        # A GPU rounds a product and its transpose equally. The interpreter uses numpy, which does not, so that weights
+        # of large scores would differ from those of the forward pass.
+        swap = self.transposed and self.plan.interpret
+        a, b = (keys, queries) if self.transposed and not swap else (queries, keys)
+        for i in range(len(self.plan.chunks(dim))):
             self.dot(name, f"{a}_{i}", f"tl.trans({b}_{i})", i > 0)
-        if turn:
+        if swap:
             self.write(f"{name} = tl.trans({name})")
 
     def dot(self, name: str, a: str, b: str, add: bool) -> None:
-        """``name = a · b``, or added to it."""
+        """Write ``name = a · b``, or ``name += a · b``."""
         precision = ""
         if self.plan.dtype == "float32":
             precision = f', input_precision="{"tf32" if self.plan.tf32 else "ieee"}"'
         self.write(f"{name} = tl.dot({a}, {b}{f', {name}' if add else ''}{precision})")
 
-    def change(self) -> None:
-        """Scale, soft cap and bias on ``s``."""
+    def apply_cap_and_bias(self) -> None:
+        """Write scale, soft cap and bias on ``s``."""
         scoring, write = self.plan.scoring, self.write
         if self.plan.scales_first:
             write(f"s = s * {number(float(self.plan.scale))}")
@@ -168,8 +169,8 @@ class Tile:
             write(f"x = s * {number(1 / cap)}")
             write(f"curve = {tanh(write, 'x')}", f"s = {number(cap)} * curve")
         if scoring.bias is not None:
-            (changed,) = translate(write, traced(scoring.bias, 0), self._arguments("bias", scoring.bias))
-            write("unbiased = s", f"s = {changed} + tl.full({self.shape}, 0.0, tl.float32)")
+            (biased,) = translate(write, traced(scoring.bias, 0), self._arguments("bias", scoring.bias))
+            write("unbiased = s", f"s = {biased} + tl.full({self.shape}, 0.0, tl.float32)")
         if scoring.table:
             table = base("table", self.shapes["table"])
             inside = f"(kx < {self.plan.S}) & (qx < {self.plan.T})"
@@ -178,7 +179,7 @@ class Tile:
             write(f"s = s + {self.by_score('array', '0.0')}.to(tl.float32)")
 
     def by_score(self, name: str, other: str) -> str:
-        """The tile of an array [B or 1, H or 1, T, S]."""
+        """The load of a tile of an array [B or 1, H or 1, T, S], as Triton source."""
         T, S = self.plan.T, self.plan.S
         corner = f"{base(name, self.shapes[name])} + q0.to(tl.int64) * {S} + kv0.to(tl.int64)"
         conditions = [f"(qx < {T})"] * (T % self.bq != 0) + [f"(kx < {S})"] * (S % self.bk != 0)
@@ -186,10 +187,10 @@ class Tile:
         return f"tl.load({corner} + (qx - q0) * {S} + (kx - kv0){masked})"
 
     def allowed(self, edge: bool) -> bool:
-        """Write ``ok``, which scores count; whether there is such a thing. For PARTIAL tiles.
+        """Write ``ok``, which scores are not masked, for PARTIAL tiles. Returns False, without ``ok``, if all are.
 
         Args:
-            edge: whether keys beyond the last are to be left out.
+            edge: whether keys beyond the last are masked.
         """
         scoring, plan, write = self.plan.scoring, self.plan, self.write
         conditions = []
@@ -211,52 +212,52 @@ class Tile:
         return True
 
     def bits(self) -> str:
-        """The bits of the tile whose number is ``bits_at``, see `attnops_triton.flash.bits`."""
+        """Which scores the packed mask allows, from the tile at index ``bits_at``, see `attnops_triton.flash.bits`."""
         words = cdiv(self.bk, WORD)
         at = f"words_ptr + bits_at.to(tl.int64) * {self.bq * words} + (qx - q0) * {words} + (kx - kv0) // {WORD}"
         self.write(f"bit = (tl.load({at}) >> ((kx - kv0) % {WORD})) & 1")
         return "(bit != 0)"
 
-    def weights(self, level: str, rest: str = "") -> None:
-        """``p``, two to the power of scores less ``level``, in the units of ``s``, and less ``rest``.
+    def weights(self, m: str, log2_sum: str = "") -> None:
+        """Write ``p``, the weights ``exp(s − m)``, or ``exp(s − m) / sum``.
 
         Args:
-            level: a number for each query.
-            rest: likewise, in units of exponents of two.
+            m: variable [bq], in units of ``s``.
+            log2_sum: variable [bq], log2 of the sum; empty for none.
         """
-        unit, beside = number(self.plan.unit * LOG2E), self.beside("q")
+        unit, by_query = number(self.plan.score_unit * LOG2E), self.broadcast("q")
         if self.plan.scoring.has_bias or self.plan.dtype == "float32":
-            # Subtracted first: biases may be as large as float32 is, and a difference of products is not exact.
-            self.write(f"p = tl.exp2((s - {level}{beside}) * {unit}{f' - {rest}{beside}' if rest else ''})")
+            # The difference first, which is exact; biases may be so large that a difference of products is not.
+            self.write(f"p = tl.exp2((s - {m}{by_query}) * {unit}{f' - {log2_sum}{by_query}' if log2_sum else ''})")
         else:
-            self.write(f"p = tl.exp2(s * {unit} - ({level} * {unit}{f' + {rest}' if rest else ''}){beside})")
+            self.write(f"p = tl.exp2(s * {unit} - ({m} * {unit}{f' + {log2_sum}' if log2_sum else ''}){by_query})")
 
-    def keep(self) -> None:
-        """``keep``, which weights dropout leaves."""
+    def dropout(self) -> None:
+        """Write ``keep``, which weights dropout keeps."""
         spread = spread_of_keys(self.plan.scoring.dropout_step)
         self.write(
-            f"x = dropout + (ki.to(tl.uint32) * {spread}){self.beside('kv')}",
+            f"x = dropout + (ki.to(tl.uint32) * {spread}){self.broadcast('kv')}",
             f"x = (x ^ (x >> 16)) * {0x85EBCA6B}",
             f"x = (x ^ (x >> 13)) * {0xC2B2AE35}",
             "x = x ^ (x >> 16)",
             f"keep = (x >> 8).to(tl.int32) >= {dropout_threshold(self.plan.scoring.dropout_prob)}",
         )
 
-    def hide(self, axis: str, *names: str) -> None:
-        """Put 0 for the rows of queries, or of keys, that have no part in the tile: 0 times NaN would be NaN."""
+    def zero_masked_tokens(self, axis: str, *names: str) -> None:
+        """Zero the rows of queries, or of keys, that are fully masked in the tile: they may hold NaN."""
         if not self.plan.scoring.has_fully_masked_tokens:
             return
         over = 1 if (axis == "kv") == self.transposed else 0
-        # By bits: a choice between registers that a product reads makes the compiler give up on some architectures.
+        # By bits: for a `tl.where` on operands of a product, the compiler fails on some architectures.
         bits, dtype = f"tl.int{8 * self.plan.itemsize}", f"tl.{self.plan.dtype}"
         self.write(f"any_{axis} = (0 - tl.reduce(ok.to(tl.int32), {over}, largest)).to({bits})[:, None]")
         for name in names:
             self.write(f"{name} = ({name}.to({bits}, bitcast=True) & any_{axis}).to({dtype}, bitcast=True)")
 
-    def pull_back(self) -> list[int]:
-        """From ``ds``, the gradient of the changed scores, to that of the products without the scale.
+    def cap_and_bias_vjp(self) -> list[int]:
+        """Write ``ds``, the gradient of the products without the scale, from that of the scores.
 
-        Writes ``d_bias0`` … for the values of an elementwise bias; their numbers are returned.
+        Writes ``d_bias0``, … for the values of an elementwise bias too. Returns their indices.
         """
         scoring, write = self.plan.scoring, self.write
         wanted: list[int] = []
@@ -274,7 +275,7 @@ class Tile:
     def _arguments(self, prefix: str, function: Elementwise, scores: str = "s") -> list[str]:
         plan = self.plan
         b = "b" if plan.inner == plan.B else f"(b % {plan.inner})"
-        # A function is asked about tokens that there are.
+        # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
         q = f"tl.minimum(qx, {plan.T - 1})" if plan.T % self.bq else "qx"
         kv = f"tl.minimum(kx, {plan.S - 1})" if plan.S % self.bk else "kx"
         return [scores, b, "h", q, kv, *(f"{prefix}{i}" for i in range(len(function.values)))]
@@ -282,7 +283,8 @@ class Tile:
     def _of(self, axis: str) -> tuple[int, str, str]:
         return (self.plan.T, "q0", "qi") if axis == "q" else (self.plan.S, "kv0", "ki")
 
-    def beside(self, axis: str) -> str:
+    def broadcast(self, axis: str) -> str:
+        """The subscript that broadcasts a variable by query or by key to the tile."""
         return "[:, None]" if (axis == "q") != self.transposed else "[None, :]"
 
 

@@ -1,4 +1,4 @@
-"""The table of tiles, warps and stages; by architecture, dtype, head dim and kernel."""
+"""Tile sizes, warps and stages: a table by architecture, dtype, head dim and kernel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from attnops_triton.flash.plan import Tiles
 
 T = Tiles
 Row = tuple[Tiles, Tiles, Tiles, Tiles]  # of forward, by query, by key, by score
-# By architecture, bytes an element, and the larger head dim, up to. Each was compiled: at head dims up to 128 none
-# spills in 16 bits. Fewer instructions a score decided among those that do not; none was timed, see NOTES.md.
+# By architecture, bytes an element, and the larger of D and Dv, at most. Each row was compiled: at head dims up to 128
+# none spills in 16 bits. Of those without spills, the one with the fewest instructions a score was chosen; none was
+# timed, see NOTES.md.
 TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
     "sm_80": {
         2: {
@@ -21,7 +22,7 @@ TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
             576: (T(32, 32, 8, 1), T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
         },
     },
-    "sm_86": {  # 99 KB of shared memory; the consumer GPUs after it too
+    "sm_86": {  # 99 KB of shared memory, as newer consumer GPUs have
         2: {
             64: (T(128, 64, 4, 2), T(128, 64, 8, 1), T(64, 64, 8, 2), T(64, 64, 4, 1)),
             128: (T(128, 32, 8, 2), T(64, 32, 8, 2), T(32, 64, 4, 2), T(32, 32, 4, 1)),
@@ -46,7 +47,7 @@ TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
             576: (T(64, 32, 8, 1), T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
         },
     },
-    "gfx942": {  # a wave may have 512 registers where there are 4 of them, and a program 64 KB of shared memory
+    "gfx942": {  # with 4 waves each may use 512 registers; a program has 64 KB of shared memory
         2: {
             64: (T(128, 64, 4, 2), T(128, 64, 8, 2), T(64, 64, 4, 1), T(64, 64, 4, 1)),
             128: (T(128, 64, 4, 2), T(64, 64, 4, 2), T(64, 64, 4, 1), T(64, 64, 4, 1)),
@@ -62,12 +63,12 @@ _SINGLE: Final[dict[int, Row]] = {
     576: (T(16, 16, 8, 1), T(16, 16, 8, 1), T(16, 16, 8, 1), T(16, 16, 4, 1)),
 }
 for _arch, _by_size in TABLE.items():
-    # Products of float32 have no tensor cores; registers, which they need most of, are alike everywhere but on AMD.
+    # float32 products don't use tensor cores but registers, of which all architectures but AMD's have the same number.
     _by_size[4] = dict(_SINGLE) if _arch != "gfx942" else {
         limit: tuple(T(t.bq, t.bk, 4, 1) for t in row) for limit, row in _SINGLE.items()  # type: ignore[misc]
     }  # fmt: skip
 
-# Where float16 takes more registers than bfloat16, so that the row above would spill.
+# Where float16 needs more registers than bfloat16, so that the row above would spill.
 _FLOAT16: Final[dict[str, dict[int, Row]]] = {
     "gfx942": {128: (*TABLE["gfx942"][2][128][:2], T(32, 64, 4, 1), TABLE["gfx942"][2][128][3])},
 }
@@ -79,13 +80,13 @@ def choose(
     """The tiles of each pass.
 
     Args:
-        arch: such as ``"sm_90"``; one that the table lacks gets the nearest one's.
+        arch: such as ``"sm_90"``; see `known` for one that the table lacks.
         dtype: of query, key and value.
         dim: the larger of D and Dv.
-        block_q: what the metadata states, for all passes.
-        block_k: likewise.
-        by_score: whether the forward loads elements of its own for each score: masks and biases that are arrays. They
-            take shared memory, so that the table's tiles of keys are halved.
+        block_q: queries a tile, of the metadata, for all passes; None for the table's.
+        block_k: keys a tile, of the metadata, for all passes; None for the table's.
+        by_score: whether the forward loads an element for each score, of an array mask or bias. They need shared
+            memory, so the table's forward tiles of keys are halved.
     """
     by_dim = TABLE[known(arch)][4 if dtype == "float32" else 2]
     if dtype == "float16":
@@ -99,7 +100,7 @@ def choose(
 
 
 def known(arch: str) -> str:
-    """The architecture of the table that is nearest."""
+    """The nearest architecture in the table."""
     if arch in TABLE:
         return arch
     if arch.startswith("gfx"):

@@ -1,1 +1,1 @@
-"""Kernels as Triton source: written, translated from jaxprs, launched or interpreted."""
+"""Triton source: how kernels are written, translated from jaxprs, launched and interpreted."""

@@ -1,4 +1,4 @@
-"""The differences between versions of jax-triton and of Triton, all of them."""
+"""All code that depends on the versions of jax-triton and Triton."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from attnops_triton.versions import release, version_of
 
 @functools.lru_cache(maxsize=1024)
 def function(kernel: Kernel) -> Any:
-    """The Python function of a kernel's text, with a source that `inspect` finds, as Triton wants."""
+    """The Python function of a kernel's text, with source that `inspect` finds, which Triton needs."""
     import triton.language as tl
 
     file = f"<{kernel.name} {hashlib.sha256(kernel.text.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(kernel.text), None, kernel.text.splitlines(keepends=True), file)
-    # What `tl.max` and `tl.sum` reduce with; the functions themselves can't be interpreted beside compiled kernels.
+    # The combine functions of `tl.max` and `tl.sum`, which can't be interpreted in a process that compiles kernels too.
     standard = tl.standard
     names = {
         "tl": tl,
@@ -42,15 +42,15 @@ def triton_call(
     kernel: Any, shapes: tuple[Any, ...], programs: int, name: str, warps: int, stages: int, capability: int | None,
     *arrays: Any,
 ) -> Any:  # fmt: skip
-    """`jax_triton.triton_call`, whose results have these shapes."""
+    """`jax_triton.triton_call`, with results of these shapes."""
     import jax_triton
 
-    # Triton 3.10 is to have it off unless told; without it every product and sum is two instructions.
+    # Off by default from Triton 3.10 on; without it every multiply-add is two instructions.
     fusion = {"enable_fp_fusion": True}
     if release(version_of("jax-triton") or "0") < (0, 4):
         given: dict[str, Any] = {"out_shape": shapes, **fusion}
     else:
-        # Here a keyword that is unknown becomes a parameter of the kernel.
+        # In this version an unknown keyword becomes a parameter of the kernel.
         given = {"out_type": shapes, "backend_options": fusion}
     return jax_triton.triton_call(
         *arrays, kernel=kernel, grid=(programs,), name=name, num_warps=warps, num_stages=stages,
@@ -59,12 +59,14 @@ def triton_call(
 
 
 def device_arch() -> str:
-    """The architecture of the GPU at hand, such as ``"sm_90"`` or ``"gfx942"``; empty where there is none."""
+    """The architecture of this machine's GPU, such as ``"sm_90"`` or ``"gfx942"``; empty without one."""
     import jax
 
     try:
         devices = jax.devices("gpu")
     except RuntimeError:
         return ""
-    found = str(getattr(devices[0], "compute_capability", ""))
-    return found if found.startswith("gfx") else f"sm_{found.replace('.', '')}" if found else ""
+    capability = str(getattr(devices[0], "compute_capability", ""))
+    if not capability or capability.startswith("gfx"):
+        return capability
+    return f"sm_{capability.replace('.', '')}"

@@ -1,4 +1,4 @@
-"""How kernels are interpreted on a host without a GPU: Triton's interpreter on numpy's arrays, inside a callback."""
+"""Kernels in Triton's interpreter, on a host without a GPU: on numpy arrays, inside a callback."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from attnops_triton.language.compat import function
 from attnops_triton.language.source import Kernel
 
-# The interpreter puts its functions in place of Triton's while it runs.
-_ALONE = threading.Lock()
+# The interpreter patches Triton's functions while it runs.
+_LOCK = threading.Lock()
 
 
 def interpreted(kernel: Kernel, shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int, *arrays: jax.Array) -> Any:
-    """What a kernel computes. Results start as NaN, so that what is not written shows."""
+    """A kernel's results. They are initialised to NaN, so that missing stores are noticed."""
 
     def run(*given: Any) -> tuple[np.ndarray[Any, Any], ...]:
         results = tuple(_unwritten(shape) for shape in shapes)
@@ -29,24 +29,24 @@ def interpreted(kernel: Kernel, shapes: tuple[jax.ShapeDtypeStruct, ...], progra
 def run_on_host(
     kernel: Kernel, programs: int, arrays: list[np.ndarray[Any, Any]], results: list[np.ndarray[Any, Any]]
 ) -> None:
-    """Interpret a kernel, which writes ``results``."""
+    """Interpret a kernel, which writes to ``results``."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    with _ALONE, np.errstate(all="ignore"):
+    with _LOCK, np.errstate(all="ignore"):
         InterpretedFunction(function(kernel)).run(
             *(Buffer(x) for x in (*arrays, *results)), grid=(programs,), warmup=False
         )
 
 
 class Buffer:
-    """An array as the interpreter wants it, like a torch tensor on the host that is its own storage."""
+    """An array with the interface that the interpreter expects: a torch tensor on the host that is its own storage."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array
 
     @property
     def dtype(self) -> str:
-        """By Triton's name."""
+        """Triton's name of the dtype."""
         return {
             "float32": "fp32", "float16": "fp16", "int8": "i8", "int32": "i32", "uint32": "u32"
         }[self.array.dtype.name]  # fmt: skip
@@ -76,7 +76,7 @@ class Buffer:
         return self.array.strides
 
     def copy_(self, _: Buffer) -> None:
-        """The kernel wrote in place."""
+        """Nothing: the kernel wrote in place."""
 
 
 def _unwritten(shape: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:

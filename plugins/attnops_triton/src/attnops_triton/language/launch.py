@@ -1,4 +1,4 @@
-"""From a kernel's text to its results: compiled and launched by jax-triton, or interpreted on the host."""
+"""Run a kernel: compiled and launched by jax-triton, or interpreted on the host."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import Plan, Tiles
 from attnops_triton.language.source import Kernel, Writer
 
-# Part of what JAX caches traced functions by: each recording traces anew.
+# Part of the key of JAX's cache of traced functions, so that each recording traces again.
 _RECORD = jax.make_user_context(default_value=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A kernel, and how it is launched.
+    """A kernel and its launch parameters.
 
     Attributes:
-        kernel: its text.
+        kernel: the kernel.
         dtypes: names of the dtypes of its parameters.
-        tiles: tiles, warps and stages.
+        tiles: tile sizes, warps and stages.
         plan: of the call.
         programs: the size of the grid.
     """
@@ -41,17 +41,17 @@ class Launched:
 
 @dataclasses.dataclass(eq=False)
 class Recording:
-    """What was launched while it lasted; hashed by identity."""
+    """The launches inside a `recording` context; hashed by identity."""
 
     launched: list[Launched] = dataclasses.field(default_factory=list)
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launched]]:
-    """Kernels are not run but listed, and give zeros."""
-    found = Recording()
-    with _RECORD(found):
-        yield found.launched
+    """A context in which kernels are listed instead of run, and return zeros."""
+    record = Recording()
+    with _RECORD(record):
+        yield record.launched
 
 
 def launch(
@@ -64,9 +64,9 @@ def launch(
         plan: of the call.
         tiles: warps and stages.
         write: the kernel's lines.
-        name: the kernel's.
-        operands: what it is given, by parameter.
-        outputs: what it writes, by parameter.
+        name: of the kernel.
+        operands: the inputs, by parameter.
+        outputs: shapes and dtypes of the outputs, by parameter.
         programs: the size of the grid.
     """
     from attnops_triton.language.compat import jit, triton_call
@@ -89,11 +89,11 @@ def launch(
 
 
 def capability(arch: str) -> int | None:
-    """The compute capability that jax-triton is told; None for that of the device at hand."""
+    """The compute capability for jax-triton; None for that of this machine's GPU."""
     return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else None
 
 
 def _varying_like(results: Any, arrays: list[Any]) -> list[Any]:
-    """The results, varying over the mesh axes that the arrays vary over; in `jax.shard_map` nothing else says so."""
-    *found, _ = equally_varying((*results, tuple(arrays)))
-    return found
+    """The results, varying over the same mesh axes as the arrays, as `jax.shard_map` requires."""
+    *varying, _ = equally_varying((*results, tuple(arrays)))
+    return varying

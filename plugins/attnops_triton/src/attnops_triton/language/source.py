@@ -1,4 +1,4 @@
-"""Kernels as Triton source, written for one plan: shapes are literals, and only what the plan needs is there."""
+"""Kernels as Triton source, written for one plan: shapes are literals, and unused features are left out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel's text; equal texts are one kernel.
+    """A kernel's text; kernels with equal texts are equal.
 
     Attributes:
-        name: the function's.
-        parameters: pointers, inputs first.
-        text: the function, without its decorator.
+        name: of the function.
+        parameters: names of pointers, inputs first.
+        text: of the function, without a decorator.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Kernel:
 
 
 class Writer:
-    """Lines with their indentation."""
+    """The lines of a kernel."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -31,30 +31,30 @@ class Writer:
         self._fresh = 0
 
     def __call__(self, *lines: str) -> None:
-        """Add lines."""
+        """Add lines at the current indentation."""
         self.lines += ["    " * self._depth + line for line in lines]
 
     @contextlib.contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """A loop or a condition, around what is added inside."""
+        """A loop or a condition; lines that are added in the context are indented."""
         self(head)
         self._depth += 1
         yield
         self._depth -= 1
 
     def fresh(self) -> str:
-        """A name that is not in use."""
+        """An unused variable name."""
         self._fresh += 1
         return f"t{self._fresh}"
 
     def kernel(self, name: str, parameters: list[str]) -> Kernel:
-        """The function of all lines."""
+        """The kernel of all lines."""
         head = f"def {name}({', '.join(parameters)}):"
         return Kernel(name, tuple(parameters), "\n".join([head, *self.lines, ""]))
 
 
 def number(x: float) -> str:
-    """A number as Triton reads it."""
+    """A number as Triton source."""
     if isinstance(x, float) and x - x != 0:
         return f'float("{x}")'
     return repr(x)

@@ -1,4 +1,4 @@
-"""From jaxprs of scalars to Triton: masks, score functions and their derivatives, evaluated for each score."""
+"""Translation of jaxprs of scalars to Triton: masks, score functions and their derivatives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TYPES: Final[Mapping[str, str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An expression without operators outside brackets, and the name of its dtype."""
+    """An expression without operators outside parentheses, and the name of its dtype."""
 
     text: str
     dtype: str
@@ -87,7 +87,7 @@ def _power(write: Writer, x: str, y: int) -> str:
 
 
 def tanh(write: Writer, x: str) -> str:
-    """The hyperbolic tangent of float32; near 0 by its series, where the exponentials would cancel."""
+    """The hyperbolic tangent of float32; near 0, where the exponentials would cancel, by its series."""
     e = _named(write, f"tl.exp(-2.0 * tl.abs({x}))")
     size = _named(write, f"(1.0 - {e}) / (1.0 + {e})")
     square = _named(write, f"{x} * {x}")
@@ -103,7 +103,7 @@ def _tanh(write: Writer, params: Any, a: Value) -> str:
 
 def _log1p(write: Writer, params: Any, a: Value) -> str:
     u = _named(write, f"1.0 + {a.text}")
-    # What rounding made of 1 + x is divided out again (Kahan).
+    # The rounding error of 1 + x is divided out (Kahan).
     close = _named(write, f"tl.where({u} == 1.0, 1.0, {u} - 1.0)")
     far = f"({u} == 1.0) | ({u} == float('inf'))"
     return f"tl.where({far}, {a.text} + tl.log({u}) * ({u} == float('inf')), tl.log({u}) * ({a.text} / {close}))"
@@ -118,11 +118,11 @@ def _expm1(write: Writer, params: Any, a: Value) -> str:
 
 def _round(write: Writer, params: Any, a: Value) -> str:
     down = _named(write, f"tl.floor({a.text})")
-    rest = _named(write, f"{a.text} - {down}")
+    fraction = _named(write, f"{a.text} - {down}")
     if "EVEN" in str(params["rounding_method"]) or str(params["rounding_method"]) == "1":
-        up = f"({rest} > 0.5) | (({rest} == 0.5) & ({down} - 2.0 * tl.floor({down} * 0.5) == 1.0))"
+        up = f"({fraction} > 0.5) | (({fraction} == 0.5) & ({down} - 2.0 * tl.floor({down} * 0.5) == 1.0))"
     else:
-        up = f"({rest} > 0.5) | (({rest} == 0.5) & ({a.text} >= 0.0))"
+        up = f"({fraction} > 0.5) | (({fraction} == 0.5) & ({a.text} >= 0.0))"
     return f"tl.where({up}, {down} + 1.0, {down})"
 
 
@@ -130,9 +130,9 @@ def _pow(write: Writer, params: Any, a: Value, b: Value) -> str:
     if not b.floating:
         b = Value(f"({float(b.text.strip('()'))})" if b.literal else f"{b.text}.to(tl.float32)", "float32", b.literal)
     size = _named(write, f"tl.exp2({b.text} * tl.log2(tl.abs({a.text})))")
-    whole = f"{b.text} == tl.floor({b.text})"
+    is_integer = f"{b.text} == tl.floor({b.text})"
     odd = f"{b.text} - 2.0 * tl.floor({b.text} * 0.5) == 1.0"
-    below = _named(write, f"tl.where({whole}, tl.where({odd}, -{size}, {size}), float('nan'))")
+    below = _named(write, f"tl.where({is_integer}, tl.where({odd}, -{size}, {size}), float('nan'))")
     return f"tl.where({b.text} == 0.0, 1.0, tl.where({a.text} < 0.0, {below}, {size}))"
 
 
@@ -151,22 +151,22 @@ _TABLE: Final[Mapping[str, Callable[..., str]]] = {
     "square": _plain("{0} * {0}"), "one_minus_square": _plain("1.0 - {0} * {0}"), "pow": _pow,
     "sign": _plain("tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))"),
 }  # fmt: skip
-# What Triton computes in float32 alone.
+# Primitives that Triton computes only in float32.
 _FLOAT32: Final = frozenset(
     ["floor", "ceil", "round", "exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh",
      "logistic", "erf", "pow"]
 )  # fmt: skip
-# What a `MaskFn` or a `ScoreFn` may be made of.
+# The primitives of a `MaskFn` or a `ScoreFn` that have a translation.
 PRIMITIVES: Final = frozenset(_TABLE) - {"add_any"} | {"stop_gradient"}
 
 
 def translate(write: Writer, closed: Any, inputs: Sequence[str]) -> list[str]:
-    """Write what a jaxpr of scalars computes; the results, as expressions without operators outside brackets.
+    """Write a jaxpr of scalars. Returns its results, as expressions without operators outside parentheses.
 
     Args:
-        write: where to.
+        write: the kernel's lines.
         closed: a closed jaxpr of scalars.
-        inputs: expressions of any shapes that broadcast with one another.
+        inputs: expressions whose shapes broadcast with one another.
 
     Raises:
         NotImplementedError: a primitive has no translation.
@@ -193,60 +193,61 @@ def _inline(write: Writer, jaxpr: Any, constants: list[Value], inputs: list[Valu
         return _literal(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else names[atom]  # type: ignore[attr-defined]
 
     for eqn in jaxpr.eqns:
-        found = [read(atom) for atom in eqn.invars]
+        inputs = [read(atom) for atom in eqn.invars]
         name = eqn.primitive.name
         body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if name in _CALLS and body is not None:
             closed = [_literal(value, jnp.result_type(value)) for value in getattr(body, "consts", [])]
-            results = _inline(write, getattr(body, "jaxpr", body), closed, found)
+            results = _inline(write, getattr(body, "jaxpr", body), closed, inputs)
         elif name in _IDENTITIES or (name == "reduce_sum" and not eqn.params["axes"]):
-            results = found
+            results = inputs
         elif name in _TABLE:
-            # A literal is an int32 or a float32 to Triton; and functions are there for float32 alone.
-            found = [_spread(write, v) if v.literal and v.dtype.startswith("uint") else v for v in found]
+            # A literal is an int32 or a float32 in Triton, and many functions exist only for float32.
+            inputs = [_spread(write, v) if v.literal and v.dtype.startswith("uint") else v for v in inputs]
             dtypes = {atom.aval.dtype.name for atom in (*eqn.invars, eqn.outvars[0])}  # type: ignore[attr-defined]
-            # Likewise Triton's interpreter computes on bfloat16 as if it were integers; rounding a result is the same.
+            # Triton's interpreter computes bfloat16 as if it were integers; rounding a float32 result is equivalent.
             narrow = "bfloat16" in dtypes or (name in _FLOAT32 and eqn.outvars[0].aval.dtype.itemsize == 2)
-            found = [_widened(v, name == "convert_element_type") for v in found] if narrow else found
-            if found and all(value.literal for value in found):
-                found = [_spread(write, value) for value in found]
-            text = _named(write, _TABLE[name](write, eqn.params, *found))
+            inputs = [_widened(v, name == "convert_element_type") for v in inputs] if narrow else inputs
+            if inputs and all(value.literal for value in inputs):
+                inputs = [_spread(write, value) for value in inputs]
+            text = _named(write, _TABLE[name](write, eqn.params, *inputs))
             text = _named(write, f"{text}.to({TYPES[eqn.outvars[0].aval.dtype.name]})") if narrow else text
             results = [Value(text, eqn.outvars[0].aval.dtype.name)]
         else:
-            raise NotImplementedError(f"{name} has no form in Triton")
+            raise NotImplementedError(f"{name} has no translation to Triton")
         names |= dict(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def _widened(value: Value, integers_too: bool = False) -> Value:
     """A 16-bit number as float32."""
-    is_due = not value.literal and (value.floating or integers_too)
-    return Value(f"{value.text}.to(tl.float32)", "float32") if is_due else value
+    is_narrow = not value.literal and (value.floating or integers_too)
+    return Value(f"{value.text}.to(tl.float32)", "float32") if is_narrow else value
 
 
 def _spread(write: Writer, value: Value) -> Value:
-    """A literal as a tensor, which methods and functions want."""
+    """A literal as a tensor, which methods and functions need."""
     return Value(_named(write, f"tl.full([1, 1], {value.text}, {TYPES[value.dtype]})"), value.dtype)
 
 
 def traced(function: Elementwise, given: int) -> Any:
     """The jaxpr of ``apply(scores, b, h, q, kv, *values, *given)`` on scalars."""
     n = len(function.values)
-    return jax.make_jaxpr(lambda s, b, h, q, kv, *rest: function.apply(s, b, h, q, kv, rest[:n], rest[n:]))(
+    return jax.make_jaxpr(lambda s, b, h, q, kv, *arrays: function.apply(s, b, h, q, kv, arrays[:n], arrays[n:]))(
         *_scalars(function, given)
     )
 
 
 def derivative(function: Elementwise) -> tuple[Any, list[int]]:
-    """The jaxpr of the derivative of a bias, and the numbers of the values that it gives gradients of.
+    """The jaxpr of the derivative of a bias, and the indices of the values whose gradients it computes.
 
-    It takes what `traced` takes and the gradient of the result, and gives that of the scores and of these values.
+    Its inputs are those of `traced` and the gradient of the result; its results are the gradients of the scores and of
+    these values.
     """
     wanted = [i for i, dtype in enumerate(function.dtypes) if jnp.issubdtype(dtype, jnp.floating)]
 
-    def pulled_back(s: Any, b: Any, h: Any, q: Any, kv: Any, *rest: Any) -> Any:
-        *values, d = rest
+    def pulled_back(s: Any, b: Any, h: Any, q: Any, kv: Any, *values_and_d: Any) -> Any:
+        *values, d = values_and_d
 
         def changed(s: Any, some: list[Any]) -> Any:
             merged = list(values)

@@ -1,4 +1,4 @@
-"""What a call does to scores, static, and its numbers, which may be data."""
+"""What a call does to scores, as static data; its numbers may be arrays."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Numbers(NamedTuple):
-    """The numbers of a call: Python's, or float32 arrays [] where other numbers must not make a new program.
+    """The numbers of a call: Python floats, or float32 arrays [] where new numbers must not compile a new program.
 
     Attributes:
         scale: the softmax scale.
-        folded: the part of it that is multiplied in before the product: all of it in float32, a power of two in 16
-            bits, where any other would round.
-        scale_residual: what is left of it, in [1, 2); None for 1.
+        folded: the factor of the scale that queries are multiplied by before the product: all of it in float32; a power
+            of two in 16 bits, which does not round.
+        scale_residual: ``scale / folded``, in [1, 2); None for 1.
         cap: the soft cap; None for none.
     """
 
@@ -32,7 +32,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def make(cls, scale: float, cap: float | None, dtype: Any) -> Numbers:
-        """Those of a call whose products take ``dtype``."""
+        """The numbers of a call whose products have operands of ``dtype``."""
         if dtype == jnp.float32:
             return cls(scale, scale, None, cap)
         folded = math.copysign(2.0 ** math.floor(math.log2(abs(scale))), scale) if scale else 0.0
@@ -43,27 +43,28 @@ class Numbers(NamedTuple):
         return jax.tree.map(np.float32, self)
 
     def fold_scale(self, x: jax.Array, dtype: Any) -> jax.Array:
-        """A tile of queries with the folded part of the scale, in ``dtype``."""
+        """A tile of queries times the folded factor of the scale, in ``dtype``."""
         is_one = isinstance(self.folded, float) and self.folded == 1.0
         return x if is_one else (x.astype(jnp.float32) * self.folded).astype(dtype)
 
     def scaled(self, x: jax.Array) -> jax.Array:
-        """``x`` times what is left of the scale."""
+        """``x`` times the scale's residual."""
         return x if self.scale_residual is None else x * self.scale_residual
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What a call asks for, static.
+class Scoring:
+    """What is done to scores, static and hashable; see `attnops.kernels.Scoring` for that of other kernels.
 
     Attributes:
-        numbers: the numbers; None where they are data, see `Arrays`.
+        numbers: the numbers; None where they are data, see `attnops.operations.flash.operands.Arrays`.
         has_cap: whether there is a soft cap.
-        bias: how the bias is taken tile by tile.
+        bias: how the bias is applied tile by tile; None for none.
         dropout_prob: the probability of dropout.
         dropout_step: see `attnops.dropout.dropout_step`.
-        has_fully_masked_tokens: whether some tokens may be seen by no other, and so hold anything, NaN too.
-        holds_function: whether a mask or bias holds a caller's function, which nothing that is compiled may outlive.
+        has_fully_masked_tokens: whether tokens may be fully masked; such tokens may hold NaN.
+        holds_function: whether a mask or bias holds a caller's function, which must not be kept alive by a compiled
+            program.
     """
 
     numbers: Numbers | None = None
@@ -75,6 +76,6 @@ class Options:
     holds_function: bool = False
 
     @property
-    def changes_scores(self) -> bool:
+    def has_cap_or_bias(self) -> bool:
         """Whether scores are more than a product and a scale."""
         return self.has_cap or self.bias is not None

@@ -1,4 +1,4 @@
-"""Kernels visit the tiles that a mask does not leave empty, and no others: in lists, and counted in the interpreter."""
+"""Schedules have the active tiles of a mask alone, and kernels compute these alone, counted in the interpreter."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_tpu.flash import backward, forward
-from attnops_tpu.flash.visits import MAX_ROWS, unpack, visits
+from attnops_tpu.flash.tile_schedule import MAX_ROWS, tile_schedule, unpack
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Chunked, Coverage, Mask, Segments, SlidingWindow, block_map
 
 
-def listed(coverage: np.ndarray, found: Any) -> list[list[tuple[int, int, int]]]:
+def listed(coverage: np.ndarray, schedule: Any) -> list[list[tuple[int, int, int]]]:
     """(row, column, kind) of each map, with the flags checked against the rows."""
     maps = []
-    for entries in np.asarray(found.entries).reshape(-1, found.longest + 1):
+    for entries in np.asarray(schedule.entries).reshape(-1, schedule.longest + 1):
         entry = unpack(entries)
-        steps = int(found.steps)
+        steps = int(schedule.steps)
         rows = entry.row[:steps]
-        due = (entry.first | entry.last | entry.kind)[:steps] > 0
-        starts = np.r_[True, rows[1:] != rows[:-1]] & due
-        assert (entry.first[:steps][due] == starts[due]).all()
-        assert sorted(set(rows[due])) == list(range(coverage.shape[2])), "each row must end, to be written"
+        active = (entry.first | entry.last | entry.kind)[:steps] > 0
+        starts = np.r_[True, rows[1:] != rows[:-1]] & active
+        assert (entry.first[:steps][active] == starts[active]).all()
+        assert sorted(set(rows[active])) == list(range(coverage.shape[2])), "each row must end, to be written"
         assert entry.last[:steps].sum() == coverage.shape[2]
-        assert unpack(entries[steps:]).kind.sum() == 0, "what follows the visits does nothing"
+        assert unpack(entries[steps:]).kind.sum() == 0, "padding does nothing"
         triples = np.stack([rows, entry.column[:steps], entry.kind[:steps]], axis=1)
         maps.append([tuple(triple) for triple in triples.tolist() if triple[2]])
     return maps
@@ -38,16 +38,16 @@ def listed(coverage: np.ndarray, found: Any) -> list[list[tuple[int, int, int]]]
 def test_lists_are_the_tiles_that_are_not_empty(traced: bool) -> None:
     coverage = np.random.default_rng(0).integers(0, 3, (2, 3, 7, 5)).astype(np.int8)
     coverage[0, 0, 2] = coverage[1, 2] = Coverage.EMPTY
-    found = jax.jit(visits)(jnp.asarray(coverage)) if traced else visits(coverage)
+    schedule = jax.jit(tile_schedule)(jnp.asarray(coverage)) if traced else tile_schedule(coverage)
     flat = coverage.reshape(-1, 7, 5)
     expected = [[(r, c, int(m[r, c])) for r in range(7) for c in range(5) if m[r, c]] for m in flat]
-    assert listed(coverage, found) == expected
-    assert (found.traced is not None) == traced
+    assert listed(coverage, schedule) == expected
+    assert (schedule.traced is not None) == traced
 
 
 def test_too_many_tiles_are_refused() -> None:
     with pytest.raises(ValueError, match="make tiles larger"):
-        visits(np.ones((1, 1, MAX_ROWS + 1, 1), np.int8))
+        tile_schedule(np.ones((1, 1, MAX_ROWS + 1, 1), np.int8))
 
 
 MASKS = {
@@ -65,11 +65,11 @@ def test_only_tiles_that_are_not_empty_are_computed(name: str, traced: bool, mon
     seen: collections.Counter[tuple[str, int, int]] = collections.Counter()
 
     def counting(which: str, function: Any) -> Any:
-        def wrapped(part: Any, *args: Any) -> Any:
-            if part.row == part.col == 0:
+        def wrapped(sub: Any, *args: Any) -> Any:
+            if sub.row == sub.col == 0:
                 count = lambda q, kv: seen.update([(which, int(q), int(kv))])  # noqa: E731
-                jax.debug.callback(count, part.place.q_tile, part.place.kv_tile)
-            return function(part, *args)
+                jax.debug.callback(count, sub.index.q_tile, sub.index.kv_tile)
+            return function(sub, *args)
 
         return wrapped
 

@@ -1,0 +1,193 @@
+"""Tile schedules: the active tiles of a block map, as a list with one entry a grid step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.kernels import Foldable
+from attnops.masks import Coverage
+
+# An entry is one int32: row of tiles, column, coverage, whether it is the last and the first (bit 0) of its row.
+_ROW, _COLUMN, _KIND, _LAST = 18, 4, 2, 1
+MAX_ROWS: Final = 1 << (31 - _ROW)
+MAX_COLUMNS: Final = 1 << (_ROW - _COLUMN)
+
+
+# Scalar memory has 1 MiB on every generation; an entry has 4 bytes, and a kernel needs the remainder.
+MAX_ENTRIES: Final = 160 * 1024
+KINDS: Final = (int(Coverage.FULL), int(Coverage.PARTIAL))
+
+
+class Entry(NamedTuple):
+    """One grid step of a kernel; scalars.
+
+    Attributes:
+        row: index of the row of tiles, whose result is accumulated.
+        column: index of the tile in the row.
+        kind: an `attnops.masks.Coverage`; EMPTY in the only entry of a row without active tiles.
+        first: whether it is the first entry of its row.
+        last: whether it is the last entry of its row.
+    """
+
+    row: Any
+    column: Any
+    kind: Any
+    first: Any
+    last: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["entries", "traced"],
+    meta_fields=["map_shape", "longest", "kinds", "rows"],
+)
+@dataclasses.dataclass(frozen=True)
+class TileSchedule(Foldable):
+    """The active tiles of each map, row by row. A pytree.
+
+    Attributes:
+        entries: int32 [maps · (longest + 1)]; shorter maps are padded by repeating their last tile as EMPTY, and each
+            map has one such entry more.
+        map_shape: how many batches and heads the maps have, each 1 or all.
+        longest: entries a map.
+        kinds: the `attnops.masks.Coverage` of entries, other than EMPTY; a kernel has code only for these.
+        rows: index of the first row, and of the last plus 1.
+        traced: for a traced mask, the grid steps that are needed, int32; else None.
+    """
+
+    entries: Any
+    map_shape: tuple[int, int]
+    longest: int
+    kinds: tuple[int, ...]
+    rows: tuple[int, int]
+    traced: Any = None
+
+    @property
+    def steps(self) -> Any:
+        """Steps of the grid."""
+        return self.longest if self.traced is None else self.traced
+
+    def padded(self, longest: int) -> Any:
+        """The entries, each map padded to a length; the padding is never read."""
+        by_map = self.entries.reshape(-1, self.longest + 1)
+        return jnp.pad(by_map, ((0, 0), (0, longest - self.longest)), mode="edge").reshape(-1)
+
+    def fold(self, batched: Any, n: int, B: int) -> TileSchedule:
+        """See `attnops.kernels.vmap.Foldable.fold`."""
+        entries = self.entries.reshape(*([n] if batched.entries else []), self.map_shape[0], -1)
+        if not batched.entries and self.map_shape[0] == 1:
+            folded, batches = entries, 1
+        else:
+            entries = jnp.broadcast_to(entries if batched.entries else entries[None], (n, B, entries.shape[-1]))
+            folded, batches = entries.reshape(n * B, -1), n * B
+        steps = self.traced.max() if batched.traced else self.traced
+        return dataclasses.replace(
+            self, entries=folded.reshape(-1), map_shape=(batches, self.map_shape[1]), traced=steps
+        )
+
+    def at(self, entries: Any, b: Any, h: Any, step: Any) -> Entry:
+        """The entry of a batch and head at a step, read from ``entries`` in scalar memory."""
+        m = (b if self.map_shape[0] > 1 else 0) * self.map_shape[1] + (h if self.map_shape[1] > 1 else 0)
+        return unpack(entries[m * (self.longest + 1) + step])
+
+
+def unpack(entry: Any) -> Entry:
+    """The fields of a packed entry."""
+    return Entry(
+        row=entry >> _ROW,
+        column=(entry >> _COLUMN) & (MAX_COLUMNS - 1),
+        kind=(entry >> _KIND) & 3,
+        first=entry & 1,
+        last=(entry >> _LAST) & 1,
+    )
+
+
+def row_chunks(coverage: Any) -> list[tuple[int, int]]:
+    """Chunks of rows, (start, stop), whose entries fit scalar memory: one chunk, except for millions of tiles.
+
+    Args:
+        coverage: see `tile_schedule`.
+    """
+    *maps, rows, columns = coverage.shape
+    known = isinstance(coverage, np.ndarray)
+    longest = (coverage > 0).sum(axis=3).max(axis=(0, 1)) if known else np.full(rows, columns)
+    used, chunks = 0, [[0, 0]]
+    for cost in (maps[0] * maps[1] * np.maximum(longest, 1)).tolist():
+        if used + cost > MAX_ENTRIES and used:
+            chunks.append([chunks[-1][1], chunks[-1][1]])
+            used = 0
+        chunks[-1][1] += 1
+        used += cost
+    return [(first, stop) for first, stop in chunks]
+
+
+def tile_schedule(coverage: Any, first_row: int = 0, first_column: int = 0) -> TileSchedule:
+    """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
+
+    Args:
+        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`. A numpy array if the mask is known when
+            tracing; a traced one is sorted at run time, in O(rows · columns) integers.
+        first_row: index of the first row, if the coverage is a chunk of rows.
+        first_column: index of the first column, if the coverage is a chunk of columns.
+
+    Raises:
+        ValueError: there are more tiles than an entry can number.
+    """
+    xp: Any = np if isinstance(coverage, np.ndarray) else jnp
+    *maps, rows, columns = coverage.shape
+    if first_row + rows > MAX_ROWS or first_column + columns > MAX_COLUMNS:
+        raise ValueError(f"{rows} × {columns} tiles are more than {MAX_ROWS} × {MAX_COLUMNS}; make tiles larger")
+    coverage = coverage.reshape(-1, rows, columns).astype(np.int32)
+    active = coverage > 0
+    active = active | ((np.arange(columns) == 0) & ~active.any(axis=2, keepdims=True))
+    position = xp.cumsum(active, axis=2)
+    first, last = active & (position == 1), active & (position == position[:, :, -1:])
+    row, column = np.arange(rows, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)
+    packed = ((row + first_row) << _ROW) | ((column + first_column) << _COLUMN) | (coverage << _KIND)
+    packed = packed | (last.astype(np.int32) << _LAST) | first
+    packed, active = packed.reshape(len(coverage), -1), active.reshape(len(coverage), -1)
+    count = active.sum(axis=1)
+    if xp is np:
+        longest = int(count.max())
+        order = [np.flatnonzero(d) for d in active]
+        index: Any = np.stack([np.pad(o, (0, longest + 1 - len(o)), mode="edge") for o in order])
+        steps = None
+        kinds = tuple(kind for kind in KINDS if (coverage == kind).any())
+    else:
+        kinds = KINDS
+        longest = rows * columns
+        index = jnp.minimum(jnp.arange(longest + 1), count[:, None] - 1)
+        index = jnp.take_along_axis(jnp.argsort(~active, axis=1, stable=True), index, axis=1)
+        steps = count.max().astype(jnp.int32)
+    entries = xp.take_along_axis(packed, index, axis=1)
+    repeated = np.arange(longest + 1) >= count[:, None]
+    entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
+    return TileSchedule(
+        jnp.asarray(entries.reshape(-1), jnp.int32),
+        (maps[0], maps[1]),
+        longest,
+        kinds,
+        (first_row, first_row + rows),
+        steps,
+    )
+
+
+class TileSchedules(NamedTuple):
+    """The schedules of all kernels.
+
+    Attributes:
+        forward: by tiles of queries, for consecutive chunks of rows, see `row_chunks`.
+        spans: by tiles of keys, for each span of queries.
+        by_score: by tiles of queries, merged over the batches and heads that share an element of an array bias, for its
+            gradient; None without one.
+    """
+
+    forward: tuple[TileSchedule, ...]
+    spans: tuple[TileSchedule, ...]
+    by_score: TileSchedule | None

@@ -1,0 +1,200 @@
+"""Tile schedules: the active tiles of each row of a block map, FULL ones first, then PARTIAL ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.kernels import Foldable
+from attnops.masks import Coverage
+from attnops_triton.flash.bits import Pack
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ranges", "columns", "words", "first"],
+    meta_fields=["map_shape", "rows", "width", "constant", "full", "partial"],
+)
+@dataclasses.dataclass(frozen=True)
+class TileSchedule(Foldable):
+    """The active tiles of each row. A pytree.
+
+    If in every row the FULL columns are contiguous, and the PARTIAL ones too, two ranges of columns suffice, as for
+    causal masks and windows. Otherwise the ranges index a list of columns.
+
+    Attributes:
+        ranges: int32 [maps · rows · 4], start and stop of FULL, start and stop of PARTIAL; None with ``constant``.
+        columns: int32 [maps · rows · width], the list of columns that the ranges index; None for ranges of columns.
+        map_shape: how many batches and heads the maps have, each 1 or all.
+        rows: rows of a map.
+        width: columns listed a row; 0 without a list.
+        constant: the ranges, if they are the same for every row; else None.
+        full: whether there are FULL tiles.
+        partial: whether there are PARTIAL tiles.
+        words: int32 [tiles, bq, words a query], the bits of PARTIAL tiles, row by row; None unless the mask is packed.
+        first: int32 [maps · rows], the index of a row's first PARTIAL tile in ``words``.
+    """
+
+    ranges: Any
+    columns: Any
+    map_shape: tuple[int, int]
+    rows: int
+    width: int
+    constant: tuple[int, int, int, int] | None
+    full: bool
+    partial: bool
+    words: Any = None
+    first: Any = None
+
+    def fold(self, batched: Any, n: int, B: int) -> TileSchedule:
+        """See `attnops.kernels.vmap.Foldable.fold`."""
+        is_shared = not any((batched.ranges, batched.columns, batched.words, batched.first))
+        if is_shared and (self.map_shape[0] == 1 or (self.constant is not None and self.words is None)):
+            return self
+
+        def folded(x: Any, is_batched: Any) -> Any:
+            if x is None:
+                return None
+            x = x.reshape(*([n] if is_batched else []), self.map_shape[0], -1)
+            return jnp.broadcast_to(x if is_batched else x[None], (n, B, x.shape[-1])).reshape(-1)
+
+        words, first = self.words, folded(self.first, batched.first)
+        if words is not None and batched.words:
+            # The tiles of all slices are concatenated.
+            first = (first.reshape(n, -1) + np.arange(n)[:, None] * words.shape[1]).reshape(-1)
+            words = words.reshape(-1, *words.shape[2:])
+        return dataclasses.replace(
+            self,
+            ranges=folded(self.ranges, batched.ranges),
+            columns=folded(self.columns, batched.columns),
+            map_shape=(n * B, self.map_shape[1]),
+            words=words,
+            first=first,
+        )
+
+
+class EveryTile(NamedTuple):
+    """The coverage of every tile.
+
+    Attributes:
+        coverage: int8 [B or 1, H or 1, tiles of q, tiles of kv].
+        words: int32 [tiles, bq, words a query], the bits of active tiles; None unless the mask is packed.
+        numbers: int32 [B or 1, H or 1, tiles of q, tiles of kv], the index of a tile in ``words``.
+    """
+
+    coverage: Any
+    words: Any
+    numbers: Any
+
+
+def tile_schedule(coverage: Any, pack: Pack | None = None, by_key: bool = False) -> TileSchedule:
+    """The schedule of a block map.
+
+    Args:
+        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`. A numpy array if the mask is known when
+            tracing; a traced one is sorted at run time, in O(rows · columns) integers.
+        pack: the function that computes the bits of tiles, for a packed mask; for traced coverage, of all tiles.
+        by_key: whether rows are tiles of keys and columns tiles of queries, or the reverse.
+    """
+    if pack is not None:
+        given = pack
+        pack = (lambda b, h, row, column: given(b, h, column, row)) if by_key else given
+    return _known(coverage, pack) if isinstance(coverage, np.ndarray) else _traced(coverage, pack)
+
+
+def _known(coverage: Any, pack: Pack | None) -> TileSchedule:
+    *maps, rows, columns = coverage.shape
+    schedule = _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]))
+    if pack is None or not schedule.partial:
+        return schedule
+    is_partial = coverage == Coverage.PARTIAL
+    count = is_partial.sum(axis=3).reshape(-1)
+    first = jnp.asarray(np.cumsum(count) - count, jnp.int32)
+    return dataclasses.replace(schedule, words=pack(*np.nonzero(is_partial)), first=first)
+
+
+def _traced(coverage: Any, pack: Pack | None) -> TileSchedule:
+    *maps, rows, columns = coverage.shape
+    flat = coverage.reshape(-1, rows, columns)
+    n_full = (flat == Coverage.FULL).sum(axis=2, dtype=jnp.int32)
+    n_partial = (flat == Coverage.PARTIAL).sum(axis=2, dtype=jnp.int32)
+    ranges = jnp.stack([jnp.zeros_like(n_full), n_full, n_full, n_full + n_partial], axis=2)
+    order = jnp.argsort(_rank(flat), axis=2, stable=True).astype(jnp.int32)
+    words = first = None
+    if pack is not None:
+        b, h, row, _ = (x.reshape(-1) for x in np.indices(coverage.shape, np.int32))
+        words = pack(b, h, row, order.reshape(-1))
+        first = (n_full + (np.arange(n_full.size, dtype=np.int32) * columns).reshape(n_full.shape)).reshape(-1)
+    return TileSchedule(
+        ranges.reshape(-1), order.reshape(-1), (maps[0], maps[1]), rows, columns, None, True, True, words, first
+    )  # fmt: skip
+
+
+def every_tile(coverage: Any, pack: Pack | None = None) -> EveryTile:
+    """The `EveryTile` of a block map.
+
+    Args:
+        coverage: see `tile_schedule`.
+        pack: see `tile_schedule`.
+    """
+    if pack is None:
+        return EveryTile(jnp.asarray(coverage), None, None)
+    active = coverage > 0 if isinstance(coverage, np.ndarray) else np.ones(coverage.shape, bool)
+    numbers = np.maximum(np.cumsum(active.reshape(-1)) - 1, 0).reshape(active.shape)
+    at = np.nonzero(active) if active.any() else [np.zeros(1, np.int32)] * 4
+    return EveryTile(jnp.asarray(coverage), pack(*at), jnp.asarray(numbers, jnp.int32))
+
+
+def _static(coverage: np.ndarray[Any, Any], maps: tuple[int, int]) -> TileSchedule:
+    rows = coverage.shape[1]
+    is_full, is_partial = coverage == Coverage.FULL, coverage == Coverage.PARTIAL
+    full, partial = bool(is_full.any()), bool(is_partial.any())
+    column_ranges = [_column_range(kind) for kind in (is_full, is_partial)]
+    if all(contiguous for _, _, contiguous in column_ranges):
+        bounds = [bound for start, stop, _ in column_ranges for bound in (start, stop)]
+        ranges = np.stack(bounds, axis=2).astype(np.int32)
+        first = ranges.reshape(-1, 4)[0]
+        if (ranges == first).all():
+            a, b, c, d = (int(x) for x in first)
+            return TileSchedule(None, None, maps, rows, 0, (a, b, c, d), full, partial)
+        return TileSchedule(jnp.asarray(ranges.reshape(-1)), None, maps, rows, 0, None, full, partial)
+    n_full, n_partial = is_full.sum(axis=2), is_partial.sum(axis=2)
+    width = max(1, int((n_full + n_partial).max()))
+    order = np.argsort(_rank(coverage), axis=2, kind="stable")[..., :width]
+    ranges = np.stack([np.zeros_like(n_full), n_full, n_full, n_full + n_partial], axis=2)
+    flat, columns_of = (jnp.asarray(x.reshape(-1).astype(np.int32)) for x in (ranges, order))
+    return TileSchedule(flat, columns_of, maps, rows, width, None, full, partial)
+
+
+def _column_range(kind: np.ndarray[Any, Any]) -> tuple[Any, Any, bool]:
+    """The start and stop of the columns of a kind in each row, and whether they are contiguous in all rows."""
+    count = kind.sum(axis=2)
+    start = np.where(count > 0, kind.argmax(axis=2), 0)
+    stop = np.where(count > 0, kind.shape[2] - kind[..., ::-1].argmax(axis=2), 0)
+    return start, stop, bool((stop - start == count).all())
+
+
+def _rank(coverage: Any) -> Any:
+    """FULL first, then PARTIAL, then EMPTY."""
+    return int(Coverage.FULL) - coverage
+
+
+class TileSchedules(NamedTuple):
+    """The schedules of all kernels.
+
+    Attributes:
+        forward: by tiles of queries.
+        by_query: by tiles of queries, for the gradients of queries; None if it is the forward's.
+        by_key: by tiles of keys.
+        by_score: every tile, for the gradients of an array or table bias; None without one.
+    """
+
+    forward: TileSchedule
+    by_query: TileSchedule | None
+    by_key: TileSchedule
+    by_score: EveryTile | None

@@ -1,0 +1,147 @@
+"""The arrays of a call, and the tiles that are loaded from and stored to them.
+
+Arrays stay in the caller's layout, [B, length, heads, features]: copying them into tiles would cost more, in page
+faults, than strided slices do. When a loop slices a 16-bit float array, XLA's CPU backend widens all of the array in
+every iteration (and narrows it again after a store), so such arrays go through the loops as uint16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.masks.base import Mask
+from attnops.operations.flash.plan import Plan
+from attnops.operations.flash.scoring import Numbers, Scoring
+from attnops.operations.flash.tile_bias import Leaves
+
+
+class Arrays(NamedTuple):
+    """The inputs of a call other than query, key and value; None for those that it does not have.
+
+    Attributes:
+        mask: the bound mask.
+        bias: the leaves of the tile bias.
+        sinks: [1, H] float32.
+        seed: of dropout, see `attnops.dropout.dropout_seed`.
+        numbers: the numbers, where they are data.
+    """
+
+    mask: Mask | None = None
+    bias: Leaves = ()
+    sinks: jax.Array | None = None
+    seed: jax.Array | None = None
+    numbers: Numbers | None = None
+
+
+def numbers_of(scoring: Scoring, arrays: Arrays) -> Numbers:
+    """The numbers of a call, static or as data."""
+    numbers = arrays.numbers if scoring.numbers is None else scoring.numbers
+    assert numbers is not None
+    return numbers
+
+
+def pack(x: jax.Array, rows: int) -> jax.Array:
+    """``x`` [B, length, heads, d] with zeros up to ``rows`` of length; 16-bit floats as uint16."""
+    x = lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
+    return x if x.shape[1] == rows else jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0), (0, 0)))
+
+
+def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Zeros for a loop's carry: inside `jax.shard_map` they vary over the same mesh axes as ``like``."""
+    return jnp.zeros_like(like, shape=shape, dtype=dtype)
+
+
+def empty(packed: jax.Array, heads: int, d: int, dtype: Any) -> jax.Array:
+    """Zeros [B, rows, heads, d] to `store` tiles into, with the rows of ``packed``; 16-bit floats as uint16."""
+    dtype = jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype
+    return zeros(packed, (*packed.shape[:2], heads, d), dtype)
+
+
+def unpack(x: jax.Array, length: int, dtype: Any) -> jax.Array:
+    """The inverse of `pack`."""
+    return _floats(x, dtype)[:, :length]
+
+
+def load(plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, dtype: Any) -> jax.Array:
+    """A tile of a group of problems, [P, rows, d], in the dtype of products' operands.
+
+    The query heads of a kv head are rows of one tile.
+
+    Args:
+        plan: of the call.
+        x: packed, [B, tiles · size, heads, d].
+        group: index of the group of problems.
+        tile: index of the tile.
+        size: tokens a tile.
+        dtype: of ``x`` before it was packed.
+    """
+    start, sizes = _slice(plan, group, tile, size, x.shape[2] // plan.K)
+    x = _floats(lax.dynamic_slice(x, start, (*sizes, x.shape[-1])), dtype).astype(plan.dtype)
+    x = x.reshape(sizes[0], size, -1, x.shape[2] // min(plan.problems_per_tile, plan.K), x.shape[-1]).transpose(
+        0, 2, 3, 1, 4
+    )
+    return x.reshape(plan.problems_per_tile, -1, x.shape[-1])
+
+
+def store(plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, value: jax.Array, dtype: Any) -> jax.Array:
+    """``x`` with a tile replaced by ``value`` [P, rows, d]; in place inside a loop."""
+    heads = x.shape[2] // plan.K
+    start, sizes = _slice(plan, group, tile, size, heads)
+    value = value.reshape(sizes[0], -1, heads, size, value.shape[-1]).transpose(0, 3, 1, 2, 4)
+    value = value.reshape(*sizes, value.shape[-1]).astype(dtype)
+    value = lax.bitcast_convert_type(value, jnp.uint16) if x.dtype == jnp.uint16 else value
+    return lax.dynamic_update_slice(x, value, start)
+
+
+def add_transposed(plan: Plan, x: jax.Array, group: Any, tile: Any, value: jax.Array) -> jax.Array:
+    """``x`` [groups, nq, P, d, R] with ``value`` [P, d, R] added to a tile of queries; in place inside a loop."""
+    start = plan.indices(group, tile, 0, 0, 0)
+    value = value[None, None]
+    return lax.dynamic_update_slice(x, value + lax.dynamic_slice(x, start, value.shape), start)
+
+
+def unpack_transposed(plan: Plan, x: jax.Array) -> jax.Array:
+    """[groups, nq, P, d, R] to [B, T, H, d]."""
+    d = x.shape[3]
+    x = x.swapaxes(1, 2).reshape(plan.B, plan.K, plan.nq, d, plan.G, plan.bq)
+    return x.transpose(0, 2, 5, 1, 4, 3).reshape(plan.B, plan.nq * plan.bq, plan.H, d)[:, : plan.T]
+
+
+def pack_rows(plan: Plan, x: jax.Array, fill: float) -> jax.Array:
+    """[B, H, T] to [B · K, nq, R], ``fill`` at the ragged end."""
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.nq * plan.bq - plan.T)), constant_values=fill)
+    x = x.reshape(plan.B * plan.K, plan.G, plan.nq, plan.bq).swapaxes(1, 2)
+    return x.reshape(plan.B * plan.K, plan.nq, plan.R)
+
+
+def unpack_rows(plan: Plan, x: jax.Array) -> jax.Array:
+    """The inverse of `pack_rows`."""
+    x = x.reshape(plan.B * plan.K, plan.nq, plan.G, plan.bq).swapaxes(1, 2)
+    return x.reshape(plan.B, plan.H, plan.nq * plan.bq)[:, :, : plan.T]
+
+
+def load_rows(plan: Plan, x: jax.Array, group: Any, tile: Any) -> jax.Array:
+    """The rows of a tile of queries, [P, R]."""
+    start = plan.indices(group * plan.problems_per_tile, tile, 0)
+    return lax.dynamic_slice(x, start, (plan.problems_per_tile, 1, plan.R)).reshape(plan.problems_per_tile, plan.R)
+
+
+def store_rows(plan: Plan, x: jax.Array, group: Any, tile: Any, value: jax.Array) -> jax.Array:
+    """``x`` with the rows of a tile of queries replaced by ``value`` [P, R]."""
+    return lax.dynamic_update_slice(x, value[:, None], plan.indices(group * plan.problems_per_tile, tile, 0))
+
+
+def _floats(x: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
+
+
+def _slice(plan: Plan, group: Any, tile: Any, size: int, heads: int) -> tuple[list[jax.Array], tuple[int, int, int]]:
+    """Start and sizes of the slice of [B, rows, heads, d] that holds a tile of a group of problems."""
+    per_batch = min(plan.problems_per_tile, plan.K)
+    first = group * plan.problems_per_tile
+    start = plan.indices(first // plan.K, tile * size, first % plan.K * heads, 0)
+    return start, (plan.problems_per_tile // per_batch, size, per_batch * heads)

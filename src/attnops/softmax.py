@@ -1,12 +1,12 @@
-"""Partial softmaxes: attention over some of the keys, and how parts are merged.
+"""Partial softmaxes: attention over some of the keys, and how partial results are merged.
 
-A sequence that devices share, a cache that is read in splits and pages that lie apart all compute attention over some
-of the keys at a time. `PartialSoftmax` is such a result; `merge` joins several (Milakov and Gimelshein 2018,
-arXiv:1805.02867), and `contribution` is what one of them gives to a softmax whose logsumexp is known. All arrays are
-float32, in the layout "BTHD", and the memory is O(B · T · H · Dv) for each part.
+With a sequence that is sharded over devices, a cache that is read in splits or a paged cache, attention is computed
+over some of the keys at a time. `PartialSoftmax` is such a result; `merge` combines several (Milakov and Gimelshein
+2018, arXiv:1805.02867), and `contribution` is the term of one in a softmax whose logsumexp is known. All arrays are
+float32, in the layout "BTHD"; a partial softmax needs O(B · T · H · Dv) memory.
 
-With scores near −1e38 (a large negative bias used as a mask), float32 rounding loses log(l) in ``m + log(l)``, although
-it says how many keys a part has. The residual of that sum is therefore kept as an array of its own.
+With scores near −1e38 (a large negative bias used as a mask), float32 rounding loses log(l) in ``m + log(l)``, which
+depends on the number of keys. The residual of this sum is therefore a separate array.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PartialSoftmax(NamedTuple):
     """Attention over some of the keys.
 
     Attributes:
-        out: the output, float32 [B, T, H, Dv]; 0 for a row that sees none of the keys.
-        lse: the logsumexp of the scores, natural logarithm, float32 [B, H, T]; −inf for a row that sees no key.
+        out: the output, float32 [B, T, H, Dv]; 0 for a fully masked row.
+        lse: the logsumexp of the scores, natural logarithm, float32 [B, H, T]; −inf for a fully masked row.
         lse_residual: the rounding error of ``lse``, to be added to it, float32 [B, H, T]; it has no gradient.
     """
 
@@ -45,7 +45,7 @@ class PartialSoftmax(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """What some of the keys contribute to a softmax over all of them.
+    """The term of some of the keys in a softmax over all keys.
 
     Attributes:
         out: ``Σ exp(s − lse) · v`` over these keys, float32 [B, T, H, Dv]; contributions add up to the output.
@@ -57,7 +57,7 @@ class Contribution(NamedTuple):
 
 
 def identity(query: jax.Array, value: jax.Array) -> PartialSoftmax:
-    """The partial softmax over no keys, which `merge` leaves out.
+    """The partial softmax over no keys, the identity of `merge`.
 
     Args:
         query: [B, T, H, D].
@@ -81,28 +81,28 @@ def merge(*parts: PartialSoftmax) -> PartialSoftmax:
 
 
 def with_sinks(part: PartialSoftmax, sinks: jax.Array) -> PartialSoftmax:
-    """With one more logit a head, ``sinks`` [H], whose value is 0; rows that see no key stay as they are."""
+    """``part`` with one more logit a head, ``sinks`` [H], whose value is 0; fully masked rows are unchanged."""
     sink = jnp.where(part.lse > -jnp.inf, sinks.astype(jnp.float32)[None, :, None], -jnp.inf)
     return merge(part, PartialSoftmax(jnp.zeros_like(part.out), sink, jnp.zeros_like(sink)))
 
 
 def contribution(part: PartialSoftmax, lse: jax.Array, lse_residual: jax.Array) -> Contribution:
-    """What a partial softmax contributes to one over more keys, whose logsumexp is known.
+    """The contribution of a partial softmax to one over more keys, whose logsumexp is known.
 
     Args:
-        part: of some of the keys.
-        lse: of all of them, float32 [B, H, T].
+        part: over some of the keys.
+        lse: over all keys, float32 [B, H, T].
         lse_residual: the rounding error of ``lse``, float32 [B, H, T].
     """
-    # A row that sees none of these keys has −inf here, and −inf in both where it sees no key at all.
+    # ``part.lse`` is −inf for a row that sees none of these keys, and ``lse`` too if it sees no key at all.
     base = jnp.where(lse == -jnp.inf, 0.0, lse)
     weight = jnp.exp((part.lse - base) + (part.lse_residual - lse_residual))
     return Contribution(part.out * weight.swapaxes(1, 2)[..., None], weight)
 
 
 def exp_sum(lse: jax.Array, lse_residual: jax.Array, m: jax.Array) -> jax.Array:
-    """The sum of exponentials that a logsumexp stands for, relative to ``exp(m)``; 0 where it is −inf."""
-    # The difference of two numbers that are close is exact; the residual is added to the small result.
+    """``exp(lse + lse_residual − m)``, the sum of exponentials relative to ``exp(m)``; 0 where ``lse`` is −inf."""
+    # The difference of two close numbers is exact; the residual is added to the small result.
     base = lax.stop_gradient(jnp.where(m == -jnp.inf, 0.0, m))
     return jnp.exp((lse - base) + lse_residual)
 

@@ -1,20 +1,20 @@
-"""What kernels of any language share, for whoever writes or wraps one: nothing here knows a platform.
+"""Helpers for whoever writes or wraps a kernel, in any language and for any platform.
 
-For a kernel that exists and is wrapped:
+To wrap an existing kernel:
 
-- `attnops.masks.Mask.split` takes a mask apart into a band, segments and a rest; a request has its
-  ``mask_structure``, by which ``unsupported`` refuses what the kernel has not;
-- `zero_unseen` zeroes tokens that no query sees, which may hold NaN; `repair_empty_rows` gives queries that see no key
-  what the contract says;
-- `pad_to_multiple` and `unpad` bring lengths to a multiple, the padding in a segment of its own;
-- `once_differentiable` refuses a second derivative with a message, `not_differentiable` the first;
-- `equally_varying` and `output_like` serve `jax.shard_map`, inside which a kernel's inputs vary over mesh axes.
+- `attnops.masks.Mask.split` splits a mask into a band, segments and a residual mask; ``unsupported`` can refuse a
+  request by its ``mask_structure``;
+- `zero_unseen` zeroes fully masked tokens, which may hold NaN; `repair_empty_rows` sets the contract's values for
+  queries that see no key;
+- `pad_to_multiple` and `unpad` pad lengths to a multiple, the padding in a separate segment;
+- `once_differentiable` refuses a second derivative with a message, `not_differentiable` a first;
+- `equally_varying` and `output_like` are for `jax.shard_map`, inside which a kernel's inputs vary over mesh axes.
 
-For a kernel that is written from the contract: `of_mask` and `of_bias` take masks and biases apart into what is
-computed once a token and what for each score, `describe` says what is done to scores, `ragged` and `merged` fit block
-maps to tiles, `folds_batch` and `one_by_one` serve `jax.vmap`, `is_differentiated` and `cotangents` rules of
-`jax.custom_vjp`. `FlashBackend` is the skeleton of flash attention: a kernel that fills it in has the
-derivative and partial softmaxes (`attnops.softmax`).
+To write a kernel for the contract: `of_mask` and `of_bias` split masks and biases into values by token and a function
+of scores, `describe` returns what is done to scores, `ragged` and `merged` adapt block maps to tiles, `folds_batch` and
+`one_by_one` are rules of `jax.vmap`, `is_differentiated` and `cotangents` are for rules of `jax.custom_vjp`.
+`FlashBackend` is the skeleton of flash attention: a kernel that implements it has the derivative and partial softmaxes
+(`attnops.softmax`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
     "zero_unseen",
 ]
 
-# Imported when asked for: the dispatcher imports a module of this package, and others import the dispatcher.
+# Imported at the first use: the dispatcher imports a module of this package, and other modules import the dispatcher.
 _MODULES: Final = (
     "coverage", "elementwise", "flash", "nograd", "outputs", "padding", "reverse", "rules", "scoring", "unseen",
     "varying", "vjp", "vmap",
@@ -80,7 +80,7 @@ _MODULES: Final = (
 def __getattr__(name: str) -> Any:
     if name in __all__:
         for module in _MODULES:
-            found = vars(importlib.import_module(f"attnops.kernels.{module}")).get(name)
-            if found is not None:
-                return found
+            value = vars(importlib.import_module(f"attnops.kernels.{module}")).get(name)
+            if value is not None:
+                return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

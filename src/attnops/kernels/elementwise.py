@@ -1,9 +1,9 @@
-"""Masks and biases taken apart for kernels, which work on one tile of scores.
+"""Masks and biases split for kernels, which work on one tile of scores.
 
-A mask or a bias is a function of ``(b, h, q, kv)``, elementwise. Whatever it looks up by query alone, by key alone or
-by head (segment ids, positions, slopes) is computed before the kernel, once a token, as `Elementwise.values` says. What
-is left mixes queries with keys, and is evaluated on a tile, by `Elementwise.apply` or by a kernel's own translation
-of `Elementwise.equations`.
+A mask or a bias is an elementwise function of ``(b, h, q, kv)``. Values that depend on the query alone, the key alone
+or the head (segment ids, positions, slopes) are computed once a token, before the kernel: `Elementwise.values`. The
+equations that combine queries and keys are evaluated on a tile, by `Elementwise.apply` or by a kernel's translation of
+`Elementwise.equations`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from attnops.programs.program import IDENTITIES, Atom, Equation, Program, bind, 
 from attnops.programs.tracing import CALLS, WITH_DERIVATIVES, trace
 from attnops.programs.varying import equally_varying
 
-# What a function is called with, in this order, before its arrays.
+# The first arguments of a function, in this order, followed by its arrays.
 ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")
 AXES: Final = ARGUMENTS[1:]
 
-# Of an index alone, these cost less on the spot than a value a token that must be fetched.
+# For an index alone, these are cheaper to compute on a tile than a value by token is to load.
 _CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | IDENTITIES
 
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """A function of ``(scores, b, h, q, kv)`` in two parts; static, hashable, and equal to what computes the same.
+    """A function of ``(scores, b, h, q, kv)`` split in two; static, hashable, equal to those that compute the same.
 
     Attributes:
-        values: of each value that is computed beforehand, the axes that it depends on: a subset of `AXES` that has not
-            both q and kv.
-        equations: what is evaluated on a tile, in order.
-        result: the variable, or literal, that is the result.
-        primitives: the names of the primitives that are evaluated for each score, and of what can't be differentiated.
-        axes: what the result depends on, of `ARGUMENTS`.
+        values: for each value that is computed before the kernel, the axes that it depends on: a subset of `AXES`
+            without q or without kv.
+        dtypes: of the values.
+        equations: evaluated on a tile, in order.
+        result: the variable or literal of the result.
+        primitives: names of the primitives that are evaluated for each score, and of those that can't be
+            differentiated.
+        axes: the subset of `ARGUMENTS` that the result depends on.
     """
 
     values: tuple[frozenset[str], ...]
@@ -88,8 +90,8 @@ class Elementwise:
         function = scalar
         for k in reversed(range(len(axes))):
             function = jax.vmap(function, in_axes=[0 if j == k else None for j in range(len(axes))])
-        found = function(*(jnp.arange(sizes[axis], dtype=jnp.int32) for axis in axes))
-        return jnp.asarray(found).reshape([sizes[axis] if axis in axes else 1 for axis in AXES])
+        value = function(*(jnp.arange(sizes[axis], dtype=jnp.int32) for axis in axes))
+        return jnp.asarray(value).reshape([sizes[axis] if axis in axes else 1 for axis in AXES])
 
     def apply(
         self,
@@ -106,13 +108,13 @@ class Elementwise:
 
         Args:
             scores: float32; None for a mask.
-            b: a number.
-            h: a number.
-            q: integers that broadcast to a tile.
-            kv: likewise.
-            values: what of `compute` belongs to the tile, likewise.
+            b: index in the batch, a scalar.
+            h: index of the head, a scalar.
+            q: indices of queries, integers that broadcast to a tile.
+            kv: indices of keys, integers that broadcast to a tile.
+            values: the tile's elements of the results of `compute`, which broadcast to a tile.
             given: the tiles of the arrays of T × S elements, see `of_mask`.
-            instead: by the name of a primitive, what a kernel language has in its place; given the inputs alone.
+            instead: by the name of a primitive, a function of its inputs that replaces it.
         """
 
         def of_tile(equation: Equation, inputs: list[Any]) -> Any:
@@ -134,13 +136,13 @@ class Elementwise:
 
 
 class MaskParts(NamedTuple):
-    """A bound mask taken apart.
+    """A bound mask split for kernels.
 
     Attributes:
         function: the mask as a function.
-        leaves: what `Elementwise.compute` takes.
-        dense: the mask's arrays of T × S elements, [B or 1, H or 1, T, S] booleans, of which `Elementwise.apply` takes
-            the tiles.
+        leaves: the argument of `Elementwise.compute`.
+        dense: the mask's arrays of T × S elements, [B or 1, H or 1, T, S] booleans, whose tiles are arguments of
+            `Elementwise.apply`.
     """
 
     function: Elementwise
@@ -149,11 +151,11 @@ class MaskParts(NamedTuple):
 
 
 class BiasParts(NamedTuple):
-    """A bound bias taken apart.
+    """A bound bias split for kernels.
 
     Attributes:
         function: the bias as a function.
-        leaves: what `Elementwise.compute` takes.
+        leaves: the argument of `Elementwise.compute`.
     """
 
     function: Elementwise
@@ -161,7 +163,7 @@ class BiasParts(NamedTuple):
 
 
 def of_mask(mask: Mask) -> MaskParts:
-    """A bound mask taken apart. Traces it."""
+    """A bound mask split for kernels. Traces it, unless an equal one was traced."""
     leaves, tree = jax.tree.flatten(mask, is_leaf=_is_tiled)
     tiled = [isinstance(leaf, Dense) for leaf in leaves]
     plain = [leaf for leaf, is_tiled in zip(leaves, tiled, strict=True) if not is_tiled]
@@ -180,52 +182,52 @@ def _trace_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...]) -> t
     """A mask as a function, and the arrays that it closes over."""
     n = len(avals)
 
-    def function(b: Any, h: Any, q: Any, kv: Any, *rest: Any) -> Any:
-        own, given = iter(rest[:n]), iter(rest[n:])
+    def function(b: Any, h: Any, q: Any, kv: Any, *arrays: Any) -> Any:
+        own, given = iter(arrays[:n]), iter(arrays[n:])
         parts = [_Given(next(given)) if is_tiled else next(own) for is_tiled in tiled]
         return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
 
     scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * sum(tiled)
-    found = trace(function, [*(INDEX,) * 4, *avals, *scores], CALLS | WITH_DERIVATIVES)
-    return split_program(found.program, AXES, [*avals, *_avals(found.constants)], len(scores)), found.constants
+    traced = trace(function, [*(INDEX,) * 4, *avals, *scores], CALLS | WITH_DERIVATIVES)
+    return split_program(traced.program, AXES, [*avals, *_avals(traced.constants)], len(scores)), traced.constants
 
 
 @functools.lru_cache(maxsize=512)
 def _kept_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...], wide: Any) -> Elementwise | None:
-    """A mask whose structure says all that it computes, by JAX's widest integers; None where it closes over arrays."""
+    """A mask that its structure determines; None if it closes over arrays. ``wide`` is JAX's widest integer dtype."""
     split, constants = _trace_mask(tree, tiled, avals)
     return None if constants else split
 
 
 def _is_structural(mask: Mask) -> bool:
-    """Whether equal structures of a mask compute the same: whether it is the core's, down to programs of functions."""
+    """Whether masks with the structure of this one compute the same: whether it consists of the core's masks alone."""
     is_own = type(mask).__module__.startswith("attnops.") and not isinstance(mask, MaskFn)
     return is_own and all(_is_structural(x) for x in vars(mask).values() if isinstance(x, Mask))
 
 
 def of_bias(bias: Bias) -> BiasParts:
-    """A bound bias taken apart. Traces it, unless it is a `attnops.biases.ScoreFn`, which has been traced."""
+    """A bound bias split for kernels. Traces it, unless it is a traced `attnops.biases.ScoreFn`."""
     function = function_of(bias)
     if isinstance(function, Bound):
         return BiasParts(split_program(function.program, ARGUMENTS, _avals(function.data)), [*function.data])
     leaves, tree = jax.tree.flatten(bias)
-    found = trace(
+    traced = trace(
         lambda scores, b, h, q, kv, *own: jax.tree.unflatten(tree, own).apply(scores, b, h, q, kv),
         [SCORE, *(INDEX,) * 4, *_avals(leaves)], CALLS,
     )  # fmt: skip
-    every = [*leaves, *found.constants]
-    return BiasParts(split_program(found.program, ARGUMENTS, _avals(every)), every)
+    every = [*leaves, *traced.constants]
+    return BiasParts(split_program(traced.program, ARGUMENTS, _avals(every)), every)
 
 
 def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozenset[str]:
-    """The names of the primitives that a caller's function, which has been traced, evaluates for each score.
+    """The names of the primitives that a caller's traced function evaluates for each score.
 
     Args:
         function: of a mask or a bias, see `attnops.masks.functions.functions`, `attnops.biases.function_of`.
-        arguments: what it is called with before its own, `AXES` or `ARGUMENTS`.
+        arguments: its first arguments, `AXES` or `ARGUMENTS`.
     """
     if isinstance(function, Opaque) and function.program is None:
-        # It may still do on whole arrays; only a kernel must take it apart.
+        # It may still work on arrays of all scores; only kernels need it on scalars.
         return frozenset([f"a function that fails on scalars ({function.error})"])
     assert function.program is not None
     return split_program(function.program, arguments, None).primitives
@@ -233,7 +235,7 @@ def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozens
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Given(Mask):
-    """What stands in for a dense array: its value at one score."""
+    """A placeholder for a dense array: its value at one score."""
 
     seen: Any
 
@@ -258,7 +260,7 @@ def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
 def split_program(
     program: Program, names: Sequence[str], leaves: Sequence[Any] | None, n_given: int = 0
 ) -> Elementwise:
-    """A program of scalars in two parts.
+    """A program of scalars split into values by token and equations by score.
 
     Args:
         program: of ``names``, leaves, and ``n_given`` scalars of arrays of T × S elements.
@@ -276,31 +278,31 @@ def split_program(
     depends |= dict.fromkeys(leaf_variables, frozenset())
     depends |= dict.fromkeys(given_variables, frozenset(AXES))
     cheap = set(at.values())
-    known: set[int] = set()  # what depends on literals alone
+    constants: set[int] = set()  # variables that depend on literals alone
     inner, before = [], []
     for equation in needed(program.equations, [result]):
         variables = [x for x in equation.inputs if isinstance(x, int)]
-        found = frozenset().union(*(depends[x] for x in variables))
-        depends |= dict.fromkeys(equation.outputs, found)
-        if _mixes(found):
+        axes = frozenset().union(*(depends[x] for x in variables))
+        depends |= dict.fromkeys(equation.outputs, axes)
+        if _mixes(axes):
             inner.append(equation)
             continue
         before.append(equation)
-        if known.issuperset(variables) and equation.is_scalar:
-            known.update(equation.outputs)
+        if constants.issuperset(variables) and equation.is_scalar:
+            constants.update(equation.outputs)
             cheap.update(equation.outputs)
         if equation.primitive.name in _CHEAP and equation.is_scalar and cheap.issuperset(variables):
             cheap.update(equation.outputs)
     wanted = {x for x in (result, *(x for equation in inner for x in equation.inputs)) if isinstance(x, int)}
-    on_the_spot = needed([equation for equation in before if set(equation.outputs) <= cheap], wanted & cheap)
-    counted = [*on_the_spot, *inner, *(equation for equation in before if equation.is_closed)]
+    on_tile = needed([equation for equation in before if set(equation.outputs) <= cheap], wanted & cheap)
+    counted = [*on_tile, *inner, *(equation for equation in before if equation.is_closed)]
     values = sorted(x for x in wanted if x not in cheap and not _mixes(depends[x]))
     dtypes = dict.fromkeys(leaf_variables) if leaves is None else _dtypes(leaf_variables, leaves)
     dtypes |= {x: dtype for equation in before for x, dtype in zip(equation.outputs, equation.dtypes, strict=True)}
     return Elementwise(
         values=tuple(depends[x] for x in values),
         dtypes=tuple(dtypes[x] for x in values),
-        equations=(*on_the_spot, *inner),
+        equations=(*on_tile, *inner),
         result=result,
         primitives=frozenset().union(*(equation.names for equation in counted)) - IDENTITIES,
         axes=depends[result] if isinstance(result, int) else frozenset(),

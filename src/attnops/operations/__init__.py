@@ -1,1 +1,1 @@
-"""What the core itself implements."""
+"""The core's implementations of operations."""

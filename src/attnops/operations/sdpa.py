@@ -1,4 +1,4 @@
-"""sdpa: jax.nn.dot_product_attention, on CUDA its cuDNN kernel; each of its limits declared."""
+"""sdpa: jax.nn.dot_product_attention, with its cuDNN kernel on CUDA; all its limits are declared."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from attnops.output import OperationOutput
 
 __all__ = ["ScaledDotProductAttention"]
 
-# jax.nn takes one dtype and one head_dim; soft cap, sinks, dropout, weights and logsumexp it has not, and its
-# residual is rounded to the input's dtype and has no gradient: the forwards below don't name them.
+# jax.nn requires one dtype and one head_dim. It has no soft cap, sinks, dropout or weights, and its logsumexp is rounded
+# to the input's dtype and has no gradient, so the forwards below lack these options.
 _JAX_NN = Limits(same_dtype=True, equal_head_dims=True, linear_memory=False, symbolic=SYMBOLIC)
-# As low as no score is, and above what jax.nn takes a masked score to be.
+# Below every score, and above jax.nn's value of a masked score.
 _VERY_LOW: Final = -1e30
-# It asks XLA for float16 products accumulated in float32, which only GPUs compile; on a CPU we widen the inputs.
+# jax.nn uses float16 products accumulated in float32, which XLA compiles only for GPUs; on a CPU inputs are widened.
 _NO_FLOAT16 = dataclasses.replace(_JAX_NN, dtypes=frozenset({"float32", "bfloat16"}))
 
 
 class ScaledDotProductAttention(VanillaAttention):
     """`jax.nn.dot_product_attention` under the attention contract.
 
-    Where it differs from the contract it is put right: causal masks with T ≠ S are aligned at the end, and a fully
-    masked row gives 0, not the mean of the values. What it has not is refused, and vanilla's native forward serves it.
+    Differences from the contract are corrected: causal masks with T ≠ S are aligned at the end, and a fully masked row
+    gives 0, not the mean of the values. Unsupported options are refused, and vanilla's native forward runs instead.
 
-    Memory is O(B · H · T · S), but on CUDA without an array mask or bias, where cuDNN's flash kernel needs O(T).
+    Memory is O(B · H · T · S), except on CUDA without an array mask or bias, where cuDNN's flash kernel needs O(T).
     cuDNN's backward is not deterministic unless XLA runs with ``--xla_gpu_deterministic_ops``.
     """
 
@@ -113,7 +113,7 @@ class ScaledDotProductAttention(VanillaAttention):
         return self._attend("cudnn", query, key, value, mask, bias, softmax_scale)
 
     def is_plain(self, forward: str) -> bool:
-        """See `OperationImpl.is_plain`: only what calls cuDNN is not."""
+        """See `OperationImpl.is_plain`: False for cuDNN."""
         return forward != "cuda" and getattr(type(self), f"forward_{forward}") is getattr(
             ScaledDotProductAttention, f"forward_{forward}"
         )
@@ -178,11 +178,11 @@ class ScaledDotProductAttention(VanillaAttention):
 def _without_empty_rows(
     allowed: jax.Array | None, bias: jax.Array | None, causal: Mask | None, shape: tuple[int, int, int, int]
 ) -> tuple[jax.Array | None, jax.Array]:
-    """``bias`` with no row that is −inf or very low wherever the mask allows, and which rows see any key, [B, H, T, 1].
+    """``bias`` without rows that are −inf or very low wherever the mask allows, and which rows see a key, [B, H, T, 1].
 
-    jax.nn gives the mean of the values for a fully masked row, and NaN for one whose bias is all −inf. Masked scores
-    are −0.7 · finfo.max to it, above which a row must be raised; softmax does not see by how much, as long as it stays
-    so low that the products beside it are rounded away as before.
+    jax.nn returns the mean of the values for a fully masked row, and NaN for a row whose bias is −inf everywhere. Its
+    masked scores are −0.7 · finfo.max, so lower rows of the bias are raised above that. Softmax is invariant to the
+    constant, as long as the bias stays so low that the products are still rounded away.
     """
     if bias is None:
         assert allowed is not None
@@ -190,22 +190,22 @@ def _without_empty_rows(
     seen = bias
     for mask in (allowed, None if causal is None else causal.dense(*shape)):
         seen = seen if mask is None else jnp.where(mask, seen, -jnp.inf)
-    top = jax.lax.stop_gradient(seen.max(axis=-1, keepdims=True))
-    sees_any = top != -jnp.inf  # NaN too
+    m = jax.lax.stop_gradient(seen.max(axis=-1, keepdims=True))
+    sees_any = m != -jnp.inf  # NaN too
     if float(jnp.finfo(bias.dtype).min) < _VERY_LOW:  # float16 reaches no lower than −65504
-        bias = jnp.where(top < _VERY_LOW, (bias - top) + _VERY_LOW, bias)
+        bias = jnp.where(m < _VERY_LOW, (bias - m) + _VERY_LOW, bias)
     return jnp.where(sees_any, bias, 0), sees_any
 
 
 def _precision(query: jax.Array, precision: Any) -> contextlib.AbstractContextManager[Any]:
-    """float32 inputs are multiplied in full float32, unless the metadata says otherwise."""
+    """A context in which products of float32 inputs are in full float32, or the metadata's precision."""
     if query.dtype != jnp.float32:
         return contextlib.nullcontext()
     return jax.default_matmul_precision("highest" if precision is None else precision.name.lower())
 
 
 def _is_plain_causal(structure: MaskStructure, T: int, S: int) -> bool:
-    """Whether it is what jax.nn's ``is_causal`` stands for, which aligns at the first query and key."""
+    """Whether jax.nn's ``is_causal``, which aligns at the first query and key, computes it."""
     return structure.is_causal and T == S
 
 
@@ -213,5 +213,5 @@ def _largest_cudnn_head_dim() -> int:
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
-        return 128  # no GPU here, as when exporting: what every generation can
+        return 128  # no GPU here, as when exporting: the limit of every generation
     return 256 if float(device.compute_capability) >= 9.0 else 128

@@ -1,4 +1,4 @@
-"""vanilla: the whole attention contract in plain jnp, the reference on every platform."""
+"""vanilla: the complete attention contract in plain jnp, the reference on every platform."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["VanillaAttention"]
 class VanillaAttention(OperationImpl):
     """Softmax attention as it is written in the papers; O(B · H · T · S) memory, forward and backward.
 
-    All of it is computed in float32. Serves every request of the contract on every platform.
+    All computations are in float32. Serves every request of the contract on every platform.
     """
 
     computes: ClassVar[str | None] = ATTENTION
@@ -64,7 +64,7 @@ class VanillaAttention(OperationImpl):
         allowed = None if mask is None else mask.dense(B, H, T, S)
         if mask is not None and allowed is not None and mask.has_fully_masked_tokens(T, S):
             query, key, value = zero_masked_tokens(query, key, value, allowed)
-        # Heads before lengths, in this order, make each product one batched matmul that transposes no T × S array.
+        # With heads before lengths, each product is one batched matmul without a transpose of a T × S array.
         q = query.astype(jnp.float32).reshape(B, T, K, H // K, D).transpose(0, 2, 3, 1, 4)
         k, v = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (key, value))
         precision = lax.Precision.HIGHEST if self.metadata.precision is None else self.metadata.precision
@@ -83,7 +83,7 @@ class VanillaAttention(OperationImpl):
         sink = None if sinks is None else sinks.astype(jnp.float32).reshape(K, H // K, 1, 1)
 
         weights, _, logsumexp = _softmax(scores, sink)
-        # The constant has no gradient, even where the cotangent of a fully masked row is NaN.
+        # A constant has no gradient, even if the cotangent of a fully masked row is NaN.
         logsumexp = jnp.where(logsumexp == -jnp.inf, -jnp.inf, logsumexp)
         if dropout_key is not None:
             prob = self.metadata.dropout_prob
@@ -100,17 +100,17 @@ class VanillaAttention(OperationImpl):
 def _products(q: jax.Array, k: jax.Array, precision: lax.Precision) -> jax.Array:
     """q·k, [B, K, G, T, S], of [B, K, G, T, D] and [B, K, S, D].
 
-    128 features at a time: a CPU's matrix product adds them one by one, and the longer sum of a large head_dim is
-    further off in float32 than the tolerance rule allows.
+    128 features at a time: a CPU's matrix product adds features one by one, and for a large head_dim the float32
+    rounding error of this sum exceeds the tolerance rule.
     """
-    parts = (slice(first, first + 128) for first in range(0, q.shape[-1], 128))
+    chunks = (slice(first, first + 128) for first in range(0, q.shape[-1], 128))
     dimensions = (((4,), (3,)), ((0, 1), (0, 1)))
-    products = (lax.dot_general(q[..., p], k[..., p], dimensions, precision=precision) for p in parts)
+    products = (lax.dot_general(q[..., chunk], k[..., chunk], dimensions, precision=precision) for chunk in chunks)
     return functools.reduce(jnp.add, products)
 
 
 def _group(x: jax.Array, K: int) -> jax.Array:
-    """[B, H, T, S] to [B, K, G, T, S], where each dimension may be 1."""
+    """[B, H, T, S] to [B, K, G, T, S]; each dimension may be 1."""
     B, H, T, S = x.shape
     return x.reshape(B, 1, 1, T, S) if H == 1 else x.reshape(B, K, H // K, T, S)
 
@@ -119,8 +119,8 @@ def _group(x: jax.Array, K: int) -> jax.Array:
 def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """The softmax over the last axis, the sink's probability, and the logsumexp; a row of −inf gives 0, 0 and −inf.
 
-    In rows of −inf, `maximum` avoids NaN where one would write `where`: XLA's CPU compiler fuses maximum, exponential,
-    sum and quotient only if there is no `where` among them.
+    `maximum`, not `where`, avoids NaN for rows of −inf: XLA's CPU compiler fuses maximum, exponential, sum and quotient
+    only without a `where` between them.
     """
     m = scores.max(axis=-1, keepdims=True)
     if sink is not None:
@@ -128,18 +128,18 @@ def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.
         m = jnp.maximum(m, sink)
     m = jnp.maximum(m, jnp.finfo(m.dtype).min)
     numerator = jnp.exp(scores - m)
-    total = numerator.sum(axis=-1, keepdims=True)
+    l = numerator.sum(axis=-1, keepdims=True)
     at_sink = None if sink is None else jnp.exp(sink - m)
     if at_sink is not None:
-        total = total + at_sink
-    # Every other row has at least 1, from its maximum.
-    denominator = jnp.maximum(total, 0.5)
-    return numerator / denominator, None if at_sink is None else at_sink / denominator, m + jnp.log(total)
+        l = l + at_sink
+    # The maximum contributes 1 to every other row.
+    denominator = jnp.maximum(l, 0.5)
+    return numerator / denominator, None if at_sink is None else at_sink / denominator, m + jnp.log(l)
 
 
 @_softmax.defjvp
 def _softmax_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    """From the results alone: two passes over the scores, where differentiating each step would take five."""
+    """From the results alone, in two passes over the scores; JAX's derivative needs five."""
     weights, at_sink, logsumexp = _softmax(*primals)
     d_scores, d_sink = tangents
     d_logsumexp = (weights * d_scores).sum(axis=-1, keepdims=True)

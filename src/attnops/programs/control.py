@@ -1,4 +1,4 @@
-"""Control flow of a program inside `jax.shard_map`: its bodies were traced where nothing varies over a mesh."""
+"""Control flow of a program inside `jax.shard_map`; its bodies were traced outside, where no array varies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from attnops.programs.varying import equally_varying
 
 
 def control_flow(name: str, params: dict[str, Any], inputs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The results of a ``cond``, ``while`` or ``scan``, its bodies traced anew.
+    """The results of a ``cond``, ``while`` or ``scan``, whose bodies are traced again.
 
     Args:
         name: of the primitive.
         params: its parameters.
-        inputs: arrays that vary alike.
+        inputs: arrays that vary over the same mesh axes.
     """
     if name == "cond":
         index, *operands = inputs
@@ -34,15 +34,15 @@ def control_flow(name: str, params: dict[str, Any], inputs: Sequence[jax.Array])
     body = _function(params["jaxpr"], inputs)
 
     def one(carry: Any, xs: Any) -> tuple[Any, Any]:
-        found = body(*consts, *carry, *xs)
-        return found[:m], found[m:]
+        results = body(*consts, *carry, *xs)
+        return results[:m], results[m:]
 
     last, stacked = lax.scan(one, start, slices, length=params["length"], reverse=params["reverse"])
     return [*last, *stacked]
 
 
 def _function(closed: Any, like: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:
-    """A jaxpr as a function whose results vary as ``like`` does."""
+    """A jaxpr as a function whose results vary over the same mesh axes as ``like``."""
     program = closed_program(closed, CALLS)
-    assert program is not None, "a program that closes over nothing has bodies that do not"
+    assert program is not None, "the bodies of a program without constants have none"
     return lambda *given: equally_varying((program.run(given, bind), list(like)))[0]

@@ -1,4 +1,4 @@
-"""Programs of scalars evaluated elementwise on arrays, whatever shapes they have as long as these broadcast."""
+"""Programs of scalars evaluated elementwise on arrays whose shapes broadcast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from attnops.programs.program import IDENTITIES, Equation, Program, bind
 
-# Primitives that do to each element of arrays of one shape what they do to scalars.
+# Primitives that are elementwise on arrays of one shape.
 ELEMENTWISE: Final = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type",
     "cbrt", "ceil", "clamp", "convert_element_type", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc",
@@ -27,7 +27,7 @@ class _Value(NamedTuple):
     """A variable on arrays.
 
     Attributes:
-        array: of its own shape; where it varies, with that of the arguments in front, each dimension 1 or all.
+        array: of the variable's shape; if it varies, preceded by the arguments' shape, each dimension 1 or all.
         varies: whether it has a value for each element of the arguments.
     """
 
@@ -41,7 +41,7 @@ def evaluate(program: Program, arguments: Sequence[Any], data: Sequence[Any]) ->
     Args:
         program: of one result.
         arguments: arrays that broadcast with one another, in the dtypes of its first inputs.
-        data: what the other inputs and the constants are; arrays that each element has all of.
+        data: the other inputs and the constants; arrays that all elements share.
 
     Returns:
         An array of a shape that broadcasts to the arguments'.
@@ -49,13 +49,13 @@ def evaluate(program: Program, arguments: Sequence[Any], data: Sequence[Any]) ->
     arrays = [jnp.asarray(x) for x in arguments]
     rank = max(x.ndim for x in arrays)
     values = [_Value(x.reshape((1,) * (rank - x.ndim) + x.shape), True) if x.ndim else _Value(x, False) for x in arrays]
-    (found,) = _run(program, [*values, *(_Value(jnp.asarray(x), False) for x in data)])
-    return found.array
+    (result,) = _run(program, [*values, *(_Value(jnp.asarray(x), False) for x in data)])
+    return result.array
 
 
 def _run(program: Program, inputs: Sequence[_Value]) -> list[_Value]:
-    found: list[_Value] = program.run(inputs, _bind)
-    return [x if isinstance(x, _Value) else _Value(jnp.asarray(x), False) for x in found]
+    results: list[_Value] = program.run(inputs, _bind)
+    return [x if isinstance(x, _Value) else _Value(jnp.asarray(x), False) for x in results]
 
 
 def _bind(equation: Equation, inputs: Sequence[Any]) -> Any:
@@ -64,27 +64,27 @@ def _bind(equation: Equation, inputs: Sequence[Any]) -> Any:
     if equation.is_scalar and equation.primitive.name in IDENTITIES:
         return given if several else given[0]
     if not any(x.varies for x in given):
-        found = bind(equation, [x.array for x in given])
-        return [_Value(x, False) for x in found] if several else _Value(found, False)
+        result = bind(equation, [x.array for x in given])
+        return [_Value(x, False) for x in result] if several else _Value(result, False)
     ranks = [len(shape) for shape in equation.shapes]
     lead = np.broadcast_shapes(*(_lead(x, rank) for x, rank in zip(given, ranks, strict=False) if x.varies))
     if equation.rule is not None:
         return _differentiable(equation, given, lead)
     if equation.is_scalar and equation.primitive.name in ELEMENTWISE:
         return _Value(bind(equation, [jnp.broadcast_to(x.array, lead) for x in given]), True)
-    # One element after the other, as JAX maps the primitive.
+    # Element by element, with the primitive's batching rule.
     n = math.prod(lead)
     flat = [
         jnp.broadcast_to(x.array, lead + shape).reshape(n, *shape) if x.varies else x.array
         for x, shape in zip(given, equation.shapes, strict=False)
     ]
     mapped = jax.vmap(lambda *xs: bind(equation, xs), in_axes=[0 if x.varies else None for x in given])(*flat)
-    found = [_Value(x.reshape(lead + x.shape[1:]), True) for x in (mapped if several else [mapped])]
-    return found if several else found[0]
+    results = [_Value(x.reshape(lead + x.shape[1:]), True) for x in (mapped if several else [mapped])]
+    return results if several else results[0]
 
 
 def _differentiable(equation: Equation, given: Sequence[_Value], lead: tuple[int, ...]) -> list[_Value]:
-    """A function with a derivative of its own."""
+    """A call of a `jax.custom_jvp` function."""
     assert equation.rule is not None
     shapes = equation.shapes[: len(given)]
     arrays = [
@@ -95,10 +95,8 @@ def _differentiable(equation: Equation, given: Sequence[_Value], lead: tuple[int
     out_shapes = equation.shapes[len(given) :]
 
     def evaluated(program: Program, inputs: list[Any]) -> list[jax.Array]:
-        found = _run(program, [_Value(x, v) for x, v in zip(inputs, [*varies, *moving], strict=False)])
-        return [
-            jnp.broadcast_to(x.array, lead + shape) for x, shape in zip(found, out_shapes, strict=True)
-        ]  # fmt: skip
+        results = _run(program, [_Value(x, v) for x, v in zip(inputs, [*varies, *moving], strict=False)])
+        return [jnp.broadcast_to(x.array, lead + shape) for x, shape in zip(results, out_shapes, strict=True)]
 
     return [_Value(x, True) for x in equation.rule.apply(arrays, evaluated)]
 

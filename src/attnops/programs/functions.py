@@ -1,4 +1,4 @@
-"""A caller's function bound to a call: as a program and its data, or opaque where it has no program."""
+"""A caller's function bound to a call: a program and its data, or opaque if it has no program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnops.programs.tracing import trace
 INDEX: Final = jax.ShapeDtypeStruct((), np.int32)
 SCORE: Final = jax.ShapeDtypeStruct((), np.float32)
 
-# On a scalar they are the identity, on an array they mix elements.
+# Primitives that are the identity on a scalar, but combine elements of an array.
 _MIXING: Final = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "dot_general")
 
 
@@ -23,8 +23,8 @@ class Bound(NamedTuple):
     """A function as a program.
 
     Attributes:
-        program: of the indices (and scores), then of the data.
-        data: the function's arguments, and what it closes over; arrays.
+        program: of the indices (and scores), followed by the data.
+        data: the function's arguments and the arrays that it closes over.
     """
 
     program: Program
@@ -32,12 +32,12 @@ class Bound(NamedTuple):
 
 
 class Opaque:
-    """A function without a program; equal to itself alone, so that no cache takes it for another.
+    """A function without a usable program; equal only to itself, so that a cache never confuses two functions.
 
     Attributes:
         fn: the function.
-        program: its program, where it has one that can't be compared with others, or evaluated on arrays.
-        error: the name of the error that tracing it raised, else.
+        program: a program that can't be compared with others, or evaluated on arrays; None if tracing failed.
+        error: the name of the error that tracing raised; empty if it succeeded.
     """
 
     def __init__(self, fn: Callable[..., Any], program: Program | None, error: str = "") -> None:
@@ -45,7 +45,7 @@ class Opaque:
         self.__name__ = name_of(fn)
 
     def __call__(self, *args: Any) -> Any:
-        """What the function gives."""
+        """Call the function."""
         return self.fn(*args)
 
 
@@ -55,7 +55,7 @@ def bind_function(
     """A function of scalars and further arguments, bound to these.
 
     Args:
-        fn: ``fn(*scalars, *args)``; traced once, unless it is opaque already.
+        fn: ``fn(*scalars, *args)``; traced once, unless it is opaque.
         avals: of the scalars.
         args: a tuple of pytrees of arrays, see `as_data`.
         dtype: of the result.
@@ -71,23 +71,23 @@ def bind_function(
 
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
     try:
-        found = trace(function, [*avals, *shapes], calls)
+        traced = trace(function, [*avals, *shapes], calls)
     except Exception as error:
-        # It may still do on whole arrays.
+        # It may still work on arrays.
         return Opaque(fn, None, type(error).__name__)
-    program, (result,) = found.program, found.results
+    program, (result,) = traced.program, traced.results
     is_elementwise = not any(e.is_scalar and e.primitive.name in _MIXING for e in program.equations)
     is_evaluable = program.is_structural and not any(e.is_closed for e in program.equations)
-    if found.has_effects or result.shape or result.dtype != dtype or not (is_elementwise and is_evaluable):
+    if traced.has_effects or result.shape or result.dtype != dtype or not (is_elementwise and is_evaluable):
         return Opaque(fn, program)
-    return Bound(program, (*leaves, *found.constants))
+    return Bound(program, (*leaves, *traced.constants))
 
 
 def as_data(name: str, args: Any) -> Any:
-    """A function's arguments as arrays of dtypes that JAX has; what is known when tracing stays numpy's.
+    """A function's arguments as arrays of JAX's dtypes; numpy arrays and numbers become numpy arrays.
 
     Raises:
-        ValueError: one is no array, or holds integers that its dtype in JAX does not.
+        ValueError: an argument is not an array or number, or has integers out of range for its dtype in JAX.
     """
 
     def convert(x: Any) -> Any:
@@ -110,20 +110,20 @@ def as_data(name: str, args: Any) -> Any:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """A function's name, or its class's; never its arrays."""
+    """A function's name, or its class's; without its arrays."""
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def is_staged() -> bool:
-    """Whether what is computed now becomes part of a program that is compiled later, as under `jax.jit`.
+    """Whether computations are staged into a program that is compiled later, as under `jax.jit`.
 
-    Eager transformations such as `jax.grad` and `jax.vmap` alone compute as they go.
+    Eager transformations, such as `jax.grad` and `jax.vmap` alone, are not staged.
     """
     return isinstance(jax.lax.add(np.int32(0), np.int32(0)), jax.core.Tracer)
 
 
 def holds_function(value: Any) -> bool:
-    """Whether a mask or bias holds a function among its fields, or those of the masks and biases in it."""
+    """Whether a mask or bias, or one nested in it, has a function as a field."""
     if value is None or hasattr(value, "shape"):
         return False
     for x in vars(value).values():

@@ -1,6 +1,6 @@
-"""Programs: a function of scalars as the equations of its jaxpr, calls written out, compared by what they compute.
+"""Programs: the equations of a scalar function's jaxpr, with calls inlined, compared by what they compute.
 
-A function with a derivative of its own, such as `jax.nn.relu`, is one equation that has the programs of both.
+A call of a `jax.custom_jvp` function, such as `jax.nn.relu`, is one equation, with programs of value and derivative.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from attnops.programs.varying import equally_varying, varies
 
-# On scalars these change nothing.
+# Primitives that are the identity on scalars.
 IDENTITIES: Final = {
     "broadcast_in_dim", "reshape", "squeeze", "copy", "copy_p", "optimization_barrier", "pvary", "pcast",
     "reduced_vary_cast",
@@ -24,7 +24,7 @@ IDENTITIES: Final = {
 
 
 class Literal:
-    """A number among an equation's inputs; equal to those of the same dtype and bits."""
+    """A number among an equation's inputs; literals of equal dtype and bits are equal."""
 
     def __init__(self, value: Any, dtype: Any) -> None:
         self.value = np.asarray(value, dtype)[()]
@@ -38,35 +38,35 @@ class Literal:
         return hash(self._key)
 
 
-# The number of a variable, or a literal.
+# The index of a variable, or a literal.
 Atom = int | Literal
 
 
-# In `jax.shard_map` these state what `bind` sees to by itself.
+# Inside `jax.shard_map` these declare varying axes, which `bind` does too.
 _VARYING: Final = frozenset({"pvary", "pcast", "reduced_vary_cast"})
-# What has bodies.
+# Primitives with bodies.
 _CONTROL: Final = frozenset({"cond", "while", "scan"})
 
 
 class Unique:
-    """What compares by identity: stands in for parameters that can't be compared by what they compute."""
+    """A key that is equal only to itself, for parameters that can't be compared by what they compute."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One primitive on scalars, or on arrays of which each score, or token, has one.
+    """One primitive, on scalars, or on arrays of which each score or token has one.
 
     Attributes:
-        primitive: JAX's.
-        params: its parameters; empty where there is a rule.
-        key: what they are compared by.
-        inputs: numbers of variables, and literals.
-        outputs: numbers of variables.
+        primitive: JAX's primitive.
+        params: its parameters; empty if there is a rule.
+        key: by which the parameters are compared.
+        inputs: indices of variables, and literals.
+        outputs: indices of variables.
         shapes: of inputs and outputs.
         dtypes: of outputs.
-        rule: of a function with a derivative of its own, where this can be taken apart.
-        is_closed: of such a function, whether it can't be differentiated where it is evaluated again: its derivative
-            closes over an argument or an index.
+        rule: the programs of a `jax.custom_jvp` function; None for other primitives, or if it has none.
+        is_closed: whether the derivative of a `jax.custom_jvp` function closes over an argument or an index, so that it
+            can't be differentiated when it is evaluated again.
     """
 
     primitive: Any
@@ -91,7 +91,7 @@ class Equation:
 
     @property
     def names(self) -> frozenset[str]:
-        """The primitive's name, or those of its rule; with the shape where it works on more than scalars."""
+        """The primitive's name, or the names in its rule; with the shape if it is not on scalars."""
         if self.rule is not None and self.is_scalar:
             return frozenset().union(*(e.names for program in self.rule for e in program.equations))
         wide = next((shape for shape in self.shapes if shape), None)
@@ -104,7 +104,7 @@ class Program:
 
     Attributes:
         inputs: the variables of its arguments.
-        constants: the variables of the arrays that it closes over, which are given to it after its arguments.
+        constants: the variables of the arrays that it closes over, which follow its arguments.
         equations: in order.
         results: variables, or literals.
     """
@@ -122,19 +122,17 @@ class Program:
         return hash((self.inputs, self.constants, self.equations, self.results))
 
     def run(self, inputs: Sequence[Any], bind: Callable[..., Any]) -> list[Any]:
-        """Its results, ``bind(equation, inputs)`` giving those of each equation."""
+        """The program's results; ``bind(equation, inputs)`` evaluates an equation."""
         return run(self.equations, dict(zip((*self.inputs, *self.constants), inputs, strict=True)), self.results, bind)
 
     @property
     def is_structural(self) -> bool:
-        """Whether equal programs are found equal, and none holds a function."""
+        """Whether it is compared by what it computes, and holds no function."""
         return all(equation.is_structural for equation in self.equations)
 
     def without_literals(self) -> tuple[Program, list[Any]]:
-        """The same with its literals as further constants, and their values: numbers then make no new programs."""
-        fresh = 1 + max(
-            [*self.inputs, *self.constants, *(x for e in self.equations for x in e.outputs), -1]
-        )  # fmt: skip
+        """The program with constants in place of literals, and their values: new numbers then make no new program."""
+        fresh = 1 + max([*self.inputs, *self.constants, *(x for e in self.equations for x in e.outputs), -1])
         values: list[Any] = []
 
         def variable(x: Atom) -> int:
@@ -150,22 +148,22 @@ class Program:
 
 
 class Rule(NamedTuple):
-    """A function with a derivative of its own.
+    """The programs of a `jax.custom_jvp` function.
 
     Attributes:
         value: of its inputs.
-        derivative: of its inputs, and of the tangents of those that are floating-point; gives the results' tangents.
+        derivative: of its inputs and the tangents of floating-point inputs, to the tangents of the results.
     """
 
     value: Program
     derivative: Program
 
     def apply(self, inputs: Sequence[Any], evaluate: Callable[[Program, list[Any]], list[jax.Array]]) -> list[Any]:
-        """The function of arrays, with that derivative.
+        """The function on arrays, with this derivative.
 
         Args:
             inputs: arrays.
-            evaluate: what gives the results of a program of such inputs, and of tangents of those that are floats.
+            evaluate: evaluates a program on such inputs, and on tangents of the floating-point ones.
         """
 
         @jax.custom_jvp
@@ -177,13 +175,13 @@ class Rule(NamedTuple):
             moving = [d for x, d in zip(given, tangents, strict=True) if is_floating(x)]
             return function(*given), evaluate(self.derivative, [*given, *moving])
 
-        found: list[jax.Array] = function(*inputs)
-        return found
+        results: list[jax.Array] = function(*inputs)
+        return results
 
     def on_tiles(self, inputs: Sequence[jax.Array], bind: Callable[..., Any]) -> list[jax.Array]:
-        """The function of arrays of one shape, elementwise, with that derivative, inside a kernel.
+        """The function on arrays of one shape, elementwise, with this derivative, inside a kernel.
 
-        Integers are closed over: else each would have a tangent of no width, which kernels can't have.
+        Integers are closed over: as arguments they would have tangents of dtype float0, which kernels don't support.
         """
         moving = [x for x in inputs if is_floating(x)]
         if not moving:
@@ -202,12 +200,12 @@ class Rule(NamedTuple):
         def _(given: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
             return function(*given), evaluated(self.derivative, given, tangents)
 
-        found: list[jax.Array] = function(*moving)
-        return found
+        results: list[jax.Array] = function(*moving)
+        return results
 
 
 def is_floating(x: Any) -> bool:
-    """Whether an array, or an abstract one, holds floats."""
+    """Whether an array, concrete or abstract, is floating-point."""
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
@@ -225,22 +223,22 @@ def needed(equations: Sequence[Equation], results: Any) -> list[Equation]:
 def run(
     equations: Sequence[Equation], known: dict[int, Any], results: Sequence[Atom], bind: Callable[..., Any]
 ) -> list[Any]:
-    """The results of equations, of variables that are known."""
+    """The results of equations, given the values of known variables."""
 
     def read(x: Atom) -> Any:
         return x.value if isinstance(x, Literal) else known[x]
 
     known = dict(known)
     for equation in equations:
-        found = bind(equation, [read(x) for x in equation.inputs])
+        result = bind(equation, [read(x) for x in equation.inputs])
         several = equation.primitive.multiple_results
-        known |= dict(zip(equation.outputs, found if several else [found], strict=True))
+        known |= dict(zip(equation.outputs, result if several else [result], strict=True))
     return [read(x) for x in results]
 
 
 def bind(equation: Any, inputs: Sequence[Any]) -> Any:
-    """What JAX computes of an equation, ours or a jaxpr's."""
-    # In `jax.shard_map` a primitive does not by itself make what it takes vary alike.
+    """Evaluate an equation, ours or a jaxpr's, by JAX."""
+    # Inside `jax.shard_map` a primitive's inputs must vary over the same axes.
     inputs = equally_varying([*map(jnp.asarray, inputs)])
     if equation.primitive.name in _VARYING:
         return inputs if equation.primitive.multiple_results else inputs[0]

@@ -13,9 +13,9 @@ from jax import lax
 
 from attnops.programs.program import Atom, Equation, Literal, Program, Rule, Unique, bind, is_floating, needed
 
-# Calls whose body counts as if it were written out.
+# Calls that are inlined.
 CALLS: Final = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})
-# The same where nothing is differentiated, so that the derivatives that they come with play no part.
+# Calls that are inlined too if nothing is differentiated, so that their custom derivatives are not needed.
 WITH_DERIVATIVES: Final = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
@@ -24,9 +24,9 @@ class Traced(NamedTuple):
 
     Attributes:
         program: the program.
-        constants: the arrays that the function closes over, tracers too.
+        constants: the arrays that the function closes over, tracers included.
         results: the shape and dtype of each result.
-        has_effects: whether it does more than to compute, such as printing.
+        has_effects: whether it has side effects, such as printing.
     """
 
     program: Program
@@ -41,7 +41,7 @@ def trace(function: Callable[..., Any], avals: Sequence[Any], calls: frozenset[s
     Args:
         function: of arrays, to one array or a list of them.
         avals: the shape and dtype of each of its arguments.
-        calls: what counts as if it were written out.
+        calls: names of the calls that are inlined.
     """
     closed = jax.make_jaxpr(function)(*avals)
     numbers = itertools.count()
@@ -62,27 +62,27 @@ def _inline(
     constants: dict[int, Any],
     calls: frozenset[str],
 ) -> list[Atom]:
-    """Append the equations of a jaxpr, calls written out, and what those close over; the variables of its results."""
+    """Append a jaxpr's equations, with calls inlined, and the calls' constants. Returns the results' variables."""
     names: dict[Any, Atom] = dict(zip(jaxpr.constvars, names_of_constants, strict=True))
     names |= dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Atom:
-        # A literal has a value; to import its class would be a fifth of what `import attnops` costs.
+        # Only a literal has a value; importing its class would take a fifth of the time of `import attnops`.
         return Literal(atom.val, atom.aval.dtype) if hasattr(atom, "val") else names[atom]
 
     for eqn in jaxpr.eqns:
-        found = [read(atom) for atom in eqn.invars]
+        atoms = [read(atom) for atom in eqn.invars]
         body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if eqn.primitive.name in calls and body is not None:
             closed = {next(numbers): value for value in getattr(body, "consts", [])}
             constants |= closed
             inner = getattr(body, "jaxpr", body)
-            outputs = _inline(inner, [*closed], found, numbers, equations, constants, calls)
+            outputs = _inline(inner, [*closed], atoms, numbers, equations, constants, calls)
             names |= dict(zip(eqn.outvars, outputs, strict=True))
             continue
         new = tuple(next(numbers) for _ in eqn.outvars)
         names |= dict(zip(eqn.outvars, new, strict=True))
-        equations.append(_equation(eqn, found, new, calls))
+        equations.append(_equation(eqn, atoms, new, calls))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -90,7 +90,7 @@ def _equation(eqn: Any, inputs: Sequence[Atom], outputs: tuple[int, ...], calls:
     shapes = tuple(tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars))
     dtypes = tuple(x.aval.dtype for x in eqn.outvars)
     rule, is_closed = _rule(eqn, calls) if eqn.primitive.name == "custom_jvp_call" else (None, False)
-    # What differentiating adds, and nobody wrote.
+    # Differentiation emits it in place of `add`.
     primitive = lax.add_p if eqn.primitive.name == "add_any" else eqn.primitive
     params = {} if rule is not None else dict(eqn.params)
     try:
@@ -101,9 +101,9 @@ def _equation(eqn: Any, inputs: Sequence[Atom], outputs: tuple[int, ...], calls:
 
 
 def _rule(eqn: Any, calls: frozenset[str]) -> tuple[Rule | None, bool]:
-    """Of a call of a `jax.custom_jvp`, and whether its derivative closes over what is gone by now.
+    """The rule of a call of a `jax.custom_jvp`, and whether its derivative closes over tracers.
 
-    None where it has integer results, or closes over arrays.
+    The rule is None if the function has integer results or closes over arrays.
     """
     avals = [x.aval for x in eqn.invars]
 
@@ -123,13 +123,13 @@ def _rule(eqn: Any, calls: frozenset[str]) -> tuple[Rule | None, bool]:
     if not all(is_floating(x.aval) for x in eqn.outvars):
         return None, False
     value = closed_program(eqn.params["call_jaxpr"], calls)
-    # In which nothing is differentiated again; a rule may well call its own function.
+    # The derivative is not differentiated again; it may call the function itself.
     change = closed_program(derivative, calls | WITH_DERIVATIVES)
     return (None if value is None or change is None else Rule(value, change)), False
 
 
 def closed_program(closed: Any, calls: frozenset[str]) -> Program | None:
-    """A jaxpr as a program; None where it closes over arrays, which kernels can't."""
+    """A jaxpr as a program; None if it closes over arrays, which kernels don't support."""
     if closed.consts:
         return None
     numbers = itertools.count()
@@ -150,10 +150,10 @@ _PLAIN: Final = (int, str, bytes, type(None), type(Ellipsis), type, np.dtype, en
 
 
 def _structure(value: Any) -> Hashable:
-    """What a parameter of a primitive is compared by.
+    """The key by which a parameter of a primitive is compared.
 
     Raises:
-        _NotStructural: it holds a function, or an array that is closed over.
+        _NotStructural: the parameter holds a function, or a jaxpr that closes over an array.
     """
     if isinstance(value, _PLAIN):
         return type(value), value
@@ -176,7 +176,7 @@ def _structure(value: Any) -> Hashable:
 
 
 class _Open:
-    """A jaxpr that closes over nothing, in the form of one that may."""
+    """A jaxpr with the interface of a closed jaxpr."""
 
     def __init__(self, jaxpr: Any) -> None:
         self.jaxpr, self.consts = jaxpr, list(jaxpr.constvars)

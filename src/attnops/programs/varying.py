@@ -1,4 +1,4 @@
-"""Over which axes of a mesh an array varies, inside `jax.shard_map`."""
+"""The mesh axes that arrays vary over, inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Tree = TypeVar("Tree")
 
 
 def equally_varying(tree: Tree) -> Tree:
-    """The same arrays, each varying over all mesh axes that one of them varies over: loops carry no others.
+    """The same arrays, each varying over all mesh axes that any of them varies over, as a loop's carry must.
 
-    Gradients are summed over the axes that an array did not vary over. Outside `jax.shard_map` it changes nothing.
+    Gradients are summed over the axes that are added. Outside `jax.shard_map` the arrays are returned unchanged.
     """
     axes: frozenset[str] = frozenset().union(*map(_axes, jax.tree.leaves(tree)))
 

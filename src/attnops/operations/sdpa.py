@@ -23,7 +23,7 @@ from attnops.output import OperationOutput
 
 __all__ = ["ScaledDotProductAttention"]
 
-# jax.nn requires one dtype and one head_dim. It has no soft cap, sinks, dropout or weights, and its logsumexp is rounded
+# jax.nn requires one dtype and one head_dim. It has no soft cap, sinks, dropout or weights; its logsumexp is rounded
 # to the input's dtype and has no gradient, so the forwards below lack these options.
 _JAX_NN = Limits(same_dtype=True, equal_head_dims=True, linear_memory=False, symbolic=SYMBOLIC)
 # Below every score, and above jax.nn's value of a masked score.

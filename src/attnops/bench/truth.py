@@ -10,7 +10,7 @@ import numpy as np
 
 from attnops.bench.case import Array, Case
 from attnops.testing import oracle
-from attnops.testing.tolerance import assert_close, tolerance
+from attnops.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
 
 # Scores that the oracle computes for a case, at least FEWEST_ROWS rows of them.
 _SCORES: Final = 1 << 21
@@ -70,11 +70,11 @@ class Truth:
         inputs = query[:, self.rows], key, value
         options: dict[str, Any] = {"mask": self.case.rows_seen(self.rows)}
         exact, narrow = (oracle.attention(*inputs, dtype=d, **options) for d in (np.float64, dtype))
-        found = {"output": (exact.out, tolerance(exact.out, narrow.out, exact.out_magnitude, dtype, 2))}
+        found = {"output": (exact.out, tolerance(exact.out, narrow.out, exact.out_magnitude, dtype, OUTPUT_FACTOR))}
         if self.case.backward:
             options["d_out"] = self.case.d_out[:, self.rows]
             right, rough = (oracle.attention_gradients(*inputs, dtype=d, **options) for d in (np.float64, dtype))
             for name, gradient in right.values.items():
-                allowed = tolerance(gradient, rough.values[name], right.magnitudes[name], dtype, 3)
+                allowed = tolerance(gradient, rough.values[name], right.magnitudes[name], dtype, GRADIENT_FACTOR)
                 found[f"gradient of {name}"] = gradient, allowed
         return found

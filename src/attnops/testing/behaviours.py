@@ -25,7 +25,7 @@ from attnops.testing import oracle
 from attnops.testing.corners import CORNERS
 from attnops.testing.problem import Problem
 from attnops.testing.runner import NotRunError, Subject
-from attnops.testing.tolerance import assert_close, tolerance
+from attnops.testing.tolerance import GRADIENT_FACTOR, assert_close, tolerance
 
 Error = TypeVar("Error", bound=Exception)
 
@@ -202,7 +202,7 @@ def second_derivative(subject: Subject) -> None:
     query = problem.query.astype(np.float64)
     exact = (oracle_gradient(query + step) - oracle_gradient(query - step)) / 2e-5
     plain = twice(lambda q: _plain_attention(q, problem.key, problem.value))
-    allowed = tolerance(exact, plain, exact, problem.dtype, 3)
+    allowed = tolerance(exact, plain, exact, problem.dtype, GRADIENT_FACTOR)
     assert_close("second derivative of query", found, exact, allowed)
 
 

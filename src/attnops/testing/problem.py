@@ -20,7 +20,7 @@ from attnops.errors import Reason
 from attnops.masks.base import Mask
 from attnops.output import OperationOutput
 from attnops.testing import oracle
-from attnops.testing.tolerance import assert_close, tolerance
+from attnops.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
 
 # On a CPU most of a small problem's time goes to LLVM's optimiser, which does not make a wrong formula right.
 FAST_COMPILE: Final = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -205,16 +205,16 @@ class Problem:
         exact, narrow = (oracle.attention(*qkv, dtype=d, **self.oracle_options) for d in (np.float64, dtype))
         assert set(outputs) == set(self.cotangents), f"outputs are {set(outputs)}, must be {set(self.cotangents)}"
         assert outputs["attention_outputs"].dtype == dtype
-        allowed = tolerance(exact.out, narrow.out, exact.out_magnitude, dtype, 2)
+        allowed = tolerance(exact.out, narrow.out, exact.out_magnitude, dtype, OUTPUT_FACTOR)
         assert_close("attention_outputs", outputs["attention_outputs"], exact.out, allowed)
         if "attention_weights" in outputs:
             assert outputs["attention_weights"].dtype == dtype
-            allowed = tolerance(exact.weights, narrow.weights, exact.weights, dtype, 2)
+            allowed = tolerance(exact.weights, narrow.weights, exact.weights, dtype, OUTPUT_FACTOR)
             assert_close("attention_weights", outputs["attention_weights"], exact.weights, allowed)
         if "logsumexp" in outputs:
             assert outputs["logsumexp"].dtype == np.float32
             finite = np.where(np.isfinite(exact.logsumexp), exact.logsumexp, 0)
-            allowed = tolerance(exact.logsumexp, narrow.logsumexp, finite, dtype, 2)
+            allowed = tolerance(exact.logsumexp, narrow.logsumexp, finite, dtype, OUTPUT_FACTOR)
             assert_close("logsumexp", outputs["logsumexp"], exact.logsumexp, allowed)
 
     def check_gradients(self, gradients: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class Problem:
             assert gradients[name].dtype == self.inputs[name].dtype
             # A gradient is rounded to its own input's dtype at the end.
             widest = max(dtype, gradients[name].dtype, key=lambda d: jnp.finfo(d).eps)
-            allowed = tolerance(value, narrow.values[name], exact.magnitudes[name], widest, 3)
+            allowed = tolerance(value, narrow.values[name], exact.magnitudes[name], widest, GRADIENT_FACTOR)
             assert_close(f"gradient of {name}", gradients[name], value, allowed)
 
     def _structured(self, what: str, *gradient: Any) -> Any:
@@ -257,5 +257,5 @@ class Problem:
         # Distances and counts are not negative, so magnitudes go the way of the gradients but for their sign.
         magnitude = np.abs(self._structured("_gradient", exact.magnitudes["bias"]))
         (leaf,) = (x for x in jax.tree.leaves(gradient) if x.dtype != jax.dtypes.float0)
-        allowed = tolerance(value, other, magnitude, self.dtype, 3)
+        allowed = tolerance(value, other, magnitude, self.dtype, GRADIENT_FACTOR)
         assert_close("gradient of bias", leaf, value, allowed)

@@ -18,7 +18,7 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation
 from attnops.dispatch.registry import OperationRegistry
 from attnops.testing.runner import NotRunError, Outcome, attempt
-from attnops.testing.tolerance import assert_close, tolerance
+from attnops.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
 
 # A function of a `numpy.random.Generator` that draws one call: its arguments and its options. Shapes do not depend on
 # the draw; floating-point arrays are cast to the dtype that is checked, and are what gradients are taken of.
@@ -132,14 +132,14 @@ def _truth(subject: ReferenceSubject, call: _Call) -> tuple[Any, Any, Any]:
 
 def _compare(call: _Call, found: Any, exact: Any, narrow: Any) -> None:
     """Assert that outputs and gradients are within what the tolerance rule allows, and of the right dtypes."""
-    for factor, what, *sides in ((2, "output", found[0], exact[0], narrow[0]),
-                                 (3, "gradient of ", found[1], exact[1], narrow[1])):  # fmt: skip
+    for factor, what, *sides in ((OUTPUT_FACTOR, "output", found[0], exact[0], narrow[0]),
+                                 (GRADIENT_FACTOR, "gradient of ", found[1], exact[1], narrow[1])):  # fmt: skip
         if sides[0] is None:
             continue
         actual, truth, plain = sides
         assert len(actual) == len(truth), f"there are {len(actual)} outputs, but the reference gives {len(truth)}"
         for i, (x, wide, same) in enumerate(zip(actual, truth, plain, strict=True)):
-            name = f"output {i}" if factor == 2 else f"{what}{call.names[i]}"
+            name = f"output {i}" if factor == OUTPUT_FACTOR else f"{what}{call.names[i]}"
             assert x.dtype == same.dtype, f"{name} has dtype {x.dtype}, but must have {same.dtype}, as the reference's"
             assert_close(name, x, wide, tolerance(wide, np.asarray(same, np.float64), wide, same.dtype, factor))
 

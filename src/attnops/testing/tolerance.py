@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
+
+# How many times as large an error may be as that of the same computation in the inputs' dtype.
+OUTPUT_FACTOR: Final = 2
+GRADIENT_FACTOR: Final = 3
 
 
 def tolerance(exact: Any, same_dtype: Any, magnitude: Any, dtype: Any, factor: float) -> float:
@@ -16,7 +20,7 @@ def tolerance(exact: Any, same_dtype: Any, magnitude: Any, dtype: Any, factor: f
         same_dtype: what the oracle gives in ``dtype``.
         magnitude: the sums of absolute values that rounding errors are relative to.
         dtype: the dtype of the inputs.
-        factor: 2 for outputs, 3 for gradients.
+        factor: `OUTPUT_FACTOR` or `GRADIENT_FACTOR`.
 
     Raises:
         ValueError: ``same_dtype`` overflowed, so that there is no limit to hold anything to.

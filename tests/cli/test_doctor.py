@@ -74,8 +74,8 @@ def test_doctor_names_ambiguity_once() -> None:
         register(forward_gpu=forward, __module__=module, get_impl_name=classmethod(lambda cls: "vanilla"))
     found = run_json("doctor", status=1)
     assert [problem["what"] for problem in found["problems"]] == [
-        "'vanilla' on cuda is served by acme:vanilla and other:vanilla with the same priority=0; ask for one of them "
-        "by that name, or switch one off with ATTNOPS_DISABLE (likewise on rocm)"
+        "'vanilla' on cuda is served by acme:vanilla and other:vanilla with the same priority=0; use one of these names, "
+        "or disable one with ATTNOPS_DISABLE (also on rocm)"
     ]
     result = run("doctor")
     assert result.exit_code == 1

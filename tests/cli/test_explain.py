@@ -138,7 +138,7 @@ def test_explain_gives_the_reasons_of_the_others() -> None:
         (["--platform", "abacus"], "platform='abacus' is unknown; use one of "),
         (["--mode", "idle"], "mode='idle' is not a runtime mode; use one of "),
         (["--dtype", "float33"], "dtype='float33' is unknown; use float32, bfloat16 or float16"),
-        (["--dtype", "float64"], "dtype='float64', but attention takes float32, bfloat16 and float16"),
+        (["--dtype", "float64"], "dtype='float64', but must be float32, bfloat16 or float16"),
         (["--dtype", "int8"], "query has dtype int8, but must be floating-point; cast it"),
         (["--heads", "8", "--kv-heads", "3"], "query has 8 heads and key has 3: the kv heads must divide the heads"),
         (["--mask", "caussal"], "mask='caussal' is unknown; write an expression of Causal"),

@@ -88,7 +88,7 @@ def test_list_says_what_computes_attention() -> None:
 
 def test_what_the_environment_disables_in_vain_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNOPS_DISABLE", "vanilla")
-    text = "ATTNOPS_DISABLE names 'vanilla', which is no installed distribution with operations"
+    text = "ATTNOPS_DISABLE names 'vanilla', which is not an installed distribution with operations"
     assert text in run("list").stdout
     assert f"- {text}\n    write distribution:operation, attnops:vanilla" in run("doctor").stdout
 

@@ -42,13 +42,13 @@ CASES = {
     "different batches": ((Q, K[:1], V), {}, "key has batch 1, but query has batch 2: they must be equal"),
     "different head dims": ((Q, K[..., :3], V), {}, "key has head_dim 3, but query has head_dim 8"),
     "integers": ((Q.astype(int), K, V), {}, "query has dtype int32, but must be floating-point; cast it"),
-    "float64": ((np.ones((2, 5, 4, 8)), K, V), {}, "query has dtype float64, but attention takes float32, bfloat16"),
+    "float64": ((np.ones((2, 5, 4, 8)), K, V), {}, "query has dtype float64, but must be float32, bfloat16"),
     "a list": (([[1.0]], K, V), {}, "query is a list, but must be an array"),
     "a 2-D mask": (
         (Q, K, V), {"mask": np.ones((2, 7), bool)},
-        "mask has shape (2, 7), but must be 4-D and broadcast to [B, H, T, S]=(2, 4, 5, 7); write a [B, S] padding "
+        "mask has shape (2, 7), but must be 4-D and broadcast to [B, H, T, S]=(2, 4, 5, 7); give a [B, S] padding "
         "mask as mask[:, None, None, :], a [T, S] mask as mask[None, None]"),
-    "a 3-D mask": ((Q, K, V), {"mask": np.ones((2, 5, 7), bool)}, "write a [B, T, S] mask as mask[:, None]"),
+    "a 3-D mask": ((Q, K, V), {"mask": np.ones((2, 5, 7), bool)}, "give a [B, T, S] mask as mask[:, None]"),
     "a mask of other lengths": (
         (Q, K, V), {"mask": np.ones((2, 1, 5, 6), bool)},
         "mask has shape (2, 1, 5, 6): its dimension S is 6, but must be 1 or 7"),
@@ -65,8 +65,8 @@ CASES = {
         (Tensor(), K, V), {},
         "query is a torch.Tensor, but must be an array of JAX or numpy; convert it, by jnp.from_dlpack or np.asarray"),
     "a bias of another library": ((Q, K, V), {"bias": Tensor(1, 1, 5, 7)}, "bias is a torch.Tensor, but must be"),
-    "a float64 bias": ((Q, K, V), {"bias": np.zeros((1, 1, 5, 7))}, "bias has dtype float64, but attention takes"),
-    "float64 sinks": ((Q, K, V), {"sinks": np.zeros(4)}, "sinks has dtype float64, but attention takes float32"),
+    "a float64 bias": ((Q, K, V), {"bias": np.zeros((1, 1, 5, 7))}, "bias has dtype float64, but must be"),
+    "float64 sinks": ((Q, K, V), {"sinks": np.zeros(4)}, "sinks has dtype float64, but must be float32"),
     "return_lse that is a number": ((Q, K, V), {"return_lse": 0}, "return_lse=0 must be True or False"),
     "return_weights that is a string": ((Q, K, V), {"return_weights": "no"}, "return_weights='no' must be True or"),
     "a 2-D bias": ((Q, K, V), {"bias": ones(5, 7)}, "bias has shape (5, 7), but must be 4-D"),
@@ -99,7 +99,7 @@ def test_an_impossible_call_is_refused_with_the_argument(name, operation):
 
 
 def test_layout_that_the_arrays_do_not_have():
-    with pytest.raises(ValueError, match="is the layout"):
+    with pytest.raises(ValueError, match="check that metadata.layout"):
         OperationRegistry.create("vanilla")(ones(1, 4, 5, 8), ones(1, 2, 7, 8), ones(1, 2, 7, 8))
     with pytest.raises(ValueError, match=re.escape("query has shape (4, 8), but must have rank 4: [B, heads, length")):
         OperationRegistry.create("vanilla", OperationMetadata(layout="BHTD"))(ones(4, 8), K, V)
@@ -147,8 +147,8 @@ def test_a_misspelt_option_is_refused_with_the_near_one():
         ({"on_unsupported": "warn"}, "on_unsupported='warn' must be 'native' or 'error'"),
         ({"platform": 3}, "platform=3 is unknown; use one of"),
         ({"runtime_dtype": "int32"}, "runtime_dtype=int32 must be a floating-point dtype"),
-        ({"runtime_dtype": "float64"}, "runtime_dtype=float64, but attention takes float32, bfloat16 and float16"),
-        ({"runtime_dtype": "floaty"}, "runtime_dtype='floaty' is no dtype; use float32, bfloat16 or float16"),
+        ({"runtime_dtype": "float64"}, "runtime_dtype=float64, but must be float32, bfloat16 or float16"),
+        ({"runtime_dtype": "floaty"}, "runtime_dtype='floaty' is not a dtype; use float32, bfloat16 or float16"),
         ({"precision": "exact"}, "precision='exact' must be a jax.lax.Precision, or the name of one: ['default'"),
         ({"mode": "eval"}, "mode='eval' is not a runtime mode"),
         ({"block_q": 0}, "block_q=0 must be a positive int"),

@@ -22,15 +22,15 @@ REQUEST = AttentionRequest(
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"mask_kinds": {"causal"}}, "mask_kinds names 'causal', which is no class or operator of masks or biases; di"),
+        ({"mask_kinds": {"causal"}}, "mask_kinds names 'causal', which is not a class or operator of masks or biases; di"),
         ({"mask_kinds": {"causal"}}, "did you mean 'Causal'"),
-        ({"mask_kinds": {"Causal", "And"}}, "mask_kinds names 'And', which is no class or operator of masks or biases"),
+        ({"mask_kinds": {"Causal", "And"}}, "mask_kinds names 'And', which is not a class or operator of masks or biases"),
         ({"mask_kinds": {"And"}}, "did you mean '&'?"),
         ({"mask_kinds": {"zzz"}}, "known are ['&', "),
         ({"mask_kinds": "Causal"}, "mask_kinds='Causal' must be a collection, such as {'Causal'}"),
         ({"bias_kinds": {"alibi"}}, "did you mean 'ALiBi'?"),
         ({"dtypes": "bfloat16"}, "dtypes='bfloat16' must be a collection, such as {'bfloat16'}"),
-        ({"dtypes": ["float33"]}, "dtypes names 'float33', which is no dtype; use float32, bfloat16, float16"),
+        ({"dtypes": ["float33"]}, "dtypes names 'float33', which is not a dtype; use float32, bfloat16, float16"),
         ({"max_head_dim": "128"}, "max_head_dim='128' must be an int of at least 1; leave it out for any"),
         ({"max_head_dim": 0}, "max_head_dim=0 must be an int of at least 1; leave it out for any"),
     ],

@@ -239,7 +239,7 @@ class TestMalformed:
     @pytest.mark.parametrize(
         ("members", "text"),
         [
-            ({"limits": {"TPU": Limits()}}, "has limits for 'TPU', which is no forward; use one of ['cpu', 'cuda'"),
+            ({"limits": {"TPU": Limits()}}, "has limits for 'TPU', which is not a forward; use one of ['cpu', 'cuda'"),
             ({"limits": {"cuda": Limits()}}, "has limits for 'cuda', but does not override forward_cuda"),
             ({"limits": {"tpu": {"max_head_dim": 4}}}, "has limits['tpu']={'max_head_dim': 4}, which must be an"),
             ({"limits": None}, "has limits=None, which must map forwards to attnops.Limits"),
@@ -377,7 +377,7 @@ class TestAutoAndExplain:
             operation.request(jax.ShapeDtypeStruct(Q.shape, "float64"), Q, Q)
         key = jax.eval_shape(lambda: jax.random.key(0))
         assert operation.request(Q, Q, Q, dropout_key=key) == operation.request(Q, Q, Q, dropout_key=jax.random.key(0))
-        with pytest.raises(TypeError, match=r"query is a ShapeDtypeStruct, which only `request` takes"):
+        with pytest.raises(TypeError, match=r"query is a ShapeDtypeStruct, which only `request` accepts"):
             operation(shape, Q, Q, dropout_key=jax.random.key(0))
 
     def test_what_nothing_serves_is_refused_with_each_reason(self):

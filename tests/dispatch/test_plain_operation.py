@@ -57,7 +57,7 @@ class TestArguments:
 
     def test_one_that_is_missing_or_given_twice_is_named(self) -> None:
         operation = rms_norm()()
-        with pytest.raises(TypeError, match=r"RMSNorm lacks its argument 'x'; it takes \['x', 'weight'\]"):
+        with pytest.raises(TypeError, match=r"RMSNorm lacks its argument 'x'; its arguments are \['x', 'weight'\]"):
             operation(weight=W)
         with pytest.raises(TypeError, match="RMSNorm got its argument 'weight' twice, by position and by name"):
             operation(X, W, weight=W)
@@ -75,7 +75,7 @@ class TestMode:
             operation(X, W)
         (reason,) = caught.value.reasons
         assert (reason.argument, reason.value) == ("mode", "train")
-        assert "if you take no gradient, call it with mode='prefill'" in str(reason)
+        assert "without gradients, call it with mode='prefill'" in str(reason)
         assert "can't serve train on tpu:" in str(caught.value)
 
     def test_what_the_message_advises_works(self) -> None:

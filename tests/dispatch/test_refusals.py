@@ -117,8 +117,8 @@ class TestDisable:
         with pytest.warns(PluginWarning) as seen:
             OperationRegistry.plugins()
         assert [str(warning.message).partition(";")[0] for warning in seen] == [
-            "ATTNOPS_DISABLE names 'vanilla', which is no installed distribution with operations",
-            "ATTNOPS_DISABLE names 'nowhere:flash', which is no installed distribution with operations",
+            "ATTNOPS_DISABLE names 'vanilla', which is not an installed distribution with operations",
+            "ATTNOPS_DISABLE names 'nowhere:flash', which is not an installed distribution with operations",
         ]
         assert "write distribution:operation, attnops:vanilla" in str(seen[0].message)
         with warnings.catch_warnings():

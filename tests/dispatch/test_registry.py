@@ -140,7 +140,7 @@ def test_listed_without_import_and_imported_when_asked_for(install: Install) -> 
         (OPERATION.replace("api_version = 1", "priority = 'high'"), None, "failed",
          "broken:Operation has priority='high', which must be an int", None),
         (OPERATION.replace("api_version = 1", "limits = {'tpux': None}"), None, "failed",
-         "broken:Operation has limits for 'tpux', which is no forward; use one of", None),
+         "broken:Operation has limits for 'tpux', which is not a forward; use one of", None),
     ],
 )  # fmt: skip
 def test_a_broken_one_raises_its_cause_when_asked_for(
@@ -176,7 +176,10 @@ def test_a_broken_one_warns_where_another_serves(install: Install) -> None:
             "requires acme-nowhere>=2, which is not installed; pip install 'acme-",
         ),
         (("acme-nowhere>=2",), "requires acme-nowhere>=2, which is not installed; pip install 'acme-nowhere>=2'"),
-        (("numpy", "not a requirement at all"), "requires 'not a requirement at all', which is no requirement: "),
+        (
+            ("numpy", "not a requirement at all"),
+            "requires 'not a requirement at all', which is not a valid requirement: ",
+        ),
     ],
 )
 def test_unmet_requirements_are_named(install: Install, requires: tuple[str, ...], cause: str) -> None:
@@ -251,8 +254,8 @@ def test_two_that_serve_one_platform_are_ambiguous_there_only(install: Install) 
     with pytest.raises(AmbiguousOperationError) as caught:
         OperationRegistry.get("zeta", "tpu")
     assert str(caught.value) == (
-        "'zeta' on tpu is served by acme-one:zeta and acme-two:zeta with the same priority=0; ask for one of them by "
-        "that name, or switch one off with ATTNOPS_DISABLE"
+        "'zeta' on tpu is served by acme-one:zeta and acme-two:zeta with the same priority=0; use one of these "
+        "names, or disable one with ATTNOPS_DISABLE"
     )
     assert OperationRegistry.get("acme-two:zeta", "tpu").__module__ == "acme_two"
     assert OperationRegistry.get("zeta", "cuda").__module__ == "acme_three"

@@ -1,4 +1,4 @@
-"""Case: one call to be measured, with its arrays."""
+"""Case: a call to measure, with its arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Refused(Exception):
-    """A contender can't take part in a case; the text says why."""
+    """A contender can't run a case; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,11 +33,11 @@ class Case:
         dtype: of query, key and value: "float32", "bfloat16" or "float16".
         mask: the mask; its JAX arrays are traced, its numpy arrays known when tracing. None for all.
         backward: whether the gradients of query, key and value are computed too.
-        memory_limit: bytes that a contender may use; one that needs more is refused.
+        memory_limit: bytes that a contender may use; `Refused` is raised for one that needs more.
         seed: of the inputs.
 
     Raises:
-        ValueError: the shapes or the dtype fit no attention, or the mask does not fit the shapes.
+        ValueError: the shapes or the dtype are not valid for attention, or the mask does not fit the shapes.
     """
 
     length: int
@@ -100,7 +100,7 @@ class Case:
         return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(self.mask))
 
     def rows_seen(self, rows: Array) -> Array:
-        """Which keys some queries see, booleans that broadcast to [B, H, rows, S]."""
+        """The mask's rows of some queries, booleans that broadcast to [B, H, rows, S]."""
         if self.mask is None:
             return np.ones((1, 1, 1, 1), bool)
         indices = (np.arange(self.batch), np.arange(self.heads), rows, np.arange(self.length))
@@ -108,7 +108,7 @@ class Case:
         return np.asarray(self.mask.bind(*self.shape).allowed(*shaped))
 
     def dense(self, mask: Mask | None) -> jax.Array | None:
-        """A mask as a boolean array, 4-D, for those who take no other; None for none.
+        """A mask as a boolean array, 4-D, for contenders that accept no other; None for none.
 
         Raises:
             Refused: it needs more than the memory limit.
@@ -120,13 +120,13 @@ class Case:
         return mask.dense(*self.shape)
 
     def check_memory(self, needed: int, what: str) -> None:
-        """Refuse what needs more than the memory limit."""
+        """Raise `Refused` where more memory is needed than the limit."""
         if needed > self.memory_limit:
             raise Refused(f"{what} needs {needed / 1e9:.1f} GB, more than the limit of {self.memory_limit / 1e9:.1f}")
 
 
 def packed_documents(count: int, length: int, seed: int = 0) -> Segments:
-    """Documents of random lengths that fill a sequence, as segments that are not known when tracing.
+    """Documents of random lengths that fill a sequence, as segments whose ids are traced.
 
     Raises:
         ValueError: there are more documents than tokens.

@@ -35,16 +35,16 @@ def find(names: Sequence[str] | None = None) -> list[Contender]:
 
 
 def operation(name: str) -> Contender:
-    """An operation as a contender, held to the forward that is meant for the platform.
+    """An operation as a contender, which must run the platform's own forward.
 
     Raises:
-        UnknownOperationError: none has the name (a `ValueError`).
+        UnknownOperationError: no operation has the name (a `ValueError`).
     """
-    with contextlib.suppress(PluginError):  # its row says so
+    with contextlib.suppress(PluginError):  # shown in its row
         OperationRegistry.get(name)
 
     def prepare(case: Case) -> Ready:
-        # Where nothing is differentiated, what has no backward pass can take part too.
+        # Without gradients, operations without a backward pass can run too.
         mode = "train" if case.backward else "prefill"
         metadata = OperationMetadata(mode=mode, on_unsupported="error")
         try:
@@ -72,4 +72,4 @@ def _is_attention(name: str) -> bool:
     try:
         return OperationRegistry.get(name).computes == ATTENTION
     except PluginError:
-        return True  # its row says what is wrong
+        return True  # shown in its row

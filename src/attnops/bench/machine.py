@@ -1,4 +1,4 @@
-"""The machine that figures are of, and its memory."""
+"""The machine that is measured, and its memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 
 # Those whose versions figures depend on, where they are installed.
 _VERSIONS: Final = ("attnops", "jax", "jaxlib", "numpy", "torch", "tokamax", "ejkernel")
-# Half of it: the system and the inputs want some too.
+# Half of it: the system and the inputs need some too.
 _SHARE: Final = 0.5
 _GUESS: Final = 8 << 30
 

@@ -14,7 +14,7 @@ from attnops.bench.case import Case, Refused
 from attnops.bench.program import Contender, Ready
 from attnops.bench.truth import Truth
 
-# A timing lasts at least this many seconds, so that the clock's own cost and resolution don't count.
+# A timing lasts at least this many seconds, so that the clock's cost and resolution are negligible.
 _SHORTEST: Final = 0.01
 
 Status = Literal["ok", "wrong", "refused", "failed"]
@@ -22,7 +22,7 @@ Status = Literal["ok", "wrong", "refused", "failed"]
 
 @dataclasses.dataclass
 class Measurement:
-    """What came of one contender in one case.
+    """The result of one contender in one case.
 
     Attributes:
         name: the contender's.
@@ -30,11 +30,11 @@ class Measurement:
         case: the case.
         status: "ok", or "wrong" by the oracle, "refused" before it ran, "failed" with an error; only ok is timed.
         reason: why it is not ok.
-        what: what ran, in words.
-        seconds: the time of a call, one a round.
+        what: what ran, human-readable.
+        seconds: the time of a call in each round.
         temp_bytes: see `Ready`.
         compile_seconds: see `Ready`.
-        checked_rows: the queries of each batch and head that were held against the oracle.
+        checked_rows: the number of queries of each batch and head that were compared with the oracle.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Measurement:
 
     @property
     def best(self) -> float | None:
-        """The shortest time, which other work on the machine disturbs least."""
+        """The shortest time, which is least affected by other work on the machine."""
         return min(self.seconds, default=None)
 
     @property
     def median(self) -> float | None:
-        """The time in the middle."""
+        """The median time."""
         return statistics.median(self.seconds) if self.seconds else None
 
     def to_json(self) -> dict[str, Any]:
@@ -74,13 +74,13 @@ def measure(
     most_seconds: float = 30.0,
     progress: Callable[[str, int], None] = lambda what, steps: None,
 ) -> list[Measurement]:
-    """Prepare and check all, then time them in turns, so that a slow moment of the machine hits everybody.
+    """Prepare and check all, then time them in turns, so that a slow period of the machine affects all.
 
     Args:
-        entries: who takes part in what; those that are to be compared belong into one call.
+        entries: the contenders and their cases; those to be compared must be in one call.
         rounds: timings of each.
         most_seconds: an entry whose timings took longer together is not timed again, once it has two.
-        progress: told what comes next, and how many steps are done; all are ``len(entries) * (rounds + 1)``.
+        progress: called with the next step, and how many steps were completed; all are ``len(entries) * (rounds + 1)``.
     """
     truths = {id(case): Truth(case) for case, _ in entries}
     found, ready = [], []
@@ -102,7 +102,7 @@ def measure(
 
 
 def _prepare(measurement: Measurement, contender: Contender, truth: Truth) -> Ready | None:
-    """The program if it is there and right; else the measurement says why not."""
+    """The program if it exists and is right; otherwise None, with the reason in the measurement."""
     try:
         program = contender.prepare(truth.case)
         measurement.what = program.what
@@ -120,7 +120,7 @@ def _prepare(measurement: Measurement, contender: Contender, truth: Truth) -> Re
     except AssertionError as error:
         measurement.status, measurement.reason = "wrong", str(error)
         return None
-    except ValueError as error:  # the oracle overflows in this dtype, and nothing can be held against it
+    except ValueError as error:  # the oracle overflows in this dtype, so that nothing can be compared with it
         measurement.status, measurement.reason = "failed", str(error)
         return None
     measurement.checked_rows = len(truth.rows)
@@ -128,13 +128,13 @@ def _prepare(measurement: Measurement, contender: Contender, truth: Truth) -> Re
 
 
 def _calls(program: Ready) -> int:
-    """The calls that a timing takes. The call that finds out also warms up."""
+    """The number of calls in a timing, from one call, which also warms up."""
     once = max(_time(program, 1), 1e-6)
     return max(1, round(_SHORTEST / once))
 
 
 def _time(program: Ready, calls: int) -> float:
-    # An accelerator runs calls one after another and is kept busy; a CPU would run them side by side.
+    # An accelerator runs calls one after another and is kept busy; a CPU would run them concurrently.
     wait_each = jax.default_backend() == "cpu"
     start = time.perf_counter()
     for _ in range(calls):

@@ -133,7 +133,7 @@ def _ejkernel(case: Case) -> Ready:
     if terms.rest is not None:
         extra = case.dense(case.mask)
         assert extra is not None
-        extra = jnp.broadcast_to(extra, (case.batch, *extra.shape[1:]))  # it takes no batch of 1 for all
+        extra = jnp.broadcast_to(extra, (case.batch, *extra.shape[1:]))  # it does not broadcast a batch of 1
         terms = _Terms()
     else:
         ids = None if terms.segments is None else terms.segments.bind(*case.shape).q_ids

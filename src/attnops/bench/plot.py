@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from attnops.bench.measure import Measurement
 
-# Told apart by most who don't see all colours (Okabe and Ito 2008), and by their markers.
+# Distinguishable with most colour vision deficiencies (Okabe and Ito 2008), and by their markers.
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _MARKERS: Final = "osD^vPX*"
 
@@ -17,8 +17,8 @@ def plot(measurements: Sequence[Measurement], path: Path, title: str) -> None:
     """Draw time and memory over length, a row of two panels a dtype; peers are dashed.
 
     Args:
-        measurements: what to draw; what was not timed is left out.
-        path: the file; its suffix says the format.
+        measurements: those that were not timed are left out.
+        path: the file; its suffix determines the format.
         title: the heading.
     """
     from matplotlib.figure import Figure

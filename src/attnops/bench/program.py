@@ -1,4 +1,4 @@
-"""A contender, and the program that it makes of a case."""
+"""A contender, and its program for a case."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Ready:
     """A program for one case.
 
     Attributes:
-        run: starts the call that is timed, and returns what it will give.
-        wait: waits until what `run` returned is there.
+        run: starts the call that is timed, and returns its results, possibly not yet computed.
+        wait: waits for the results of `run`.
         results: the same program's results as numpy arrays, by name (see `RESULTS`), for a cotangent [B, T, H, D].
         what: what runs, human-readable.
         temp_bytes: the memory that it needs in addition to inputs and outputs; None where that is not known.
-        compile_seconds: what tracing and compiling took; None where nothing is compiled.
+        compile_seconds: the time of tracing and compiling; None where nothing is compiled.
     """
 
     run: Callable[[], Any]
@@ -39,11 +39,11 @@ class Ready:
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """Who takes part.
+    """An operation, or another library's function, to be measured.
 
     Attributes:
-        name: as the table shows it.
-        prepare: the program for a case; raises `Refused` where there is none.
+        name: in the table.
+        prepare: makes the program for a case; raises `Refused` where it can't.
         is_peer: whether it is another library's.
     """
 
@@ -58,7 +58,7 @@ def compile_jax(case: Case, attend: Callable[[Any, Any, Any, Any], Any], extra: 
     Args:
         case: the case.
         attend: ``attend(query, key, value, extra)`` gives the output [B, T, H, D].
-        extra: a pytree of what else it needs.
+        extra: a pytree of its further arguments.
         what: what runs, human-readable.
 
     Raises:
@@ -76,7 +76,7 @@ def compile_jax(case: Case, attend: Callable[[Any, Any, Any, Any], Any], extra: 
     arguments = (*case.device_inputs, extra)
     cotangent = (jnp.asarray(case.d_out),) if case.backward else ()
     start = time.perf_counter()
-    # Everybody multiplies float32 in full float32, as attnops does unless told otherwise.
+    # All multiply float32 matrices in full float32, as attnops does by default.
     with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
         compiled = jax.jit(function).lower(*arguments, *cotangent).compile()
     seconds = time.perf_counter() - start

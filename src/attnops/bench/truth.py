@@ -1,4 +1,4 @@
-"""What is right, so that nothing wrong is timed."""
+"""The oracle's results, so that only right programs are timed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FEWEST_ROWS: Final = 4
 
 
 class Truth:
-    """Output and gradients of a case by the float64 oracle, and how far off they may be by the tolerance rule.
+    """Output and gradients of a case by the float64 oracle, and the errors that the tolerance rule allows.
 
-    The whole of a long case is more than the oracle can do, but some queries of it are not: each row of the output is
+    The oracle is too slow for all of a long case, but not for some of its queries: each row of the output is
     its own. So are the gradients of a cotangent that is 0 at all other queries, those of key and value included, and
     the program that computes them is the one that is timed.
 
     Attributes:
-        rows: the queries that are looked at: all where they are few, else the first, the last and some between.
+        rows: the queries that are checked: all where they are few, else the first, the last and some between.
     """
 
     def __init__(self, case: Case) -> None:
@@ -39,19 +39,19 @@ class Truth:
 
     @functools.cached_property
     def d_out(self) -> Array:
-        """The cotangent to check with, 0 at the queries that are not looked at."""
+        """The cotangent to check with, 0 at the queries that are not checked."""
         masked = np.zeros_like(self.case.d_out)
         masked[:, self.rows] = self.case.d_out[:, self.rows]
         return masked
 
     def check(self, results: dict[str, Array]) -> None:
-        """Hold what a contender gave against the oracle.
+        """Compare a contender's results with the oracle.
 
         Args:
             results: "output", and with a backward pass "gradient of query", "… key" and "… value".
 
         Raises:
-            AssertionError: one is wrong; the text says where.
+            AssertionError: one is wrong; the message says where.
         """
         assert set(results) == set(self._expected), f"gave {sorted(results)}, but must give {sorted(self._expected)}"
         for name, actual in results.items():

@@ -15,7 +15,7 @@ from attnops._version import __version__
 if TYPE_CHECKING:
     import typer
 
-# The commands, each a module beside this one, in the order in which --help shows them.
+# The commands, each a module of this package, in the order of --help.
 COMMANDS: Final = ("list", "explain", "show", "bench", "check", "doctor", "demo")
 # Options that were spelled otherwise, which still work; --help does not show them.
 RENAMED: Final = {"--T": "--query-length", "--S": "--key-length", "--b": "--batch", "--h": "--head"}
@@ -63,7 +63,7 @@ def leave_libtpu_alone() -> None:
     if importlib.util.find_spec("jax_plugins") is None and not importlib.metadata.entry_points(group="jax_plugins"):
         jax.config.update("jax_platforms", "cpu")
         return
-    # JAX has another platform to try, whose failure must not end the program: libtpu is tried, but told its place.
+    # JAX has another platform to try, whose failure must not end the program: libtpu is tried, with its platform set.
     for name, value in QUIET_LIBTPU.items():
         os.environ.setdefault(name, value)
 

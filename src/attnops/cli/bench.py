@@ -60,7 +60,7 @@ def command(
         typer.Option(help="Pack this many documents of random lengths, by segments known at run time only.", min=1),
     ] = None,
     backward: Annotated[
-        bool, typer.Option("--backward/--forward", help="Time forward and backward together, or forward alone.")
+        bool, typer.Option("--backward/--forward", help="Time forward and backward together, or forward only.")
     ] = False,
     repeats: Annotated[int, typer.Option(help="Rounds, in each of which everyone is timed once.", min=1)] = 5,
     most_seconds: Annotated[float, typer.Option(help="Stop timing one at a length after so long.", min=0)] = 30.0,
@@ -158,7 +158,7 @@ def _print_notes(measurements: Sequence[Measurement]) -> None:
     some = [f"{rows} of {length}" for length, rows in checked.items() if rows < length]
     queries = "all queries" if not some else f"{', '.join(some)} queries of each head"
     if checked:
-        print_text(f"\nChecked before timing, against float64: {queries}. Memory is that beside inputs and outputs.")
+        print_text(f"\nChecked before timing, against float64: {queries}. Memory is in addition to inputs and outputs.")
 
 
 def _measure_all(

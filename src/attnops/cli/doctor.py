@@ -21,7 +21,7 @@ from attnops.dispatch.plugins import CORE, Plugin, State
 # The distributions whose versions matter; JAX's own plugins are found through their entry points.
 SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "jax-triton", "numpy")
 
-# What serves a platform, beside the core.
+# The distribution with kernels for a platform, in addition to the core.
 FOR_PLATFORM: Final = {"tpu": "attnops-tpu", "cuda": "attnops-triton", "rocm": "attnops-triton"}
 FOR_SEVERAL_DEVICES: Final = "attnops-ring"
 
@@ -76,7 +76,7 @@ def command(
 
 
 def examine() -> Report:
-    """Look at everything."""
+    """Collect the report."""
     versions = _versions()
     problems = known_problems(versions)
     backend, devices = "", []
@@ -87,15 +87,15 @@ def examine() -> Report:
     checker = plugins.requirement_parser().__module__
     if checker == plugins.__name__:
         checker = ""
-        problems.append(Problem("what distributions require is not checked", "pip install packaging"))
+        problems.append(Problem("requirements of distributions are not checked", "pip install packaging"))
     installed = find(load=True)
     problems += _plugin_problems(installed.plugins)
     problems += [
-        Problem(f"{name} is faulty: {fault}", f"tell its author; to do without it set ATTNOPS_DISABLE={name}")
+        Problem(f"{name} is faulty: {fault}", f"report it to its author; to disable it set ATTNOPS_DISABLE={name}")
         for name, fault in installed.faults
     ]
     problems += [Problem(*trouble) for trouble in installed.troubles]
-    problems += [Problem(text, "pip uninstall or switch off one of them") for text in installed.ambiguous]
+    problems += [Problem(text, "pip uninstall or disable one of them") for text in installed.ambiguous]
     suggestions = _suggestions(devices, {plugin.distribution for plugin in installed.plugins})
     return Report(versions, backend, [str(d) for d in devices], checker, installed, problems, suggestions)
 
@@ -113,7 +113,7 @@ def _versions() -> dict[str, str]:
 
 
 def _plugin_problems(found: tuple[Plugin, ...]) -> list[Problem]:
-    """One problem a distribution and cause, however many operations have it."""
+    """One problem for each distribution and cause, for any number of operations."""
     broken: dict[tuple[str, str, str], list[str]] = {}
     for plugin in found:
         if plugin.state in (State.FAILED, State.INCOMPATIBLE):
@@ -121,8 +121,8 @@ def _plugin_problems(found: tuple[Plugin, ...]) -> list[Problem]:
     return [
         Problem(
             f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {state}: {cause}",
-            # Both, as either may be the one that is too old for the other.
-            f"pip install --upgrade {CORE} {distribution}; to do without it pip uninstall {distribution}, or set "
+            # Both, since either may be too old for the other.
+            f"pip install --upgrade {CORE} {distribution}; to disable it pip uninstall {distribution}, or set "
             f"ATTNOPS_DISABLE={distribution}"
             if distribution != CORE
             else f"pip install --force-reinstall {CORE}",
@@ -142,7 +142,7 @@ def _suggestions(devices: list[Any], distributions: set[str]) -> list[Problem]:
         if wanted not in distributions:
             found.append(Problem(f"{wanted} has kernels for {platform}", f"pip install {wanted}"))
     if len(devices) > 1 and FOR_SEVERAL_DEVICES not in distributions:
-        what = f"{FOR_SEVERAL_DEVICES} spreads long sequences over these {len(devices)} devices"
+        what = f"{FOR_SEVERAL_DEVICES} shards long sequences over these {len(devices)} devices"
         found.append(Problem(what, f"pip install {FOR_SEVERAL_DEVICES}"))
     return found
 

@@ -126,16 +126,16 @@ def _dtype(name: str) -> Any:
     except TypeError:
         raise ValueError(f"dtype={name!r} is unknown; use float32, bfloat16 or float16") from None
     if dtype == jnp.float64:  # would become float32, where x64 is off
-        raise ValueError("dtype='float64', but attention takes float32, bfloat16 and float16; use one of them")
+        raise ValueError("dtype='float64', but must be float32, bfloat16 or float16")
     return dtype
 
 
 def _alternatives(request: AttentionRequest, metadata: OperationMetadata) -> tuple[Candidate, ...]:
-    """What everybody makes of a request that the operation asked for refuses, the preferred first."""
+    """All implementations with their reasons, for a request that the named operation refuses, in `auto`'s order."""
     try:
         explanation = explain(request, "auto", metadata)
     except UnsupportedError:
-        return ()  # the refusal has everybody's reasons already, or nobody's would help
+        return ()  # the error has the reasons of all already, or no other implementation exists
     return (explanation.chosen, *explanation.others)
 
 

@@ -22,7 +22,7 @@ class Installed:
     Attributes:
         plugins: every operation of every distribution, by operation, the core's first.
         troubles: what no plugin's state tells, such as distributions whose metadata is broken.
-        faults: what plugins do wrong when they are asked whether they serve a call, each with the plugin's name.
+        faults: faults of plugins' methods when called with a small request, each with the plugin's name.
         ambiguous: names that several serve equally well.
 
     Without loading, the last two are empty.
@@ -57,7 +57,7 @@ def computes(plugin: Plugin) -> str | None:
 
 
 def platforms(plugin: Plugin, plugins: tuple[Plugin, ...]) -> list[str] | None:
-    """The platforms that a plugin has forwards of its own for, not the core's; ["any"] for a native one alone.
+    """The platforms for which a plugin has forwards of its own, not the core's; ["any"] for a native one only.
 
     None: it is not loaded, so they are not known.
     """
@@ -90,7 +90,7 @@ def describe(plugin: Plugin, plugins: tuple[Plugin, ...]) -> dict[str, Any]:
 
 
 def _ambiguous(operations: list[str]) -> list[str]:
-    """What `OperationRegistry.get` says of each name that several serve equally well, once for all its platforms."""
+    """The errors of `OperationRegistry.get` for ambiguous names, once for all platforms of a name."""
     found: dict[tuple[str, str], tuple[str, list[str]]] = {}
     for operation in operations:
         for platform in PLATFORMS:
@@ -102,7 +102,5 @@ def _ambiguous(operations: list[str]) -> list[str]:
                 key = operation, str(error).replace(f" on {platform}", "")
                 found.setdefault(key, (str(error), []))[1].append(platform)
             except PluginError:
-                pass  # its state says so
-    return [
-        message + (f" (likewise on {', '.join(others)})" if others else "") for message, (_, *others) in found.values()
-    ]
+                pass  # shown by its state
+    return [message + (f" (also on {', '.join(others)})" if others else "") for message, (_, *others) in found.values()]

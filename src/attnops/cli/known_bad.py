@@ -28,7 +28,7 @@ class BadCombination:
     """Versions that do not work together.
 
     Attributes:
-        versions: by distribution, and "python": the versions that it takes, all of them, as PEP 440 writes them.
+        versions: by distribution, and "python": the affected versions, as PEP 440 specifiers; all must match.
         problem: what goes wrong.
         install: the command that puts it right.
     """
@@ -51,7 +51,7 @@ BAD_COMBINATIONS: Final = (
     ),
     BadCombination(
         {"python": "<3.12", "jax-triton": "!=0.3.1"},
-        "on this Python attnops-triton works with jax-triton 0.3.1 alone",
+        "on this Python attnops-triton works with jax-triton 0.3.1 only",
         "pip install jax-triton==0.3.1",
     ),
     BadCombination(

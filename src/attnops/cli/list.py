@@ -21,8 +21,8 @@ def command(
 ) -> None:
     """List operations by what they compute, platform, distribution, version and state.
 
-    "attention" is what `auto` may pick; "other" runs only when it is asked for by name. The platforms are those that an
-    implementation has forwards of its own for: "any" is plain JAX alone, "?" is not known before it is imported.
+    `auto` picks operations of the kind "attention"; "other" ones run only by name. The platforms are those for which an
+    implementation has a forward of its own: "any" is plain JAX, "?" is not known before it is imported.
     """
     installed = find(load)
     plugins = installed.plugins

@@ -42,7 +42,7 @@ def parse_shape(name: str, text: str) -> tuple[int, ...]:
 
 def parse_mask(text: str) -> Any:
     """A mask from an expression of `attnops.masks` such as ``"causal"`` or ``"Causal() & SlidingWindow(4095, 0)"``, or
-    a boolean array from a shape. A tuple among the arguments, ``Lengths((4,))``, stands for an array of that shape.
+    a boolean array from a shape. A tuple among the arguments, as in ``Lengths((4,))``, becomes an array of that shape.
 
     Call it while tracing, so that no array is allocated.
 

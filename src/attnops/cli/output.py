@@ -24,7 +24,7 @@ _STYLES = {
 }
 
 
-# What stands for a character that the terminal can't show; "?" for any other.
+# Replacements for characters that the terminal can't show; "?" for any other.
 _ASCII = str.maketrans({
     "·": ".", "▒": "+", "█": "#", "×": "x", "≥": ">=", "≤": "<=", "≠": "!=", "–": "-", "−": "-", "…": "...",
     "→": "->", "∞": "inf", "²": "2", "●": "*", "○": "o", "±": "+-", "µ": "u", "Σ": "sum", "’": "'",
@@ -32,7 +32,7 @@ _ASCII = str.maketrans({
 
 
 def showable(text: str) -> str:
-    """``text`` in the characters that stdout can show, as those of a locale "C" are ASCII alone."""
+    """``text`` with characters that stdout can show, such as ASCII only in the locale "C"."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)

@@ -1,4 +1,4 @@
-"""`attnops show`: what a mask lets each query see, and what it makes of the tiles."""
+"""`attnops show`: the keys that each query sees, and the coverage of tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnops.cli.output import fail, print_text
 from attnops.masks import Coverage, Mask, block_map
 from attnops.masks.picture import fitting
 
-# Larger pictures are unreadable in a terminal, and in an image a score is less than a pixel.
+# Larger pictures are unreadable in a terminal; in an image a score would be less than a pixel.
 _WIDEST_TEXT: Final = 128
 _LARGEST_IMAGE: Final = 2048
 
@@ -71,7 +71,7 @@ def mask_with_values(text: str) -> Mask:
     """A mask whose arrays have values, as they count where it is drawn or measured.
 
     Raises:
-        ValueError: it can't be read, or an array is given by its shape alone.
+        ValueError: it can't be parsed, or has an array given only by its shape.
     """
     mask = parse_mask(text)
     if not isinstance(mask, Mask) or any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)):
@@ -123,7 +123,7 @@ def _too_large(rows: int, columns: int) -> str:
 def _draw(
     seen: Any, shape: tuple[int, int], tiles: Any, blocks: tuple[int, int] | None, title: str, path: Path
 ) -> None:
-    """Draw the mask, and the tiles' borders coloured by their coverage; tiles alone where the mask is too large."""
+    """Draw the mask, and the tiles' borders coloured by their coverage; only tiles where the mask is too large."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator

@@ -1,4 +1,4 @@
-"""OperationImpl: what attention adds to the dispatcher."""
+"""OperationImpl: the base class of attention operations."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from attnops.softmax import Contribution, PartialSoftmax, contribution
 
 
 class OperationImpl(BaseOperation):
-    """Base class of attention operations: it binds the attention contract and offers the usual helpers.
+    """Base class of attention operations: it binds the attention contract and has helpers for implementations.
 
-    Forwards have the signature of `__call__`, or name a part of its options. They always see the layout "BTHD",
-    ``mask`` as an `attnops.masks.Mask` bound to the call's shapes, and return an `OperationOutput`. The scale and the
-    soft cap of the metadata arrive as if the caller had given them; ``mode`` only where the forward names it. The
-    shapes and dtypes of what they return are checked.
+    Forwards have the signature of `__call__`, or name some of its options. Their arrays are always in the layout
+    "BTHD", ``mask`` is an `attnops.masks.Mask` bound to the call's shapes, and they return an `OperationOutput`. The
+    metadata's scale and soft cap are passed as if the caller had given them; ``mode`` only where the forward names it.
+    The shapes and dtypes of their results are checked.
 
-    A class that computes what `__call__` documents, and is no subclass of one of the core's operations, declares
-    ``computes = "attention"``. `auto` and `explain` consider no other: a linear attention takes the same arguments, but
-    must not stand in for this one.
+    A class that computes what `__call__` documents, and is not a subclass of one of the core's operations, declares
+    ``computes = "attention"``. `auto` and `explain` consider no others: a linear attention, say, has the same arguments
+    but another result.
 
     Class attributes:
-        option_axes: by option that the contract has not, what the dimensions of its arrays are: a letter each, "b" for
-            the batch, "h" for query heads, "k" for kv heads, "-" for anything else, each of that size or 1; "" for
-            arrays that are the same on every device. Under a mesh they are cut so, and an array whose option is not
-            named is refused. ``{"decay": "h"}`` for decays [H].
+        option_axes: by name of an option that is not in the contract, the dimensions of its arrays, a letter each: "b"
+            for the batch, "h" for query heads, "k" for kv heads, "-" for anything else, each of that size or 1; "" for
+            replicated arrays. A mesh shards them accordingly, and an array of an option not named here is refused.
+            ``{"decay": "h"}`` for decays [H].
     """
 
     reads: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
@@ -81,8 +81,9 @@ class OperationImpl(BaseOperation):
 
         Args:
             query: [B, T, H, D] float32, bfloat16 or float16; [B, H, T, D] with ``metadata.layout="BHTD"``.
-            key: [B, S, K, D], likewise; K divides H, and query head h uses kv head ``h // (H // K)``.
-            value: [B, S, K, Dv], likewise.
+            key: [B, S, K, D], or [B, K, S, D] with ``layout="BHTD"``; the query's dtypes. K divides H, and query head h
+                uses kv head ``h // (H // K)``.
+            value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``; the query's dtypes.
             mask: a boolean array, 4-D, that broadcasts to [B, H, T, S], True where a query may attend; or a
                 `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
             bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S]; or an
@@ -90,11 +91,11 @@ class OperationImpl(BaseOperation):
                 logsumexp and weights), and no other; gradients of that row, and of the keys and values, are NaN.
             softmax_scale: a finite number. None: the metadata's, else ``D ** -0.5``.
             logits_soft_cap: a positive number. None: the metadata's, else no cap.
-            sinks: [H], one learnable logit a head, which joins the softmax's denominator only. Finite or −inf; +inf
-                or NaN makes the rows of its head NaN, fully masked ones excepted.
+            sinks: [H], one learnable logit a head, which is added to the softmax's denominator only. Finite or −inf;
+                +inf or NaN makes the rows of its head NaN, except fully masked ones.
             dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``, each by a hash of
-                the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of one's own these count within
-                the slice, so slices that must differ need keys of their own.
+                the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of the caller's own these are
+                indices within the slice, so that slices that must differ need keys of their own.
             mode: runtime mode; see `OperationMetadata`.
             return_lse: whether the output has ``logsumexp``.
             return_weights: whether the output has ``attention_weights``, in the query's dtype; O(B · H · T · S) memory.
@@ -137,33 +138,33 @@ class OperationImpl(BaseOperation):
         return call._replace(request=request, boundary=boundary)
 
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
-        """What a forward gives for a call; under a mesh each device runs it on a part, see `attnops.sharding`."""
+        """Run a forward on a call; under a mesh each device runs it on its shard, see `attnops.partition`."""
         assert isinstance(call.request, AttentionRequest)
         boundary = call.boundary
         if boundary is None:
             return super().invoke(forward, function, call, options)
-        # JAX has no gradient of a `jax.shard_map` in another; what is plain JAX, its compiler can cut by itself.
+        # JAX has no gradient of a `jax.shard_map` in another; plain JAX can be left to its compiler.
         if boundary.is_nested and self.is_plain(forward):
             return boundary.typed(run_unsharded(boundary, function, call.args, options))
         if boundary.sequence:
             self._gathers(boundary.sequence)
 
         def checked(query: Any, key: Any, value: Any, **rest: Any) -> OperationOutput:
-            found = function(query, key, value, **rest)
-            return check_output(type(self).__name__, (query, key, value), rest, found)
+            output = function(query, key, value, **rest)
+            return check_output(type(self).__name__, (query, key, value), rest, output)
 
-        found = run_sharded(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
+        output = run_sharded(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
                              option_axes=self.option_axes, key=self.program_key(forward))  # fmt: skip
-        return boundary.typed(found)
+        return boundary.typed(output)
 
     def is_plain(self, forward: str) -> bool:
-        """Whether a forward, of this name, is plain JAX, which its compiler can cut; kernels are not."""
+        """Whether the forward of this name is plain JAX, which the compiler can partition; kernels are not."""
         return forward == "native"
 
     def program_key(self, forward: str) -> Hashable | None:
-        """What a forward, of this name, depends on in addition to its arguments: the key of its compiled programs.
+        """All that the forward of this name depends on other than its arguments: the key of its compiled programs.
 
-        None for an operation with state other than its metadata, whose programs are not kept.
+        None for an operation with state other than its metadata, whose programs are not cached.
         """
         if vars(self).keys() != {"metadata"}:
             return None
@@ -171,7 +172,7 @@ class OperationImpl(BaseOperation):
         return type(self), function, self.metadata, border.environment_key(self)
 
     def finish(self, call: Call, result: OperationOutput) -> OperationOutput:
-        """Bring a forward's result to what the caller asked for, tagged for checkpoint policies.
+        """A forward's result in the caller's layout, with the fields asked for, tagged for checkpoint policies.
 
         Raises:
             TypeError: the forward returned no `OperationOutput`, left out what it was asked for, or returned another
@@ -186,7 +187,7 @@ class OperationImpl(BaseOperation):
         return OperationOutput(out, result.attention_weights if "return_weights" in wanted else None, lse)
 
     def partial(self, query: Any, key: Any, value: Any, **options: Any) -> PartialSoftmax:
-        """Attention over some of a softmax's keys, for whoever merges the parts: see `attnops.softmax.merge`.
+        """Attention over some of a softmax's keys, to be merged with others by `attnops.softmax.merge`.
 
         Args:
             query: [B, T, H, D].
@@ -196,12 +197,12 @@ class OperationImpl(BaseOperation):
                 `__call__`, for these keys. Sinks belong to all keys together: see `attnops.softmax.with_sinks`.
 
         Returns:
-            A float32 result whatever the query's dtype is. An implementation without partial softmaxes of its own
+            A result in float32 for any dtype of the query. An implementation without partial softmaxes of its own
             computes it from its output and logsumexp, so that rounding the logsumexp (1e-4 where scores are 1e3) is
             an error of the weights.
 
         Raises:
-            ValueError: an option that belongs to all keys together, another layout than "BTHD", or a mesh that cuts
+            ValueError: an option that belongs to all keys together, another layout than "BTHD", or a mesh that shards
                 the call: call it inside `jax.shard_map`, with no mesh in the metadata.
         """
         call = self._bind_partial(query, key, value, options)
@@ -219,7 +220,7 @@ class OperationImpl(BaseOperation):
         wants_bias: bool = False,
         **options: Any,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """The gradients of what some of the keys contribute to a softmax whose logsumexp over all keys is known.
+        """The gradients of the contribution of some keys to a softmax, from its logsumexp over all keys.
 
         Args:
             query: [B, T, H, D].
@@ -232,8 +233,8 @@ class OperationImpl(BaseOperation):
             **options: of `partial`.
 
         Returns:
-            The gradients of query, key and value, float32, and of the bias in its structure, None for what has none.
-            They come from ``lse`` alone: implementations of `flash` run no forward pass for them.
+            The gradients of query, key and value, float32, and of the bias in its structure, None for arrays without
+            gradient. Implementations of `flash` compute them from ``lse``, without another forward pass.
 
         Raises:
             ValueError: see `partial`; a logsumexp of another shape or dtype.
@@ -244,16 +245,16 @@ class OperationImpl(BaseOperation):
         shape = request.batch, request.heads, request.query_length
         for name, x in (("lse", lse), ("lse_residual", lse_residual)):
             if getattr(x, "shape", None) != shape or x.dtype != jnp.float32:
-                found = f"{x.dtype} {x.shape}" if hasattr(x, "shape") else repr(x)
-                raise ValueError(f"{name} is {found}, but must be float32 [B, H, T]={shape}")
+                given = f"{x.dtype} {x.shape}" if hasattr(x, "shape") else repr(x)
+                raise ValueError(f"{name} is {given}, but must be float32 [B, H, T]={shape}")
         return self.run_partial_vjp(decide(self, call.request), call, wants_bias, lse, lse_residual, d)
 
     def run_partial(self, forward: str, call: Call) -> PartialSoftmax:
         """`partial` by the forward of this name; an implementation may override it."""
-        found: OperationOutput = self.run(call)
-        assert found.logsumexp is not None
-        out = found.attention_outputs.astype(jnp.float32)
-        return PartialSoftmax(out, found.logsumexp, jnp.zeros_like(found.logsumexp))
+        output: OperationOutput = self.run(call)
+        assert output.logsumexp is not None
+        out = output.attention_outputs.astype(jnp.float32)
+        return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
 
     def run_partial_vjp(
         self, forward: str, call: Call, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
@@ -263,12 +264,12 @@ class OperationImpl(BaseOperation):
         def contributed(given: Any) -> Contribution:
             *args, bias = given
             options = call.options | {"bias": bias} if wants_bias else call.options
-            part = self.run_partial(forward, call._replace(args=tuple(args), options=options))
-            return contribution(part, lse, lse_residual)
+            partial = self.run_partial(forward, call._replace(args=tuple(args), options=options))
+            return contribution(partial, lse, lse_residual)
 
         given = (*call.args, call.options.get("bias") if wants_bias else None)
-        *found, d_bias = inexact_vjp(contributed, given)(d)
-        dq, dk, dv = (x.astype(jnp.float32) for x in found)
+        *d_args, d_bias = inexact_vjp(contributed, given)(d)
+        dq, dk, dv = (x.astype(jnp.float32) for x in d_args)
         return dq, dk, dv, d_bias
 
     def _bind_partial(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Call:
@@ -276,7 +277,7 @@ class OperationImpl(BaseOperation):
             if options.get(name) is not None and options[name] is not False:
                 raise ValueError(f"{name} belongs to all keys together; leave it out of a partial softmax")
         if self.metadata.layout != "BTHD":
-            raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax takes the layout 'BTHD' alone")
+            raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax needs the layout 'BTHD'")
         call = self.prepare(query, key, value, return_lse=True, **options)
         assert isinstance(call.request, AttentionRequest)
         if call.boundary is not None:
@@ -291,12 +292,12 @@ class OperationImpl(BaseOperation):
 
         Args:
             query: [B, T, H, D], or [B, H, T, D].
-            BTHD: which of the two.
+            BTHD: whether the layout is the former.
         """
         return resolve_mode(self.metadata, query.shape[1 if BTHD else 2])
 
     def _gathers(self, axes: tuple[str, ...]) -> None:
-        reason = Reason("mesh", ", ".join(axes), "cuts the sequence, all of which every device then gathers",
+        reason = Reason("mesh", ", ".join(axes), "shards the sequence, which every device then gathers",
                         "create 'ring', of attnops-ring; or AxisRules(query_length=None, kv_length=None)")  # fmt: skip
         name = type(self).__name__
         if self.metadata.on_unsupported == "error":

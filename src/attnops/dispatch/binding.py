@@ -1,4 +1,4 @@
-"""From the arguments of a call to its request: what is impossible is refused here, by argument, value and rule."""
+"""From the arguments of a call to its request; impossible arguments raise here, with argument, value and rule."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Call(NamedTuple):
     """A call, ready to be dispatched.
 
     Attributes:
-        request: its static description, but for the platform, which the dispatcher finds.
+        request: its static description; the dispatcher adds the platform.
         args: the positional arguments of the forward.
         options: the options that the caller set, by name.
-        boundary: how a mesh cuts the call; None where it cuts nothing.
+        boundary: how a mesh shards the call; None where it does not.
     """
 
     request: Request
@@ -41,14 +41,14 @@ class Call(NamedTuple):
 
 
 def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Call:
-    """The call of an attention operation, its arguments checked and brought to the layout "BTHD".
+    """The call of an attention operation, its arguments checked and in the layout "BTHD".
 
     Args:
-        metadata: the operation's metadata; its scale, soft cap and mode stand in for those that the call leaves out.
+        metadata: the operation's metadata; its scale, soft cap and mode are the defaults of the call's.
         query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD".
-        key: [B, S, K, D], likewise.
-        value: [B, S, K, Dv], likewise.
-        options: the options by name; None stands for "not set", and so does False for an option that is a flag.
+        key: [B, S, K, D], or [B, K, S, D] in the layout "BHTD".
+        value: [B, S, K, Dv], or [B, K, S, Dv] in the layout "BHTD".
+        options: the options by name; None means not set, and so does False for a flag.
 
     Raises:
         ValueError: shapes that don't fit, a dtype that isn't floating-point, an option outside its range.
@@ -104,16 +104,16 @@ def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any
 
 
 def _describe_mask(mask: Mask, T: int, S: int) -> dict[str, Any]:
-    """The fields of a request that a bound mask determines."""
+    """The fields of a request that describe a bound mask."""
     described = mask.describe() | {"mask_structure": mask.structure(T, S)}
     if "MaskFn" in described["mask_kinds"]:
-        every = (primitives_of(function, AXES) for function in functions(mask))
-        described["mask_primitives"] = frozenset().union(*every)
+        primitives = (primitives_of(function, AXES) for function in functions(mask))
+        described["mask_primitives"] = frozenset().union(*primitives)
     return described
 
 
 def _describe_bias(bias: jax.Array | Bias) -> dict[str, Any]:
-    """The fields of a request that a bound bias determines."""
+    """The fields of a request that describe a bound bias."""
     if not isinstance(bias, Bias):
         return {"bias_kind": "array", "bias_shape": bias.shape, "bias_dtype": dtype_name(bias)}
     function = function_of(bias)
@@ -122,7 +122,7 @@ def _describe_bias(bias: jax.Array | Bias) -> dict[str, Any]:
 
 
 def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | None = None) -> RUNTIME_MODE_TYPES:
-    """The runtime mode: what the call says, else the metadata, else decode for one query, else train."""
+    """The runtime mode: the call's, else the metadata's, else decode for one query, else train."""
     stated = metadata.mode if mode is None else mode
     if stated is not None:
         return canonicalize_mode(stated)
@@ -137,7 +137,7 @@ def _check_flags(options: dict[str, Any]) -> None:
 
 
 def _is_off(name: str, option: Any) -> bool:
-    """Whether an option is a flag that is not set. An array that is False is no array: it is refused, not ignored."""
+    """Whether an option is a flag that is not set. False for an array argument is refused, not ignored."""
     return name not in _NOT_FLAGS and isinstance(option, (bool, np.bool_)) and not option
 
 
@@ -147,7 +147,7 @@ def _array(name: str, x: Any) -> jax.Array:
     check_own_array(name, x)
     _check_floating(name, x, "cast it")
     if isinstance(x, jax.ShapeDtypeStruct):
-        raise TypeError(f"{name} is a ShapeDtypeStruct, which only `request` takes; give an array")
+        raise TypeError(f"{name} is a ShapeDtypeStruct, which only `request` accepts; give an array")
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
@@ -180,14 +180,14 @@ def _dimensions(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
         )
     if H % K:
         raise ValueError(
-            f"query has {H} heads and key has {K}: the kv heads must divide the heads (is the layout "
-            f"metadata.layout really what the arrays have?)"
+            f"query has {H} heads and key has {K}: the kv heads must divide the heads (check that "
+            f"metadata.layout is the arrays' layout)"
         )
     return B, T, H, D, S, K, value.shape[3]
 
 
 def check_own_array(name: str, x: Any) -> None:
-    """Raise a `ValueError` for an array of another library, whose dtype is none of numpy's."""
+    """Raise a `ValueError` for an array of another library, whose dtype is not numpy's."""
     if isinstance(x, jax.Array):
         return
     try:
@@ -202,9 +202,9 @@ def check_own_array(name: str, x: Any) -> None:
 def _check_floating(name: str, x: Any, hint: str) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} has dtype {x.dtype}, but must be floating-point; {hint}")
-    # The width of a float64 host array would otherwise change without a word where x64 is off.
+    # A float64 host array would otherwise silently become float32 where x64 is off.
     if x.dtype == np.float64:
-        raise ValueError(f"{name} has dtype float64, but attention takes float32, bfloat16 and float16; cast it")
+        raise ValueError(f"{name} has dtype float64, but must be float32, bfloat16 or float16; cast it")
 
 
 def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
@@ -214,8 +214,8 @@ def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
         raise ValueError(f"mask is a {type(mask).__name__}, but must be a boolean array or an attnops.masks.Mask")
     check_own_array("mask", mask)
     hints = {
-        2: "write a [B, S] padding mask as mask[:, None, None, :], a [T, S] mask as mask[None, None]",
-        3: "write a [B, T, S] mask as mask[:, None]",
+        2: "give a [B, S] padding mask as mask[:, None, None, :], a [T, S] mask as mask[None, None]",
+        3: "give a [B, T, S] mask as mask[:, None]",
     }
     check_broadcastable("mask", tuple(mask.shape), scores, hints.get(len(mask.shape), "add axes of size 1"))
     check_boolean("mask", mask)
@@ -243,7 +243,7 @@ def _sinks(sinks: Any, heads: int) -> jax.Array:
 
 
 def _dropout(metadata: OperationMetadata, mode: str, given: dict[str, Any]) -> float:
-    """The probability of dropout of this call; leaves ``dropout_key`` in ``given`` only where it acts."""
+    """The probability of dropout of this call; removes ``dropout_key`` from ``given`` where it has no effect."""
     prob = metadata.dropout_prob
     if "dropout_key" not in given:
         if prob > 0 and mode == MODE_TRAIN:

@@ -1,4 +1,4 @@
-"""The border to classes that others wrote: what they are asked is checked; a fault names the class and what it did."""
+"""Calls to methods of plugins' classes: their results are checked, and a fault is reported with the class's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.operation import BaseOperation
 
-# What a class that others wrote may raise when it is asked; a plugin that exits must not end the program.
+# What a plugin's methods may raise; a plugin that calls sys.exit must not end the program.
 RAISED = (Exception, SystemExit)
 
 
@@ -41,26 +41,26 @@ def environment_key(operation: BaseOperation) -> Hashable:
     """``operation.environment_key()``.
 
     Raises:
-        PluginError: it raised, or gave what can't be hashed.
+        PluginError: it raised, or returned an unhashable value.
     """
     cls = type(operation)
     try:
-        found = operation.environment_key()
+        key = operation.environment_key()
     except RAISED as error:
         raise _raised(cls, "environment_key", error) from error
     try:
-        hash(found)
+        hash(key)
     except RAISED as error:
-        what = f"environment_key returned a {type(found).__name__}, but must return a hashable value"
+        what = f"environment_key returned a {type(key).__name__}, but must return a hashable value"
         raise _fault(cls, what) from error
-    return found
+    return key
 
 
 def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
     """``operation.unsupported(request)``.
 
     Raises:
-        PluginError: it raised, or gave anything but reasons.
+        PluginError: it raised, or returned anything but reasons.
     """
     cls = type(operation)
     try:
@@ -68,8 +68,8 @@ def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
         if given is None or isinstance(given, str):
             what = f"unsupported returned {given!r}, but must return or yield attnops.Reason; return () for none"
             raise _fault(cls, what)
-        found = list(given)
-        for reason in found:
+        reasons = list(given)
+        for reason in reasons:
             if not isinstance(reason, Reason):
                 what = f"unsupported gave {printable(reason)!r} ({type(reason).__name__}), but must give attnops.Reason"
                 raise _fault(cls, what)
@@ -78,14 +78,14 @@ def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
         raise
     except RAISED as error:
         raise _raised(cls, "unsupported", error) from error
-    return found
+    return reasons
 
 
 def rank(cls: type[OperationImpl], request: Request) -> Rank | None:
     """``cls.rank(request)``.
 
     Raises:
-        PluginError: it raised, or gave neither a `Rank` nor None.
+        PluginError: it raised, or returned neither a `Rank` nor None.
     """
     try:
         found: Any = cls.rank(request)

@@ -1,4 +1,4 @@
-"""Whether a class may be an operation: what would be ignored in it, or harm others, is refused when it is loaded."""
+"""Checks of a plugin's class when it is loaded: declarations that would be ignored, or fail later, are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS: Final = frozenset(field.name for field in dataclasses.fields(OperationMe
 
 
 def check_class(loaded: Any) -> tuple[str, str]:
-    """What is wrong with a class as an operation: (its kind, its api_version); empty where nothing is."""
+    """Why a class can't be an operation, as (fault, wrong api_version); both empty for a valid class."""
     try:
         if not (isinstance(loaded, type) and issubclass(loaded, BaseOperation)):
             return "is not a subclass of attnops.BaseOperation", ""
@@ -31,15 +31,15 @@ def check_class(loaded: Any) -> tuple[str, str]:
             return wrong_version
         hash(loaded)
         return _wrong_names(loaded) or _wrong_attributes(loaded) or _wrong_limits(loaded), ""
-    except RAISED as error:  # a property of a metaclass, say
+    except RAISED as error:  # such as a property of a metaclass
         return f"can't be examined: it raised {type(error).__name__}: {printable(error)}", ""
 
 
 def names_of(cls: type[BaseOperation]) -> tuple[str, ...]:
-    """The names that ``cls.get_impl_name`` gives.
+    """The names that ``cls.get_impl_name`` returns.
 
     Raises:
-        ValueError: it raised, or gave no names of operations.
+        ValueError: it raised, or returned no valid names.
     """
     try:
         given: Any = cls.get_impl_name()
@@ -97,7 +97,7 @@ def _wrong_limits(loaded: type[BaseOperation]) -> str:
             return f"has limits={declared!r}, which must map forwards to attnops.Limits"
         for forward, limits in declared.items():
             if forward not in FORWARDS:
-                return f"has limits for {forward!r}, which is no forward; use one of {sorted(FORWARDS)}"
+                return f"has limits for {forward!r}, which is not a forward; use one of {sorted(FORWARDS)}"
             if not isinstance(limits, Limits):
                 return f"has limits[{forward!r}]={limits!r}, which must be an attnops.Limits"
             fields = limits.attention_only()
@@ -108,5 +108,5 @@ def _wrong_limits(loaded: type[BaseOperation]) -> str:
                 )
     for forward in loaded.limits:
         if not has_forward(loaded, forward):
-            return f"has limits for {forward!r}, but does not override forward_{forward}, so they would never count"
+            return f"has limits for {forward!r}, but does not override forward_{forward}, so that they have no effect"
     return ""

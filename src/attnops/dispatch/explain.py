@@ -1,4 +1,4 @@
-"""Which implementation would run a request, and why no other."""
+"""Which implementation would run a request, and why not the others."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from attnops.errors import PluginError, Reason, UnsupportedError, printable
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """What one implementation makes of a request.
+    """One implementation and how it would serve a request.
 
     Attributes:
         name: its canonical name, ``distribution:operation``.
         forward: the forward that would run, such as ``"cuda"`` or ``"native"``; empty where none can.
         reasons: why the forward for the request's platform can't serve it; empty where it can.
         problem: why the implementation can't be used at all; empty where it can.
-        rank: its place in the order in which `auto` picks; None where `auto` never picks it.
-        priority: what decides inside one rank.
+        rank: its place in `auto`'s order; None where `auto` never picks it.
+        priority: decides between implementations of equal rank.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What would run a request, and what every other implementation says of it.
+    """What would run a request, and every other implementation with its reasons.
 
     Attributes:
         request: the request.
         chosen: what would run.
-        others: every other implementation that declares that it computes attention, the preferred first.
+        others: all other implementations that declare that they compute attention, in `auto`'s order.
     """
 
     request: AttentionRequest
@@ -78,15 +78,15 @@ class Explanation:
 def explain(
     request: AttentionRequest, operation: str = "auto", metadata: OperationMetadata | None = None
 ) -> Explanation:
-    """What ``OperationRegistry.create(operation, metadata)`` would run for a request, and why nothing else.
+    """What ``OperationRegistry.create(operation, metadata)`` would run for a request, and why not the others.
 
-    Loads every distribution that offers an operation; traces nothing. Only classes with ``computes = "attention"`` are
-    considered, the core's operations, their subclasses and what declares it; others may be asked about by name.
+    Loads every distribution that has an operation; traces nothing. Only classes with ``computes = "attention"`` are
+    considered: the core's operations, their subclasses and classes that declare it; others can be given by name.
 
     Args:
         request: from an operation's ``request(query, key, value, ...)``, or made by hand.
-        operation: the name that the operation is created by.
-        metadata: its metadata; the platform is the request's.
+        operation: the name given to `OperationRegistry.create`.
+        metadata: its metadata; the request's platform replaces its own.
 
     Raises:
         UnsupportedError: nothing can serve the request.
@@ -119,7 +119,7 @@ def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
     """The implementation that `auto` runs: of those that serve the request, the first, see `attnops.dispatch.ranking`.
 
     Raises:
-        UnsupportedError: nothing can serve the request, with everybody's reasons.
+        UnsupportedError: nothing can serve the request, with the reasons of all.
     """
     candidates = list(_candidates(request, metadata))
     able = [c for c in candidates if c.serves and c.rank is not None]
@@ -192,13 +192,13 @@ def _ask(plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, me
         return _candidate(plugin, cls, request, metadata)
     except PluginError as error:
         return Candidate(plugin.name, "", problem=f"failed: {error}")
-    except border.RAISED as error:  # one that can't answer must not keep the others from serving
+    except border.RAISED as error:  # a class that raises must not keep the others from serving
         problem = f"failed: asking whether it serves raised {type(error).__name__}: {printable(error)}"
         return Candidate(plugin.name, "", problem=problem)
 
 
 def find_faults(plugin: Plugin) -> list[str]:
-    """What a loaded class does wrong when it is asked about a small call on each platform; runs no forward."""
+    """Faults of a loaded class's methods, called with a small request on each platform; runs no forward."""
     cls = plugin.operation_class
     faults: dict[str, None] = {}
     for platform in PLATFORMS:
@@ -216,7 +216,7 @@ def _ask_all(cls: type[BaseOperation], platform: str) -> None:
     try:
         operation = border.make(cls, OperationMetadata(platform=platform))
     except (ValueError, UnsupportedError):
-        return  # it refuses the metadata, as it may
+        return  # a class may refuse the metadata
     if not issubclass(cls, OperationImpl):
         operation.reasons(Request(platform=platform))
     else:

@@ -1,4 +1,4 @@
-"""Limits: what a forward can't serve, declared as data."""
+"""Limits: which requests a forward can serve, declared as data."""
 
 from __future__ import annotations
 
@@ -15,46 +15,44 @@ from attnops.errors import Reason
 from attnops.masks.base import Mask
 from attnops.sharding.modes import printed_mode
 
-# Limits that a call without query, key and value has nothing to compare with.
+# Limits that apply to attention only, with its query, key and value.
 ATTENTION_ONLY: Final = (
     "max_head_dim", "head_dim_multiple", "equal_head_dims", "mask_kinds", "bias_kinds", "mask_primitives",
     "bias_primitives", "linear_memory", "symbolic",
 )  # fmt: skip
-# What `Limits.symbolic` may name.
+# The values of `Limits.symbolic`.
 SYMBOLIC: Final = frozenset({"batch", "length"})
 _KINDS: Final = {
     "batch": "batch", "query_length": "length", "key_length": "length", "heads": "heads", "kv_heads": "heads",
     "head_dim": "head_dim", "value_head_dim": "head_dim",
 }  # fmt: skip
-# What `Mask.kinds` gives in addition to the names of classes.
+# The kinds of `Mask.kinds` that are not names of classes.
 _OPERATORS: Final = {"And": "&", "Or": "|", "Not": "~", "At": "at"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one forward of an implementation can serve and its signature can't say, declared as data.
+    """The requests that a forward can serve, as far as its signature does not state it.
 
     Attributes:
-        dtypes: dtypes that query, key and value may have; of another operation, all its floating-point arguments.
-            Given as dtypes or their names, kept as names.
+        dtypes: dtypes that query, key and value may have; for other operations, all floating-point arguments. Given as
+            dtypes or their names, stored as names.
         same_dtype: these arguments must share one dtype.
         max_head_dim: the largest D, and the largest Dv.
-        head_dim_multiple: D and Dv must be a multiple of it.
+        head_dim_multiple: D and Dv must be multiples of it.
         equal_head_dims: D must equal Dv.
         mask_kinds: mask primitives and operators that it evaluates. None: all.
         bias_kinds: kinds of bias that it evaluates: "array", and classes of `attnops.biases`. None: all.
         mask_primitives: JAX's primitives that it evaluates for each score of a mask with a `MaskFn`. None: all.
-        bias_primitives: of a `ScoreFn`, likewise.
+        bias_primitives: JAX's primitives that it evaluates for each score of a `ScoreFn`. None: all.
         differentiable: it has a backward pass. Without one it serves prefill, decode and insert only.
         interpretable: its kernel language has an interpreter, so that ``interpret=True`` works.
-            True for plain JAX, which runs anywhere as it is.
-        linear_memory: forward and backward need O(T + S) memory. One that needs O(T · S) declares it; the conformance
-            suite holds every other to it.
-
+            True for plain JAX, which needs none.
+        linear_memory: forward and backward need O(T + S) memory, as the conformance suite checks; False for O(T · S).
         symbolic: the dimensions that may be symbolic, of `jax.export.symbolic_shape`: "batch" and "length". Where
-            another one is, ``unsupported`` is not asked, as comparisons with it may be inconclusive.
+            another one is, ``unsupported`` is not called, since comparisons with it may be inconclusive.
 
-    A class that is no `OperationImpl` may declare dtypes, same_dtype, differentiable and interpretable.
+    A class that is not an `OperationImpl` may declare dtypes, same_dtype, differentiable and interpretable.
 
     Raises:
         ValueError: a field is outside its range, or names an unknown dtype or an unknown kind of mask or bias.
@@ -99,78 +97,83 @@ class Limits:
 
     def reasons(self, request: Request) -> list[Reason]:
         """Every limit that ``request`` breaks."""
-        found = []
+        reasons = []
         if request.needs_grad and not self.differentiable:
-            found.append(
+            reasons.append(
                 Reason("mode", printed_mode(request.mode),
                        "has no backward pass and serves prefill, decode and insert only",
-                       "if you take no gradient, call it with mode='prefill'")
+                       "without gradients, call it with mode='prefill'")
             )  # fmt: skip
         if request.interpret and not self.interpretable:
-            found.append(Reason("interpret", True, "this kernel has no interpreter", "run it on its own platform"))
-        found += self._dtype_reasons(request)
+            reasons.append(Reason("interpret", True, "this kernel has no interpreter", "run it on its own platform"))
+        reasons += self._dtype_reasons(request)
         if isinstance(request, AttentionRequest):
-            found += self._attention_reasons(request)
-        return found
+            reasons += self._attention_reasons(request)
+        return reasons
 
     def _dtype_reasons(self, request: Request) -> list[Reason]:
         is_attention = isinstance(request, AttentionRequest)
         todo = "cast it, or set metadata.runtime_dtype" if is_attention else "cast it"
-        found, dtypes = [], request.dtypes
+        reasons, dtypes = [], request.dtypes
         wrong = {dtype: "dtype" for dtype in dtypes if dtype not in self.dtypes}
         if is_attention and len(set(dtypes)) > 1:
             names = ("query.dtype", "key.dtype", "value.dtype")
             wrong = {dtype: ", ".join(n for n, d in zip(names, dtypes, strict=True) if d == dtype) for dtype in wrong}
         for dtype, names_of in wrong.items():
-            found.append(Reason(names_of, dtype, f"must be one of {sorted(self.dtypes)}", todo))
+            reasons.append(Reason(names_of, dtype, f"must be one of {sorted(self.dtypes)}", todo))
         if self.same_dtype and len(set(dtypes)) > 1:
             who = "query, key and value" if is_attention else "floating-point arguments"
-            found.append(Reason("dtypes", "/".join(dtypes), f"{who} must share one", todo.replace("it", "them", 1)))
-        return found
+            reasons.append(Reason("dtypes", "/".join(dtypes), f"{who} must share one", todo.replace("it", "them", 1)))
+        return reasons
 
     def symbolic_reasons(self, request: Request) -> list[Reason]:
         """The dimensions of ``request`` that are symbolic and may not be."""
         if not isinstance(request, AttentionRequest):
             return []
-        found = []
+        reasons = []
         for name, kind in _KINDS.items():
             if kind not in self.symbolic and is_symbolic(size := getattr(request, name)):
-                found.append(
+                reasons.append(
                     Reason(name, size, "must be a number when tracing, not symbolic",
                            "export for each size"
                            + ('; or create "vanilla", which has O(T · S) memory' if kind in SYMBOLIC else ""))
                 )  # fmt: skip
-        return found
+        return reasons
 
     def _attention_reasons(self, request: AttentionRequest) -> list[Reason]:
-        found = self.symbolic_reasons(request)
+        reasons = self.symbolic_reasons(request)
         if any(is_symbolic(dim) for dim in (request.head_dim, request.value_head_dim)):
-            return found  # comparisons with it may be inconclusive
-        dims = {request.value_head_dim: "value_head_dim", request.head_dim: "head_dim"}  # one where they are equal
+            return reasons  # comparisons with symbolic dimensions may be inconclusive
+        dims = {
+            request.value_head_dim: "value_head_dim",
+            request.head_dim: "head_dim",
+        }  # one entry where they are equal
         for dim, name in sorted(dims.items(), key=lambda item: item[1]):
             if self.max_head_dim is not None and dim > self.max_head_dim:
-                found.append(Reason(name, dim, f"must be at most {self.max_head_dim}"))
+                reasons.append(Reason(name, dim, f"must be at most {self.max_head_dim}"))
             if dim % self.head_dim_multiple:
-                found.append(Reason(name, dim, f"must be a multiple of {self.head_dim_multiple}", "pad it with zeros"))
+                reasons.append(
+                    Reason(name, dim, f"must be a multiple of {self.head_dim_multiple}", "pad it with zeros")
+                )
         if self.equal_head_dims and request.head_dim != request.value_head_dim:
-            found.append(Reason("value_head_dim", request.value_head_dim, f"must equal head_dim={request.head_dim}"))
+            reasons.append(Reason("value_head_dim", request.value_head_dim, f"must equal head_dim={request.head_dim}"))
         if self.mask_kinds is not None and not request.mask_kinds <= self.mask_kinds:
             extra = sorted(request.mask_kinds - self.mask_kinds)
-            found.append(Reason("mask", request.mask, f"can't evaluate {', '.join(extra)}"))
+            reasons.append(Reason("mask", request.mask, f"can't evaluate {', '.join(extra)}"))
         if self.bias_kinds is not None and request.bias_kind and request.bias_kind not in self.bias_kinds:
-            found.append(Reason("bias", request.bias_kind, f"must be one of {sorted(self.bias_kinds)}"))
+            reasons.append(Reason("bias", request.bias_kind, f"must be one of {sorted(self.bias_kinds)}"))
         for name, primitives, known in (
             ("mask", request.mask_primitives, self.mask_primitives),
             ("bias", request.bias_primitives, self.bias_primitives),
         ):
             if known is not None and not primitives <= known:
-                found.append(
+                reasons.append(
                     Reason(name, ", ".join(sorted(primitives - known)),
                            "this kernel can't compute it for each score",
                            "look up by query, by key or by head alone, or write it elementwise"
                            + _of_derivatives(primitives - known))
                 )  # fmt: skip
-        return found
+        return reasons
 
 
 def _collection(name: str, value: Any) -> tuple[Any, ...]:
@@ -183,16 +186,16 @@ def _dtype(dtype: Any) -> str:
     try:
         return str(jnp.dtype(dtype).name)
     except TypeError:
-        raise ValueError(f"dtypes names {dtype!r}, which is no dtype; use float32, bfloat16, float16, …") from None
+        raise ValueError(f"dtypes names {dtype!r}, which is not a dtype; use float32, bfloat16, float16, …") from None
 
 
 def _names(base: type) -> frozenset[str]:
     """The names of the public subclasses of a class."""
-    found: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
     cls: type
     for cls in base.__subclasses__():
-        found |= _names(cls) | ({cls.__name__} if not cls.__name__.startswith("_") else set())
-    return found
+        names |= _names(cls) | ({cls.__name__} if not cls.__name__.startswith("_") else set())
+    return names
 
 
 def _check_kinds(name: str, kinds: frozenset[str] | None, known: frozenset[str]) -> None:
@@ -204,13 +207,13 @@ def _check_kinds(name: str, kinds: frozenset[str] | None, known: frozenset[str])
             hint = (
                 f"did you mean {' or '.join(repr(lower[x]) for x in near)}?" if near else f"known are {sorted(known)}"
             )
-            raise ValueError(f"{name} names {kind!r}, which is no class or operator of masks or biases; {hint}")
+            raise ValueError(f"{name} names {kind!r}, which is not a class or operator of masks or biases; {hint}")
 
 
 def _of_derivatives(primitives: frozenset[str]) -> str:
-    """What else to do about functions with a derivative of their own."""
+    """A further hint about functions with a derivative of their own."""
     if "custom_vjp_call" in primitives:
-        return ", or state its derivative by jax.custom_jvp"
+        return ", or define its derivative by jax.custom_jvp"
     if any(name.startswith("custom_jvp_call") for name in primitives):
-        return "; pass what a jax.custom_jvp or its rule closes over as arguments, and let it return floats"
+        return "; pass arrays that a jax.custom_jvp or its rule closes over as arguments, and return floats from it"
     return ""

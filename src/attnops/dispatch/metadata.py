@@ -1,4 +1,4 @@
-"""OperationMetadata: everything about an operation that does not change from call to call."""
+"""OperationMetadata: the configuration of an operation, constant from call to call."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ OnUnsupported = Literal["native", "error"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationMetadata:
-    """How an operation is to run. Immutable and hashable, so it can be a static argument of `jax.jit`.
+    """The configuration of an operation. Frozen and hashable, so that it can be a static argument of `jax.jit`.
 
     Attributes:
-        runtime_dtype: query, key and value are cast to it, and the output has it. None: as they come. Not float64.
+        runtime_dtype: query, key and value are cast to it, and the output has it. None: no cast. Not float64.
         softmax_scale: the scale of the scores where a call gives none. None: ``head_dim ** -0.5``.
         logits_soft_cap: the soft cap where a call gives none. None: no cap.
-        dropout_prob: probability in [0, 1) that an attention weight is dropped. It acts whenever a call gives a
-            ``dropout_key``; in train mode a call must give one. In the other modes a call without one drops nothing.
+        dropout_prob: probability in [0, 1) that an attention weight is dropped. Applied whenever a call has a
+            ``dropout_key``, which is required in train mode; in the other modes a call without one drops nothing.
         layout: ``"BTHD"`` for arrays of shape [batch, length, heads, head_dim], ``"BHTD"`` for heads first.
         mode: runtime mode (a constant of `attnops.sharding`, or "train", "prefill", "decode", "insert").
             None: decode where the query's length is 1, else train.
         platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: see `attnops.dispatch.platforms.find_platform`.
-        mesh: the mesh that calls run on. None: the one that `jax.set_mesh` sets, else that of the arrays' types
-            (`jax.sharding.AxisType.Explicit`), if any. Where one is set, it must have the same axes.
-        axis_rules: which axes of the mesh cut which dimension, see `attnops.sharding.AxisRules`.
+        mesh: the mesh that calls run on. None: the current mesh (`jax.set_mesh`), else that of the arrays' types
+            (`jax.sharding.AxisType.Explicit`), if any. It must have the axes of the current mesh, if there is one.
+        axis_rules: the mesh axes that shard each dimension, see `attnops.sharding.AxisRules`.
         precision: of matrix products. None: full float32 for float32 inputs on every platform
             (`jax.lax.Precision.HIGHEST`); `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16 passes.
-        on_unsupported: what happens when the implementation can't serve a call: ``"native"`` runs its native forward
-            and warns once a distinct reason, ``"error"`` raises `attnops.UnsupportedError`.
-        interpret: run a kernel in its language's interpreter on the host instead of compiling it.
+        on_unsupported: if the implementation can't serve a call, ``"native"`` runs its native forward and warns once
+            for each distinct reason, ``"error"`` raises `attnops.UnsupportedError`.
+        interpret: whether to run kernels in their language's interpreter on the host instead of compiling them.
         block_q: queries a tile. None: the implementation's table.
         block_k: keys a tile. None: the implementation's table.
 
@@ -57,11 +57,11 @@ class OperationMetadata:
     logits_soft_cap: float | None = None
     dropout_prob: float = 0.0
     layout: Layout = "BTHD"
-    mode: str | None = None  # always one of RUNTIME_MODE_TYPES once made
+    mode: str | None = None  # one of RUNTIME_MODE_TYPES after __post_init__
     platform: str | None = None
     mesh: Mesh | None = None
     axis_rules: AxisRules = DEFAULT_RULES
-    precision: jax.lax.Precision | None = None  # or its name, "highest"; a jax.lax.Precision once made
+    precision: jax.lax.Precision | None = None  # or its name, "highest"; a jax.lax.Precision after __post_init__
     on_unsupported: OnUnsupported = "native"
     interpret: bool = False
     block_q: int | None = None
@@ -69,7 +69,7 @@ class OperationMetadata:
 
     def __post_init__(self) -> None:
         def set_field(name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)  # frozen for everybody else
+            object.__setattr__(self, name, value)
 
         if self.runtime_dtype is not None:
             set_field("runtime_dtype", _check_runtime_dtype(self.runtime_dtype))
@@ -101,20 +101,20 @@ class OperationMetadata:
 
     @classmethod
     def from_config(cls, config: Any, **overrides: Any) -> OperationMetadata:
-        """The metadata that a model's config names; what it does not name stays at the default.
+        """The metadata from a model's config; fields that it does not name have their defaults.
 
         Args:
             config: an object or a mapping, such as a Hugging Face ``PretrainedConfig``; of a multimodal one its
-                ``text_config``, and what that does not name itself. Looked up, the first that is there and not None:
-                see `CONFIG_NAMES`. The config of a whole model, with a ``model_type`` or a ``vocab_size``, means its
-                language-model head by ``logits_soft_cap``, which is then not read.
-            **overrides: fields of the metadata that win over the config.
+                ``text_config``, then the config itself. For each field the first of its `CONFIG_NAMES` that is present
+                and not None is read, but not the ``logits_soft_cap`` of a model's config, with a ``model_type`` or a
+                ``vocab_size``, since it is that of the language-model head.
+            **overrides: fields of the metadata that take precedence over the config.
 
         Raises:
-            ValueError: a value that the config names is outside its range.
+            ValueError: a value of the config is outside its range.
             TypeError: an override is not a field.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         inner = text_config(config)
         for each in [config] if inner is config else [config, inner]:
             is_model = read(each, "model_type", "vocab_size") is not None
@@ -122,35 +122,35 @@ class OperationMetadata:
                 for name, convert in names.items():
                     value = None if is_model and name == "logits_soft_cap" else read(each, name)
                     if value is not None:
-                        found[field] = convert(value)
+                        values[field] = convert(value)
                         break
-        return cls(**(found | overrides))
+        return cls(**(values | overrides))
 
     def get_shardings(self, query: Any, key: Any, value: Any = None, *, mode: str | None = None) -> AttentionShardings:
-        """The partition specs of a call, on the metadata's mesh or the one that is set, by the axis rules.
+        """The partition specs of a call, on the metadata's mesh or the current one, by the axis rules.
 
         Args:
-            query: an array, or anything with its ``shape``: [B, T, H, D], or as ``layout`` says.
-            key: likewise.
-            value: likewise; None for the key's.
+            query: an array, or anything with a ``shape``: [B, T, H, D], or [B, H, T, D] in the layout "BHTD".
+            key: an array, or anything with a ``shape``: [B, S, K, D], or [B, K, S, D].
+            value: an array, or anything with a ``shape``: [B, S, K, Dv], or [B, K, S, Dv]; None for the key's.
             mode: runtime mode. None: the metadata's, else decode for one query, else train.
 
         Returns:
-            Specs of query, key and value, corrected where an axis is absent or does not divide, and of everything that
-            follows from them: biases, masks, sinks, segment ids, lengths, output and logsumexp.
+            Specs of query, key and value, corrected where an axis is absent or does not divide, and those derived from
+            them: of biases, masks, sinks, segment ids, lengths, output and logsumexp.
 
         Raises:
-            ValueError: a shape has not four dimensions, or ``mode`` is none.
+            ValueError: a shape does not have four dimensions, or ``mode`` is not a runtime mode.
         """
         value = key if value is None else value
         swapped = self.layout == "BHTD"
         for name, array in (("query", query), ("key", key), ("value", value)):
             if len(array.shape) != 4:
                 raise ValueError(f"{name} has shape {tuple(array.shape)}, but must have 4 dimensions, {self.layout}")
-        stated = self.mode if mode is None else mode
+        given = self.mode if mode is None else mode
         chosen = (
-            canonicalize_mode(stated)
-            if stated is not None
+            canonicalize_mode(given)
+            if given is not None
             else MODE_DECODE
             if query.shape[2 if swapped else 1] == 1
             else MODE_TRAIN
@@ -183,7 +183,7 @@ def _cap(value: float) -> float | None:
     return value or None  # some configs write "no cap" as 0
 
 
-# The names that model configs use for a field, in the order in which they are looked up, and what each holds.
+# The names that model configs use for a field, in order of precedence, and how their values are converted.
 CONFIG_NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "runtime_dtype": {"runtime_dtype": _same, "attn_dtype": _same},
     "softmax_scale": {
@@ -214,12 +214,12 @@ def _check_runtime_dtype(value: Any) -> Any:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
-        raise ValueError(f"runtime_dtype={value!r} is no dtype; use float32, bfloat16 or float16") from None
+        raise ValueError(f"runtime_dtype={value!r} is not a dtype; use float32, bfloat16 or float16") from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"runtime_dtype={dtype} must be a floating-point dtype; use float32, bfloat16 or float16")
-    # It would become float32 without a word where x64 is off.
+    # It would silently become float32 where x64 is off.
     if dtype == jnp.float64:
-        raise ValueError("runtime_dtype=float64, but attention takes float32, bfloat16 and float16; use one of them")
+        raise ValueError("runtime_dtype=float64, but must be float32, bfloat16 or float16")
     return dtype
 
 
@@ -232,7 +232,7 @@ def _check_precision(value: Any) -> jax.lax.Precision:
 
 
 def _number(name: str, value: Any, hint: str) -> float:
-    # float() takes them too: True is 1.0.
+    # float() accepts these too: float(True) is 1.0.
     if isinstance(value, (bool, np.bool_, str, bytes)):
         raise ValueError(f"{name}={value!r} must be a number; {hint}")
     try:
@@ -243,7 +243,7 @@ def _number(name: str, value: Any, hint: str) -> float:
         raise ValueError(f"{name}={value!r} must be a number; {hint}") from None
 
 
-# The largest float32, and the caps by which scores can be divided and multiplied in float32.
+# The largest float32, and the range of caps by which float32 scores can be divided and multiplied.
 _LARGEST: Final = float(jnp.finfo(jnp.float32).max)
 _CAPS: Final = (1e-30, 1e30)
 

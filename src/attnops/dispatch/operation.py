@@ -23,7 +23,7 @@ from attnops.errors import Reason, UnsupportedError, UnsupportedWarning
 from attnops.kernels.nograd import not_differentiable
 
 API_VERSION: Final = 1
-"""The version of the plugin API, raised when a plugin that was written for the one before would break.
+"""The version of the plugin API, incremented when a plugin written for the previous one would break.
 
 It covers the names in ``__all__`` of `attnops`, `attnops.kernels`, `attnops.masks`, `attnops.biases`,
 `attnops.softmax`, `attnops.dropout`, `attnops.sharding`, `attnops.partition` and `attnops.testing`; the classes of
@@ -46,19 +46,20 @@ class BaseOperation(abc.ABC):
 
     A subclass implements `forward_native` and may override `forward_cpu`, `forward_gpu`, `forward_cuda`,
     `forward_rocm`, `forward_tpu` and `forward_tt`. One that is not overridden falls back: cuda and rocm to gpu, the
-    rest to native. A forward is given only the options that the caller set; one that its signature does not name is a
-    reason not to run it, as ``**kwargs`` does not count as naming.
+    rest to native. A forward receives only the options that the caller set; an option that its signature does not name
+    is a reason not to run it; ``**kwargs`` names none.
 
     Class attributes:
         priority: of several classes that serve one name on one platform, the highest is picked; `auto` breaks ties
             inside one `attnops.Rank` by it.
-        api_version: the version of this contract that the class was written for; state it as a number.
+        api_version: the version of this contract that the class was written for, as a number.
         computes: ``"attention"``: the class computes the attention contract, so that `auto` may pick it and `explain`
             lists it. The core's operations declare it, and their subclasses inherit it. None: something else.
-        reads: the fields of the metadata that its forwards read, in addition to what the dispatcher does by ``mode``,
-            ``platform``, ``on_unsupported`` and ``interpret``. A field that is set and not read is a reason.
-        limits: by forward ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt"): what that forward can't serve. A
-            forward that a class inherits keeps the limits that it has there, unless the class names them anew.
+        reads: the fields of the metadata that its forwards read, in addition to ``mode``, ``platform``,
+            ``on_unsupported`` and ``interpret``, which the dispatcher reads. A field that is set and not read is a
+            reason.
+        limits: the limits of each forward ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt"). An inherited forward
+            has its base class's limits, unless the class declares others.
     """
 
     priority: ClassVar[int] = 0
@@ -71,7 +72,7 @@ class BaseOperation(abc.ABC):
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         self.metadata = OperationMetadata() if metadata is None else metadata
 
-    # Equal operations share decisions and compiled functions, so one can be a static argument of jax.jit.
+    # Equal operations share decisions and compiled functions; an operation can be a static argument of jax.jit.
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.metadata == other.metadata  # type: ignore[attr-defined]
 
@@ -91,7 +92,7 @@ class BaseOperation(abc.ABC):
         return self.metadata
 
     def current_backend(self) -> str:
-        """JAX's default backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``. Where a call runs, `explain` says."""
+        """JAX's default backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``. See `explain` for where a call runs."""
         return jax.default_backend()
 
     @abc.abstractmethod
@@ -123,16 +124,16 @@ class BaseOperation(abc.ABC):
         return self.forward_native(*args, **kwargs)
 
     def unsupported(self, request: Request) -> Iterable[Reason]:
-        """Further reasons not to run this platform's own forward; for what `limits` can't say.
+        """Further reasons not to run this platform's own forward, which `limits` can't express.
 
-        Not asked where the native forward runs. Must depend on ``request``, the metadata and `environment_key` alone.
+        Not called for the native forward. Must depend only on ``request``, the metadata and `environment_key`.
         """
         return ()
 
     def environment_key(self) -> Hashable:
-        """What `unsupported` depends on in addition to the request: a part of the key of caches of decisions.
+        """All that `unsupported` depends on other than request and metadata, as part of a cache key.
 
-        Such as a device that is compiled for but not at hand. Asked at every call, so it must be cheap.
+        Such as the device that is compiled for. Called for every call, so that it must be cheap.
         """
         return None
 
@@ -152,18 +153,18 @@ class BaseOperation(abc.ABC):
         Raises:
             ValueError: the arguments fit no implementation.
             TypeError: an option that no forward of this operation names.
-            UnsupportedError: the forward can't serve the call, and the metadata says ``on_unsupported="error"`` or
-                the native forward can't either. A forward may itself raise it while it is traced, with the same
-                consequence; raised in a backward pass it reaches the caller.
-            PluginError: the class is at fault: it gave what is no reason, or raised when asked.
+            UnsupportedError: the forward can't serve the call, and the metadata has ``on_unsupported="error"`` or
+                the native forward can't either. A forward may raise it while it is traced, with the same effect;
+                raised in a backward pass it reaches the caller.
+            PluginError: a method of the class raised, or returned something invalid.
         """
         return self.run(self.prepare(*args, **kwargs))
 
     def request(self, *args: Any, **kwargs: Any) -> Request:
         """The static description of a call with these arguments, which `attnops.explain` takes. Runs nothing.
 
-        Any array may be a `jax.ShapeDtypeStruct` instead. The platform is then the metadata's, or the default
-        backend's: where a struct would lie is not asked.
+        Any array may be a `jax.ShapeDtypeStruct` instead, which has no platform: then it is the metadata's, or the
+        default backend's.
 
         Raises:
             ValueError: the arguments fit no implementation.
@@ -174,17 +175,17 @@ class BaseOperation(abc.ABC):
             return self.prepare(*args, **kwargs).request
         for shape in shapes:
             if jax.dtypes.canonicalize_dtype(shape.dtype, allow_extended_dtype=True) != shape.dtype:
-                raise ValueError(f"{shape} has a dtype that JAX takes only with jax_enable_x64; state another")
-        found: list[Request] = []
+                raise ValueError(f"{shape} has a dtype that JAX supports only with jax_enable_x64; use another")
+        requests: list[Request] = []
 
         def ask(arrays: list[Any]) -> None:
             given = iter(arrays)
             mixed = [next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
             args, kwargs = jax.tree.unflatten(tree, mixed)
-            found.append(self.prepare(*args, **kwargs).request)
+            requests.append(self.prepare(*args, **kwargs).request)
 
         jax.eval_shape(ask, shapes)
-        return found[0]
+        return requests[0]
 
     @final
     def prepare(self, *args: Any, **kwargs: Any) -> Call:
@@ -211,7 +212,7 @@ class BaseOperation(abc.ABC):
         forward = decide(self, call.request)
         try:
             result = self._run(forward, call)
-        except UnsupportedError as error:  # of a forward that finds out while it is traced
+        except UnsupportedError as error:  # raised by a forward while it is traced
             may = forward != "native" and self.metadata.on_unsupported == "native"
             if not may or self._reasons("native", call.request):
                 raise
@@ -226,7 +227,7 @@ class BaseOperation(abc.ABC):
             name = f"{type(self).__name__}.forward_{forward}"
             function = not_differentiable(
                 function,
-                f"{name} has no backward pass, but a gradient was asked for; call it with mode='train' to run an "
+                f"{name} has no backward pass, but was differentiated; call it with mode='train' to run an "
                 f"implementation that has one",
             )
         options = call.options
@@ -235,11 +236,11 @@ class BaseOperation(abc.ABC):
         return self.invoke(forward, function, call, options)
 
     def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
-        """What a forward, of this name, gives for a call."""
+        """Run the forward of this name on a call."""
         return function(*call.args, **options)
 
     def finish(self, call: Call, result: Any) -> Any:
-        """What the caller gets of a forward's result."""
+        """Convert a forward's result to the caller's."""
         return result
 
     def _limits(self, forward: str) -> Limits:
@@ -252,22 +253,22 @@ class BaseOperation(abc.ABC):
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:
         unknown = request.options - named_options(type(self), forward)
-        found = [
+        reasons = [
             Reason(option, getattr(request, option, "given"), f"forward_{forward} has no such option")
             for option in sorted(unknown)
         ]
         limits = self._limits(forward)
-        # Without any declared, dtypes are limited by the attention contract alone.
+        # Without declared limits, only the attention contract limits dtypes.
         if limits is not _NO_LIMITS or isinstance(request, AttentionRequest):
-            # Which kinds of an option would do is no matter where the option itself is not taken.
-            found += [reason for reason in limits.reasons(request) if reason.argument not in unknown]
-        found += self._unread()
+            # Limits of an option have no effect where the forward does not name the option itself.
+            reasons += [reason for reason in limits.reasons(request) if reason.argument not in unknown]
+        reasons += self._unread()
         if forward != "native" and not limits.symbolic_reasons(request):
-            found += border.unsupported(self, request)
-        return found
+            reasons += border.unsupported(self, request)
+        return reasons
 
     def _unread(self) -> Iterable[Reason]:
-        """What the metadata sets that neither the dispatcher nor the class's forwards read."""
+        """Reasons for fields of the metadata that are set, but read neither by the dispatcher nor by the class."""
         for field in dataclasses.fields(OperationMetadata):
             value = getattr(self.metadata, field.name)
             if field.name in _DISPATCHED or field.name in self.reads or value is field.default:
@@ -277,7 +278,7 @@ class BaseOperation(abc.ABC):
                              _INSTEAD.get(field.name, "leave it out"))  # fmt: skip
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        """Refuse an option that no forward of this class names: a misspelling."""
+        """Raise a `TypeError` for an option that no forward of this class names."""
         known = all_options(type(self))
         for option in options:
             if option not in known:
@@ -314,7 +315,7 @@ def all_options(cls: type[BaseOperation]) -> frozenset[str]:
 
 @functools.cache
 def positional_names(cls: type[BaseOperation]) -> tuple[str, ...]:
-    """The arguments that `forward_native` takes by position and can't do without."""
+    """The required positional arguments of `forward_native`."""
     parameters = list(inspect.signature(cls.forward_native).parameters.values())[1:]
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty)
 
@@ -322,7 +323,7 @@ def positional_names(cls: type[BaseOperation]) -> tuple[str, ...]:
 def _by_position(
     cls: type[BaseOperation], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, those of the forward that were given by name in their places; and the options."""
+    """The positional arguments of a call, including those given by name, and its options."""
     names, options = positional_names(cls), dict(kwargs)
     given = list(args)
     for name in names[len(args) :]:
@@ -333,7 +334,7 @@ def _by_position(
         if name in options and names.index(name) < len(args):
             raise TypeError(f"{cls.__name__} got its argument {name!r} twice, by position and by name")
         if name in options:
-            raise TypeError(f"{cls.__name__} lacks its argument {names[len(given)]!r}; it takes {list(names)}")
+            raise TypeError(f"{cls.__name__} lacks its argument {names[len(given)]!r}; its arguments are {list(names)}")
     return tuple(given), options
 
 
@@ -341,14 +342,14 @@ def decide(operation: BaseOperation, request: Request) -> str:
     """The forward that serves ``request``: the platform's, or the native one if the metadata allows it.
 
     Raises:
-        UnsupportedError: neither may or can, with all reasons.
-        PluginError: the operation's class is at fault, see `attnops.dispatch.border`.
+        UnsupportedError: neither can, or the native one is not allowed; with all reasons.
+        PluginError: the operation's class has a fault, see `attnops.dispatch.border`.
     """
     return _decide(_Asked(operation), request, border.environment_key(operation))
 
 
 class _Asked:
-    """An operation that is asked, compared by class and metadata: its own ``__eq__`` may be anything."""
+    """An operation as a cache key, compared by class and metadata: its own ``__eq__`` may be anything."""
 
     __slots__ = ("key", "operation")
 
@@ -374,7 +375,7 @@ def _decide(asked: _Asked, request: Request, environment_key: Hashable) -> str:
         native = operation._reasons("native", request)
         if not native:
             for reason in reasons:
-                _warn_once(name, str(reason))  # as text: a plugin's value need not be hashable
+                _warn_once(name, str(reason))  # as text: a plugin's value may be unhashable
             return "native"
         known = {str(reason) for reason in reasons}
         reasons = reasons + [
@@ -391,7 +392,7 @@ def warn_gathers(name: str, reason: str) -> None:
 
 @functools.cache
 def _warn_once(name: str, reason: str, stacklevel: int = 6) -> None:
-    # Points at the caller of the operation, past this, _decide, decide, run and __call__.
+    # The level of the operation's caller, above this, _decide, decide, run and __call__.
     warnings.warn(
         f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=stacklevel
     )

@@ -1,4 +1,4 @@
-"""Which platform a call runs on, and which forward serves it there."""
+"""The platform that a call runs on, and its forwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnops.sharding.devices import default_device
 
 PLATFORMS: Final = ("cpu", "cuda", "rocm", "tpu", "tt")
 
-# The forwards to look at for a platform, the most specific first; "native" is always there.
+# The forwards for a platform, the most specific first; every class has "native".
 FORWARD_CHAIN: Final = {
     "cpu": ("cpu", "native"),
     "cuda": ("cuda", "gpu", "native"),
@@ -36,7 +36,7 @@ def canonicalize_platform(platform: str) -> str:
 
 
 def platform_of(device: Any) -> str:
-    """The platform of a `jax.Device`, telling CUDA from ROCm. A platform unknown to attnops counts as ``"cpu"``."""
+    """The platform of a `jax.Device`, telling CUDA from ROCm. An unknown platform is treated as ``"cpu"``."""
     name = str(device.platform).lower()
     if name in ("gpu", "cuda", "rocm"):
         # The devices of an abstract mesh have no client.
@@ -46,11 +46,11 @@ def platform_of(device: Any) -> str:
 
 
 def find_platform(platform: str | None, mesh: Any | None, arrays: Iterable[Any]) -> str:
-    """The platform that a call runs on; the first of these that says so.
+    """The platform that a call runs on: the first of these that determines it.
 
-    1. ``platform``, what the metadata states;
+    1. ``platform``, the metadata's;
     2. the devices of ``mesh``, or of the mesh set by `jax.set_mesh`;
-    3. the devices that a concrete array of ``arrays`` is committed to (a tracer does not tell);
+    3. the devices that a concrete array of ``arrays`` is committed to (tracers have none);
     4. ``jax_default_device``;
     5. `jax.default_backend`.
     """

@@ -1,4 +1,4 @@
-"""Distributions that offer operations: found through entry points, loaded one by one, kept apart and reported."""
+"""Distributions with operations: found by entry points, loaded on demand, isolated from each other, and reported."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ CORE: Final = "attnops"
 
 NO_AUTOLOAD: Final = "ATTNOPS_NO_AUTOLOAD is set"
 
-# The distribution whose entry point is being imported and that entry's top-level package, so that a class of the
-# package that registers itself meanwhile is the distribution's; one of another package that it imports is not.
+# The distribution whose entry point is being imported, and the entry's top-level package. A class of that package that
+# registers itself during the import belongs to the distribution; a class of another package does not.
 _loading: ContextVar[tuple[str, str]] = ContextVar("attnops_loading", default=("", ""))
 
 
 class State(enum.StrEnum):
-    """What is known of a plugin."""
+    """The state of a plugin."""
 
     DISCOVERED = "discovered"  # installed, not imported yet
     LOADED = "loaded"
     DISABLED = "disabled"  # by ATTNOPS_DISABLE or ATTNOPS_NO_AUTOLOAD
-    INCOMPATIBLE = "incompatible"  # by its api_version, or by what it requires
-    FAILED = "failed"  # its import raised, or gave no operation
+    INCOMPATIBLE = "incompatible"  # its api_version, or a requirement that is not met
+    FAILED = "failed"  # its import raised, or its target is not an operation
 
 
 class Trouble(NamedTuple):
-    """Something wrong with an installation that is of no plugin's state.
+    """A problem of the installation that is not the state of a plugin.
 
     Attributes:
-        what: it, in a sentence.
+        what: the problem, as a sentence.
         remedy: what to do about it.
     """
 
@@ -53,7 +53,7 @@ class Trouble(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Plugin:
-    """One operation that one distribution offers.
+    """One operation of one distribution.
 
     Attributes:
         distribution: the distribution's name, normalised: ``attnops-tpu``.
@@ -62,9 +62,9 @@ class Plugin:
         target: ``module:class``.
         state: see `State`.
         cause: why it is disabled, incompatible or failed, in a sentence.
-        error: what its import raised, traceback and all.
+        error: the exception that its import raised, with its traceback.
         operation_class: the class, once loaded.
-        overrides: it was registered by hand to stand for whatever else its distribution has under this name.
+        overrides: whether it was registered by hand to replace its distribution's other classes of this name.
     """
 
     distribution: str
@@ -90,14 +90,14 @@ class Plugin:
         return "".join(traceback.format_exception(self.error)) if self.error else ""
 
     def load(self) -> type[BaseOperation] | None:
-        """Import the class, once; None, with `state`, `cause` and `error` set, where that can't be done.
+        """Import the class, once; None, with `state`, `cause` and `error` set, where that fails.
 
-        Never raises but for `KeyboardInterrupt` and `SystemExit` of the user's own making.
+        Raises nothing but a `KeyboardInterrupt`.
         """
         if self.state is not State.DISCOVERED or self._entry_point is None:
             return self.operation_class
-        # No lock is held while importing: another thread may be importing a module that registers itself. Should two
-        # threads import at once, Python makes one of them wait, and the first to be done here settles the state.
+        # No lock is held while importing: another thread may be importing a module that registers itself. If two
+        # threads import at once, Python makes one of them wait, and the first to finish sets the state.
         outcome = self._import(self._entry_point)
         with self._lock:
             if self.state is State.DISCOVERED:
@@ -128,7 +128,7 @@ class Plugin:
 
 
 def discover() -> tuple[list[Plugin], list[Trouble]]:
-    """Every operation that an installed distribution offers, in order of name; and what is wrong besides.
+    """All operations of installed distributions, sorted by name, and problems of the installation.
 
     Imports none of them.
     """
@@ -138,7 +138,7 @@ def discover() -> tuple[list[Plugin], list[Trouble]]:
     troubles = []
     for distribution in importlib_metadata.distributions():
         try:
-            # Asked before anything is parsed: what is wrong with a distribution that offers none is not our business.
+            # Checked before parsing: problems of distributions without operations are not reported.
             text = distribution.read_text("entry_points.txt") or ""
             if CORE not in text:
                 continue
@@ -151,7 +151,7 @@ def discover() -> tuple[list[Plugin], list[Trouble]]:
                 continue
             name = normalize(distribution.metadata["Name"])
             offered = _offered(name, distribution)
-            # Of two folders of sys.path that have a distribution, Python imports the first one's, whatever it offers.
+            # If two folders of sys.path have the distribution, Python imports the first one's.
             if importlib_metadata.distribution(name).locate_file("") == distribution.locate_file(""):
                 found.setdefault(name, offered)
         except Exception as error:  # broken metadata must not hide the other distributions
@@ -168,19 +168,19 @@ def _where(distribution: Any) -> str:
 def _misspelt_groups(text: str) -> list[str]:
     """The headings of groups that look like `GROUP` but are not read as it."""
     headings = [line.strip() for line in text.splitlines() if CORE in line and "=" not in line]
-    # An entry without "=" is an error of its own; what follows "#" is a comment.
+    # An entry without "=" is another error; "#" begins a comment.
     return [x for x in headings if "[" in x.partition(CORE)[0] and not x.startswith("#") and x != f"[{GROUP}]"]
 
 
 def _disabling_nothing(plugins: list[Plugin]) -> list[Trouble]:
-    """What ATTNOPS_DISABLE names that is not installed."""
+    """Problems for items of ATTNOPS_DISABLE that are not installed."""
     troubles = []
     for item in _disabled():
         if any(_matches(item, plugin) for plugin in plugins):
             continue
         names = [plugin.name for plugin in plugins if plugin.operation == item.rpartition(":")[2]]
         distributions = sorted({plugin.distribution for plugin in plugins})
-        what = f"ATTNOPS_DISABLE names {item!r}, which is no installed distribution with operations"
+        what = f"ATTNOPS_DISABLE names {item!r}, which is not an installed distribution with operations"
         todo = f"write distribution:operation, {' or '.join(names)}" if names else f"installed are {distributions}"
         troubles.append(Trouble(what, todo))
     return troubles
@@ -218,7 +218,7 @@ def _package(target: str) -> str:
 
 
 def check_name(name: Any) -> str:
-    """What is wrong with an operation's name; empty where nothing is."""
+    """Why a name can't be an operation's; empty for a valid name."""
     if isinstance(name, str) and re.fullmatch(r"[^\s:,]+", name):
         return ""
     return f"is {name!r}, but must be a string of at least one character, with no ':', ',' or white space"
@@ -244,7 +244,7 @@ def _disabled_by(plugin: Plugin) -> str:
 
 
 def unmet_requirements(requires: Iterable[str]) -> list[str]:
-    """The requirements, of those written as PEP 508 says, that what is installed does not meet, in words."""
+    """Messages for the requirements, in the syntax of PEP 508, that the installed distributions do not meet."""
     import importlib_metadata
 
     parse = requirement_parser()
@@ -253,11 +253,11 @@ def unmet_requirements(requires: Iterable[str]) -> list[str]:
         try:
             requirement = parse(text)
         except ValueError as error:  # packaging's InvalidRequirement
-            unmet.append(f"requires {text!r}, which is no requirement: {error}")
+            unmet.append(f"requires {text!r}, which is not a valid requirement: {error}")
             continue
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        # The marker, which holds here, has quotes of its own.
+        # Without the marker, which is true here and contains quotes.
         wanted = text.partition(";")[0].strip()
         try:
             installed = importlib_metadata.version(requirement.name)
@@ -270,9 +270,9 @@ def unmet_requirements(requires: Iterable[str]) -> list[str]:
 
 
 def requirement_parser() -> Any:
-    """The ``Requirement`` class of the library `packaging`: itself, or the copy that pip carries.
+    """The ``Requirement`` class of the library `packaging`, or of pip's copy of it.
 
-    Without either, requirements are taken as met: `attnops doctor` says so.
+    Without either, requirements are treated as met, and `attnops doctor` reports that.
     """
     try:
         from packaging.requirements import Requirement
@@ -285,7 +285,7 @@ def requirement_parser() -> Any:
 
 
 class _Unchecked:
-    """Stands in for a requirement that no library is there to read: it never applies."""
+    """A requirement that no installed library can parse: it never applies."""
 
     name = ""
     specifier: Any = None

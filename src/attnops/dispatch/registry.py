@@ -1,4 +1,4 @@
-"""OperationRegistry: from the name of an operation to the class that serves it on a platform."""
+"""OperationRegistry: the class that serves an operation on a platform, by name."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from attnops.partition.run import forget_programs
 
 OperationClass = TypeVar("OperationClass", bound=type[BaseOperation])
 
-# Operations that live in a distribution of their own: what to install where the name is asked for.
+# Operations of distributions that may not be installed: what an unknown name's error says to install.
 ELSEWHERE: Final = {"ring": "attnops-ring"}
 
 
 class OperationRegistry:
-    """Finds, registers and makes operations by name. All methods may be called from several threads.
+    """Finds, registers and creates operations by name. All methods are thread-safe.
 
     A name is an operation's (``"flash"``), for which the class that serves the platform is picked; or canonical
-    (``"attnops-tpu:flash"``), which always selects that one.
+    (``"attnops-tpu:flash"``), which always selects that class.
     """
 
     _lock: threading.RLock = threading.RLock()
@@ -55,9 +55,9 @@ class OperationRegistry:
 
     @classmethod
     def register(cls, impl_cls: Any = None, *, override: bool = False) -> Any:
-        """Register an operation under the names that its ``get_impl_name`` gives. A decorator.
+        """Register an operation under the names that its ``get_impl_name`` returns. Usable as a decorator.
 
-        A distribution that is installed needs none of this: its entry points say the same.
+        Installed distributions don't need this: their entry points register their operations.
 
         Args:
             impl_cls: the class.
@@ -66,8 +66,8 @@ class OperationRegistry:
         Raises:
             DuplicateOperationError: the class's distribution already has another class for the name and for a
                 platform that both serve.
-            TypeError: the class is not a complete `BaseOperation`, has another ``api_version``, or declares what would
-                be ignored. Nothing is registered then, under none of its names.
+            TypeError: the class is not a complete `BaseOperation`, has another ``api_version``, or has a
+                declaration that would be ignored. None of its names is registered then.
         """
         if impl_cls is None:
             return lambda decorated: cls.register(decorated, override=override)
@@ -92,7 +92,7 @@ class OperationRegistry:
         target = f"{impl_cls.__module__}:{impl_cls.__qualname__}"
         for other in [p for p in cls._all() if (p.distribution, p.operation) == (distribution, name)]:
             if other.target == target and other not in cls._registered and other.cause != plugins.NO_AUTOLOAD:
-                return  # its entry point says the same
+                return  # its entry point registers it
             if other.operation_class is None or other.operation_class is impl_cls:
                 continue
             if not (override or other.target == target) and _overlap(impl_cls, other.operation_class):
@@ -102,29 +102,29 @@ class OperationRegistry:
                 )
         if override:
             cls._registered[:] = [p for p in cls._registered if (p.distribution, p.operation) != (distribution, name)]
-        # A module that is run again, in a notebook say, replaces its own classes.
+        # A module that runs again, such as in a notebook, replaces its own classes.
         cls._registered[:] = [p for p in cls._registered if (p.target, p.operation) != (target, name)]
         by_hand = Plugin(distribution, "", name, target, State.LOADED, operation_class=impl_cls, overrides=override)
         cls._registered.append(by_hand)
 
     @classmethod
     def get(cls, impl_name: str, platform: str | None = None) -> type[BaseOperation]:
-        """The class that serves an operation on a platform. Imports the distributions that name the operation.
+        """The class that serves an operation on a platform. Imports the distributions that have the operation.
 
         Args:
             impl_name: the operation's name, or a canonical name.
             platform: as in `OperationMetadata`; None for the platform that JAX runs on.
 
         Returns:
-            Of the classes that have a forward of their own for the platform, the one with the highest ``priority``;
-            where there is none, the core's, else the only one.
+            The class with the highest ``priority`` among those with a forward of their own for the platform; without
+            any, the core's class, or else the only one.
 
         Raises:
-            UnknownOperationError: no distribution names the operation (a `ValueError`).
+            UnknownOperationError: no distribution has the operation (a `ValueError`).
             AmbiguousOperationError: several serve it equally well (a `ValueError`).
-            PluginError: all that name it are broken, incompatible or disabled; chained to what their import raised.
+            PluginError: all that have it are broken, incompatible or disabled; chained to the exception of an import.
             ValueError: the platform is unknown.
-            TypeError: ``impl_name`` is no string.
+            TypeError: ``impl_name`` is not a string.
         """
         if not isinstance(impl_name, str):
             given = printable(impl_name)
@@ -150,15 +150,15 @@ class OperationRegistry:
 
     @classmethod
     def create(cls, impl_name: str, metadata: OperationMetadata | None = None) -> BaseOperation:
-        """Make an operation by name.
+        """Create an operation by name.
 
         Args:
             impl_name: the operation's name, or a canonical name.
-            metadata: how it is to run. None: all defaults.
+            metadata: of the operation. None: all defaults.
 
         Raises:
-            UnknownOperationError, AmbiguousOperationError, PluginError: see `get`; or the class can't be made.
-            TypeError: ``impl_name`` is no string, or ``metadata`` no `OperationMetadata`.
+            UnknownOperationError, AmbiguousOperationError, PluginError: see `get`; or the class's ``__init__`` failed.
+            TypeError: ``impl_name`` is not a string, or ``metadata`` not an `OperationMetadata`.
         """
         if metadata is not None and not isinstance(metadata, OperationMetadata):
             hint = "; write OperationMetadata(**metadata)" if isinstance(metadata, dict) else ""
@@ -174,35 +174,35 @@ class OperationRegistry:
 
     @classmethod
     def plugins(cls, load: bool = False) -> tuple[Plugin, ...]:
-        """Everything that is installed or registered, with its state.
+        """All plugins that are installed or registered, with their states.
 
         Args:
-            load: import each first, so that the state tells whether it works.
+            load: whether to import each first, so that the state shows whether it works.
         """
         with cls._lock:
-            found = tuple(cls._all())
+            every = tuple(cls._all())
         if load:
-            for plugin in found:
+            for plugin in every:
                 plugin.load()
-        return found
+        return every
 
     @classmethod
     def troubles(cls) -> tuple[Trouble, ...]:
-        """What is wrong with the installation that no plugin's state tells: unreadable metadata, say."""
+        """Problems of the installation that are not the state of a plugin, such as unreadable metadata."""
         with cls._lock:
             cls._all()
             return cls._troubles
 
     @classmethod
     def refresh(cls) -> None:
-        """Look again at what is installed and at the environment variables. What was registered by hand stays."""
+        """Read installed distributions and environment variables again. Classes registered by hand are kept."""
         with cls._lock:
             cls._plugins = None
             cls._forget()
 
     @classmethod
     def generation(cls) -> int:
-        """A number that changes whenever what a name stands for may have changed; for caches."""
+        """A number that changes whenever the class of a name may have changed; for cache keys."""
         return cls._generation
 
     @classmethod
@@ -227,20 +227,20 @@ class OperationRegistry:
 
     @classmethod
     def _named(cls, impl_name: str) -> list[Plugin]:
-        # A distribution's name has no ":"; a faulty entry point's may.
+        # A distribution's name has no ":"; the name of a faulty entry point may.
         distribution, colon, operation = impl_name.partition(":")
         if not colon:
             distribution, operation = "", impl_name
-        found = [
+        named = [
             plugin
             for plugin in cls.plugins()
             if plugin.operation == operation and distribution in ("", plugin.distribution)
         ]
-        if not found:
+        if not named:
             raise _unknown(impl_name, operation, cls.plugins())
         # A class registered by hand with override=True hides the entry point of its own distribution.
-        overriding = {plugin.name for plugin in found if plugin.overrides}
-        return [plugin for plugin in found if plugin.overrides or plugin.name not in overriding]
+        overriding = {plugin.name for plugin in named if plugin.overrides}
+        return [plugin for plugin in named if plugin.overrides or plugin.name not in overriding]
 
 
 def _overlap(cls: type[BaseOperation], other: type[BaseOperation]) -> bool:
@@ -248,7 +248,7 @@ def _overlap(cls: type[BaseOperation], other: type[BaseOperation]) -> bool:
 
 
 def served_platforms(cls: type[BaseOperation], base: type[BaseOperation] | None = None) -> frozenset[str]:
-    """The platforms for which ``cls`` has a forward of its own, one that ``base`` has not; else "native"."""
+    """The platforms for which ``cls`` has a forward that ``base`` does not have; {"native"} for none."""
     own = set()
     for platform in PLATFORMS:
         forward = forward_for(cls, platform)
@@ -271,8 +271,8 @@ def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOpera
     if not serving and core is not None:
         return core
     candidates = serving or list(classes)
-    top = max(_priority(plugin) for plugin in candidates)
-    best = [plugin for plugin in candidates if _priority(plugin) == top]
+    highest = max(_priority(plugin) for plugin in candidates)
+    best = [plugin for plugin in candidates if _priority(plugin) == highest]
     if len(best) > 1:
         names = " and ".join(plugin.name for plugin in best)
         if len({plugin.name for plugin in best}) == 1:
@@ -282,8 +282,8 @@ def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOpera
                 f"with override=True, or under another name"
             )
         raise AmbiguousOperationError(
-            f"{impl_name!r} on {platform} is served by {names} with the same priority={top}; ask for one of them by "
-            f"that name, or switch one off with ATTNOPS_DISABLE"
+            f"{impl_name!r} on {platform} is served by {names} with the same priority={highest}; use one of these "
+            f"names, or disable one with ATTNOPS_DISABLE"
         )
     picked = best[0].operation_class
     assert picked is not None
@@ -295,7 +295,7 @@ def _priority(plugin: Plugin) -> int:
 
 
 def _distinct(usable: list[Plugin]) -> list[Plugin]:
-    """One plugin a class: a class may be both an entry point and registered by hand."""
+    """One plugin per class: a class may be both an entry point and registered by hand."""
     return list({plugin.operation_class: plugin for plugin in usable}.values())
 
 
@@ -307,7 +307,7 @@ def _unknown(impl_name: str, operation: str, known: tuple[Plugin, ...]) -> Unkno
     elif near := difflib.get_close_matches(impl_name, [*names, *(plugin.name for plugin in known)]):
         message += f"; did you mean {' or '.join(repr(name) for name in near)}?"
     else:
-        message += "; `attnops doctor` says what is wrong with a distribution that should have it"
+        message += "; run `attnops doctor` if an installed distribution should have it"
     return UnknownOperationError(message)
 
 

@@ -14,13 +14,13 @@ from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the dispatcher knows of any call before it is traced.
+    """The static description of any call, known before it is traced.
 
     Attributes:
         platform: where the call runs, one of `attnops.dispatch.platforms.PLATFORMS`.
         options: the names of the options that the caller set.
         mode: the runtime mode.
-        interpret: whether a kernel is to be interpreted on the host.
+        interpret: whether kernels are interpreted on the host.
         dtypes: the names of the dtypes of the floating-point arguments, each once, sorted.
     """
 
@@ -56,7 +56,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionRequest(Request):
-    """What the dispatcher knows of a call of attention. Lengths are in tokens; the layout plays no part here.
+    """The static description of a call of attention. Lengths are in tokens; the layout is not part of it.
 
     Attributes:
         batch: B.
@@ -68,14 +68,14 @@ class AttentionRequest(Request):
         value_head_dim: Dv, of value and output.
         dtypes: the names of the dtypes of query, key and value.
         mask: the mask as text; empty for none.
-        mask_kinds: the kinds of primitive and operator that the mask is made of, such as ``{"Causal"}``.
+        mask_kinds: the primitives and operators that the mask is made of, such as ``{"Causal"}``.
         mask_shape: the shape of an array mask.
-        mask_structure: the mask's band, whether it has segments, and what else it is made of; for a call without a mask
-            a band without limits.
+        mask_structure: the mask's band, whether it has segments, and its other kinds; without a mask, a band without
+            limits.
         mask_primitives: the names of JAX's primitives that a mask with a `MaskFn` evaluates for each score, see
             `attnops.kernels.elementwise`.
         bias_kind: ``"array"``, or the class of a structured bias; empty for none.
-        bias_primitives: of a `ScoreFn`, likewise.
+        bias_primitives: the names of JAX's primitives that a `ScoreFn` evaluates for each score.
         bias_shape: the shape of an array bias.
         bias_dtype: the name of the dtype of an array bias.
         softmax_scale: the scale; None for ``head_dim ** -0.5``.
@@ -84,7 +84,7 @@ class AttentionRequest(Request):
         dropout_prob: the probability of dropout; 0 where the call has none.
         return_lse: whether the logsumexp is asked for.
         return_weights: whether the attention weights are asked for.
-        sequence_axes: the mesh axes that the metadata's rules cut queries or keys by.
+        sequence_axes: the mesh axes over which the metadata's rules shard queries or keys.
     """
 
     batch: int
@@ -98,7 +98,7 @@ class AttentionRequest(Request):
     mask: str = ""
     mask_kinds: frozenset[str] = frozenset()
     mask_shape: tuple[int, ...] | None = None
-    mask_structure: MaskStructure = None  # type: ignore[assignment]  # never once made
+    mask_structure: MaskStructure = None  # type: ignore[assignment]  # never after __post_init__
     mask_primitives: frozenset[str] = frozenset()
     bias_kind: str = ""
     bias_primitives: frozenset[str] = frozenset()
@@ -114,7 +114,7 @@ class AttentionRequest(Request):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mask_structure is None:  # made by hand: nothing is known of a mask but its kinds
+        if self.mask_structure is None:  # made by hand: only the mask's kinds are known
             known = MaskStructure(
                 rest=self.mask_kinds, by_batch=True, by_head=True, static=False, may_have_fully_masked_tokens=True
             )

@@ -1,4 +1,4 @@
-"""What a forward of attention returned is checked against the contract, by shapes and dtypes alone."""
+"""Checks of the result of a forward of attention against the contract, by shapes and dtypes only."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from attnops.output import OperationOutput
 
 
 def check_output(name: str, args: tuple[Any, Any, Any], options: Container[str], result: Any) -> OperationOutput:
-    """``result`` as it is, if it has the shapes and dtypes of the contract.
+    """``result`` unchanged, if it has the shapes and dtypes of the contract.
 
     Args:
-        name: of the implementation, for the message.
-        args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv], as the forward was given them.
-        options: the names of the options that it was given.
-        result: what it returned.
+        name: of the implementation, for error messages.
+        args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv], the forward's arguments.
+        options: the names of the forward's options.
+        result: of the forward.
 
     Raises:
-        TypeError: it is no `OperationOutput`, lacks what it was asked for, or has another shape or dtype.
+        TypeError: it is not an `OperationOutput`, lacks a field that was asked for, or has another shape or dtype.
     """
     if not isinstance(result, OperationOutput):
         raise TypeError(f"{name} returned a {type(result).__name__}, but must return OperationOutput")

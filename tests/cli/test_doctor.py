@@ -74,8 +74,8 @@ def test_doctor_names_ambiguity_once() -> None:
         register(forward_gpu=forward, __module__=module, get_impl_name=classmethod(lambda cls: "vanilla"))
     found = run_json("doctor", status=1)
     assert [problem["what"] for problem in found["problems"]] == [
-        "'vanilla' on cuda is served by acme:vanilla and other:vanilla with the same priority=0; use one of these names, "
-        "or disable one with ATTNOPS_DISABLE (also on rocm)"
+        "'vanilla' on cuda is served by acme:vanilla and other:vanilla with the same priority=0; use one of these "
+        "names, or disable one with ATTNOPS_DISABLE (also on rocm)"
     ]
     result = run("doctor")
     assert result.exit_code == 1
@@ -113,7 +113,7 @@ def test_doctor_says_that_jax_cannot_start(monkeypatch: pytest.MonkeyPatch) -> N
 def test_doctor_says_that_requirements_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attnops.dispatch.plugins, "requirement_parser", lambda: attnops.dispatch.plugins._Unchecked)
     found = run_json("doctor", status=1)
-    assert {"what": "what distributions require is not checked", "install": "pip install packaging"} in found[
+    assert {"what": "requirements of distributions are not checked", "install": "pip install packaging"} in found[
         "problems"
     ]
     assert found["requirement_checker"] == ""

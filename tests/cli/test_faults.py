@@ -59,7 +59,8 @@ def test_list_doctor_and_explain_name_a_fault(monkeypatch: pytest.MonkeyPatch) -
     result = run("doctor")
     assert result.exit_code == 1
     assert (
-        f"- acme:zeta is faulty: {FAULT}\n    tell its author; to do without it set ATTNOPS_DISABLE=" in result.stdout
+        f"- acme:zeta is faulty: {FAULT}\n    report it to its author; to disable it set ATTNOPS_DISABLE="
+        in result.stdout
     )
     assert f"acme:zeta: can't serve it\n  - failed: {FAULT}\n" in run("explain", "--platform", "cpu").stdout
     named = run("explain", "zeta", "--platform", "cpu")

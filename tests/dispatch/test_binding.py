@@ -99,7 +99,7 @@ def test_an_impossible_call_is_refused_with_the_argument(name, operation):
 
 
 def test_layout_that_the_arrays_do_not_have():
-    with pytest.raises(ValueError, match="check that metadata.layout"):
+    with pytest.raises(ValueError, match=r"check that metadata\.layout"):
         OperationRegistry.create("vanilla")(ones(1, 4, 5, 8), ones(1, 2, 7, 8), ones(1, 2, 7, 8))
     with pytest.raises(ValueError, match=re.escape("query has shape (4, 8), but must have rank 4: [B, heads, length")):
         OperationRegistry.create("vanilla", OperationMetadata(layout="BHTD"))(ones(4, 8), K, V)

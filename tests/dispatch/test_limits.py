@@ -22,9 +22,9 @@ REQUEST = AttentionRequest(
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"mask_kinds": {"causal"}}, "mask_kinds names 'causal', which is not a class or operator of masks or biases; di"),
+        ({"mask_kinds": {"causal"}}, "mask_kinds names 'causal', which is not a class or operator of masks"),
         ({"mask_kinds": {"causal"}}, "did you mean 'Causal'"),
-        ({"mask_kinds": {"Causal", "And"}}, "mask_kinds names 'And', which is not a class or operator of masks or biases"),
+        ({"mask_kinds": {"Causal", "And"}}, "mask_kinds names 'And', which is not a class or operator of masks"),
         ({"mask_kinds": {"And"}}, "did you mean '&'?"),
         ({"mask_kinds": {"zzz"}}, "known are ['&', "),
         ({"mask_kinds": "Causal"}, "mask_kinds='Causal' must be a collection, such as {'Causal'}"),

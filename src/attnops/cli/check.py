@@ -115,7 +115,7 @@ def _sections(subject: Subject, pairs: str) -> dict[str, list[Check]]:
 
 
 def _named(subject: Subject, names: Sequence[str]) -> dict[str, list[Check]]:
-    """The cases of ``--feature``: features, single or joined, also in long problems where these are checked; behaviours.
+    """The cases of ``--feature``: features, single or joined, in long problems where these are checked; behaviours.
 
     Raises:
         ValueError: one is unknown, or two exclude each other.

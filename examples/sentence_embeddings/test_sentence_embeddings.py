@@ -68,7 +68,7 @@ def test_operation_agrees_with_the_original(
     name: str, model: Model, batches: list[Batch], reference: Reference
 ) -> None:
     if name == "ring":  # there is no mesh
-        with pytest.raises(attnops.UnsupportedError, match=r"must cut the keys; create 'flash'"):
+        with pytest.raises(attnops.UnsupportedError, match=r"must shard the keys; create 'flash'"):
             measure(create_attention(name), model, batches, reference.embeddings, repeats=1)
         return
     measurement = measure(create_attention(name), model, batches, reference.embeddings, repeats=1)

@@ -33,20 +33,19 @@ from attnops.softmax import Contribution, PartialSoftmax, contribution
 class OperationImpl(BaseOperation):
     """Base class of attention operations: it binds the attention contract and has helpers for implementations.
 
-    Forwards have the signature of `__call__`, or name some of its options. Their arrays are always in the layout
-    "BTHD", ``mask`` is an `attnops.masks.Mask` bound to the call's shapes, and they return an `OperationOutput`. The
-    metadata's scale and soft cap are passed as if the caller had given them; ``mode`` only where the forward names it.
-    The shapes and dtypes of their results are checked.
+    A forward has the signature of `__call__`, or names some of its options. It is given the layout "BTHD", ``mask`` as
+    an `attnops.masks.Mask` bound to the call's shapes, and the metadata's scale and soft cap where the caller gives
+    none; ``mode`` only if its signature names it. It returns an `OperationOutput`, whose shapes and dtypes are checked.
 
-    A class that computes what `__call__` documents, and is not a subclass of one of the core's operations, declares
-    ``computes = "attention"``. `auto` and `explain` consider no others: a linear attention, say, has the same arguments
-    but another result.
+    `auto` and `explain` consider only classes with ``computes = "attention"``: linear attention, for example, takes the
+    same arguments but computes something else. Subclasses of the core's operations inherit the attribute; any other
+    class that computes what `__call__` documents must declare it.
 
     Class attributes:
-        option_axes: by name of an option that is not in the contract, the dimensions of its arrays, a letter each: "b"
-            for the batch, "h" for query heads, "k" for kv heads, "-" for anything else, each of that size or 1; "" for
-            replicated arrays. A mesh shards them accordingly, and an array of an option not named here is refused.
-            ``{"decay": "h"}`` for decays [H].
+        option_axes: the axes of array options that are not in the contract, by option: one letter a dimension, "b" for
+            the batch, "h" for query heads, "k" for kv heads, "-" for anything else; ``""`` for an array that is the
+            same on every device. A dimension has the size of its axis, or 1. Under a mesh the arrays are sharded
+            along these axes, and an array option that is missing here is refused. ``{"decay": "h"}`` is for decays [H].
     """
 
     reads: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(OperationMetadata))

@@ -30,7 +30,7 @@ class Call(NamedTuple):
     Attributes:
         request: its static description; the dispatcher adds the platform.
         args: the positional arguments of the forward.
-        options: the options that the caller set, by name.
+        options: by name, the options that the caller set, and the metadata's scale and soft cap if the caller set none.
         boundary: how a mesh shards the call; None where it does not.
     """
 

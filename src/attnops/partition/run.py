@@ -262,7 +262,10 @@ def _first(entry: Entry, size: int) -> Any:
 
 
 def _kv_heads(x: jax.Array, shard: Shard, group: int, axis: int = 2) -> jax.Array:
-    """The kv heads of this device's query heads: a divisor of their number, repeated as few times as possible.
+    """The kv heads that this device's query heads use, selected from all K.
+
+    One kv head per query head, with repeats, if neither the group nor the device's number of query heads divides the
+    other.
 
     Args:
         x: keys or values [B, S, K, d], or an array that has K along another axis.

@@ -15,7 +15,7 @@ from attnops.operations.flash import FlashAttention
 from attnops_triton.language.translate import PRIMITIVES
 from attnops_triton.versions import missing
 
-# EveryTile of the largest tile that may be stated.
+# The largest block_q · block_k that the metadata may set: a program holds that many scores.
 LARGEST: Final = 128 * 128
 # The dtypes whose products are in 16 bits; others are in float32.
 _HALVES: Final = ({"bfloat16"}, {"float16"})

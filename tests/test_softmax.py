@@ -90,6 +90,31 @@ def test_what_does_not_fit_a_partial_softmax_is_refused(
         flash.partial_vjp(x, x, x, lse, residual, D, **options)
 
 
+@pytest.mark.parametrize("operation", ["vanilla", "attnops:flash"])
+@pytest.mark.parametrize(
+    ("d", "message"),
+    [
+        (None, r"d.out is None, but must be float32 \[B, T, H, Dv\]=\(1, 8, 2, 16\)"),
+        (D._replace(out=jnp.ones((1, 2, 8, 16))), r"d.out is float32 \(1, 2, 8, 16\), but must be"),
+        (D._replace(out=D.out.astype(jnp.bfloat16)), r"d.out is bfloat16 "),
+        (D._replace(weight=jnp.ones((1, 8, 2))), r"d.weight is float32 \(1, 8, 2\), but must be float32 \[B, H, T\]"),
+    ],
+)
+def test_cotangents_of_another_shape_or_dtype_are_refused(operation: str, d: Any, message: str) -> None:
+    x = jnp.ones((1, 8, 2, 16))
+    run: Any = OperationRegistry.create(operation)
+    with pytest.raises(ValueError, match=message):
+        run.partial_vjp(x, x, x, ROWS, ROWS, d)
+
+
+def test_a_misspelt_option_of_a_partial_softmax_is_refused() -> None:
+    x = jnp.ones((1, 8, 2, 16))
+    flash: Any = OperationRegistry.create("attnops:flash")
+    for call in (lambda: flash.partial(x, x, x, maks=None), lambda: flash.partial_vjp(x, x, x, ROWS, ROWS, D, foo=1)):
+        with pytest.raises(TypeError, match=r"has no option '(maks|foo)'"):
+            call()
+
+
 def test_a_mesh_and_another_layout_are_refused() -> None:
     mesh = create_mesh((2,), ("dp",), devices=jax.devices()[:2])
     x = jnp.ones((2, 8, 2, 16))

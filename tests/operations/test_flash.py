@@ -282,6 +282,22 @@ def test_results_are_float32_and_those_of_vanilla_where_x64_is_on(bias):
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_float64_argument_of_a_function_has_a_float64_gradient_where_x64_is_on():
+    with jax.enable_x64(True):
+        q, k, v = map(jnp.asarray, qkv())
+
+        def loss(operation, slope):
+            bias = ScoreFn(lambda s, b, h, q, kv, slope: s - (slope * abs(q - kv)).astype(s.dtype), (slope,))
+            return (operation(q, k, v, bias=bias).attention_outputs ** 2).sum()
+
+        actual, expected = (
+            jax.grad(loss, 1)(op, jnp.float64(0.1))
+            for op in (flash(block_q=16, block_k=16), OperationRegistry.create("vanilla"))
+        )
+        assert actual.dtype == jnp.float64
+        np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
 def test_chosen_tiles_are_multiples_of_16_and_pad_little():
     for T in (1, 15, 16, 100, 513, 4096, 100_000):
         q, k = choose_tiles(T, T, 4, None, None)

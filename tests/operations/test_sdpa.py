@@ -131,3 +131,12 @@ def test_any_expression_that_is_plain_causal_is_jax_nns_causal(monkeypatch):
     assert given[-1] == (None, False)
     op(q, q[:, :5], q[:, :5], mask=Causal(offset=0))
     assert given[-1][0] is not None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_bias_of_another_dtype_agrees_with_vanilla_where_promotion_is_strict(dtype):
+    q = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+    bias = jax.random.normal(jax.random.key(1), (1, 2, 4, 4)).astype(dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        found, expected = (OperationRegistry.create(name)(q, q, q, bias=bias) for name in ("sdpa", "vanilla"))
+    np.testing.assert_allclose(found.attention_outputs, expected.attention_outputs, atol=1e-5)

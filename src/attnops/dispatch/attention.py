@@ -203,6 +203,7 @@ class OperationImpl(BaseOperation):
         Raises:
             ValueError: an option that belongs to all keys together, another layout than "BTHD", or a mesh that shards
                 the call: call it inside `jax.shard_map`, with no mesh in the metadata.
+            TypeError: see `__call__`.
         """
         call = self._bind_partial(query, key, value, options)
         return self.run_partial(decide(self, call.request), call)
@@ -236,16 +237,22 @@ class OperationImpl(BaseOperation):
             gradient. Implementations of `flash` compute them from ``lse``, without another forward pass.
 
         Raises:
-            ValueError: see `partial`; a logsumexp of another shape or dtype.
+            ValueError: see `partial`; a logsumexp or a cotangent of another shape or dtype.
         """
         call = self._bind_partial(query, key, value, options)
         request = call.request
         assert isinstance(request, AttentionRequest)
-        shape = request.batch, request.heads, request.query_length
-        for name, x in (("lse", lse), ("lse_residual", lse_residual)):
-            if getattr(x, "shape", None) != shape or x.dtype != jnp.float32:
-                given = f"{x.dtype} {x.shape}" if hasattr(x, "shape") else repr(x)
-                raise ValueError(f"{name} is {given}, but must be float32 [B, H, T]={shape}")
+        B, T, H, Dv = request.batch, request.query_length, request.heads, request.value_head_dim
+        rows = "[B, H, T]", (B, H, T)
+        for name, x, (letters, shape) in (
+            ("lse", lse, rows),
+            ("lse_residual", lse_residual, rows),
+            ("d.out", getattr(d, "out", None), ("[B, T, H, Dv]", (B, T, H, Dv))),
+            ("d.weight", getattr(d, "weight", None), rows),
+        ):
+            given = f"{x.dtype} {tuple(x.shape)}" if hasattr(x, "dtype") else repr(x)  # type: ignore[union-attr]
+            if given != f"float32 {shape}":
+                raise ValueError(f"{name} is {given}, but must be float32 {letters}={shape}")
         return self.run_partial_vjp(decide(self, call.request), call, wants_bias, lse, lse_residual, d)
 
     def run_partial(self, forward: str, call: Call) -> PartialSoftmax:
@@ -277,6 +284,7 @@ class OperationImpl(BaseOperation):
                 raise ValueError(f"{name} belongs to all keys together; leave it out of a partial softmax")
         if self.metadata.layout != "BTHD":
             raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax needs the layout 'BTHD'")
+        self._check_options({name: x for name, x in options.items() if name not in CONTRACT | {"mode"}})
         call = self.prepare(query, key, value, return_lse=True, **options)
         assert isinstance(call.request, AttentionRequest)
         if call.boundary is not None:

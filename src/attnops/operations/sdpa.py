@@ -158,8 +158,10 @@ class ScaledDotProductAttention(VanillaAttention):
         allowed = None if mask is None or is_causal else mask.dense(B, H, T, S)
         if mask is not None and allowed is not None and mask.has_fully_masked_tokens(T, S):
             query, key, value = zero_masked_tokens(query, key, value, allowed)
-        if bias is not None and implementation == "cudnn":
-            bias = jnp.broadcast_to(bias, (*bias.shape[:2], T, S))
+        if bias is not None:
+            # XLA's scores are float32; cuDNN takes the query's dtype, and no dimension of 1.
+            is_xla = implementation == "xla"
+            bias = bias.astype(jnp.float32) if is_xla else jnp.broadcast_to(bias, (*bias.shape[:2], T, S))
         if allowed is not None and implementation == "cudnn":
             allowed = jnp.broadcast_to(allowed, (*allowed.shape[:2], T, S))
         sees_any = None

@@ -123,7 +123,9 @@ class ScoreTiles(TileBias):
         return leaves
 
     def add_gradients(self, plan: Plan, gradients: Leaves, slices: Leaves, index: TileIndex) -> Leaves:
-        return tuple(None if d is None else d + more for d, more in zip(gradients, slices, strict=True))
+        return tuple(
+            None if d is None else d + more.astype(d.dtype) for d, more in zip(gradients, slices, strict=True)
+        )  # fmt: skip
 
     def apply(self, plan: Plan, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
         bias: Bias = jax.tree.unflatten(self.tree, slices)

@@ -253,6 +253,11 @@ class TestMalformed:
                 {"option_axes": {"decay": "H"}},
                 "has option_axes={'decay': 'H'}, which must map options to letters of 'b'",
             ),
+            ({"option_axes": {"decya": "h"}}, "has option_axes for ['decya'], which must be options of its forwards"),
+            (
+                {"option_axes": {"mask": "h"}},
+                "has option_axes for ['mask'], which must be options of its forwards that",
+            ),
             ({"option_axes": "h"}, "has option_axes='h', which must map options to letters of 'b', 'h', 'k' and '-'"),
         ],
     )

@@ -283,6 +283,8 @@ def test_an_unknown_name_lists_near_ones(install: Install) -> None:
     install("acme-attention")
     with pytest.raises(ValueError, match=r"impl_name='zetta' is not an installed operation; .*did you mean 'zeta'"):
         OperationRegistry.get("zetta")
+    with pytest.raises(ValueError, match=r"did you mean .*zeta"):
+        OperationRegistry.get(":zeta")
     with pytest.raises(ValueError, match="did you mean 'acme-attention:zeta'"):
         OperationRegistry.get("acme-atention:zeta")
 

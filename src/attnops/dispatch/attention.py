@@ -24,6 +24,7 @@ from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.output import OperationOutput
 from attnops.partition.boundary import find_boundary
+from attnops.partition.options import CONTRACT
 from attnops.partition.run import run_sharded, run_unsharded
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
@@ -280,7 +281,8 @@ class OperationImpl(BaseOperation):
 
     def _bind_partial(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Call:
         for name in ("sinks", "return_weights", "return_lse"):
-            if options.get(name) is not None and options[name] is not False:
+            given = options.pop(name, None)
+            if given is not None and given is not False:
                 raise ValueError(f"{name} belongs to all keys together; leave it out of a partial softmax")
         if self.metadata.layout != "BTHD":
             raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax needs the layout 'BTHD'")

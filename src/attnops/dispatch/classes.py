@@ -10,10 +10,11 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.border import RAISED
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import API_VERSION, ATTENTION, BaseOperation, has_forward
+from attnops.dispatch.operation import API_VERSION, ATTENTION, BaseOperation, has_forward, named_options
 from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.dispatch.plugins import check_name
 from attnops.errors import printable
+from attnops.partition.options import CONTRACT
 
 FORWARDS: Final = frozenset().union(*FORWARD_CHAIN.values())
 FIELDS: Final = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
@@ -87,7 +88,13 @@ def _wrong_attributes(loaded: type[BaseOperation]) -> str:
             isinstance(x, str) and set(x) <= set("bhk-") for x in axes.values()
         ):
             return f"has option_axes={axes!r}, which must map options to letters of 'b', 'h', 'k' and '-'"
+        if wrong := sorted(set(axes) - (_own_options(loaded) - CONTRACT)):
+            return f"has option_axes for {wrong}, which must be options of its forwards that the contract has not"
     return ""
+
+
+def _own_options(loaded: type[BaseOperation]) -> frozenset[str]:
+    return frozenset().union(*(named_options(loaded, name) for name in (*FORWARDS, "native")))
 
 
 def _wrong_limits(loaded: type[BaseOperation]) -> str:

@@ -230,11 +230,11 @@ class OperationRegistry:
         # A distribution's name has no ":"; the name of a faulty entry point may.
         distribution, colon, operation = impl_name.partition(":")
         if not colon:
-            distribution, operation = "", impl_name
+            operation = impl_name
         named = [
             plugin
             for plugin in cls.plugins()
-            if plugin.operation == operation and distribution in ("", plugin.distribution)
+            if plugin.operation == operation and (not colon or distribution == plugin.distribution)
         ]
         if not named:
             raise _unknown(impl_name, operation, cls.plugins())

@@ -131,7 +131,7 @@ def test_a_mesh_and_another_layout_are_refused() -> None:
     with pytest.raises(ValueError, match=r"call it inside jax.shard_map"):
         on_mesh.partial(x, x, x)
     transposed: Any = OperationRegistry.create("attnops:flash", OperationMetadata(layout="BHTD"))
-    with pytest.raises(ValueError, match=r"layout='BHTD', but a partial softmax takes the layout 'BTHD'"):
+    with pytest.raises(ValueError, match=r"layout='BHTD', but a partial softmax needs the layout 'BTHD'"):
         transposed.partial(x, x, x)
 
 

@@ -1,4 +1,4 @@
-"""The compiler's static schedule, which no change may make worse unseen: exact and repeatable."""
+"""The compiler's static schedule, so that no change makes it worse unnoticed; exact and repeatable."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from attnops_tpu.schedule import UNITS, Block, in_tiles, read
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "tpu_schedule.py"
 
-# Bundles and spills by 512 × 512 scores, bfloat16, D = 128, nothing masked. NOTES.md has the counts, and splash's: it
-# takes 714 and 1,337 on v6e, 687 and 1,216 on tpu7x, and spills some 700 and 900 registers.
+# Bundles and spills by 512 × 512 scores, bfloat16, D = 128, nothing masked. NOTES.md has the counts, and splash's:
+# 714 and 1,337 on v6e, 687 and 1,216 on tpu7x, with some 700 and 900 spills.
 MOST = {
     ("v6e", "forward"): (571, 70),
     ("v6e", "backward"): (1203, 100),
@@ -58,10 +58,10 @@ def test_reads_what_the_compiler_writes(tmp_path: Path) -> None:
     table += [" ".join("1" for _ in UNITS)] * 121 + [" ".join("2" for _ in UNITS)] * 150
     (tmp_path / "17-my_kernel-72-final_bundles.txt").write_text("\n".join(bundles))
     (tmp_path / "17-my_kernel-73-final_hlo-static-per-bundle-utilization.txt").write_text("\n".join(table))
-    found = read(str(tmp_path), "my_kernel")
-    assert [block.bundles for block in found.blocks] == [121, 150]
-    assert (found.kernel, found.bundles, found.capacity["VALU"]) == ("my_kernel", 271, 4)
-    assert found.body == Block(150, dict.fromkeys(UNITS, 300))
-    assert in_tiles(found.body, 4)["bundles"] == 37.5
+    schedule = read(str(tmp_path), "my_kernel")
+    assert [block.bundles for block in schedule.blocks] == [121, 150]
+    assert (schedule.kernel, schedule.bundles, schedule.capacity["VALU"]) == ("my_kernel", 271, 4)
+    assert schedule.body == Block(150, dict.fromkeys(UNITS, 300))
+    assert in_tiles(schedule.body, 4)["bundles"] == 37.5
     with pytest.raises(LookupError, match="no kernel named like 'other'"):
         read(str(tmp_path), "other")

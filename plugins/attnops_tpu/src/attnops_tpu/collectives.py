@@ -55,8 +55,8 @@ def scheduled(lowered: Any, generation: str) -> tuple[Any, str]:
     """
     with tempfile.TemporaryDirectory(prefix="attnops_") as folder, target(generation):
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        found = max(Path(folder).glob("*.after_codegen.txt"), key=lambda path: path.stat().st_size)
-        return compiled, found.read_text()
+        text = max(Path(folder).glob("*.after_codegen.txt"), key=lambda path: path.stat().st_size)
+        return compiled, text.read_text()
 
 
 def exchanges(program: str) -> dict[str, list[Event]]:
@@ -84,8 +84,8 @@ def exchanges(program: str) -> dict[str, list[Event]]:
             return Event("kernel", named[1].split(".")[0], named[1])
         return None
 
-    found = {name: [e for line in lines if (e := event(line))] for name, lines in bodies.items()}
-    return {name: events for name, events in found.items() if any(e.kind != "kernel" for e in events)}
+    events = {name: [e for line in lines if (e := event(line))] for name, lines in bodies.items()}
+    return {name: own for name, own in events.items() if any(e.kind != "kernel" for e in own)}
 
 
 def exposed(events: list[Event]) -> list[Event]:
@@ -94,28 +94,28 @@ def exposed(events: list[Event]) -> list[Event]:
     Args:
         events: of one computation, see `exchanges`.
     """
-    found = []
+    waits = []
     for i, event in enumerate(events):
         if event.kind == "whole":
-            found.append(event)
+            waits.append(event)
         if event.kind == "start":
             end = next(j for j, e in enumerate(events) if e.kind == "done" and e.name == event.name)
             if not any(e.kind == "kernel" for e in events[i:end]):
-                found.append(event)
-    return found
+                waits.append(event)
+    return waits
 
 
 def _bodies(program: str) -> dict[str, list[str]]:
     """The instructions of each computation, a line each."""
-    found: dict[str, list[str]] = {}
+    bodies: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in program.splitlines():
         head = _HEAD.match(line)
         if head:
-            lines = found[head[1]] = []
+            lines = bodies[head[1]] = []
         else:
             lines.append(line.strip())
-    return found
+    return bodies
 
 
 def _called(line: str) -> list[str]:

@@ -53,7 +53,7 @@ def test_a_case_compiles_with_temporaries_linear_in_tokens(name: str, generation
     case = CASES[name]
     S, Dv = case.S or case.T, case.Dv or case.D
     # Copies in the kernels' layout, gradients in float32 and such: linear in tokens, and far from T × S.
-    # In main memory a row takes whole registers of 128 lanes.
+    # In main memory a row is padded to a multiple of 128 lanes.
     tokens = case.B * (case.T * case.H + S * case.K) * sum(-(-d // 128) * 128 for d in (case.D, Dv))
     arrays = sum(4 * x.size for x in (*case.learnt, *case.traced) if x.ndim == 4 and min(x.shape[2:]) > 1)
     assert temporaries(case, generation) <= 16 * tokens + 2 * arrays + 2**22

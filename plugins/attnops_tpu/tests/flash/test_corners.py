@@ -50,7 +50,7 @@ def test_heads_that_take_turns(features: list[str], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         tile_sizes,
         "_candidates",
-        lambda metadata, problem, *rest: problem.G == 1 and candidates(metadata, problem, *rest),
+        lambda metadata, problem, *options: problem.G == 1 and candidates(metadata, problem, *options),
     )
     problem = combine(features).problem(TPU.metadata)
     problem.check(OperationRegistry.create("attnops-tpu:flash", problem.metadata))

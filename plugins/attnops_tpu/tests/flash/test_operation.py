@@ -62,7 +62,7 @@ def test_tiles_fit_the_least_memory_and_the_mask() -> None:
     problem = Problem(T=8192, S=8192, G=1, D=128, Dv=128, itemsize=2, out_itemsize=2)
     with target("v6e"):
         large = choose(OperationMetadata(), problem, lambda bq, bk: None)
-        # A window leaves few tiles whole; small ones waste less of it.
+        # A window has few FULL tiles; small tiles compute fewer masked scores.
         small = choose(OperationMetadata(), problem, lambda bq, bk: (8192 // bq) * (1 + 128 // bk + 1))
     assert large.bq * large.bk > small.bq * small.bk
     wide = Problem(T=8192, S=8192, G=8, D=576, Dv=512, itemsize=4, out_itemsize=4)
@@ -79,8 +79,8 @@ def test_tiles_can_be_numbered() -> None:
     tokens = 4 << 20
     problem = Problem(T=tokens, S=tokens, G=1, D=64, Dv=64, itemsize=2, out_itemsize=2)
     # By its count alone the smallest would be chosen.
-    found = choose(OperationMetadata(), problem, lambda bq, bk: bq * bk)
-    assert -(-tokens // min(found.bq, found.bk)) <= MAX_TILES
+    sizes = choose(OperationMetadata(), problem, lambda bq, bk: bq * bk)
+    assert -(-tokens // min(sizes.bq, sizes.bk)) <= MAX_TILES
     x = jax.ShapeDtypeStruct((1, tokens, 1, 64), jnp.bfloat16)
     with pytest.raises(UnsupportedError, match=r"block_q=128: 4194304 tokens are more than 8192 such tiles"):
         jax.eval_shape(make(block_q=128), x, x, x)

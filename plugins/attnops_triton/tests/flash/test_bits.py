@@ -99,8 +99,8 @@ def test_bits_of_partial_tiles_alone() -> None:
         seen.append([list(map(int, x)) for x in at])
         return jnp.zeros((len(at[0]), 16, 1), jnp.int32)
 
-    found: TileSchedule = tile_schedule(coverage, pack)
+    schedule: TileSchedule = tile_schedule(coverage, pack)
     assert seen[-1][2:] == [[0, 1, 2, 2], [0, 1, 1, 2]]
-    assert found.first.tolist() == [0, 1, 2]
+    assert schedule.first.tolist() == [0, 1, 2]
     tile_schedule(coverage.swapaxes(2, 3), pack, by_key=True)
     assert seen[-1][2:] == [[0, 1, 2, 2], [0, 1, 1, 2]], "queries and keys, row by row of keys"

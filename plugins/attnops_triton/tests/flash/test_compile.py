@@ -28,7 +28,7 @@ def scattered() -> MaskFn:
 
 BIAS = (jax.ShapeDtypeStruct((1, 8, 2048, 2048), jnp.float32),)
 MASK = (jax.ShapeDtypeStruct((1, 1, 2048, 2048), jnp.bool_),)
-# Beside the catalogue: what takes most of shared memory.
+# In addition to the catalogue: the cases that need most shared memory.
 CASES = ALL | {f"bits, D {D}": CompileCase(D=D, mask=scattered) for D in (64, 128, 256)} | {
     "bits and bias": CompileCase(mask=lambda: Causal() & scattered(), bias=jnp.asarray, learnt=BIAS),
     "dense mask and bias": CompileCase(mask=Dense, traced=MASK, bias=jnp.asarray, learnt=BIAS),
@@ -79,13 +79,13 @@ def compiled(case: CompileCase, arch: str) -> list[tuple[Launched, Binary]]:
     ],
 )
 def test_variants_of_the_table_fit_and_use_tensor_cores(D: int, Dv: int, dtype: str, arch: str) -> None:
-    found = compiled(CompileCase(D=D, Dv=Dv, dtype=jnp.dtype(dtype), mask=Causal), arch)
-    assert [x.kernel.name for x, _ in found] == [
+    binaries = compiled(CompileCase(D=D, Dv=Dv, dtype=jnp.dtype(dtype), mask=Causal), arch)
+    assert [x.kernel.name for x, _ in binaries] == [
         "attnops_flash_forward", "attnops_flash_backward_query", "attnops_flash_backward_key"
     ]  # fmt: skip
-    for launched, binary in found:
+    for launched, binary in binaries:
         what = f"{launched.kernel.name} with {launched.tiles}"
-        assert binary.shared <= SHARED_MEMORY[arch], f"{what} takes {binary.shared} bytes of shared memory"
+        assert binary.shared <= SHARED_MEMORY[arch], f"{what} needs {binary.shared} bytes of shared memory"
         if max(D, Dv) <= 128 and dtype != "float32":
             assert binary.spilled == 0, f"{what} spills {binary.spilled}"
         if dtype != "float32":
@@ -105,7 +105,9 @@ def test_variants_of_the_table_fit_and_use_tensor_cores(D: int, Dv: int, dtype: 
 )
 def test_a_case_compiles_within_shared_memory(name: str, arch: str) -> None:
     for launched, binary in compiled(CASES[name], arch):
-        assert binary.shared <= SHARED_MEMORY[arch], f"{launched.kernel.name} takes {binary.shared} of shared memory"
+        assert binary.shared <= SHARED_MEMORY[arch], (
+            f"{launched.kernel.name} needs {binary.shared} bytes of shared memory"
+        )
 
 
 @pytest.mark.parametrize(("variant", "arch"), sorted(REFUSED))

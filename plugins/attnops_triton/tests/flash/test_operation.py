@@ -62,7 +62,7 @@ def test_importing_imports_no_triton() -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "says"),
+    ("installed", "messages"),
     [
         ({"jax": "0.10.2"}, ["triton=not installed", "jax-triton=not installed"]),
         ({"jax": "0.10.2", "triton": "3.9.0"}, ["jax-triton=not installed"]),
@@ -80,13 +80,13 @@ def test_importing_imports_no_triton() -> None:
     ],
 )
 def test_versions_that_do_not_work_are_reasons_with_what_to_install(
-    installed: dict[str, str], says: list[str], monkeypatch: pytest.MonkeyPatch
+    installed: dict[str, str], messages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "version_of", installed.get)
-    found = [str(reason) for reason in versions.missing(interpret=False)]
-    assert len(found) == len(says)
-    for reason, part in zip(found, says, strict=True):
-        assert part in reason
+    reasons = [str(reason) for reason in versions.missing(interpret=False)]
+    assert len(reasons) == len(messages)
+    for reason, message in zip(reasons, messages, strict=True):
+        assert message in reason
         assert "pip install" in reason
 
 
@@ -133,12 +133,12 @@ def test_the_table_has_every_architecture_and_knows_relatives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "pieces"),
+    ("dim", "chunks"),
     [(8, [(0, 16)]), (64, [(0, 64)]), (80, [(0, 64), (64, 16)]), (96, [(0, 64), (64, 32)]), (100, [(0, 128)]),
      (192, [(0, 128), (128, 64)]), (576, [(0, 512), (512, 64)])],
 )  # fmt: skip
-def test_head_dims_in_pieces(dim: int, pieces: list[tuple[int, int]]) -> None:
-    assert head_dim_chunks(dim) == pieces
+def test_head_dims_are_split_in_chunks_of_powers_of_two(dim: int, chunks: list[tuple[int, int]]) -> None:
+    assert head_dim_chunks(dim) == chunks
 
 
 def test_blocks_that_are_no_power_of_two() -> None:

@@ -45,8 +45,8 @@ def expected(coverage: np.ndarray) -> list[list[tuple[list[int], list[int]]]]:
 def test_schedules_of_random_coverage_are_its_tiles_that_are_not_empty(traced: bool) -> None:
     coverage = np.random.default_rng(0).integers(0, 3, (2, 3, 7, 5)).astype(np.int8)
     coverage[0, 0, 2] = coverage[1, 2] = Coverage.EMPTY
-    found = jax.jit(tile_schedule)(jnp.asarray(coverage)) if traced else tile_schedule(coverage)
-    assert listed(found) == expected(coverage)
+    schedule = jax.jit(tile_schedule)(jnp.asarray(coverage)) if traced else tile_schedule(coverage)
+    assert listed(schedule) == expected(coverage)
 
 
 @pytest.mark.parametrize("name", MASKS)

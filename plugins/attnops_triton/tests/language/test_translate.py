@@ -38,7 +38,7 @@ FUNCTIONS = {
     "gelu": lambda s, d: jax.nn.gelu(s, approximate=True) + jax.nn.silu(s),
 }
 
-# Each of these takes a way of its own through the translation; the others are slow.
+# Each of these runs a different branch of the translation; the others are slow.
 QUICK = ("rounding", "select", "integers", "own derivative", "unsigned")
 
 

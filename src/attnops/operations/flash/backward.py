@@ -28,7 +28,7 @@ from attnops.operations.flash.operands import (
     unpack_transposed,
     zeros,
 )
-from attnops.operations.flash.plan import Plan, TileIndex
+from attnops.operations.flash.plan import Index, Plan, TileIndex
 from attnops.operations.flash.scoring import Numbers
 from attnops.operations.flash.tile import allowed, cap_and_bias_vjp, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
@@ -94,7 +94,7 @@ class _Sweep:
     arrays: Arrays
     numbers: Numbers
 
-    def load_keys(self, group: Any, kv_tile: Any) -> _Keys:
+    def load_keys(self, group: Index, kv_tile: Index) -> _Keys:
         plan = self.plan
         k = load(plan, self.inputs.k, group, kv_tile, plan.bk, self.dtypes.k)
         v = load(plan, self.inputs.v, group, kv_tile, plan.bk, self.dtypes.v)
@@ -152,11 +152,11 @@ def backward(plan: Plan, wants_bias: bool, inputs: Inputs, arrays: Arrays, sched
     # Those of a partial softmax are added to others, and so are not rounded.
     dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 
-    def row(i: Any, state: Gradients) -> Gradients:
+    def row(i: Index, state: Gradients) -> Gradients:
         group, kv_tile = i // plan.nk, i % plan.nk
         keys = sweep.load_keys(group, kv_tile)
 
-        def step(q_tile: Any, carry: Gradients, masked: bool) -> Gradients:
+        def step(q_tile: Index, carry: Gradients, masked: bool) -> Gradients:
             index = plan.tile_index(group, q_tile, kv_tile, transposed=True)
             return sweep.add_tile(keys, index, carry, masked)
 

@@ -4,7 +4,7 @@ arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from attnops.operations.flash.operands import (
     unpack_rows,
     zeros,
 )
-from attnops.operations.flash.plan import Plan
+from attnops.operations.flash.plan import Index, Plan
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
 
@@ -59,11 +59,11 @@ def forward(
     numbers = numbers_of(scoring, arrays)
     score_unit = 1.0 if scoring.has_cap_or_bias or numbers.scale_residual is None else numbers.scale_residual
 
-    def row(i: Any, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def row(i: Index, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         group, q_tile = i // plan.nq, i % plan.nq
         q_ = numbers.fold_scale(load(plan, q, group, q_tile, plan.bq, query.dtype), plan.dtype)  # [P, R, D]
 
-        def step(kv_tile: Any, carry: _Softmax, masked: bool) -> _Softmax:
+        def step(kv_tile: Index, carry: _Softmax, masked: bool) -> _Softmax:
             index = plan.tile_index(group, q_tile, kv_tile, transposed=False)
             k_ = load(plan, k, group, kv_tile, plan.bk, key.dtype)
             v_ = load(plan, v, group, kv_tile, plan.bk, value.dtype)

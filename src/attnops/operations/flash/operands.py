@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.masks.base import Mask
-from attnops.operations.flash.plan import Plan
+from attnops.operations.flash.plan import Index, Plan
 from attnops.operations.flash.scoring import Numbers, Scoring
 from attnops.operations.flash.tile_bias import Leaves
 
@@ -66,7 +66,7 @@ def unpack(x: jax.Array, length: int, dtype: Any) -> jax.Array:
     return _floats(x, dtype)[:, :length]
 
 
-def load(plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, dtype: Any) -> jax.Array:
+def load(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, dtype: Any) -> jax.Array:
     """A tile of a group of problems, [P, rows, d], in the dtype of products' operands.
 
     The query heads of a kv head are rows of one tile.
@@ -87,7 +87,7 @@ def load(plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, dtype: Any)
     return x.reshape(plan.problems_per_tile, -1, x.shape[-1])
 
 
-def store(plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, value: jax.Array, dtype: Any) -> jax.Array:
+def store(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, value: jax.Array, dtype: Any) -> jax.Array:
     """``x`` with a tile replaced by ``value`` [P, rows, d]; in place inside a loop."""
     heads = x.shape[2] // plan.K
     start, sizes = _slice(plan, group, tile, size, heads)
@@ -97,7 +97,7 @@ def store(plan: Plan, x: jax.Array, group: Any, tile: Any, size: int, value: jax
     return lax.dynamic_update_slice(x, value, start)
 
 
-def add_transposed(plan: Plan, x: jax.Array, group: Any, tile: Any, value: jax.Array) -> jax.Array:
+def add_transposed(plan: Plan, x: jax.Array, group: Index, tile: Index, value: jax.Array) -> jax.Array:
     """``x`` [groups, nq, P, d, R] with ``value`` [P, d, R] added to a tile of queries; in place inside a loop."""
     start = plan.indices(group, tile, 0, 0, 0)
     value = value[None, None]
@@ -124,13 +124,13 @@ def unpack_rows(plan: Plan, x: jax.Array) -> jax.Array:
     return x.reshape(plan.B, plan.H, plan.nq * plan.bq)[:, :, : plan.T]
 
 
-def load_rows(plan: Plan, x: jax.Array, group: Any, tile: Any) -> jax.Array:
+def load_rows(plan: Plan, x: jax.Array, group: Index, tile: Index) -> jax.Array:
     """The rows of a tile of queries, [P, R]."""
     start = plan.indices(group * plan.problems_per_tile, tile, 0)
     return lax.dynamic_slice(x, start, (plan.problems_per_tile, 1, plan.R)).reshape(plan.problems_per_tile, plan.R)
 
 
-def store_rows(plan: Plan, x: jax.Array, group: Any, tile: Any, value: jax.Array) -> jax.Array:
+def store_rows(plan: Plan, x: jax.Array, group: Index, tile: Index, value: jax.Array) -> jax.Array:
     """``x`` with the rows of a tile of queries replaced by ``value`` [P, R]."""
     return lax.dynamic_update_slice(x, value[:, None], plan.indices(group * plan.problems_per_tile, tile, 0))
 
@@ -139,7 +139,9 @@ def _floats(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
-def _slice(plan: Plan, group: Any, tile: Any, size: int, heads: int) -> tuple[list[jax.Array], tuple[int, int, int]]:
+def _slice(
+    plan: Plan, group: Index, tile: Index, size: int, heads: int
+) -> tuple[list[jax.Array], tuple[int, int, int]]:
     """Start and sizes of the slice of [B, rows, heads, d] that holds a tile of a group of problems."""
     per_batch = min(plan.problems_per_tile, plan.K)
     first = group * plan.problems_per_tile

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from attnops.operations.flash.scoring import Scoring
+
+# An index, static or computed by a loop.
+Index: TypeAlias = jax.Array | int
 
 
 class TileIndex(NamedTuple):
@@ -26,9 +29,9 @@ class TileIndex(NamedTuple):
         kv: indices of the keys; S and above beyond the ragged end.
     """
 
-    group: Any
-    q_tile: Any
-    kv_tile: Any
+    group: Index
+    q_tile: Index
+    kv_tile: Index
     transposed: bool
     b: jax.Array
     h: jax.Array
@@ -99,13 +102,13 @@ class Plan:
             return self.B * (self.K // self.problems_per_tile)  # a symbolic B has no quotient
         return self.B * self.K // self.problems_per_tile
 
-    def map_index(self, group: Any) -> Any:
+    def map_index(self, group: Index) -> Index:
         """The index of a group's block map among those of [batch, kv heads]."""
         first = group * self.problems_per_tile
         b, k = first // self.K, first % self.K
         return (b if self.map_shape[0] != 1 else 0) * self.map_shape[1] + (k if self.map_shape[1] > 1 else 0)
 
-    def tile_index(self, group: Any, q_tile: Any, kv_tile: Any, transposed: bool) -> TileIndex:
+    def tile_index(self, group: Index, q_tile: Index, kv_tile: Index, transposed: bool) -> TileIndex:
         """The indices of a tile."""
         n = group * self.problems_per_tile + jnp.arange(self.problems_per_tile, dtype=jnp.int32)
         row = jnp.arange(self.R, dtype=jnp.int32)
@@ -117,7 +120,7 @@ class Plan:
             return TileIndex(group, q_tile, kv_tile, True, b, h[:, None, :], q[:, None, :], kv[:, :, None])
         return TileIndex(group, q_tile, kv_tile, False, b, h[:, :, None], q[:, :, None], kv[:, None, :])
 
-    def indices(self, *indices: Any) -> list[jax.Array]:
+    def indices(self, *indices: Index) -> list[jax.Array]:
         """Indices as int32, since slicing needs one dtype: with x64 on, Python integers are wider than a loop's."""
         return [jnp.asarray(index, jnp.int32) for index in indices]
 

@@ -13,7 +13,7 @@ from jax import lax
 from attnops.biases import Bias, RelativeBias
 from attnops.operations.flash.plan import Plan, TileIndex
 
-# Among gradients, None stands for a leaf that has none.
+# Of gradients, None for a leaf without one.
 Leaves: TypeAlias = tuple[Any, ...]
 
 

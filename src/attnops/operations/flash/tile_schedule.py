@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from attnops.masks.grid import Coverage
+from attnops.operations.flash.plan import Index
 
 State = TypeVar("State")
 
@@ -68,11 +69,11 @@ def tile_schedule(coverage: Any, is_data: bool = False) -> TileSchedule:
 
 
 def for_active_tiles(
-    schedule: TileSchedule, m: Any, row: Any, step: Callable[[Any, State, bool], State], state: State
+    schedule: TileSchedule, m: Index, row: Index, step: Callable[[Index, State, bool], State], state: State
 ) -> State:
     """Fold ``step(column, state, masked)`` over the active tiles of row ``row`` of map ``m``."""
 
-    def run(first: Any, last: Any, state: State, masked: bool) -> State:
+    def run(first: Index, last: Index, state: State, masked: bool) -> State:
         return lax.fori_loop(first, last, lambda e, s: step(schedule.columns[m, e], s, masked), state)
 
     start, middle, stop = schedule.start[m, row], schedule.middle[m, row], schedule.stop[m, row]

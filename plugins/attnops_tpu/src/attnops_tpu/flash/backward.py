@@ -28,6 +28,7 @@ from attnops.masks import Coverage
 from attnops_tpu.flash.operands import (
     Arrays,
     Operand,
+    Refs,
     TileIndex,
     by_query,
     columns_of_key,
@@ -37,7 +38,14 @@ from attnops_tpu.flash.operands import (
     score_operands,
 )
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.flash.tile import SubTile, log2_unit, product, zero_masked_keys, zero_masked_queries
+from attnops_tpu.flash.tile import (
+    SubTile,
+    cap_and_bias_vjp,
+    log2_unit,
+    product,
+    zero_masked_keys,
+    zero_masked_queries,
+)
 from attnops_tpu.flash.tile_schedule import TileSchedule
 from attnops_tpu.interpreter import interpret_params
 
@@ -208,7 +216,7 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: A
 
 
 def _add_tile(
-    plan: Plan, refs: Any, index: TileIndex, masked: bool, gradients: Any, start: Any, buffers: Any, zero: Any
+    plan: Plan, refs: Refs, index: TileIndex, masked: bool, gradients: Any, start: Any, buffers: Any, zero: Any
 ) -> None:
     """Add the contribution of a tile to the gradients.
 
@@ -273,29 +281,14 @@ def _clear(ref: Any) -> None:
         ref[ref.shape[0] - remainder :, :] = jnp.zeros((remainder, ref.shape[1]), ref.dtype)
 
 
-def products(sub: SubTile, refs: Any) -> tuple[jax.Array, jax.Array]:
+def products(sub: SubTile, refs: Refs) -> tuple[jax.Array, jax.Array]:
     """Query times key, and the gradients of the weights, both [rows, cols]."""
     s = product(sub.plan, refs["k"][sub.keys, :], refs["q"][:, sub.queries])
     return s, product(sub.plan, refs["v"][sub.keys, :], refs["d_out"][:, sub.queries])
 
 
-def cap_and_bias_vjp(sub: SubTile, s: jax.Array, masked: bool) -> tuple[jax.Array, Any]:
-    """The scores of products, and their pullback to products times the full scale; None without cap and bias."""
-    plan = sub.plan
-    if not plan.scoring.has_cap_or_bias:
-        return s, None
-    values = sub.bias_values()
-    scaled = zero_masked_scores(sub, s, masked) * plan.scale_residual
-    return jax.vjp(lambda x: sub.apply_cap_and_bias(x, values), scaled)
-
-
-def zero_masked_scores(sub: SubTile, s: jax.Array, masked: bool) -> jax.Array:
-    """Products, with 0 where masked: fully masked tokens may hold NaN, and so would 0 times the derivatives there."""
-    return jnp.where(sub.allowed(), s, 0.0) if masked and sub.plan.scoring.has_fully_masked_tokens else s
-
-
 def weights_and_gradients(
-    sub: SubTile, refs: Any, masked: bool, s: jax.Array, d_weights: jax.Array
+    sub: SubTile, refs: Refs, masked: bool, s: jax.Array, d_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The weights after dropout, the gradients of the scores, and which scores are not masked, None for all."""
     plan = sub.plan

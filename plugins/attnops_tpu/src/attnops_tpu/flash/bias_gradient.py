@@ -14,17 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import folds_batch, one_by_one, output_like
 from attnops.masks import Coverage
-from attnops_tpu.flash.backward import (
-    Inputs,
-    cap_and_bias_vjp,
-    input_operands,
-    products,
-    weights_and_gradients,
-    zero_masked_scores,
-)
-from attnops_tpu.flash.operands import Arrays, TileIndex, compiler_params, concatenate_rows, cost
+from attnops_tpu.flash.backward import Inputs, input_operands, products, weights_and_gradients
+from attnops_tpu.flash.operands import Arrays, Refs, TileIndex, compiler_params, concatenate_rows, cost
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.flash.tile import SubTile, sheared, to_row
+from attnops_tpu.flash.tile import SubTile, cap_and_bias_vjp, sheared, to_row, zero_masked_scores
 from attnops_tpu.flash.tile_schedule import TileSchedule
 from attnops_tpu.interpreter import interpret_params
 
@@ -153,8 +146,8 @@ def _value_kernel(
             for ref, i in zip(rows, wanted.by_query, strict=True):
                 ref[:, sub.queries] += gradients[i]
             for ref, i in zip(of_head, wanted.by_key, strict=False):
-                at = index.kv_tile * plan.bk + sub.row
-                at = pl.ds(at if plan.interpret else pl.multiple_of(at, 128), sub.rows)
+                first = index.kv_tile * plan.bk + sub.row
+                at = pl.ds(first if plan.interpret else pl.multiple_of(first, 128), sub.rows)
                 ref[:, at] += to_row(gradients[i])
             if plan.scoring.table:
                 width = sub.rows + sub.cols
@@ -164,7 +157,7 @@ def _value_kernel(
         pl.when(entry.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
 
 
-def _sub_tile_gradients(sub: SubTile, refs: Any, wanted: _Wanted, masked: bool) -> tuple[dict[int, Any], jax.Array]:
+def _sub_tile_gradients(sub: SubTile, refs: Refs, wanted: _Wanted, masked: bool) -> tuple[dict[int, Any], jax.Array]:
     """The gradients of the wanted values, by index, and of the scores [rows, cols]."""
     s, d_weights = products(sub, refs)
     s = zero_masked_scores(sub, s, masked)
@@ -265,7 +258,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSc
     )(schedule.entries, *(operand.array for operand in operands), jnp.zeros_like(array, jnp.float32))
 
 
-def _sub_tiles(plan: Plan, refs: Any, index: TileIndex) -> list[SubTile]:
+def _sub_tiles(plan: Plan, refs: Refs, index: TileIndex) -> list[SubTile]:
     rows, cols = plan.backward.rows, plan.backward.cols
     return [
         SubTile(plan, refs, index, row, rows, col, cols)

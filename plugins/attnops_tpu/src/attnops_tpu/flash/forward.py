@@ -22,6 +22,7 @@ from attnops.masks import Coverage
 from attnops_tpu.flash.operands import (
     Arrays,
     Operand,
+    Refs,
     TileIndex,
     by_query,
     compiler_params,
@@ -185,7 +186,9 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: A
         _clear(state)
 
 
-def _step(plan: Plan, refs: Any, indices: tuple[TileIndex, TileIndex], state: _State, first: Any, masked: bool) -> None:
+def _step(
+    plan: Plan, refs: Refs, indices: tuple[TileIndex, TileIndex], state: _State, first: Any, masked: bool
+) -> None:
     """Compute the scores of the current tile, and accumulate those of the previous tile.
 
     Args:
@@ -234,7 +237,7 @@ def _step(plan: Plan, refs: Any, indices: tuple[TileIndex, TileIndex], state: _S
             state.alpha[:, at] = jnp.exp2((m_before - _finite(m)) * c)
 
 
-def _scores(sub: SubTile, refs: Any, masked: bool) -> jax.Array:
+def _scores(sub: SubTile, refs: Refs, masked: bool) -> jax.Array:
     plan = sub.plan
     s = product(plan, refs["k"][sub.keys, :], refs["q"][sub.queries, :], 1, 1)
     if plan.scoring.has_cap_or_bias:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,19 @@ from attnops_tpu.flash.tile_schedule import TileSchedule
 PARALLEL, ARBITRARY = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
 
 
+# An index, in a scalar register.
+Index: TypeAlias = jax.Array
+# References to the blocks of operands, by their names.
+Refs: TypeAlias = Mapping[str, Any]
+
+
 class TileIndex(NamedTuple):
     """The indices of a tile, in scalar registers."""
 
-    b: Any
-    h: Any
-    q_tile: Any
-    kv_tile: Any
+    b: Index
+    h: Index
+    q_tile: Index
+    kv_tile: Index
 
 
 class Arrays(NamedTuple):

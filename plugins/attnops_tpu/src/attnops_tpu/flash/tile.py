@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.dropout import dropout_keep
 from attnops.kernels import Elementwise
-from attnops_tpu.flash.operands import TileIndex
+from attnops_tpu.flash.operands import Refs, TileIndex
 from attnops_tpu.flash.plan import Plan
 
 LOG2E: Final = math.log2(math.e)
@@ -37,7 +37,7 @@ class SubTile:
     """
 
     plan: Plan
-    refs: Mapping[str, Any]
+    refs: Refs
     index: TileIndex
     row: int
     rows: int
@@ -179,6 +179,21 @@ def to_column(x: jax.Array) -> jax.Array:
 def to_row(x: jax.Array) -> jax.Array:
     """[n, 1] to [1, n]."""
     return jnp.broadcast_to(x, (x.shape[0], 128)).T[:1]
+
+
+def cap_and_bias_vjp(sub: SubTile, s: jax.Array, masked: bool) -> tuple[jax.Array, Any]:
+    """The scores of products, and their pullback to products times the full scale; None without cap and bias."""
+    plan = sub.plan
+    if not plan.scoring.has_cap_or_bias:
+        return s, None
+    values = sub.bias_values()
+    scaled = zero_masked_scores(sub, s, masked) * plan.scale_residual
+    return jax.vjp(lambda x: sub.apply_cap_and_bias(x, values), scaled)
+
+
+def zero_masked_scores(sub: SubTile, s: jax.Array, masked: bool) -> jax.Array:
+    """Products, with 0 where masked: fully masked tokens may hold NaN, and so would 0 times the derivatives there."""
+    return jnp.where(sub.allowed(), s, 0.0) if masked and sub.plan.scoring.has_fully_masked_tokens else s
 
 
 def zero_masked_keys(x: jax.Array, visible: jax.Array, axis: int) -> jax.Array:

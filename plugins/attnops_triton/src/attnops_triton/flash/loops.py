@@ -80,7 +80,7 @@ def tile_loops(write: Writer, schedule: TileSchedule, first: str, block: int, bo
         write(f"map_row = ({which or '0'}) * {schedule.rows} + row")
     if schedule.columns is not None:
         write(f"columns_at = columns_ptr + map_row.to(tl.int64) * {schedule.width}")
-    for masked, wanted in ((False, schedule.full), (True, schedule.partial)):
+    for masked, wanted in ((False, schedule.any_full), (True, schedule.any_partial)):
         if not wanted:
             continue
         at = 2 * masked

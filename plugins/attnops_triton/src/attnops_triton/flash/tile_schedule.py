@@ -18,7 +18,7 @@ from attnops_triton.flash.bits import Pack
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["ranges", "columns", "words", "first"],
-    meta_fields=["map_shape", "rows", "width", "constant", "full", "partial"],
+    meta_fields=["map_shape", "rows", "width", "constant", "any_full", "any_partial"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
@@ -34,8 +34,8 @@ class TileSchedule(Foldable):
         rows: rows of a map.
         width: columns listed a row; 0 without a list.
         constant: the ranges, if they are the same for every row; else None.
-        full: whether there are FULL tiles.
-        partial: whether there are PARTIAL tiles.
+        any_full: whether any tile may be FULL.
+        any_partial: whether any tile may be PARTIAL.
         words: int32 [tiles, bq, words a query], the bits of PARTIAL tiles, row by row; None unless the mask is packed.
         first: int32 [maps · rows], the index of a row's first PARTIAL tile in ``words``.
     """
@@ -46,8 +46,8 @@ class TileSchedule(Foldable):
     rows: int
     width: int
     constant: tuple[int, int, int, int] | None
-    full: bool
-    partial: bool
+    any_full: bool
+    any_partial: bool
     words: Any = None
     first: Any = None
 
@@ -110,7 +110,7 @@ def tile_schedule(coverage: Any, pack: Pack | None = None, by_key: bool = False)
 def _known(coverage: Any, pack: Pack | None) -> TileSchedule:
     *maps, rows, columns = coverage.shape
     schedule = _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]))
-    if pack is None or not schedule.partial:
+    if pack is None or not schedule.any_partial:
         return schedule
     is_partial = coverage == Coverage.PARTIAL
     count = is_partial.sum(axis=3).reshape(-1)

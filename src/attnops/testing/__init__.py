@@ -4,8 +4,8 @@
 neither.
 
 Three modules list features of the contract, each for another use: `features` as small problems that are run and
-compared with the oracle; `catalogue` as calls of real sizes that are only compiled; `support_table` as requests, of
-which only the reasons are asked, for the README's table.
+compared with the oracle; `catalogue` as calls of real sizes that are only compiled; `support_table` as requests, whose
+reasons make the README's table.
 """
 
 from typing import TYPE_CHECKING, Any

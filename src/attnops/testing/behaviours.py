@@ -1,4 +1,4 @@
-"""What the suite checks of an operation beside the features: determinism, memory, transforms and refusals.
+"""The suite's checks in addition to the features: determinism, memory, transforms and refusals.
 
 Each function takes the `Subject` and raises what `attnops.testing.runner.attempt` understands.
 """
@@ -169,7 +169,7 @@ def export(subject: Subject) -> None:
 
 
 def second_derivative(subject: Subject) -> None:
-    """The gradient of a gradient is right, or refused in words."""
+    """The gradient of a gradient is right, or refused with a message."""
     if not subject.gradients:
         raise NotRunError(f"mode {subject.mode} has no gradients")
     if subject.base.softmax_scale is not None or subject.base.logits_soft_cap is not None:
@@ -240,7 +240,7 @@ def refusals_are_listed(subject: Subject) -> None:
     operation = subject.make(problem.metadata)
     reasons = problem.reasons(operation)
     if not reasons:
-        raise NotRunError("it refuses nothing of what was asked")
+        raise NotRunError("it refused none of the requests")
     error = _raised(
         UnsupportedError,
         lambda: jax.eval_shape(problem.program(operation, gradients=False), *problem.arguments),
@@ -295,7 +295,7 @@ MEMORY: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
 def memory_growth(subject: Subject, case: str, length: int = 1024) -> None:
     """Four times the length needs at most `GROWTH` times the memory for temporaries, by the compiler's own figures.
 
-    In tiles that are small beside the length: those of one large tile would hide what grows with T × S.
+    In tiles that are small compared with the length: one large tile would hide temporaries of T × S.
     """
     if not subject.limits.linear_memory:
         raise NotRunError("quadratic, by declaration")

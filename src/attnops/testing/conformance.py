@@ -21,7 +21,7 @@ from attnops.testing.runner import Outcome, Status, Subject, attempt
 
 
 class OperationConformance:
-    """Every feature of the contract, alone and combined in pairs, is right or refused with a reason; nothing is wrong.
+    """Tests that each feature of the contract, single and in pairs, is right or refused with a reason.
 
     ::
 
@@ -29,27 +29,27 @@ class OperationConformance:
             operation, platform = "flash", "tpu"
             interpret = True
 
-    Values and gradients are held to the float64 oracle by the tolerance rule. Problems fit the operation: their
+    Values and gradients are compared with the float64 oracle by the tolerance rule. Problems fit the operation: their
     dtype, lengths, heads and head dims are the first that it does not refuse, see `attnops.testing.fit`. Marked
-    ``slow`` are each feature alone, pairs, corners, long problems and most memory figures, and of what is interpreted
-    most behaviours too: register the marker, and leave them out with ``-m "not slow"``. What remains has every
+    ``slow`` are single features, pairs, corners, long problems and most memory figures, and for interpreted kernels
+    most behaviours: register the marker, and deselect them with ``-m "not slow"``. The remaining tests have every
     feature, several in a problem.
 
     Class attributes:
         operation: the operation's name, ``distribution:name``, or its class.
-        platform: what `OperationMetadata` takes; None for this machine's.
-        interpret: run kernels in their language's interpreter.
-        mode: the runtime mode; gradients are checked in "train" alone.
-        block: queries and keys a tile, small so that small problems have several. Lengths are 2.5 times it, but
-            for the features that are about lengths, and for a kernel whose lengths must be a multiple of more.
+        platform: see `OperationMetadata`; None for this machine's.
+        interpret: whether to run kernels in their language's interpreter.
+        mode: the runtime mode; gradients are checked in "train" only.
+        block: queries and keys a tile, small so that small problems have several. Lengths are 2.5 times it, except
+            in features that change lengths, and for kernels whose lengths must be multiples of a larger number.
         dtype: of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
-        metadata: further fields of the metadata; features that set the same field win.
+        metadata: further fields of the metadata; features that set the same field take precedence.
         refuses: the names of the features and behaviours ("export", "second derivative") that it refuses, and no
-            others; pairs as ``"GQA + Causal"`` where both features are served alone. A behaviour that is named here
+            others; pairs as ``"GQA + Causal"`` where each feature by itself is served. A behaviour that is named here
             may also raise any exception. None: any may be refused.
         slow: the names of tests, such as "test_behaviour", whose every case is marked ``slow``.
-        exhaustive: the names of tests, such as "test_all_pairs", of which there are too many for what a problem takes
-            with this operation: those that are slow are marked ``exhaustive`` too.
+        exhaustive: the names of tests, such as "test_all_pairs", that take too long in total with this
+            operation: those that are slow are marked ``exhaustive`` too.
     """
 
     operation: ClassVar[str | type[OperationImpl]]

@@ -1,6 +1,6 @@
-"""Where kernels went wrong: what slices share, what nobody sees, ragged ends, functions of one's own.
+"""Cases in which kernels have been wrong: broadcast arrays, hidden tokens, ragged ends, callers' functions.
 
-Each function takes the `Subject` and compares it with `vanilla`, which the rest of the suite holds to the oracle.
+Each function compares the `Subject` with `vanilla`, which the rest of the suite compares with the oracle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T, D = 40, 8
 
 
 def draw(*shape: int) -> jax.Array:
-    """Numbers that depend on the shape alone, float32 between −1.7 and 1.7."""
+    """Numbers that depend only on the shape, float32 between −1.7 and 1.7."""
     rng = np.random.default_rng(shape)
     return jnp.asarray(rng.uniform(-1.7, 1.7, shape), jnp.float32)
 
@@ -109,17 +109,17 @@ def _hidden(subject: Subject, **changed: Any) -> None:
 
 
 def hidden_and_capped(subject: Subject) -> None:
-    """Gradients are finite where tokens that nobody sees hold NaN and scores are capped."""
+    """Gradients are finite where tokens that no query sees hold NaN and scores are capped."""
     _hidden(subject, logits_soft_cap=5.0)
 
 
 def hidden_and_changed(subject: Subject) -> None:
-    """Gradients are finite where tokens that nobody sees hold NaN and a `ScoreFn` changes scores."""
+    """Gradients are finite where tokens that no query sees hold NaN and a `ScoreFn` changes scores."""
     _hidden(subject)
 
 
 def finite_at_every_index(subject: Subject) -> None:
-    """A function that is finite for all tokens there are is not asked about others, by which it might divide."""
+    """A function is evaluated only at tokens that exist; at others it might divide by zero."""
     n, d = fitted(subject, T)
     for by_query in (True, False):
 
@@ -135,7 +135,7 @@ def finite_at_every_index(subject: Subject) -> None:
 _CAPTURED: Final = jnp.float32(1.7)
 _SCALED: Final = jax.jit(lambda x: x * _CAPTURED)
 
-# What a `ScoreFn` may be beside a function of everything.
+# `ScoreFn`s that depend on only some of their arguments.
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "of keys alone": lambda s, b, h, q, kv, t: 0 * s + t[kv],
     "of nothing": lambda s, b, h, q, kv, t: jnp.zeros_like(s) + t[0],
@@ -208,7 +208,7 @@ def unequal_tiles(subject: Subject) -> None:
 
 
 def large_soft_cap(subject: Subject) -> None:
-    """A cap far above the scores changes them as little as rounding does: nothing of its curve cancels."""
+    """A cap far above the scores changes them no more than rounding does: tanh does not lose digits."""
 
     def call(operation: Any, q: Any) -> Any:
         return operation(q, q, q, logits_soft_cap=1e5, mask=Causal()).attention_outputs
@@ -229,9 +229,9 @@ def unsigned_lookups(subject: Subject) -> None:
     agree(subject, call, draw(1, n, 1, d))
 
 
-# What arrays and functions beside query and key there are, each cut with them in its own way.
+# Arrays and functions in addition to query and key, each sliced with them in its own way.
 _ON_A_MESH: Final = (("Lengths", "ALiBi"), ("mask per head", "ScoreFn"), ("mask per batch", "sinks"), ("MaskFn", "GQA"))
-# What one that refuses all of these is asked.
+# For an operation that refuses all of these.
 _LESS_ON_A_MESH: Final = (("Causal", "GQA"), ())
 
 

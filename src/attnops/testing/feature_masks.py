@@ -1,6 +1,6 @@
-"""The masks of the conformance suite, each with what it allows told a second time, in numpy alone.
+"""The masks of the conformance suite, each with its expected booleans, computed in numpy only.
 
-A case is a function of (B, H, T, S) that gives the mask and booleans that broadcast to [B, H, T, S].
+A case is a function of (B, H, T, S) that returns the mask and booleans that broadcast to [B, H, T, S].
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from attnops.masks import (
 Array = np.ndarray[Any, Any]
 
 
-class Case(NamedTuple):
-    """A mask, and what it allows, [B or 1, H or 1, T or 1, S or 1]."""
+class ExpectedMask(NamedTuple):
+    """A mask, and the booleans that it must be, [B or 1, H or 1, T or 1, S or 1]."""
 
     mask: Mask
     visible: Array
 
 
-MaskCase = Callable[[int, int, int, int], Case]
+MaskCase = Callable[[int, int, int, int], ExpectedMask]
 
 
 class Padding(NamedTuple):
-    """A mask that hides tokens, what it allows, and which tokens may therefore hold anything: booleans [B, length]."""
+    """A mask that hides tokens, its booleans, and the hidden tokens by argument, booleans [B, length]."""
 
     mask: Mask
     visible: Array
@@ -45,34 +45,34 @@ class Padding(NamedTuple):
 
 
 def _positions(T: int, S: int) -> tuple[Array, Array]:
-    """Of queries, [T, 1], and of keys, [1, S]; the last query stands at the last key."""
+    """Positions of queries, [T, 1], and of keys, [1, S]; the last query is at the last key."""
     return np.arange(T)[:, None] + S - T, np.arange(S)[None, :]
 
 
-def _causal(B: int, H: int, T: int, S: int) -> Case:
+def _causal(B: int, H: int, T: int, S: int) -> ExpectedMask:
     q, kv = _positions(T, S)
-    return Case(Causal(), (kv <= q)[None, None])
+    return ExpectedMask(Causal(), (kv <= q)[None, None])
 
 
-def _offset(B: int, H: int, T: int, S: int) -> Case:
+def _offset(B: int, H: int, T: int, S: int) -> ExpectedMask:
     q, kv = np.arange(T)[:, None], np.arange(S)[None, :]
-    return Case(Causal(offset=3), (kv <= q + 3)[None, None])
+    return ExpectedMask(Causal(offset=3), (kv <= q + 3)[None, None])
 
 
-def _window(B: int, H: int, T: int, S: int) -> Case:
+def _window(B: int, H: int, T: int, S: int) -> ExpectedMask:
     q, kv = _positions(T, S)
     left = 5 if S <= 128 else S // 2 - 7  # in a long problem it begins in one tile of 128 and ends in another
-    return Case(SlidingWindow(left, 2), ((q - left <= kv) & (kv <= q + 2))[None, None])
+    return ExpectedMask(SlidingWindow(left, 2), ((q - left <= kv) & (kv <= q + 2))[None, None])
 
 
-def _chunked(B: int, H: int, T: int, S: int) -> Case:
+def _chunked(B: int, H: int, T: int, S: int) -> ExpectedMask:
     q, kv = _positions(T, S)
-    return Case(Chunked(7), (q // 7 == kv // 7)[None, None])
+    return ExpectedMask(Chunked(7), (q // 7 == kv // 7)[None, None])
 
 
-def _prefix(B: int, H: int, T: int, S: int) -> Case:
+def _prefix(B: int, H: int, T: int, S: int) -> ExpectedMask:
     q, kv = _positions(T, S)
-    return Case(PrefixLM(S // 2), ((kv <= q) | (kv < S // 2))[None, None])
+    return ExpectedMask(PrefixLM(S // 2), ((kv <= q) | (kv < S // 2))[None, None])
 
 
 def _ids(B: int, length: int) -> Array:
@@ -80,18 +80,18 @@ def _ids(B: int, length: int) -> Array:
     return (np.arange(length)[None, :] * 3 + 2 * np.arange(B)[:, None]) // length
 
 
-def _segments(B: int, H: int, T: int, S: int) -> Case:
+def _segments(B: int, H: int, T: int, S: int) -> ExpectedMask:
     q, kv = _ids(B, T), _ids(B, S)
-    return Case(Segments(q, kv), (q[:, :, None] == kv[:, None, :])[:, None])
+    return ExpectedMask(Segments(q, kv), (q[:, :, None] == kv[:, None, :])[:, None])
 
 
 def _kv_lengths(B: int, S: int) -> Array:
     return np.maximum(S - 5 * np.arange(1, B + 1), 1)
 
 
-def _lengths(B: int, H: int, T: int, S: int) -> Case:
+def _lengths(B: int, H: int, T: int, S: int) -> ExpectedMask:
     lengths = _kv_lengths(B, S)
-    return Case(Lengths(lengths), (np.arange(S) < lengths[:, None])[:, None, None, :])
+    return ExpectedMask(Lengths(lengths), (np.arange(S) < lengths[:, None])[:, None, None, :])
 
 
 def _is_token(B: int, S: int) -> Array:
@@ -100,60 +100,60 @@ def _is_token(B: int, S: int) -> Array:
     return (kv >= 2 * np.arange(B)[:, None]) & (kv % 5 != 3)
 
 
-def _key_padding(B: int, H: int, T: int, S: int) -> Case:
+def _key_padding(B: int, H: int, T: int, S: int) -> ExpectedMask:
     tokens = _is_token(B, S)
-    return Case(KeyPadding(tokens), tokens[:, None, None, :])
+    return ExpectedMask(KeyPadding(tokens), tokens[:, None, None, :])
 
 
-def _dense(B: int, H: int, T: int, S: int) -> Case:
+def _dense(B: int, H: int, T: int, S: int) -> ExpectedMask:
     array = np.random.default_rng(7).random((B, H, T, S)) < 0.5
-    return Case(Dense(array), array)
+    return ExpectedMask(Dense(array), array)
 
 
-def _dense_broadcast(B: int, H: int, T: int, S: int) -> Case:
+def _dense_broadcast(B: int, H: int, T: int, S: int) -> ExpectedMask:
     array = np.random.default_rng(8).random((1, H, 1, S)) < 0.5
-    return Case(Dense(array), array)
+    return ExpectedMask(Dense(array), array)
 
 
 def _third(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return (b + h + q + 2 * kv) % 3 != 0
 
 
-def _function(B: int, H: int, T: int, S: int) -> Case:
-    return Case(MaskFn(_third), _third(*np.ogrid[:B, :H, :T, :S]))
+def _function(B: int, H: int, T: int, S: int) -> ExpectedMask:
+    return ExpectedMask(MaskFn(_third), _third(*np.ogrid[:B, :H, :T, :S]))
 
 
-def _and(B: int, H: int, T: int, S: int) -> Case:
+def _and(B: int, H: int, T: int, S: int) -> ExpectedMask:
     (a, x), (b, y) = _causal(B, H, T, S), _segments(B, H, T, S)
-    return Case(a & b, x & y)
+    return ExpectedMask(a & b, x & y)
 
 
-def _or(B: int, H: int, T: int, S: int) -> Case:
+def _or(B: int, H: int, T: int, S: int) -> ExpectedMask:
     (a, x), (b, y) = _window(B, H, T, S), _key_padding(B, H, T, S)
-    return Case(a | b, x | y)
+    return ExpectedMask(a | b, x | y)
 
 
-def _not(B: int, H: int, T: int, S: int) -> Case:
+def _not(B: int, H: int, T: int, S: int) -> ExpectedMask:
     mask, visible = _chunked(B, H, T, S)
-    return Case(~mask, ~visible)
+    return ExpectedMask(~mask, ~visible)
 
 
-def _at(B: int, H: int, T: int, S: int) -> Case:
+def _at(B: int, H: int, T: int, S: int) -> ExpectedMask:
     rng = np.random.default_rng(9)
     q, kv = rng.integers(0, S, (B, T)), rng.permutation(S)
-    return Case(Causal().at(q, kv), (kv[None, None, :] <= q[:, :, None])[:, None])
+    return ExpectedMask(Causal().at(q, kv), (kv[None, None, :] <= q[:, :, None])[:, None])
 
 
-def _per_head(B: int, H: int, T: int, S: int) -> Case:
+def _per_head(B: int, H: int, T: int, S: int) -> ExpectedMask:
     q, kv = _positions(T, S)
     left = 4 * np.arange(1, H + 1)
-    return Case(SlidingWindow(left[None], 0), ((q - left[:, None, None] <= kv) & (kv <= q))[None])
+    return ExpectedMask(SlidingWindow(left[None], 0), ((q - left[:, None, None] <= kv) & (kv <= q))[None])
 
 
-def _per_batch(B: int, H: int, T: int, S: int) -> Case:
+def _per_batch(B: int, H: int, T: int, S: int) -> ExpectedMask:
     q, kv = np.arange(T)[:, None], np.arange(S)[None, :]
     offset = 5 * np.arange(B) + 1
-    return Case(Causal(offset=offset[:, None]), (kv <= q + offset[:, None, None])[:, None])
+    return ExpectedMask(Causal(offset=offset[:, None]), (kv <= q + offset[:, None, None])[:, None])
 
 
 MASKS: Final[dict[str, MaskCase]] = {
@@ -214,14 +214,14 @@ def _nan_offset(B: int, H: int, T: int, S: int) -> Padding:
 
 
 def _nan_window(B: int, H: int, T: int, S: int) -> Padding:
-    """As above; and where T < S, the first keys come before every window."""
+    """Queries without keys, and where T < S keys before every window."""
     q, kv = np.arange(T) + S - T - 4, np.arange(S)
     visible = (q[:, None] - 2 <= kv) & (kv <= q[:, None])
     return Padding(SlidingWindow(2, 0, offset=S - T - 4), visible[None, None], _hidden(B, visible))
 
 
 def _hidden(B: int, visible: Array) -> dict[str, Array]:
-    """The tokens of a mask [T, S] that see nothing or that nobody sees."""
+    """The queries of a mask [T, S] that see no key, and the keys that no query sees."""
     sees, seen = (np.broadcast_to(visible.any(axis=axis), (B, visible.shape[1 - axis])) for axis in (1, 0))
     return {"query": ~sees, "key": ~seen, "value": ~seen}
 
@@ -232,7 +232,7 @@ def _masked_rows(B: int, H: int, T: int, S: int) -> Padding:
 
 
 def _masked_tiles(B: int, H: int, T: int, S: int) -> Padding:
-    """A document whose queries have no keys and whose keys no queries, and a last row without any key."""
+    """A document whose queries see no key and whose keys no query sees; in the last batch no query sees a key."""
     q, kv = _ids(B, T), _ids(B, S)
     q = np.where(q == 1, 7, q)
     kv[-1] = 9

@@ -1,4 +1,4 @@
-"""The features of the attention contract, as changes of a small problem; those of different groups combine."""
+"""The features of the attention contract, as changes of a small problem; features of different groups combine."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from attnops.testing.feature_masks import MASKS, PADDINGS, TRACED_MASKS, MaskCas
 from attnops.testing.fit import Fit
 from attnops.testing.problem import Problem
 
-# What a bias is: an array's shape as a string of the dimensions that it has, "BHTS", or the kind of a structured one.
+# Array biases, by the dimensions that they have: the others are 1.
 ARRAY_BIASES: Final = ("BHTS", "HTS", "TS", "S", "T", "BS")
 # Fields of `Spec` that a feature may derive from those of the plain problem.
 _DERIVED: Final = frozenset({"K", "Dv"})
-# More than exp can take in float32, but no more than rounding leaves the softmax of.
+# exp of it overflows float32, but the softmax is still accurate.
 _LARGE: Final = 150
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A problem to be made; the defaults are the plain one, which every operation should serve.
+    """The description of a problem; the defaults are the plain one, which every operation should serve.
 
     Attributes:
         block: queries, and keys, a tile; lengths are counted in it.
-        multiple: what lengths are rounded down to a multiple of, unless they are stated in tokens.
+        multiple: lengths are rounded down to multiples of it, unless they are given in tokens.
         T: tiles of queries, and how many queries more: an int, or a fraction of a tile.
-        S: tiles of keys, and how many keys more, likewise; None for T.
+        S: tiles of keys, and how many keys more: an int, or a fraction of a tile; None for T.
         B, H, K, D: dimensions.
         Dv: None for D.
         dtype: of query, key, value and sinks.
         large: the scores of even queries are about 150, those of odd ones about −150, before soft cap and bias.
-        mixed: key and value have another dtype: bfloat16 beside float32, else float32.
+        mixed: whether key and value have another dtype: bfloat16 if ``dtype`` is float32, else float32.
         bias: one of `ARRAY_BIASES`, "rising", "-inf" or "lowest", or "ALiBi", "RelativePosition", "ScoreFn".
         bias_dtype: None for ``dtype``.
         mask: see `attnops.testing.feature_masks`.
         traced_mask: see `Problem`.
         padding: hides tokens on top of the mask.
         sinks, dropout_prob, softmax_scale, logits_soft_cap, return_lse, return_weights: the contract's.
-        layout, runtime_dtype: the metadata's; None for what it states already.
+        layout, runtime_dtype: the metadata's; None to keep its values.
     """
 
     block: int = 16
@@ -79,7 +79,7 @@ class Spec:
         """The problem, with random arrays.
 
         Args:
-            metadata: what to add the layout, the dtype, the dropout and the tiles' size to.
+            metadata: to which layout, dtype, dropout and tile sizes are added.
             seed: of the arrays and cotangents.
         """
         rng = np.random.default_rng(seed)
@@ -89,7 +89,7 @@ class Spec:
         shape = self.B, self.H, T, S
 
         def draw(*shape: int, dtype: str | None = None) -> Any:
-            # Bounded, of variance 1: with a tail, one lucky or unlucky score decides the error that the rule allows.
+            # Bounded, of variance 1: with a tail, a single score would determine the error that the rule allows.
             return rng.uniform(-(3**0.5), 3**0.5, shape).astype(jnp.dtype(dtype or self.dtype))
 
         other = "bfloat16" if self.dtype == "float32" else "float32"
@@ -97,7 +97,7 @@ class Spec:
         query, key = draw(self.B, T, self.H, self.D), draw(self.B, S, self.K, self.D, dtype=kv_dtype)
         value = draw(self.B, S, self.K, self.Dv or self.D, dtype=kv_dtype)
         if self.large:
-            # By query alone: where one key had all the weight, little could be wrong.
+            # By query only: if one key had all the weight, few errors would show.
             size = _LARGE / abs(self.softmax_scale or metadata.softmax_scale or self.D**-0.5)
             query[..., 0] = np.where(np.arange(T) % 2, -size, size)[:, None]
             key[..., 0] = 1
@@ -117,7 +117,7 @@ class Spec:
         dropout_prob = self.dropout_prob or metadata.dropout_prob
         if dropout_prob:
             options["dropout_key"] = jax.random.key(11)
-        # What the metadata states holds where no feature says otherwise.
+        # Features take precedence over the metadata.
         metadata = metadata.replace(
             layout=self.layout or metadata.layout,
             runtime_dtype=self.runtime_dtype or metadata.runtime_dtype,
@@ -154,7 +154,7 @@ def _bias(kind: str, shape: tuple[int, int, int, int], draw: Callable[..., Any],
         seen = (np.arange(T)[:, None] % 5 != 2) & (np.arange(S) % 3 != 1)
         return np.where(seen, draw(1, 1, T, S, dtype=dtype), np.asarray(-np.inf, jnp.dtype(dtype)))
     if kind == "lowest":
-        # How model code hides keys; all of them from the last of the batch. In float16 a score must fit on top.
+        # As model code masks keys, in the last batch all of them. In float16 the sum with a score must not overflow.
         hidden = (np.arange(S) % 3 == 1) | (np.arange(B) == B - 1)[:, None, None, None]
         return np.where(
             hidden, np.asarray(0.7 * float(jnp.finfo(dtype).min), jnp.dtype(dtype)), draw(1, 1, 1, S, dtype=dtype)
@@ -163,7 +163,7 @@ def _bias(kind: str, shape: tuple[int, int, int, int], draw: Callable[..., Any],
         return ALiBi(alibi_slopes(H))
     if kind == "RelativePosition":
         return RelativePosition(draw(16, H, dtype="float32"), max_distance=30)
-    # What is learnt, and integers beside it that have no gradient.
+    # A learned array, and integers, which have no gradient.
     return ScoreFn(_add_pattern, (draw(H, dtype="float32"), 2 * np.arange(S, dtype=np.int32)))
 
 
@@ -180,11 +180,11 @@ class Feature:
     """A feature of the contract.
 
     Attributes:
-        name: what a table calls it.
+        name: in tables.
         group: features of one group exclude each other.
         changes: fields of `Spec`; a function gives a field for the plain problem.
-        trivial: it makes others hold trivially, so that a pair of others is not proven in its company.
-        cost: how many times as long as the plain problem it takes in a kernel language's interpreter.
+        trivial: whether other features hold trivially with it, so that a problem with it does not test pairs of others.
+        cost: its time in a kernel language's interpreter, as a multiple of the plain problem's.
     """
 
     name: str
@@ -233,12 +233,12 @@ FEATURES: Final[dict[str, Feature]] = {feature.name: feature for feature in _fea
 
 
 def combine(names: Iterable[str], block: int = 16, fit: Fit | None = None) -> Spec:
-    """The problem that has all these features.
+    """The description of the problem with all these features.
 
     Args:
         names: of the features.
         block: queries, and keys, a tile.
-        fit: the plain problem; its block counts. None: the default one, in tiles of ``block``.
+        fit: the plain problem, whose block is used. None: the default one, in tiles of ``block``.
 
     Raises:
         ValueError: a name is unknown, or two features are of one group.

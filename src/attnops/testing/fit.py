@@ -10,7 +10,7 @@ from typing import Final
 from attnops.dispatch.request import AttentionRequest
 from attnops.errors import Reason
 
-# What kernels ask of a problem, in the order in which it is tried: the smallest first.
+# Requirements of kernels, in the order in which they are tried: the smallest first.
 MULTIPLES: Final = (1, 16, 64, 128, 256, 512)
 HEAD_DIMS: Final = (16, 32, 64, 128, 256)
 HEADS: Final = (4, 8, 16, 1)
@@ -23,7 +23,7 @@ class Fit:
 
     Attributes:
         block: queries, and keys, a tile; lengths are 2.5 times it, rounded down to a multiple of ``multiple``.
-        multiple: what lengths must be a multiple of.
+        multiple: of which lengths must be multiples.
         B: batch.
         H: heads, as many as kv heads.
         D: head_dim of query, key and value.
@@ -56,7 +56,7 @@ def find_fit(
         dtypes: those to try, the preferred first.
     """
     for fit in _candidates(block, dtypes):
-        # The longest and the shortest length of the suite: 128 may be fine where 64 is not.
+        # The longest and the shortest length of the suite: a kernel may serve 128 and refuse 64.
         lengths = fit.tokens(2, 0.5), fit.tokens(1, 0.35)
         requests = (
             plain.replace(

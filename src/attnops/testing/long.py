@@ -1,4 +1,4 @@
-"""What is checked in long problems too: where a kernel has several tiles of its own, whatever tiles are asked for."""
+"""Combinations that are also checked in long problems, with several tiles for kernels that ignore ``block``."""
 
 from __future__ import annotations
 

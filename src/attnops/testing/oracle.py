@@ -1,4 +1,4 @@
-"""The oracle: attention and its gradients in numpy, written from the contract alone and from no implementation.
+"""The oracle: attention and its gradients in numpy, written from the contract only, not from an implementation.
 
 Shapes are those of the layout "BTHD". Heads are repeated, masks and biases are arrays, all of T × S is there at once:
 what is plainest is easiest to believe. ``dtype`` is float64, but for the tolerance rule, which asks how wrong the
@@ -136,7 +136,7 @@ def attention_gradients(
 ) -> Gradients:
     """Gradients of ``sum(d_out · out) + sum(d_logsumexp · logsumexp) + sum(d_weights · weights)``.
 
-    A fully masked row takes no part: its logsumexp is a constant.
+    A fully masked row has no gradient: its logsumexp is a constant.
 
     Args:
         query: [B, T, H, D].
@@ -160,7 +160,7 @@ def attention_gradients(
     if d_logsumexp is not None:
         d_lse = np.where(f.empty, 0, np.asarray(d_logsumexp).astype(dtype)[..., None])
 
-    # The softmax, the sink being one more logit whose value is 0.
+    # The softmax, with the sink as one more logit whose value is 0.
     mean = (d_p * f.p).sum(axis=-1, keepdims=True)
     mean_magnitude = (d_p_magnitude * f.p).sum(axis=-1, keepdims=True)
     d_scores = f.p * (d_p - mean + d_lse)
@@ -192,8 +192,8 @@ def attention_gradients(
 def _einsum(spec: str, x: Array, y: Array) -> Array:
     """`numpy.einsum` over one contracted axis.
 
-    In float32 it is summed one by one, as a plain loop does: the order in which numpy, BLAS or a kernel sums is its own
-    affair, and the tolerance rule must not hang on whose partial sums are the luckier. 16-bit inputs are accumulated in
+    In float32 it is summed in order, as by a plain loop: the order of summation of numpy, BLAS or a kernel is
+    unspecified, and the tolerance rule must not depend on it. 16-bit inputs are accumulated in
     float32 and the result is rounded, as processors do it.
     """
     if x.dtype.itemsize <= 2:
@@ -281,7 +281,7 @@ def relative_position_buckets(buckets: int, T: int, S: int, bidirectional: bool,
 
 
 def _distance(T: int, S: int) -> Array:
-    """Each key's position minus each query's, [T, S]; the last query stands at the last key."""
+    """Each key's position minus each query's, [T, S]; the last query is at the last key."""
     return np.arange(S)[None, :] - (np.arange(T)[:, None] + S - T)
 
 

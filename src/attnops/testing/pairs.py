@@ -1,4 +1,4 @@
-"""Which features are combined: rows that have each once, pairs that have each, rows that prove every pair."""
+"""Combinations of features: rows with each feature once, pairs with each feature, rows that cover all pairs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 from attnops.testing.features import FEATURES, Feature, combine
 from attnops.testing.fit import Fit
 
-# How many features at most are combined in one problem, so that each keeps enough to act on.
+# The most features in one problem, so that each still has an effect.
 ROW: Final = 5
 
-# Where kernels went wrong, though each feature alone was right: in every sample.
+# Pairs with which kernels have been wrong, though right with each feature: in every sample.
 ALWAYS: Final = (("GQA", "Segments"), ("D ≠ Dv", "sinks"), ("SlidingWindow", "logsumexp"), ("T < S", "Causal"))
 
-# A feature that is shown only by a problem that has the other: of any other dtype this bias is an ordinary one.
+# A feature that has an effect only with the other: with any other dtype this bias is an ordinary one.
 COMPANIONS: Final = {"bfloat16": "float32 bias"}
 
-# Features whose scores are so far apart that little is left of what others of these groups change.
+# Features whose scores are so far apart that changes by features of `OF_SCORES` hardly show.
 EXTREME: Final = frozenset({"rising bias", "bias near finfo.min", "large logits"})
 OF_SCORES: Final = frozenset({"bias", "scale", "logits", "cap", "sinks"})
 

@@ -1,4 +1,4 @@
-"""Whether an operation computes parts of a softmax that add up, and their gradients: see `attnops.softmax`."""
+"""Whether an operation computes partials of a softmax that add up, and their gradients: see `attnops.softmax`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TOLERANCE: Final = 2e-5
 
 
 def check_partial(name: str, platform: str, features: str, **fields: Any) -> None:
-    """Outputs, logsumexps and every gradient of an operation's parts equal those of `vanilla` over all keys.
+    """Outputs, logsumexps and every gradient of an operation's partials equal those of `vanilla` over all keys.
 
     Args:
         name: of the operation.
-        platform: where its forward is asked for.
+        platform: of the forward.
         features: ``"plain"``, a causal mask; ``"bias"``, a bias and a soft cap too; ``"low"``, a bias that puts some
             rows at −1e9, where a logsumexp does not say how many keys there are; ``"dropout"``, dropout too.
         **fields: of the metadata.
@@ -48,7 +48,7 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
         if features == "low":
             values[:, :, 30:34] = -1e9
         bias = jnp.asarray(values, jnp.float32)
-    # Query i stands at i + 20: it sees the second part from the 20th row on.
+    # Query i is at i + 20: it sees keys of the second part from the 20th row on.
     offset = _CUT - 20
 
     def key_of(first: int) -> Any:
@@ -63,18 +63,18 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
             "dropout_key": key_of(first),
         }
 
-    def whole(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    def unsplit(q: Any, k: Any, v: Any, bias: Any) -> Any:
         found = vanilla(q, k, v, return_lse=True, **options(0, _S, bias))
         return found.attention_outputs, found.logsumexp
 
-    (out, lse), pull_back = jax.vjp(whole, q, k, v, bias)
+    (out, lse), pull_back = jax.vjp(unsplit, q, k, v, bias)
     expected = pull_back((d_out, d_lse))
-    # The weight's cotangent: what the rest of the row's softmax takes back.
+    # The cotangent of the contribution's weight.
     d_weight = d_lse - (d_out * out).sum(-1).swapaxes(1, 2)
     spans = (0, _CUT), (_CUT, _S)
 
     @jax.jit
-    def alone(q: Any, k: Any, v: Any, bias: Any) -> list[PartialSoftmax]:
+    def partials_of(q: Any, k: Any, v: Any, bias: Any) -> list[PartialSoftmax]:
         return [operation.partial(q, k[:, a:b], v[:, a:b], **options(a, b, bias)) for a, b in spans]
 
     @jax.jit
@@ -87,11 +87,11 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
             for a, b in spans
         ]
 
-    parts = alone(q, k, v, bias)
-    total_out, total_lse, total_residual = merge(*parts)
+    partials = partials_of(q, k, v, bias)
+    total_out, total_lse, total_residual = merge(*partials)
     _same("the parts merged", total_out, out)
     _same("their logsumexp", total_lse, lse)
-    shares = [contribution(part, total_lse, total_residual) for part in parts]
+    shares = [contribution(partial, total_lse, total_residual) for partial in partials]
     gradients = gradients_of(q, k, v, bias, total_lse, total_residual)
     total, weights = (sum(x) for x in zip(*shares, strict=True))
     d_query = sum(d[0] for d in gradients)

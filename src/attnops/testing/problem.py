@@ -1,4 +1,4 @@
-"""A problem: the concrete arguments of one call, what the oracle says of it, and how an operation does on it."""
+"""A problem: the arguments of one call, the oracle's results for it, and the comparison with an operation's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnops.output import OperationOutput
 from attnops.testing import oracle
 from attnops.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
 
-# On a CPU most of a small problem's time goes to LLVM's optimiser, which does not make a wrong formula right.
+# On a CPU most of a small problem's time is spent in LLVM's optimiser, which does not change what is tested.
 FAST_COMPILE: Final = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def qkv(self) -> tuple[Any, Any, Any]:
-        """Query, key and value in the dtype of the computation, as the oracle takes them."""
+        """Query, key and value in the dtype of the computation, for the oracle."""
         cast = self.metadata.runtime_dtype
         return tuple(x if cast is None else x.astype(cast) for x in (self.query, self.key, self.value))
 
@@ -90,15 +90,15 @@ class Problem:
 
     @functools.cached_property
     def oracle_options(self) -> dict[str, Any]:
-        """The options as the oracle takes them: masks and dropout as boolean arrays."""
+        """The options for the oracle: masks and dropout as boolean arrays."""
         options = {
             name: value
             for name, value in self.options.items()
             if name in ("bias", "softmax_scale", "logits_soft_cap", "sinks") and value is not None
         }
         for name in ("softmax_scale", "logits_soft_cap"):
-            if (stated := getattr(self.metadata, name)) is not None:
-                options.setdefault(name, stated)
+            if (default := getattr(self.metadata, name)) is not None:
+                options.setdefault(name, default)
         if isinstance(options.get("bias"), Bias):
             options["bias"] = self._structured("")
         mask = self.options.get("mask")
@@ -106,7 +106,7 @@ class Problem:
             known = mask if self.visible is None else self.visible
             options["mask"] = np.asarray(known.dense(*self.shape) if isinstance(known, Mask) else known)
         if self.options.get("dropout_key") is not None and self.metadata.dropout_prob:
-            words = dropout_seed(self.options["dropout_key"])[:2]  # a whole call begins at 0
+            words = dropout_seed(self.options["dropout_key"])[:2]  # the other words are 0 without a shard
             prob = options["dropout_prob"] = self.metadata.dropout_prob
             options["keep"] = oracle.dropout_keep(words, prob, self.shape)
         return options
@@ -144,7 +144,7 @@ class Problem:
         return qkv, self.options | {name: value for name, value in inputs.items() if name in ("bias", "sinks")}
 
     def request(self, operation: OperationImpl) -> Request:
-        """What the call says of itself to an operation; compiles nothing."""
+        """The call's request to an operation; compiles nothing."""
         qkv, options = self._arguments(self.inputs)
         return operation.request(*qkv, **options)
 
@@ -242,7 +242,7 @@ class Problem:
             assert_close(f"gradient of {name}", gradients[name], value, allowed)
 
     def _structured(self, what: str, *gradient: Any) -> Any:
-        """What the oracle says of a structured bias: its array, or its parameter's gradient from the array's."""
+        """The oracle's value of a structured bias: its array, or its parameter's gradient from the array's."""
         bias, (_, _, T, S) = self.options["bias"], self.shape
         if isinstance(bias, ALiBi):
             return getattr(oracle, f"alibi{what}")(*gradient, np.asarray(bias.slopes), T, S)

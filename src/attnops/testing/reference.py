@@ -1,7 +1,7 @@
 """Operations that are not softmax attention, held to a reference of their author's: linear attention, rms_norm, ….
 
 The reference is the computation written plainly in `jax.numpy`, in the dtype of its arguments. In float64 it is the
-truth, gradients included; in the input's dtype it says what error the tolerance rule allows.
+truth, gradients included; in the input's dtype it determines the error that the tolerance rule allows.
 """
 
 from __future__ import annotations

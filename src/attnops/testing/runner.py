@@ -1,4 +1,4 @@
-"""Runs an operation through the features, alone and combined: each is right, refused or wrong."""
+"""Runs an operation on the features, single and combined: each is right, refused or wrong."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ class Subject:
         operation: its name, ``distribution:name``, or its class.
         platform: see `OperationMetadata`; None for this machine's.
         interpret: see `OperationMetadata`.
-        mode: the runtime mode; gradients are checked in train mode alone.
-        block: queries and keys a tile, small so that small problems have several. A kernel whose lengths must be a
-            multiple of more gets that.
+        mode: the runtime mode; gradients are checked in train mode only.
+        block: queries and keys a tile, small so that small problems have several; larger for a kernel whose lengths
+            must be multiples of a larger number.
         dtype: of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
         metadata: further fields, on top of which the above are set.
 
     Raises:
-        ValueError: there is no such dtype, or the metadata states another platform, mode or interpret.
+        ValueError: the dtype is unknown, or the metadata has another platform, mode or interpret.
     """
 
     operation: str | type[OperationImpl]
@@ -217,7 +217,7 @@ class Subject:
 
     @functools.cached_property
     def served(self) -> tuple[str, ...]:
-        """The features that it serves alone, but for those that the plain problem has anyway; compiles nothing."""
+        """The single features that it serves, except those of the plain problem; compiles nothing."""
         return tuple(name for name in changing(self.fit) if self.refusal([name]) is None)
 
     @functools.cached_property
@@ -228,7 +228,7 @@ class Subject:
         copy = dataclasses.replace(self)
         H = 2 if fit.H == 4 else fit.H
         smaller = dataclasses.replace(fit, block=block, B=1, H=H)
-        vars(copy)["fit"] = smaller  # where it refuses this one, every check says so
+        vars(copy)["fit"] = smaller  # if it refuses this one, every check reports that
         return copy
 
     def small(self, heads: int) -> Subject:
@@ -249,7 +249,7 @@ class Subject:
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
-        """See `attnops.testing.problem.FAST_COMPILE`; for CPUs alone."""
+        """See `attnops.testing.problem.FAST_COMPILE`; for CPUs only."""
         return FAST_COMPILE if jax.default_backend() == "cpu" else None
 
     def make(self, metadata: OperationMetadata) -> OperationImpl:
@@ -275,48 +275,48 @@ class Subject:
         return attempt(joined(names), check)
 
     def check_row(self, row: Sequence[str]) -> list[Outcome]:
-        """Each feature of the row, from one small program where that can be.
+        """Each feature of the row, from one small program if possible.
 
-        What is refused is found without compiling. The rest runs as one problem; where that is wrong, or refused
-        although no feature of it is, each runs alone.
+        Refusals are found without compiling. The other features run in one problem; if that is wrong, or refused
+        although none of its features is, each runs by itself.
         """
         small = self.small(4 if "GQA" in row else 2)
         found = {name: small.refusal([name]) for name in row}
         served = [name for name in row if found[name] is None]
-        whole = small.check(served) if served else None
+        together = small.check(served) if served else None
         for name in served:
-            right = whole is not None and whole.status is Status.RIGHT
+            right = together is not None and together.status is Status.RIGHT
             found[name] = Outcome(name, Status.RIGHT) if right else small.check([name])
         outcomes = [outcome for outcome in found.values() if outcome is not None]
         wrong = any(outcome.status is Status.WRONG for outcome in outcomes)
-        if whole is not None and whole.status is Status.WRONG and not wrong:
-            outcomes.append(whole)  # only all of them together are
+        if together is not None and together.status is Status.WRONG and not wrong:
+            outcomes.append(together)  # only their combination is wrong
         return outcomes
 
     def check_pairs(self, row: Sequence[str]) -> list[Outcome]:
-        """Every pair that the row proves, from as few programs as can be.
+        """Every pair that the row covers, from as few programs as possible.
 
-        What is refused is found without compiling. The rest runs as one problem; where that is wrong, or refused
-        although no pair of it is, each pair runs alone.
+        Refusals are found without compiling. The other pairs run in one problem; if that is wrong, or refused
+        although none of its pairs is, each pair runs by itself.
         """
         pairs = proven_pairs(row)
         found = {pair: self.refusal(pair) for pair in pairs}
         served = [name for name in row if any(name in pair for pair in pairs if found[pair] is None)]
-        whole = None
+        together = None
         if len(served) > 2:
-            whole = self.check(served)
+            together = self.check(served)
         for pair in pairs:
             if found[pair] is None:
-                right = whole is not None and whole.status is Status.RIGHT
+                right = together is not None and together.status is Status.RIGHT
                 found[pair] = Outcome(joined(pair), Status.RIGHT) if right else self.check(pair)
         outcomes = [outcome for outcome in found.values() if outcome is not None]
         wrong = any(outcome.status is Status.WRONG for outcome in outcomes)
-        if whole is not None and whole.status is Status.WRONG and not wrong:
-            outcomes.append(whole)  # only all of them together are
+        if together is not None and together.status is Status.WRONG and not wrong:
+            outcomes.append(together)  # only their combination is wrong
         return outcomes
 
     def check_pair_or_others(self, pair: tuple[str, str]) -> list[Outcome]:
-        """A pair; where it is refused, each of the two that is served alone, with the first other that goes with it."""
+        """A pair; if it is refused, each feature of it that is served, with the first other it is served with."""
         outcomes = self.check_pairs(pair)
         if all(outcome.status is Status.REFUSED for outcome in outcomes):
             for name in pair:
@@ -326,15 +326,15 @@ class Subject:
         return outcomes
 
     def refusal(self, names: Sequence[str]) -> Outcome | None:
-        """What becomes of these features together, where that is known without compiling: refused, or wrong."""
-        found: list[Reason] = []
+        """The outcome of these features together, if known without compiling: refused, or wrong."""
+        reasons: list[Reason] = []
 
         def check() -> None:
-            found.extend(self.reasons(names))
+            reasons.extend(self.reasons(names))
 
         outcome = attempt(joined(names), check)
         if outcome.status is Status.RIGHT:
-            return Outcome(joined(names), Status.REFUSED, _listed(found)) if found else None
+            return Outcome(joined(names), Status.REFUSED, _listed(reasons)) if reasons else None
         return outcome
 
 

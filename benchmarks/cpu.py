@@ -1,8 +1,8 @@
 """Figures on a CPU: `flash` against jax.nn and torch, `vanilla` against jax.nn, what skipped tiles save, and memory.
 
-Run ``python benchmarks/cpu.py`` (``--quick`` for two minutes' worth, ``--json FILE`` to keep the figures) on a machine
-that does nothing else; torch takes part if it is installed. All are measured in this one run, in turns, each checked
-against the float64 oracle before it is timed, and the best time counts.
+Run ``python benchmarks/cpu.py`` (``--quick`` for two minutes, ``--json FILE`` to keep the figures) on an idle machine; torch
+is measured if it is installed. All are measured in one run, in turns, each checked against the float64 oracle before it
+is timed; the best time is reported.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def causal(sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def sparse(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Masks that leave tiles empty, beside none. The documents are not known when tracing."""
+    """Masks that leave tiles empty, and no mask. The documents are traced."""
     T = sizes.sparse_length
     documents = packed_documents(16, T)
     masks: dict[str, Mask | None] = {
@@ -161,7 +161,7 @@ def long(length: int) -> None:
     program = find(["flash"])[0].prepare(case)
     truth = Truth(case)
     results = program.results(truth.d_out)
-    peak = peak_rss()  # before the oracle takes its own
+    peak = peak_rss()  # before the oracle allocates
     truth.check(results)
     print(json.dumps({"T": length, "peak_rss": peak, "start_rss": before, "temp_bytes": program.temp_bytes}))
 

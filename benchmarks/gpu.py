@@ -1,13 +1,13 @@
-"""attnops-triton beside cuDNN, torch, FlexAttention, tokamax and ejkernel on one GPU; TFLOP/s, in one run.
+"""attnops-triton compared with cuDNN, torch, FlexAttention, tokamax and ejkernel on one GPU; TFLOP/s, in one run.
 
-Every output and gradient is held against the float64 oracle before anything is timed, and all take turns::
+Every output and gradient is compared with the float64 oracle before anything is timed; all are timed in turns::
 
     python benchmarks/gpu.py --json gpu.json            # D 64, 128, 256; full, causal, documents; 1k to 16k tokens
     python benchmarks/gpu.py --head-dim 128 --length 4096
     python benchmarks/gpu.py --dry                      # anywhere: small cases, Triton interpreted, nothing timed
 
 16k tokens in all: the batch grows as the length shrinks. Documents are packed, four a sequence, and causal; there a
-peer without segments takes a dense mask. Needs ``pip install attnops-triton 'attnops[cli]' torch`` beside JAX for CUDA.
+peer without segments has a dense mask. Needs JAX for CUDA and ``pip install attnops-triton 'attnops[cli]' torch``.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _flex(case: Case) -> Ready:
 
 
 def contenders(dry: bool) -> list[Contender]:
-    """Who takes part; a peer that is not installed is shown as refused."""
+    """The contenders; a peer that is not installed is shown as refused."""
     own = [triton(dry), Contender("cuDNN", _cudnn, is_peer=True), Contender("FlexAttention", _flex, is_peer=True)]
     return own + [PEERS[name].contender for name in ("torch", "tokamax", "ejkernel")]
 

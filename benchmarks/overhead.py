@@ -72,7 +72,7 @@ def alternate(name: str, sides: dict[str, Callable[[], float]], repetitions: int
 def trace_and_lower(function: Callable[..., object], causal: bool) -> float:
     x = jax.ShapeDtypeStruct((1, 128, 8, 64), jnp.float32)
     jax.clear_caches()
-    # Not the first to be traced: what JAX itself sets up once is nobody's cost.
+    # Not the first trace, which includes what JAX sets up once.
     jax.jit(lambda q: jnp.exp(q) @ q.swapaxes(-1, -2)).trace(x).lower()
     return seconds(lambda: jax.jit(lambda q, k, v: function(q, k, v, causal)).trace(x, x, x).lower(), time.process_time)
 

@@ -1,10 +1,10 @@
-"""attnops-ring beside the ``ringattention`` package and tokamax's ring: exact or not, what is sent, how long it takes.
+"""attnops-ring compared with the ``ringattention`` package and tokamax's ring: errors, bytes sent, time.
 
 Run ``python benchmarks/ring_peers.py`` (``--devices 8``, ``--length 4096``, ``--rounds 5``, ``--json FILE``) on a host
-with a few GB of memory. Times are of the host's CPU devices, which share its cores: they say how much is computed, not
-how well it is hidden. Bytes are counted in the program that each library traces, times the rounds of its loops. What is
-not installed, or has no form for a CPU, says so. Needs ``pip install 'attnops[cli]' attnops-ring``, and for the peers
-``ringattention`` and ``tokamax``.
+with a few GB of memory. Times are of the host's CPU devices, which share its cores: they show how much is computed, not
+how well transfers are hidden. Bytes are counted in the program that each library traces, times the iterations of its
+loops. A peer that is not installed, or does not run on a CPU, is shown as such. Needs
+``pip install 'attnops[cli]' attnops-ring``, and for the peers ``ringattention`` and ``tokamax``.
 """
 
 from __future__ import annotations

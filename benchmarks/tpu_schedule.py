@@ -1,7 +1,7 @@
-"""What the TPU compiler makes of a kernel, counted without a TPU: bundles (cycles, where nothing stalls) a tile, the
-use of each unit, spills and memory, for any generation.
+"""The TPU compiler's schedule of a kernel, without a TPU: bundles (cycles without stalls) a tile, the use of each
+unit, spills and memory, for any generation.
 
-Flash attention side by side, attnops-tpu beside JAX's ``flash_attention``, ``splash_attention`` and, where it is
+Flash attention: attnops-tpu compared with JAX's ``flash_attention``, ``splash_attention`` and, where it is
 installed, tokamax's splash, each at the best of its block sizes::
 
     python benchmarks/tpu_schedule.py                       # bfloat16, head dim 128, all generations
@@ -12,7 +12,7 @@ Any other Pallas kernel::
     python benchmarks/tpu_schedule.py --function my_module:my_function --argument 'bfloat16[8,4096,128]' --tiles 4
 
 Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes some ten seconds a kernel.
-`attnops_tpu.schedule` says what the columns mean, and reads schedules for programs of your own.
+See `attnops_tpu.schedule` for the columns, and to read schedules of other programs.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ CONTENDERS: dict[str, Callable[[Job, int], tuple[Callable[..., Any], list[Any]]]
 
 
 def run(what: dict[str, Any], generation: str, kernel: str) -> tuple[Schedule, dict[str, Any]]:
-    """Compile in a process of its own, and read the schedule and what the process says of memory."""
+    """Compile in a process of its own, and read the schedule and the process's memory figures."""
     schedule, said = measure([str(Path(__file__).resolve()), "child", json.dumps(what), generation], kernel or None)
     return schedule, json.loads(said.strip().splitlines()[-1])
 
@@ -218,7 +218,7 @@ def best_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """The table, contenders beside splash."""
+    """The table, with each contender relative to splash."""
     shown = Table(title="Bundles by 512 × 512 scores, bfloat16, nothing masked; each at its best block sizes")
     columns = ("TPU", "D", "pass", "kernel", "blocks", "bundles", "× splash", "matrix unit", *UNITS)
     for column in columns:

@@ -1,12 +1,12 @@
-"""What the compilers make of attnops-triton's kernels, with no GPU: registers, spills, shared memory, and the
+"""Figures of attnops-triton's compiled kernels, without a GPU: registers, spills, shared memory, and the
 instructions of the step over one tile, for every architecture of the table::
 
     python benchmarks/triton_static.py                              # bfloat16, all head dims and architectures
     python benchmarks/triton_static.py --arch sm_90 --head-dim 128 --json out.json
     python benchmarks/triton_static.py --arch sm_90 --head-dim 128 --tiles 64,128,8,2   # others than the table's
 
-Needs ``pip install attnops-triton``. A kernel takes about a second. `attnops_triton.aot` reads the figures for
-programs of your own.
+Needs ``pip install attnops-triton``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
+of other programs.
 """
 
 from __future__ import annotations

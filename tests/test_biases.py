@@ -129,7 +129,7 @@ def test_a_bias_may_be_subclassed():
         np.testing.assert_allclose(shifted.shift, lse.size, rtol=1e-5)  # each logsumexp grows with it
 
 
-def test_impossible_biases_are_refused_in_words():
+def test_impossible_biases_are_refused_with_a_reason():
     q = jnp.ones((1, 4, 2, 8))
     vanilla = OperationRegistry.create("vanilla")
     with pytest.raises(ValueError, match=r"ALiBi's slopes has shape \(3,\), but must have shape \[H\]=\(2,\)"):

@@ -30,7 +30,7 @@ def create_operation(name: str, block: int | None = None) -> attnops.OperationIm
     metadata = attnops.OperationMetadata(on_unsupported="error", block_q=block, block_k=block, mesh=mesh)
     operation = attnops.OperationRegistry.create(name, metadata)
     if not isinstance(operation, attnops.OperationImpl):
-        raise attnops.UnsupportedError(f"{type(operation).__name__} does not take query, key and value alone")
+        raise attnops.UnsupportedError(f"{type(operation).__name__} needs more arguments than query, key and value")
     return operation
 
 

@@ -35,7 +35,7 @@ def topics() -> list[str]:
 
 
 def licences() -> list[str]:
-    """What `license()` shows, if this Python has it. Its other candidates, in the working directory, are not asked."""
+    """The text of `license()`, if this Python has it; its candidates in the working directory are not read."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     files = (folder / name for folder in (stdlib, stdlib.parent) for name in ("LICENSE.txt", "LICENSE"))
     texts = (file.read_text(encoding="utf-8") for file in files if file.is_file())

@@ -135,5 +135,5 @@ def _matmul(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _norm(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """RMS norm over the last axis; ``scale`` is what is added to 1, so that weights decay towards 0 alike."""
+    """RMS norm over the last axis; ``scale`` is added to 1, so that weight decay is towards 0 for it too."""
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6) * (1 + scale)

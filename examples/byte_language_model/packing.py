@@ -10,7 +10,7 @@
             predicts  █ █ █ · █ ·              predicts  · █ █ █ █ ·
 
 A document ends with `END`, so that the model learns to end. One that a row's end cuts goes on in the next row, as a
-segment that knows nothing of what came before.
+segment of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training with one attention: the loss at every step, and how long a step takes."""
+"""Training with one attention: the loss at every step, and the time of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .packing import Rows
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that a training takes but the rows and the attention. Hashable: it is static under `jit`."""
+    """All that training needs other than rows and attention. Hashable: it is static under `jit`."""
 
     steps: int = 300
     batch: int = 8  # rows a step

@@ -1,4 +1,4 @@
-"""One operation on the whole corpus: does it agree with the original, how fast is it, what memory does it take."""
+"""One operation on the corpus: its agreement with the original, its time and its memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METADATA = attnops.OperationMetadata(mode=MODE_PREFILL, on_unsupported="error")
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Everything that embedding takes but the attention."""
+    """All that embedding needs other than the attention."""
 
     config: Config
     params: Params
@@ -62,7 +62,7 @@ class Measurement:
     batch_shape: tuple[int, int]  # B, T
     compile_seconds: float  # tracing included
     batch_seconds: float  # median
-    temp_bytes: int | None  # what XLA allocates beside arguments and results; None where it does not tell
+    temp_bytes: int | None  # XLA's allocation in addition to arguments and results; None where unknown
 
     @property
     def agrees(self) -> bool:
@@ -74,7 +74,7 @@ def create_attention(name: str) -> Attention:
     """The installed operation of this name; `UnsupportedError` if it is not attention over query, key and value."""
     operation = attnops.OperationRegistry.create(name, METADATA)
     if not isinstance(operation, attnops.OperationImpl):
-        raise attnops.UnsupportedError(f"{type(operation).__name__} does not take query, key and value alone")
+        raise attnops.UnsupportedError(f"{type(operation).__name__} needs more arguments than query, key and value")
     return operation
 
 

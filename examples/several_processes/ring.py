@@ -1,11 +1,11 @@
-"""Attention over a sequence that processes share, forward and backward, held against one device's.
+"""Attention over a sequence sharded over processes, forward and backward, compared with one device's.
 
 On each of two hosts (on a cluster that JAX knows, such as a TPU pod or Slurm, all three options can be left out)::
 
     python examples/several_processes/ring.py --coordinator 10.0.0.1:1234 --processes 2 --index 0
     python examples/several_processes/ring.py --coordinator 10.0.0.1:1234 --processes 2 --index 1
 
-Every process prints how far its part is from what one device computes, and exits with 1 if that is more than rounding.
+Every process prints the error of its shard relative to one device's result, and exits with 1 if it exceeds rounding.
 Needs ``pip install attnops attnops-ring``.
 """
 

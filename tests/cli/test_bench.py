@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused() -> None:
     assert "vanilla refused (float32 T=16, float32 T=32): it needs 0.0 GB, more than the limit of 0.0" in result.stdout
 
 
-def test_a_peer_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_installed_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PEERS, "tokamax", dataclasses.replace(PEERS["tokamax"], package="not_there"))
     result = run("tokamax", *SMALL)
     assert result.exit_code == 0

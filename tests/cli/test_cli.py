@@ -68,7 +68,7 @@ def test_version_is_printed() -> None:
     assert (run("--version").exit_code, run("--version").output) == (0, f"{attnops.__version__}\n")
 
 
-def test_without_its_libraries_one_sentence_says_what_to_install(
+def test_without_its_libraries_one_sentence_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = builtins.__import__

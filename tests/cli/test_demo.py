@@ -60,7 +60,7 @@ def test_demo_runs_the_example_as_a_package(example: Any) -> None:
         ("def run(**_):\n    raise FileNotFoundError('no weights')", "attnops: no weights\nAll that the demo needs: "),
     ],
 )
-def test_demo_says_what_to_install(example: Any, body: str, sentence: str) -> None:
+def test_demo_names_what_to_install(example: Any, body: str, sentence: str) -> None:
     example(body)
     result = run()
     assert result.exit_code == 2

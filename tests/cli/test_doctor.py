@@ -98,7 +98,7 @@ def test_a_distribution_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp
     )
 
 
-def test_doctor_says_that_jax_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_that_jax_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot_start() -> None:
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
@@ -110,7 +110,7 @@ def test_doctor_says_that_jax_cannot_start(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found["backend"], found["devices"]) == ("", [])
 
 
-def test_doctor_says_that_requirements_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_that_requirements_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attnops.dispatch.plugins, "requirement_parser", lambda: attnops.dispatch.plugins._Unchecked)
     found = run_json("doctor", status=1)
     assert {"what": "requirements of distributions are not checked", "install": "pip install packaging"} in found[

@@ -77,7 +77,7 @@ def test_explain_prints_a_reason_whose_value_cannot_be_printed() -> None:
     assert other["reasons"] == [{"argument": "pages", "value": text, "limit": "must be even", "hint": ""}]
 
 
-def test_list_says_what_computes_attention() -> None:
+def test_list_shows_what_computes_attention() -> None:
     def forward_native(self: Any, query: Any, key: Any, value: Any) -> Any: ...
 
     register(OperationImpl, forward_native=forward_native)

@@ -120,7 +120,7 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> No
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_an_image_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_without_matplotlib_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("Causal()", "--output", "mask.png")
     assert result.exit_code == 2

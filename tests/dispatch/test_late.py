@@ -26,7 +26,7 @@ Q, K, V = (jnp.asarray(RNG.normal(size=(1, 5, 2, 8)), jnp.float32) for _ in rang
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_its_native_forward_runs_and_a_warning_says_so_once(wrap: Any) -> None:
+def test_its_native_forward_runs_and_warns_once(wrap: Any) -> None:
     operation = type(f"Late{wrap.__name__.strip('<>')}", (Late,), {})(OperationMetadata(platform="tpu"))
     name = type(operation).__name__
     with pytest.warns(

@@ -334,7 +334,7 @@ class TestWithoutBackward:
         with pytest.warns(UnsupportedWarning, match="has no backward pass"):
             assert not ran_tpu(self.make(), Q, Q, Q)
 
-    def test_says_so_when_differentiated(self):
+    def test_raises_when_differentiated(self):
         operation = self.make(mode="prefill")
         with pytest.raises(NotDifferentiableError, match=r"Kernel.forward_tpu has no backward pass"):
             jax.grad(lambda q: operation(q, Q, Q).attention_outputs.sum())(Q)

@@ -84,7 +84,7 @@ def test_explain_prints_the_rank_of_what_is_asked_for_by_name() -> None:
 
 
 @pytest.mark.usefixtures("_registered")
-def test_without_a_rank_auto_never_picks_it_and_explain_says_so() -> None:
+def test_without_a_rank_auto_never_picks_it_and_explain_shows_that() -> None:
     body = {"get_impl_name": classmethod(lambda cls: "zeta"), "rank": classmethod(lambda cls, request: None)}
     OperationRegistry.register(type("Zeta", (VanillaAttention,), body | {"__module__": "acme.zeta"}))
     lines = str(explain(asked(), "zeta")).splitlines()

@@ -210,7 +210,7 @@ def test_unreadable_metadata_hides_no_other(install: Install, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", ["acme-attention", "Acme_Attention:zeta", "other, acme.attention:zeta ,"])
-def test_what_is_disabled_is_not_imported_and_says_so(
+def test_what_is_disabled_is_not_imported_and_reported(
     install: Install, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     monkeypatch.setenv("ATTNOPS_DISABLE", value)
@@ -225,7 +225,7 @@ def test_what_is_disabled_is_not_imported_and_says_so(
     assert_core_unharmed()
 
 
-def test_disabled_one_hides_from_nobody_and_warns_nobody(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_one_is_listed_and_does_not_warn(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNOPS_DISABLE", "acme-one")
     install("acme-one")
     install("acme-two")
@@ -289,7 +289,7 @@ def test_an_unknown_name_lists_near_ones(install: Install) -> None:
         OperationRegistry.get("acme-atention:zeta")
 
 
-def test_another_projects_unreadable_entry_points_harm_nobody(install: Install, tmp_path: Path) -> None:
+def test_another_projects_unreadable_entry_points_have_no_effect(install: Install, tmp_path: Path) -> None:
     install("acme-attention")
     install("acme-garbled")
     (tmp_path / "site" / "acme_garbled-1.0.dist-info" / "entry_points.txt").write_bytes(b"[console_scripts]\n\xff = x")
@@ -413,7 +413,7 @@ def test_a_class_by_hand_leaves_the_entry_points_platforms_alone(install: Instal
 
 
 @pytest.mark.parametrize("method", ["rank(cls, request)", "unsupported(self, request)", "__init__(self, metadata)"])
-def test_one_that_raises_when_asked_is_not_chosen_and_harms_nobody(install: Install, method: str) -> None:
+def test_one_that_raises_when_asked_is_not_chosen_and_others_are(install: Install, method: str) -> None:
     decorator = "@classmethod\n    " if "cls" in method else ""
     source = OPERATION + CUDA + f"\n    {decorator}def {method}:\n        raise KeyError('oops')\n"
     install("acme-attention", source)

@@ -1,4 +1,4 @@
-"""What a forward returned has the contract's shapes and dtypes, or it is refused by name."""
+"""A forward's result has the contract's shapes and dtypes, or an error names the implementation."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_derivative_that_closes_over_an_index_is_named() -> None:
     x = jnp.ones((B, T, H, 8))
     request = OperationRegistry.create("attnops:flash").request(x, x, x, bias=ScoreFn(fn, (jnp.ones(T),)))
     (reason,) = Limits(bias_primitives=frozenset({"mul"}), bias_kinds=None).reasons(request)
-    assert "closes over as arguments, and let it return floats" in str(reason)
+    assert "closes over as arguments, and return floats from it" in str(reason)
 
 
 def test_a_lookup_by_query_and_key_is_named() -> None:

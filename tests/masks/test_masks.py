@@ -373,7 +373,7 @@ def test_a_mask_is_a_pytree_that_compares_by_value():
         (lambda: Causal().at([0, 1]).bind(1, 1, 3, 3), "q_positions has shape (2,), but must have shape [3] or [1, 3]"),
     ],
 )
-def test_impossible_masks_are_refused_in_words(make, text):
+def test_impossible_masks_are_refused_with_a_reason(make, text):
     with pytest.raises((ValueError, TypeError)) as caught:
         make()
     assert text in str(caught.value)

@@ -115,7 +115,7 @@ def test_visits_are_the_tiles_that_are_not_empty(traced):
 
 
 def test_empty_tiles_are_not_read():
-    """NaN in keys that no tile visits harms nobody, though the mask hides no token as padding."""
+    """NaN in keys of empty tiles has no effect, though the mask hides no token as padding."""
     q, k, v = qkv(T=64, S=64)
     k[:, :16], v[:, :16] = np.nan, np.nan
     out = flash(block_q=16, block_k=16)(q, k, v, mask=Causal() & SlidingWindow(15, 0)).attention_outputs
@@ -317,7 +317,7 @@ def test_no_warning_is_given():
 
 
 @pytest.mark.parametrize("transform", ["jvp", "jvp of jit", "jacfwd", "linearize"])
-def test_forward_mode_is_refused_in_words(transform):
+def test_forward_mode_is_refused_with_a_reason(transform):
     q = jnp.ones((1, 3, 1, 4))
     call = lambda q: flash()(q, q, q).attention_outputs  # noqa: E731
     run = {

@@ -185,7 +185,7 @@ class CausalOffsetIgnored(Reference):
 
 
 class SegmentsOfKeysIgnored(Reference):
-    """The queries' ids stand for the keys' too: right as long as nobody gives two."""
+    """The queries' ids are used for the keys too: right as long as a caller does not give both."""
 
     found_by = "fully masked tiles"
 

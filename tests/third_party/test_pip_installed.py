@@ -1,6 +1,6 @@
-"""The distributions beside this file, built as wheels and pip-installed, all at once, into an environment of their own.
+"""The distributions in this file's folder, built as wheels and pip-installed into one environment.
 
-What is to be found out there is found out once, by the fixtures; the tests look at it.
+The fixtures examine that environment once; the tests check the results.
 `dispatch/test_registry.py` has the state machine in full, in process.
 """
 
@@ -98,7 +98,7 @@ class Environment:
 
 
 def build(folder: Path, *projects: Path) -> list[Path]:
-    """Build a wheel of each project, without leaving anything beside its sources."""
+    """Build a wheel of each project, without leaving anything in its sources."""
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "-w", folder, *projects], check=True)
     return sorted(folder.glob("*.whl"))
@@ -106,7 +106,7 @@ def build(folder: Path, *projects: Path) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheels of the core and of all distributions beside this file, by name."""
+    """The wheels of the core and of all distributions in this file's folder, by name."""
     projects = [REPOSITORY, *(SOURCES / name for name in DISTRIBUTIONS)]
     built = build(tmp_path_factory.mktemp("wheels"), *projects)
     return {wheel.name.partition("-")[0].replace("_", "-"): wheel for wheel in built}
@@ -159,7 +159,7 @@ def test_the_core_in_a_clean_environment(clean: dict[str, Any], full: dict[str, 
     assert full["operation_modules"] == []
 
 
-def test_the_command_without_its_libraries_says_what_to_install(clean: dict[str, Any]) -> None:
+def test_the_command_without_its_libraries_names_what_to_install(clean: dict[str, Any]) -> None:
     status, stdout, stderr = clean["command"]
     assert (status, stdout) == (1, "")
     assert stderr.endswith("which is not installed: pip install 'attnops[cli]'\n")
@@ -194,7 +194,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_one_says_why(full: dict[str, Any], name: str) -> None:
+def test_a_broken_one_shows_its_cause(full: dict[str, Any], name: str) -> None:
     state, cause = BROKEN[name]
     error, message, chained = full["asked"][name.partition(":")[2]]
     assert (error, f"{name} is {state}: {cause}" in message) == ("PluginError", True)
@@ -240,7 +240,7 @@ def test_doctor_imports_each_and_finds_nothing_else_wrong(full: dict[str, Any]) 
     assert "raise OSError" in full["doctor as text"]
 
 
-def test_the_demo_is_in_the_wheel_and_says_what_it_needs(full: dict[str, Any]) -> None:
+def test_the_demo_is_in_the_wheel_and_names_what_it_needs(full: dict[str, Any]) -> None:
     status, stdout, stderr = full["demo"]
     assert (status, stdout) == (2, "")
     assert re.match(r"attnops: the demo needs (safetensors|tokenizers), which is not installed: pip install", stderr)

@@ -265,7 +265,7 @@ def test_rules_that_it_can_not_follow_are_refused(rules: dict[str, Any]) -> None
         OperationRegistry.create("ring", metadata)(x, x, x)
 
 
-def test_without_a_mesh_it_says_what_to_do() -> None:
+def test_without_a_mesh_the_error_names_what_to_do() -> None:
     x = jnp.ones((1, 16, 2, 16))
     with pytest.raises(
         UnsupportedError, match=r"mesh=none, or sequences not sharded: must shard the keys; create 'flash'"

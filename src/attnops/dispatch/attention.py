@@ -175,8 +175,8 @@ class OperationImpl(BaseOperation):
         """A forward's result in the caller's layout, with the fields asked for, tagged for checkpoint policies.
 
         Raises:
-            TypeError: the forward returned no `OperationOutput`, left out what it was asked for, or returned another
-                shape or dtype than the contract's.
+            TypeError: the forward did not return an `OperationOutput`, left out a field that was asked for, or returned
+                another shape or dtype than the contract's.
         """
         check_output(type(self).__name__, call.args, call.options, result)
         out = tag(result.attention_outputs, OUTPUT_NAME)

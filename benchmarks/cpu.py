@@ -1,8 +1,8 @@
 """Figures on a CPU: `flash` against jax.nn and torch, `vanilla` against jax.nn, what skipped tiles save, and memory.
 
-Run ``python benchmarks/cpu.py`` (``--quick`` for two minutes, ``--json FILE`` to keep the figures) on an idle machine; torch
-is measured if it is installed. All are measured in one run, in turns, each checked against the float64 oracle before it
-is timed; the best time is reported.
+Run ``python benchmarks/cpu.py`` (``--quick`` for two minutes, ``--json FILE`` to keep the figures) on an idle machine;
+torch is measured if it is installed. All are measured in one run, in turns, each checked against the float64 oracle
+before it is timed; the best time is reported.
 """
 
 from __future__ import annotations

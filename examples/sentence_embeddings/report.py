@@ -139,8 +139,8 @@ def _operations_table(measured: dict[str, Measurement]) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
         caption=f"It agrees if no coordinate of any embedding differs from the original PyTorch model's by more than "
-        f"{TOLERANCE:g}. Time and memory are of one batch of {B} × {T} tokens; memory is what XLA allocates in addition "
-        f"to weights, tokens and embeddings.",
+        f"{TOLERANCE:g}. Time and memory are of one batch of {B} × {T} tokens; memory is what XLA allocates "
+        f"in addition to weights, tokens and embeddings.",
         caption_justify="left",
     )
     table.add_column("operation", overflow="fold")

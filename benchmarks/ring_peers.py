@@ -109,6 +109,35 @@ def bytes_sent(jaxpr: Any, times: int = 1) -> int:
     return total
 
 
+def timings(timed: dict[str, Any], rounds: int) -> dict[tuple[str, int], float]:
+    """The median milliseconds of each contender's programs, which are timed in turns."""
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds + 1):  # the first compiles
+        for name, programs in timed.items():
+            for i, (program, arguments) in enumerate(programs):
+                start = time.perf_counter()
+                jax.block_until_ready(program(*arguments))
+                seconds.setdefault((name, i), []).append(time.perf_counter() - start)
+    return {key: statistics.median(x[1:]) * 1e3 for key, x in seconds.items()}
+
+
+def print_rows(rows: list[dict[str, Any]], length: int, devices: int) -> None:
+    """Print the figures as a table."""
+    table = Table(
+        title=f"causal, {length} tokens on {devices} host devices, {HEADS} heads over {KV_HEADS} of {HEAD_DIM}, "
+        "float32; sent: times a device's K and V"
+    )
+    columns = ["ring", "K and V sent forward", "both ways", "largest error", "forward, ms", "forward and backward, ms",
+               "note"]  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("ring", "note") else "right")
+    for row in rows:
+        cells = (row.get(column, "") for column in columns)
+        table.add_row(*(f"{x:.3g}" if isinstance(x, float) and x < 1e-3 else f"{x:,.1f}" if isinstance(x, float) else x
+                        for x in cells))  # fmt: skip
+    Console(width=160).print(table)
+
+
 def main(
     devices: Annotated[int, typer.Option(help="Along the sequence.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens.")] = 4096,
@@ -157,30 +186,12 @@ def main(
             timed[name] = [(forward, arguments[:3]), (backward, arguments)]
         except Exception as error:
             row["note"] = f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for _ in range(rounds + 1):  # the first compiles
-        for name, programs in timed.items():
-            for i, (program, arguments) in enumerate(programs):
-                start = time.perf_counter()
-                jax.block_until_ready(program(*arguments))
-                seconds.setdefault((name, i), []).append(time.perf_counter() - start)
+    milliseconds = timings(timed, rounds)
     for row in rows:
         for i, column in enumerate(("forward, ms", "forward and backward, ms")):
-            if (row["ring"], i) in seconds:
-                row[column] = statistics.median(seconds[row["ring"], i][1:]) * 1e3
-    table = Table(
-        title=f"causal, {length} tokens on {devices} host devices, {HEADS} heads over {KV_HEADS} of {HEAD_DIM}, "
-        "float32; sent: times a device's K and V"
-    )
-    columns = ["ring", "K and V sent forward", "both ways", "largest error", "forward, ms", "forward and backward, ms",
-               "note"]  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("ring", "note") else "right")
-    for row in rows:
-        cells = (row.get(column, "") for column in columns)
-        table.add_row(*(f"{x:.3g}" if isinstance(x, float) and x < 1e-3 else f"{x:,.1f}" if isinstance(x, float) else x
-                        for x in cells))  # fmt: skip
-    Console(width=160).print(table)
+            if (row["ring"], i) in milliseconds:
+                row[column] = milliseconds[row["ring"], i]
+    print_rows(rows, length, devices)
     if json:
         json.write_text(json_module.dumps(rows, indent=1) + "\n")
 

@@ -37,6 +37,7 @@ _PIPE_WIDTH: Final = 200
 _STYLES: Final = {"wrong": "bold red", "failed": "red", "refused": "yellow"}
 
 
+# A parameter for each option of the command line, which typer reads from the signature.
 def command(
     operations: Annotated[
         list[str] | None,

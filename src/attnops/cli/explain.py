@@ -22,6 +22,7 @@ from attnops.operations.vanilla import VanillaAttention
 from attnops.sharding.modes import printed_mode
 
 
+# A parameter for each option of the command line, which typer reads from the signature.
 def command(
     operation: Annotated[str, typer.Argument(help="Name of the operation, or distribution:operation.")] = "auto",
     batch: Annotated[int, typer.Option("-B", "--batch", help="B", min=1)] = 1,

@@ -85,7 +85,7 @@ def _forward(
     keep: Any = None,
     dropout_prob: float = 0.0,
 ) -> _Forward:
-    """The forward pass. ``mask`` and ``keep`` are booleans, ``bias`` numbers, that broadcast to [B, H, T, S]."""
+    """The forward pass, with the contract's options. ``mask``, ``keep`` and ``bias`` broadcast to [B, H, T, S]."""
     q, k, v = (np.asarray(x).astype(dtype) for x in (query, key, value))
     B, T, H, D = q.shape
     S, groups = k.shape[1], H // k.shape[2]

@@ -1,4 +1,4 @@
-"""Whether an operation computes partials of a softmax that add up, and their gradients: see `attnops.softmax`."""
+"""Checks of an operation's partial softmaxes and their gradients: see `attnops.softmax`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,25 @@ from attnops.dropout import ShiftedKey
 from attnops.masks import Causal
 from attnops.softmax import Contribution, PartialSoftmax, contribution, merge
 
-# Queries, and keys of which the second part begins in a tile's midst; of the first rows it hides every key.
+# Queries, keys, and the first key of the second part, inside a tile; the first queries see none of its keys.
 _T, _S, _CUT = 48, 80, 40
 _TOLERANCE: Final = 2e-5
+
+
+def _arrays(features: str) -> tuple[list[jax.Array], jax.Array, jax.Array | None]:
+    """Query, key, value and the output's cotangent; the logsumexp's cotangent; and the bias."""
+    rng = np.random.default_rng(0)
+    arrays = [
+        jnp.asarray(rng.normal(size=(2, n, h, d)), jnp.float32)
+        for n, h, d in ((_T, 4, 16), (_S, 2, 16), (_S, 2, 24), (_T, 4, 24))
+    ]
+    d_lse = jnp.asarray(rng.normal(size=(2, 4, _T)), jnp.float32)
+    if features not in ("bias", "low"):
+        return arrays, d_lse, None
+    values = rng.normal(size=(1, 4, _T, _S))
+    if features == "low":
+        values[:, :, 30:34] = -1e9
+    return arrays, d_lse, jnp.asarray(values, jnp.float32)
 
 
 def check_partial(name: str, platform: str, features: str, **fields: Any) -> None:
@@ -25,8 +41,8 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
     Args:
         name: of the operation.
         platform: of the forward.
-        features: ``"plain"``, a causal mask; ``"bias"``, a bias and a soft cap too; ``"low"``, a bias that puts some
-            rows at −1e9, where a logsumexp does not say how many keys there are; ``"dropout"``, dropout too.
+        features: ``"plain"``, a causal mask; ``"bias"``, a bias and a soft cap; ``"low"``, a bias that puts some
+            rows at −1e9, where float32 rounding loses log(l) in the logsumexp; ``"dropout"``, dropout.
         **fields: of the metadata.
 
     Raises:
@@ -36,23 +52,12 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
     metadata = OperationMetadata(platform=platform, dropout_prob=prob, on_unsupported="error", **fields)
     operation: Any = OperationRegistry.create(name, metadata)
     vanilla: Any = OperationRegistry.create("attnops:vanilla", OperationMetadata(platform="cpu", dropout_prob=prob))
-    rng = np.random.default_rng(0)
-    q, k, v, d_out = (
-        jnp.asarray(rng.normal(size=(2, n, h, d)), jnp.float32)
-        for n, h, d in ((_T, 4, 16), (_S, 2, 16), (_S, 2, 24), (_T, 4, 24))
-    )
-    d_lse = jnp.asarray(rng.normal(size=(2, 4, _T)), jnp.float32)
-    bias = None
-    if features in ("bias", "low"):
-        values = rng.normal(size=(1, 4, _T, _S))
-        if features == "low":
-            values[:, :, 30:34] = -1e9
-        bias = jnp.asarray(values, jnp.float32)
+    (q, k, v, d_out), d_lse, bias = _arrays(features)
     # Query i is at i + 20: it sees keys of the second part from the 20th row on.
     offset = _CUT - 20
 
     def key_of(first: int) -> Any:
-        # As if the queries were every fifth of a longer call's, and the keys every other.
+        # The queries are every fifth of a longer call's, the keys every other.
         return ShiftedKey(jax.random.key(3), i=3, j=2 * first, i_step=5, j_step=2) if prob else None
 
     def options(first: int, last: int, bias: Any) -> dict[str, Any]:
@@ -64,8 +69,8 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
         }
 
     def unsplit(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        found = vanilla(q, k, v, return_lse=True, **options(0, _S, bias))
-        return found.attention_outputs, found.logsumexp
+        output = vanilla(q, k, v, return_lse=True, **options(0, _S, bias))
+        return output.attention_outputs, output.logsumexp
 
     (out, lse), pull_back = jax.vjp(unsplit, q, k, v, bias)
     expected = pull_back((d_out, d_lse))

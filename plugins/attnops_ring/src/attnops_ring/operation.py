@@ -74,7 +74,7 @@ class RingAttention(OperationImpl):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | None:
-        """First where a mesh cuts the sequence; else never picked."""
+        """First where a mesh shards the sequence; otherwise never picked."""
         return Rank.EXCHANGES_KEYS if isinstance(request, AttentionRequest) and request.sequence_axes else None
 
     def environment_key(self) -> Hashable:

@@ -140,10 +140,10 @@ def test_inside_a_shard_map_of_ones_own() -> None:
             np.testing.assert_allclose(jax.jit(mapped)(*qkv), expected, atol=1e-5)
 
 
-def test_a_sequence_that_is_cut_is_gathered_and_said() -> None:
+def test_a_sharded_sequence_is_gathered_with_a_warning() -> None:
     names = CASES["documents, sinks"]
     problem = problem_of(names, mesh_of(*AXES), AxisRules())
-    with pytest.raises(UnsupportedError, match=r"mesh=sp: cuts the sequence.*create 'ring'"):
+    with pytest.raises(UnsupportedError, match=r"mesh=sp: shards the sequence.*create 'ring'"):
         check("attnops:flash", problem)
     problem = dataclasses.replace(problem, metadata=problem.metadata.replace(on_unsupported="native"))
     with pytest.warns(UnsupportedWarning, match=r"exchanges no keys between devices.*every device then gathers"):

@@ -129,6 +129,15 @@ def test_a_bias_may_be_subclassed():
         np.testing.assert_allclose(shifted.shift, lse.size, rtol=1e-5)  # each logsumexp grows with it
 
 
+@pytest.mark.parametrize("leaf", [None, jax.sharding.PartitionSpec(), object(), jax.ShapeDtypeStruct((), np.int32)])
+def test_an_array_offset_is_a_leaf_whatever_stands_in_its_place(leaf):
+    bias = ALiBi(jnp.ones(2), jnp.int32(3))
+    leaves, tree = jax.tree.flatten(bias)
+    assert len(leaves) == 2
+    other = jax.tree.unflatten(tree, [leaves[0], leaf])
+    assert jax.tree.structure(other, is_leaf=lambda x: x is None) == tree
+
+
 def test_impossible_biases_are_refused_with_a_reason():
     q = jnp.ones((1, 4, 2, 8))
     vanilla = OperationRegistry.create("vanilla")

@@ -52,7 +52,7 @@ def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Any, Any]], tuple[tuple[s
 
 def _is_static(name: str, value: Any) -> bool:
     # An offset is a number or an array, and in its place a leaf may be anything, a `PartitionSpec` say.
-    return value is None or isinstance(value, int) if name == "offset" else not hasattr(value, "shape")
+    return isinstance(value, int) if name == "offset" else not hasattr(value, "shape")
 
 
 def _unflatten(cls: type[Bias], static: tuple[tuple[str, Any], ...], leaves: Any) -> Bias:

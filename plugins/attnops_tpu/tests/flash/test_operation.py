@@ -133,3 +133,18 @@ def test_on_a_mesh_that_types_name(shape: tuple[int, int]) -> None:
     expected = attention(*qkv, mask=np.tril(np.ones((1, 1, 8, 8), bool))).out
     np.testing.assert_allclose(out, expected, atol=5e-6)
     assert jax.typeof(out).sharding.spec[:3] == ("dp", None, "tp")
+
+
+def test_kernels_are_traced_where_x64_is_on() -> None:
+    with jax.enable_x64(True):
+        q = jax.ShapeDtypeStruct((1, 24, 4, 8), jnp.float32)
+        k = jax.ShapeDtypeStruct((1, 24, 2, 8), jnp.float32)
+        slope = jax.ShapeDtypeStruct((), jnp.float64)
+        operation = make()
+
+        def loss(q: jax.Array, k: jax.Array, slope: jax.Array) -> jax.Array:
+            bias = ScoreFn(lambda s, b, h, q, kv, slope: s - (slope * abs(q - kv)).astype(s.dtype), (slope,))
+            return operation(q, k, k, mask=Causal(), bias=bias).attention_outputs.sum()
+
+        found = jax.eval_shape(jax.grad(loss, (0, 1, 2)), q, k, slope)
+        assert [d.dtype.name for d in found] == ["float32", "float32", "float64"]

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -145,12 +146,12 @@ def _span(
     K, G = plan.K * plan.split, plan.G // plan.split
 
     def tile_at(b: Any, k: Any, step: Any, g: Any, entries: Any, first: Any) -> TileIndex:
-        entry = schedule.at(entries, b, lax.div(k, plan.split), step)
+        entry = schedule.at(entries, b, lax.div(k, np.int32(plan.split)), step)
         return TileIndex(b, k * G + g, entry.column, entry.row)
 
     def of_keys(d: int) -> pl.BlockSpec:
         def index(b: Any, k: Any, step: Any, g: Any, entries: Any, first: Any) -> tuple[Any, ...]:
-            return (b, k, 0, schedule.at(entries, b, lax.div(k, plan.split), step).row)
+            return (b, k, 0, schedule.at(entries, b, lax.div(k, np.int32(plan.split)), step).row)
 
         return pl.BlockSpec((None, None, d, plan.bk), index)
 
@@ -189,7 +190,7 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: A
     dq, dk_out, dv_out, dk, dv, *buffers = refs[len(names) :]
     b, k, step, g = (pl.program_id(axis) for axis in range(4))
     G = plan.G // plan.split
-    entry = schedule.at(entries, b, lax.div(k, plan.split), step)
+    entry = schedule.at(entries, b, lax.div(k, np.int32(plan.split)), step)
     index = TileIndex(b, k * G + g, entry.column, entry.row)
 
     @pl.when((step == 0) & (g == 0))

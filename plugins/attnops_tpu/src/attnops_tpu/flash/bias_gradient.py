@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -144,11 +145,11 @@ def _value_kernel(
         for sub in _sub_tiles(plan, named, index):
             gradients, d_scores = _sub_tile_gradients(sub, named, wanted, masked)
             for ref, i in zip(rows, wanted.by_query, strict=True):
-                ref[:, sub.queries] += gradients[i]
+                ref[:, sub.queries] += gradients[i].astype(jnp.float32)
             for ref, i in zip(of_head, wanted.by_key, strict=False):
                 first = index.kv_tile * plan.bk + sub.row
                 at = pl.ds(first if plan.interpret else pl.multiple_of(first, 128), sub.rows)
-                ref[:, at] += to_row(gradients[i])
+                ref[:, at] += to_row(gradients[i].astype(jnp.float32))
             if plan.scoring.table:
                 width = sub.rows + sub.cols
                 of_head[-1][:, pl.ds(sub.first_distance(), width)] += _by_distance(plan, d_scores)
@@ -208,7 +209,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSc
 
     def tile_at(b: Any, h: Any, step: Any, r: Any, entries: Any) -> TileIndex:
         entry = schedule.at(entries, b, h, step)
-        return TileIndex(b + lax.div(r, heads), h + lax.rem(r, heads), entry.row, entry.column)
+        return TileIndex(b + lax.div(r, np.int32(heads)), h + lax.rem(r, np.int32(heads)), entry.row, entry.column)
 
     def kernel(entries: Any, *refs: Any) -> None:
         named = dict(zip((o.name for o in operands), refs, strict=False))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -87,14 +88,14 @@ def rows_of_query(name: str, x: jax.Array, plan: Plan) -> Operand:
 def rows_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
     """[B, K, Sp, d]: a tile's keys, as rows."""
     return Operand(
-        name, x, (None, None, plan.bk, x.shape[3]), lambda p: (_batch(x, p), lax.div(p.h, plan.G), p.kv_tile, 0)
+        name, x, (None, None, plan.bk, x.shape[3]), lambda p: (_batch(x, p), _kv_head(plan, p), p.kv_tile, 0)
     )
 
 
 def columns_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
     """[B, K, d, Sp]: a tile's keys, as columns."""
     return Operand(
-        name, x, (None, None, x.shape[2], plan.bk), lambda p: (_batch(x, p), lax.div(p.h, plan.G), 0, p.kv_tile)
+        name, x, (None, None, x.shape[2], plan.bk), lambda p: (_batch(x, p), _kv_head(plan, p), 0, p.kv_tile)
     )
 
 
@@ -208,3 +209,8 @@ def _batch(x: jax.Array, p: TileIndex) -> Any:
 
 def _lead(x: jax.Array, p: TileIndex) -> Sequence[Any]:
     return (_batch(x, p), p.h if x.shape[1] > 1 else 0)
+
+
+def _kv_head(plan: Plan, p: TileIndex) -> Any:
+    # Of int32 where x64 is on, too.
+    return lax.div(p.h, np.int32(plan.G))

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -57,7 +58,7 @@ class SubTile:
     @property
     def batch(self) -> Any:
         """The index in the batch, without an axis mapped by `jax.vmap`."""
-        return self.index.b if self.plan.inner == self.plan.B else lax.rem(self.index.b, self.plan.inner)
+        return self.index.b if self.plan.inner == self.plan.B else lax.rem(self.index.b, np.int32(self.plan.inner))
 
     def allowed(self) -> jax.Array:
         """Which scores are not masked, [rows, cols] booleans; for PARTIAL tiles."""

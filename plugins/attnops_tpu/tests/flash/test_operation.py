@@ -16,7 +16,7 @@ from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
+from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError, explain
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, MaskFn
 from attnops.testing import attention
@@ -140,7 +140,7 @@ def test_kernels_are_traced_where_x64_is_on() -> None:
         q = jax.ShapeDtypeStruct((1, 24, 4, 8), jnp.float32)
         k = jax.ShapeDtypeStruct((1, 24, 2, 8), jnp.float32)
         slope = jax.ShapeDtypeStruct((), jnp.float64)
-        operation = make()
+        operation = make(interpret=True)
 
         def loss(q: jax.Array, k: jax.Array, slope: jax.Array) -> jax.Array:
             bias = ScoreFn(lambda s, b, h, q, kv, slope: s - (slope * abs(q - kv)).astype(s.dtype), (slope,))
@@ -148,3 +148,20 @@ def test_kernels_are_traced_where_x64_is_on() -> None:
 
         found = jax.eval_shape(jax.grad(loss, (0, 1, 2)), q, k, slope)
         assert [d.dtype.name for d in found] == ["float32", "float32", "float64"]
+
+
+def test_a_backward_pass_where_x64_is_on_is_refused() -> None:
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    operation = make()
+
+    def forward(x: jax.Array, mode: str | None = None) -> jax.Array:
+        return operation(x, x, x, mask=Causal(), mode=mode).attention_outputs
+
+    auto = OperationRegistry.create("auto", OperationMetadata(platform="tpu"))
+    assert explain(auto.request(x, x, x)).chosen.name == NAME
+    with jax.enable_x64(True):
+        with pytest.raises(UnsupportedError, match="jax_enable_x64=True: Mosaic does not compile the backward"):
+            jax.eval_shape(forward, x)
+        assert explain(auto.request(x, x, x)).chosen.name != NAME
+        served = jax.jit(forward, static_argnames="mode")
+        jax.export.export(served, platforms=["tpu"])(x, mode="prefill")

@@ -44,7 +44,7 @@ class TPUFlashAttention(FlashAttention):
         """See `attnops.BaseOperation.unsupported`."""
         if not isinstance(request, AttentionRequest):
             return
-        if jax.config.jax_enable_x64 and request.needs_grad and not request.interpret:
+        if _is_x64() and request.needs_grad and not request.interpret:
             yield Reason("jax_enable_x64", True, "Mosaic does not compile the backward kernels where it is on",
                          "turn it off, or call it with mode='prefill' if you take no gradient")  # fmt: skip
         multiple, why = (8, "the sublanes") if request.interpret else (128, "the lanes")
@@ -59,7 +59,7 @@ class TPUFlashAttention(FlashAttention):
 
     def environment_key(self) -> Hashable:
         """See `attnops.BaseOperation.environment_key`."""
-        return super().environment_key(), jax.config.jax_enable_x64
+        return super().environment_key(), _is_x64()
 
     def forward_tpu(
         self,
@@ -89,3 +89,7 @@ class TPUFlashAttention(FlashAttention):
         from attnops_tpu.flash.backend import PallasFlash
 
         return PallasFlash()
+
+
+def _is_x64() -> bool:
+    return jax.dtypes.canonicalize_dtype("int64") == "int64"

@@ -39,7 +39,7 @@ def test_a_custom_vjp_is_refused_for_each_score() -> None:
     rounded = jax.custom_vjp(lambda x: jnp.round(x))
     rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, d: (d,))
     x = jnp.ones((1, 24, 1, 8))
-    with pytest.raises(UnsupportedError, match=r"custom_vjp_call: .* or state its derivative by jax.custom_jvp"):
+    with pytest.raises(UnsupportedError, match=r"custom_vjp_call: .* or define its derivative by jax.custom_jvp"):
         TPU(x, x, x, bias=ScoreFn(lambda s, b, h, q, kv: rounded(s)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnops.bench.case import Case, Refused
 from attnops.bench.peers import PEERS, missing_peers
@@ -15,6 +15,11 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.registry import OperationRegistry
 from attnops.errors import PluginError, UnsupportedError
+
+if TYPE_CHECKING:
+    import jax
+
+    from attnops.masks.base import Mask
 
 
 def find(names: Sequence[str] | None = None) -> list[Contender]:
@@ -57,7 +62,7 @@ def operation(name: str) -> Contender:
         except PluginError as error:
             raise Refused(str(error)) from error
 
-        def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask | None) -> jax.Array:
             return op(query, key, value, mask=mask).attention_outputs
 
         what = f"{chosen.name} (forward_{chosen.forward})"

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import jax
 
@@ -18,7 +18,7 @@ _SHARE: Final = 0.5
 _GUESS: Final = 8 << 30
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, object]:
     """Processor, cores, devices and versions."""
     versions = {"python": platform.python_version()}
     for name in _VERSIONS:

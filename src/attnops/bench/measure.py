@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import jax
 
@@ -58,7 +58,7 @@ class Measurement:
         """The median time."""
         return statistics.median(self.seconds) if self.seconds else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Every field, for a program to read."""
         shown = ("batch", "length", "heads", "head_dim", "dtype", "backward")
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "case"}

@@ -112,11 +112,11 @@ def _tokamax(case: Case) -> Ready:
     return _like_jax_nn(case, tokamax.dot_product_attention, PEERS["tokamax"].describe("tokamax.dot_product_attention"))
 
 
-def _like_jax_nn(case: Case, function: Callable[..., Any], what: str) -> Ready:
+def _like_jax_nn(case: Case, function: Callable[..., jax.Array], what: str) -> Ready:
     terms = _terms(case)
     dense = case.dense(_all(terms.segments, terms.rest))
 
-    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
         return function(
             query, key, value, mask=mask, is_causal=terms.causal, local_window_size=terms.window
         )  # fmt: skip
@@ -139,7 +139,7 @@ def _ejkernel(case: Case) -> Ready:
         ids = None if terms.segments is None else terms.segments.bind(*case.shape).q_ids
         extra = None if ids is None else jnp.broadcast_to(jnp.asarray(ids), (case.batch, case.length))
 
-    def attend(query: Any, key: Any, value: Any, extra: Any) -> Any:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, extra: jax.Array | None) -> jax.Array:
         info = None
         if extra is not None:
             info = MaskInfo.from_segments(extra) if extra.ndim == 2 else MaskInfo.from_attention_mask(extra)

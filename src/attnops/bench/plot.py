@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attnops.bench.measure import Measurement
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Distinguishable with most colour vision deficiencies (Okabe and Ito 2008), and by their markers.
 _COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -49,7 +52,7 @@ def plot(measurements: Sequence[Measurement], path: Path, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _dress(axes: Any, lengths: Sequence[int], title: str, unit: str) -> None:
+def _dress(axes: Axes, lengths: Sequence[int], title: str, unit: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_xscale("log", base=2)

@@ -29,8 +29,8 @@ class Ready:
         compile_seconds: the time of tracing and compiling; None where nothing is compiled.
     """
 
-    run: Callable[[], Any]
-    wait: Callable[[Any], Any]
+    run: Callable[[], object]
+    wait: Callable[[Any], object]
     results: Callable[[Array], dict[str, Array]]
     what: str
     temp_bytes: int | None = None
@@ -52,7 +52,9 @@ class Contender:
     is_peer: bool = False
 
 
-def compile_jax(case: Case, attend: Callable[[Any, Any, Any, Any], Any], extra: Any, what: str) -> Ready:
+def compile_jax(
+    case: Case, attend: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array], extra: object, what: str
+) -> Ready:
     """A JAX function as a program.
 
     Args:
@@ -65,14 +67,16 @@ def compile_jax(case: Case, attend: Callable[[Any, Any, Any, Any], Any], extra: 
         attnops.bench.case.Refused: it needs more than the memory limit.
     """
 
-    def both(query: Any, key: Any, value: Any, extra: Any, d_out: Any) -> Any:
+    def both(
+        query: jax.Array, key: jax.Array, value: jax.Array, extra: object, d_out: jax.Array
+    ) -> tuple[jax.Array, ...]:
         out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, extra), query, key, value)
         return out, *pull_back(d_out)
 
-    def forward(query: Any, key: Any, value: Any, extra: Any) -> Any:
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array, extra: object) -> tuple[jax.Array, ...]:
         return (attend(query, key, value, extra),)
 
-    function: Callable[..., Any] = both if case.backward else forward
+    function: Callable[..., tuple[jax.Array, ...]] = both if case.backward else forward
     arguments = (*case.device_inputs, extra)
     cotangent = (jnp.asarray(case.d_out),) if case.backward else ()
     start = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,12 @@ from attnops.partition.run import run_sharded, run_unsharded
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
 from attnops.softmax import Contribution, PartialSoftmax, contribution
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.biases import Bias
+    from attnops.masks.base import Mask
 
 
 class OperationImpl(BaseOperation):
@@ -59,20 +65,20 @@ class OperationImpl(BaseOperation):
 
     def __call__(
         self,
-        query: jax.typing.ArrayLike,
-        key: jax.typing.ArrayLike,
-        value: jax.typing.ArrayLike,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
         *,
-        mask: Any = None,
-        bias: Any = None,
+        mask: ArrayLike | Mask | None = None,
+        bias: ArrayLike | Bias | None = None,
         softmax_scale: float | None = None,
         logits_soft_cap: float | None = None,
-        sinks: jax.typing.ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
         dropout_key: jax.Array | None = None,
         mode: str | None = None,
         return_lse: bool = False,
         return_weights: bool = False,
-        **options: Any,
+        **options: object,
     ) -> OperationOutput:
         """Attention of ``query`` over ``key`` and ``value``.
 
@@ -126,7 +132,7 @@ class OperationImpl(BaseOperation):
         result: OperationOutput = self.run(call)
         return result
 
-    def bind(self, query: Any, key: Any, value: Any, **options: Any) -> Call:
+    def bind(self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Any) -> Call:
         """See `attnops.dispatch.binding.bind_attention`."""
         call = bind_attention(self.metadata, query, key, value, options)
         assert isinstance(call.request, AttentionRequest)
@@ -137,7 +143,9 @@ class OperationImpl(BaseOperation):
         request = call.request.replace(sequence_axes=boundary.sequence) if boundary.sequence else call.request
         return call._replace(request=request, boundary=boundary)
 
-    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+    def invoke(
+        self, forward: str, function: Callable[..., OperationOutput], call: Call, options: Mapping[str, object]
+    ) -> OperationOutput:
         """Run a forward on a call; under a mesh each device runs it on its shard, see `attnops.partition`."""
         assert isinstance(call.request, AttentionRequest)
         boundary = call.boundary
@@ -149,7 +157,7 @@ class OperationImpl(BaseOperation):
         if boundary.sequence:
             self._gathers(boundary.sequence)
 
-        def checked(query: Any, key: Any, value: Any, **rest: Any) -> OperationOutput:
+        def checked(query: jax.Array, key: jax.Array, value: jax.Array, **rest: object) -> OperationOutput:
             output = function(query, key, value, **rest)
             return check_output(type(self).__name__, (query, key, value), rest, output)
 
@@ -186,7 +194,7 @@ class OperationImpl(BaseOperation):
         lse = tag(result.logsumexp, LOGSUMEXP_NAME) if "return_lse" in wanted else None
         return OperationOutput(out, result.attention_weights if "return_weights" in wanted else None, lse)
 
-    def partial(self, query: Any, key: Any, value: Any, **options: Any) -> PartialSoftmax:
+    def partial(self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: object) -> PartialSoftmax:
         """Attention over some of a softmax's keys, to be merged with others by `attnops.softmax.merge`.
 
         Args:
@@ -211,15 +219,15 @@ class OperationImpl(BaseOperation):
 
     def partial_vjp(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
         lse: jax.Array,
         lse_residual: jax.Array,
         d: Contribution,
         *,
         wants_bias: bool = False,
-        **options: Any,
+        **options: object,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         """The gradients of the contribution of some keys to a softmax, from its logsumexp over all keys.
 
@@ -268,7 +276,7 @@ class OperationImpl(BaseOperation):
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         """`partial_vjp` by the forward of this name; an implementation may override it."""
 
-        def contributed(given: Any) -> Contribution:
+        def contributed(given: tuple[object, ...]) -> Contribution:
             *args, bias = given
             options = call.options | {"bias": bias} if wants_bias else call.options
             partial = self.run_partial(forward, call._replace(args=tuple(args), options=options))
@@ -279,7 +287,7 @@ class OperationImpl(BaseOperation):
         dq, dk, dv = (x.astype(jnp.float32) for x in d_args)
         return dq, dk, dv, d_bias
 
-    def _bind_partial(self, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Call:
+    def _bind_partial(self, query: ArrayLike, key: ArrayLike, value: ArrayLike, options: dict[str, object]) -> Call:
         for name in ("sinks", "return_weights", "return_lse"):
             given = options.pop(name, None)
             if given is not None and given is not False:

@@ -19,6 +19,8 @@ from attnops.masks.functions import functions
 from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
 
 if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
     from attnops.partition.boundary import Boundary
 
 _NOT_FLAGS: Final = frozenset({"mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key"})
@@ -40,7 +42,9 @@ class Call(NamedTuple):
     boundary: Boundary | None = None
 
 
-def bind_attention(metadata: OperationMetadata, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Call:
+def bind_attention(
+    metadata: OperationMetadata, query: ArrayLike, key: ArrayLike, value: ArrayLike, options: dict[str, Any]
+) -> Call:
     """The call of an attention operation, its arguments checked and in the layout "BTHD".
 
     Args:
@@ -129,19 +133,19 @@ def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | Non
     return MODE_DECODE if query_length == 1 else MODE_TRAIN
 
 
-def _check_flags(options: dict[str, Any]) -> None:
+def _check_flags(options: dict[str, object]) -> None:
     for name in ("return_lse", "return_weights"):
         value = options.get(name)
         if value is not None and not isinstance(value, (bool, np.bool_)):
             raise ValueError(f"{name}={value!r} must be True or False, known when tracing")
 
 
-def _is_off(name: str, option: Any) -> bool:
+def _is_off(name: str, option: object) -> bool:
     """Whether an option is a flag that is not set. False for an array argument is refused, not ignored."""
     return name not in _NOT_FLAGS and isinstance(option, (bool, np.bool_)) and not option
 
 
-def _array(name: str, x: Any) -> jax.Array:
+def _array(name: str, x: object) -> jax.Array:
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise ValueError(f"{name} is a {type(x).__name__}, but must be an array of shape [B, length, heads, head_dim]")
     check_own_array(name, x)
@@ -207,7 +211,7 @@ def _check_floating(name: str, x: Any, hint: str) -> None:
         raise ValueError(f"{name} has dtype float64, but must be float32, bfloat16 or float16; cast it")
 
 
-def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
+def _mask(mask: object, scores: tuple[int, int, int, int]) -> Mask:
     if isinstance(mask, Mask):
         return mask.bind(*scores)
     if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
@@ -222,7 +226,7 @@ def _mask(mask: Any, scores: tuple[int, int, int, int]) -> Mask:
     return Dense(jnp.asarray(mask))
 
 
-def _bias(bias: Any, scores: tuple[int, int, int, int]) -> jax.Array | Bias:
+def _bias(bias: object, scores: tuple[int, int, int, int]) -> jax.Array | Bias:
     if isinstance(bias, Bias):
         return bias.bind(*scores)
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
@@ -233,7 +237,7 @@ def _bias(bias: Any, scores: tuple[int, int, int, int]) -> jax.Array | Bias:
     return jnp.asarray(bias)
 
 
-def _sinks(sinks: Any, heads: int) -> jax.Array:
+def _sinks(sinks: object, heads: int) -> jax.Array:
     shape = tuple(getattr(sinks, "shape", ()))
     if shape != (heads,):
         raise ValueError(f"sinks has shape {shape}, but must have shape [H]=({heads},): one logit a head")

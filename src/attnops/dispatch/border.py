@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.ranking import Rank
@@ -11,6 +11,8 @@ from attnops.dispatch.request import Request
 from attnops.errors import PluginError, Reason, UnsupportedError, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.operation import BaseOperation
 
@@ -64,7 +66,7 @@ def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
     """
     cls = type(operation)
     try:
-        given: Any = operation.unsupported(request)
+        given: Iterable[Reason] | str | None = operation.unsupported(request)
         if given is None or isinstance(given, str):
             what = f"unsupported returned {given!r}, but must return or yield attnops.Reason; return () for none"
             raise _fault(cls, what)
@@ -88,7 +90,7 @@ def rank(cls: type[OperationImpl], request: Request) -> Rank | None:
         PluginError: it raised, or returned neither a `Rank` nor None.
     """
     try:
-        found: Any = cls.rank(request)
+        found: object = cls.rank(request)
     except RAISED as error:
         raise _raised(cls, "rank", error) from error
     if found is not None and not isinstance(found, Rank):

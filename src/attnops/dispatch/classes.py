@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.border import RAISED
@@ -20,7 +20,7 @@ FORWARDS: Final = frozenset().union(*FORWARD_CHAIN.values())
 FIELDS: Final = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
 
 
-def check_class(loaded: Any) -> tuple[str, str]:
+def check_class(loaded: object) -> tuple[str, str]:
     """Why a class can't be an operation, as (fault, wrong api_version); both empty for a valid class."""
     try:
         if not (isinstance(loaded, type) and issubclass(loaded, BaseOperation)):
@@ -43,7 +43,7 @@ def names_of(cls: type[BaseOperation]) -> tuple[str, ...]:
         ValueError: it raised, or returned no valid names.
     """
     try:
-        given: Any = cls.get_impl_name()
+        given: str | tuple[str, ...] = cls.get_impl_name()
         names = (given,) if isinstance(given, str) else tuple(given)
     except RAISED as error:
         text = printable(error)
@@ -83,7 +83,7 @@ def _wrong_attributes(loaded: type[BaseOperation]) -> str:
     if isinstance(loaded.reads, str) or not set(loaded.reads) <= FIELDS:
         return f"has reads={loaded.reads!r}, which must be a set of fields of OperationMetadata: {sorted(FIELDS)}"
     if issubclass(loaded, OperationImpl):
-        axes: Any = loaded.option_axes
+        axes: object = loaded.option_axes
         if not isinstance(axes, Mapping) or not all(
             isinstance(x, str) and set(x) <= set("bhk-") for x in axes.values()
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax.numpy as jnp
 
@@ -14,6 +14,9 @@ from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.errors import Reason
 from attnops.masks.base import Mask
 from attnops.sharding.modes import printed_mode
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 # Limits that apply to attention only, with its query, key and value.
 ATTENTION_ONLY: Final = (
@@ -176,13 +179,13 @@ class Limits:
         return reasons
 
 
-def _collection(name: str, value: Any) -> tuple[Any, ...]:
+def _collection(name: str, value: object) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(f"{name}={value!r} must be a collection, such as {{{value!r}}}")
     return tuple(value)
 
 
-def _dtype(dtype: Any) -> str:
+def _dtype(dtype: DTypeLike) -> str:
     try:
         return str(jnp.dtype(dtype).name)
     except TypeError:

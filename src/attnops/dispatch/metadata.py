@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from attnops.sharding.call import AttentionShardings
 from attnops.sharding.mesh import current_mesh
 from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, canonicalize_mode, printed_mode
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules
+
+if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
 
 Layout = Literal["BTHD", "BHTD"]
 OnUnsupported = Literal["native", "error"]
@@ -52,7 +55,7 @@ class OperationMetadata:
         ValueError: a field is outside its range.
     """
 
-    runtime_dtype: Any = None
+    runtime_dtype: jax.typing.DTypeLike | None = None
     softmax_scale: float | None = None
     logits_soft_cap: float | None = None
     dropout_prob: float = 0.0
@@ -68,7 +71,7 @@ class OperationMetadata:
     block_k: int | None = None
 
     def __post_init__(self) -> None:
-        def set_field(name: str, value: Any) -> None:
+        def set_field(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         if self.runtime_dtype is not None:
@@ -100,7 +103,7 @@ class OperationMetadata:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     @classmethod
-    def from_config(cls, config: Any, **overrides: Any) -> OperationMetadata:
+    def from_config(cls, config: object, **overrides: Any) -> OperationMetadata:
         """The metadata from a model's config; fields that it does not name have their defaults.
 
         Args:
@@ -157,7 +160,7 @@ class OperationMetadata:
         )
         mesh = self.mesh if self.mesh is not None else current_mesh()
 
-        def spec(array: Any, *axes: str) -> Any:
+        def spec(array: Any, *axes: str) -> PartitionSpec:
             batch, length, heads, features = axes
             ordered = (batch, heads, length, features) if swapped else axes
             return self.axis_rules.spec(ordered, array.shape, mesh, chosen)
@@ -175,7 +178,7 @@ class OperationMetadata:
         return dataclasses.replace(self, **changes)
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> object:
     return value
 
 
@@ -184,7 +187,7 @@ def _cap(value: float) -> float | None:
 
 
 # The names that model configs use for a field, in order of precedence, and how their values are converted.
-CONFIG_NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
+CONFIG_NAMES: dict[str, dict[str, Callable[[Any], object]]] = {
     "runtime_dtype": {"runtime_dtype": _same, "attn_dtype": _same},
     "softmax_scale": {
         "softmax_scale": _same,
@@ -210,7 +213,7 @@ CONFIG_NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 
 
-def _check_runtime_dtype(value: Any) -> Any:
+def _check_runtime_dtype(value: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
@@ -223,7 +226,7 @@ def _check_runtime_dtype(value: Any) -> Any:
     return dtype
 
 
-def _check_precision(value: Any) -> jax.lax.Precision:
+def _check_precision(value: object) -> jax.lax.Precision:
     try:
         return value if isinstance(value, jax.lax.Precision) else jax.lax.Precision[str(value).upper()]
     except KeyError:
@@ -231,7 +234,7 @@ def _check_precision(value: Any) -> jax.lax.Precision:
         raise ValueError(f"precision={value!r} must be a jax.lax.Precision, or the name of one: {names}") from None
 
 
-def _number(name: str, value: Any, hint: str) -> float:
+def _number(name: str, value: SupportsFloat, hint: str) -> float:
     # float() accepts these too: float(True) is 1.0.
     if isinstance(value, (bool, np.bool_, str, bytes)):
         raise ValueError(f"{name}={value!r} must be a number; {hint}")
@@ -248,7 +251,7 @@ _LARGEST: Final = float(jnp.finfo(jnp.float32).max)
 _CAPS: Final = (1e-30, 1e30)
 
 
-def check_scale(value: Any) -> float | None:
+def check_scale(value: SupportsFloat | None) -> float | None:
     """``softmax_scale`` as a float that float32 holds; see `OperationMetadata`."""
     if value is None:
         return None
@@ -260,7 +263,7 @@ def check_scale(value: Any) -> float | None:
     return scale
 
 
-def check_soft_cap(value: Any) -> float | None:
+def check_soft_cap(value: SupportsFloat | None) -> float | None:
     """``logits_soft_cap`` as a positive float that float32 can divide and multiply by; see `OperationMetadata`."""
     if value is None:
         return None
@@ -271,7 +274,7 @@ def check_soft_cap(value: Any) -> float | None:
     return cap
 
 
-def check_dropout_prob(value: Any) -> float:
+def check_dropout_prob(value: SupportsFloat) -> float:
     """``dropout_prob`` as a float in [0, 1); see `OperationMetadata`."""
     prob = _number("dropout_prob", value, "use 0.0 for no dropout")
     if not 0 <= prob < 1:

@@ -178,7 +178,7 @@ class BaseOperation(abc.ABC):
                 raise ValueError(f"{shape} has a dtype that JAX supports only with jax_enable_x64; use another")
         requests: list[Request] = []
 
-        def ask(arrays: list[Any]) -> None:
+        def ask(arrays: list[jax.Array]) -> None:
             given = iter(arrays)
             mixed = [next(given) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf for leaf in leaves]
             args, kwargs = jax.tree.unflatten(tree, mixed)
@@ -235,7 +235,7 @@ class BaseOperation(abc.ABC):
             options = options | {"mode": call.request.mode}
         return self.invoke(forward, function, call, options)
 
-    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, object]) -> Any:
         """Run the forward of this name on a call."""
         return function(*call.args, **options)
 
@@ -277,7 +277,7 @@ class BaseOperation(abc.ABC):
                 yield Reason(f"metadata.{field.name}", value, f"{type(self).__name__} does not read it",
                              _INSTEAD.get(field.name, "leave it out"))  # fmt: skip
 
-    def _check_options(self, options: Mapping[str, Any]) -> None:
+    def _check_options(self, options: Mapping[str, object]) -> None:
         """Raise a `TypeError` for an option that no forward of this class names."""
         known = all_options(type(self))
         for option in options:
@@ -321,8 +321,8 @@ def positional_names(cls: type[BaseOperation]) -> tuple[str, ...]:
 
 
 def _by_position(
-    cls: type[BaseOperation], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    cls: type[BaseOperation], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[tuple[object, ...], dict[str, Any]]:
     """The positional arguments of a call, including those given by name, and its options."""
     names, options = positional_names(cls), dict(kwargs)
     given = list(args)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import jax
 
 from attnops.sharding.devices import default_device
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
 
 PLATFORMS: Final = ("cpu", "cuda", "rocm", "tpu", "tt")
 
@@ -35,7 +38,7 @@ def canonicalize_platform(platform: str) -> str:
     return name
 
 
-def platform_of(device: Any) -> str:
+def platform_of(device: jax.Device) -> str:
     """The platform of a `jax.Device`, telling CUDA from ROCm. An unknown platform is treated as ``"cpu"``."""
     name = str(device.platform).lower()
     if name in ("gpu", "cuda", "rocm"):
@@ -45,7 +48,7 @@ def platform_of(device: Any) -> str:
     return name if name in PLATFORMS else "cpu"
 
 
-def find_platform(platform: str | None, mesh: Any | None, arrays: Iterable[Any]) -> str:
+def find_platform(platform: str | None, mesh: Mesh | AbstractMesh | None, arrays: Iterable[object]) -> str:
     """The platform that a call runs on: the first of these that determines it.
 
     1. ``platform``, the metadata's;
@@ -65,13 +68,13 @@ def find_platform(platform: str | None, mesh: Any | None, arrays: Iterable[Any])
     return platform_of(device)
 
 
-def _mesh_device(mesh: Any | None) -> Any | None:
+def _mesh_device(mesh: Mesh | AbstractMesh | None) -> jax.Device | None:
     if isinstance(mesh, jax.sharding.Mesh):
         return mesh.devices.flat[0] if mesh.devices.size else None
     return getattr(mesh, "abstract_device", None)
 
 
-def _committed_device(arrays: Iterable[Any]) -> Any | None:
+def _committed_device(arrays: Iterable[object]) -> jax.Device | None:
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed:
             return next(iter(array.devices()))

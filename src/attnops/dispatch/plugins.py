@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from attnops.errors import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from importlib_metadata import EntryPoint
+    from importlib_metadata._meta import IDistribution
+    from packaging.requirements import Requirement
 
     from attnops.dispatch.operation import BaseOperation
 
@@ -161,7 +165,7 @@ def discover() -> tuple[list[Plugin], list[Trouble]]:
     return plugins, troubles + _disabling_nothing(plugins)
 
 
-def _where(distribution: Any) -> str:
+def _where(distribution: object) -> str:
     return str(getattr(distribution, "_path", distribution))
 
 
@@ -186,7 +190,7 @@ def _disabling_nothing(plugins: list[Plugin]) -> list[Trouble]:
     return troubles
 
 
-def _offered(name: str, distribution: Any) -> list[Plugin]:
+def _offered(name: str, distribution: IDistribution) -> list[Plugin]:
     unmet = unmet_requirements(distribution.requires or ())
     offered = []
     for entry_point in distribution.entry_points.select(group=GROUP):
@@ -217,7 +221,7 @@ def _package(target: str) -> str:
     return re.split("[.:]", target.strip(), maxsplit=1)[0]
 
 
-def check_name(name: Any) -> str:
+def check_name(name: object) -> str:
     """Why a name can't be an operation's; empty for a valid name."""
     if isinstance(name, str) and re.fullmatch(r"[^\s:,]+", name):
         return ""
@@ -269,7 +273,7 @@ def unmet_requirements(requires: Iterable[str]) -> list[str]:
     return unmet
 
 
-def requirement_parser() -> Any:
+def requirement_parser() -> Callable[[str], Requirement | _Unchecked]:
     """The ``Requirement`` class of the library `packaging`, or of pip's copy of it.
 
     Without either, requirements are treated as met, and `attnops doctor` reports that.
@@ -293,5 +297,5 @@ class _Unchecked:
     def __init__(self, text: str) -> None:
         self.marker = self
 
-    def evaluate(self, environment: Any) -> bool:
+    def evaluate(self, environment: Mapping[str, str]) -> bool:
         return False

@@ -6,7 +6,7 @@ import difflib
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, overload
+from typing import Final, TypeVar, overload
 
 from attnops.dispatch import border, plugins
 from attnops.dispatch.classes import check_class, names_of
@@ -54,7 +54,9 @@ class OperationRegistry:
     def register(cls, *, override: bool = False) -> Callable[[OperationClass], OperationClass]: ...
 
     @classmethod
-    def register(cls, impl_cls: Any = None, *, override: bool = False) -> Any:
+    def register(
+        cls, impl_cls: OperationClass | None = None, *, override: bool = False
+    ) -> OperationClass | Callable[[OperationClass], OperationClass]:
         """Register an operation under the names that its ``get_impl_name`` returns. Usable as a decorator.
 
         Installed distributions don't need this: their entry points register their operations.

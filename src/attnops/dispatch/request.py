@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 
 from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.masks.structure import MaskStructure
 from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode, printed_mode
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,7 @@ class Request:
         """Whether the caller may differentiate the call: in train mode."""
         return self.mode == MODE_TRAIN
 
-    def replace(self, **changes: Any) -> Any:
+    def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
@@ -120,7 +124,7 @@ class AttentionRequest(Request):
             )
             object.__setattr__(self, "mask_structure", known if self.mask_kinds else MaskStructure())
 
-    def replace(self, **changes: Any) -> Any:
+    def replace(self, **changes: Any) -> Self:
         """See `Request.replace`. With another mask or other lengths the structure is not known, unless it is given."""
         if {"mask", "mask_kinds", "query_length", "key_length"} & set(changes):
             changes = {"mask_structure": None} | changes
@@ -135,11 +139,11 @@ class AttentionRequest(Request):
         return f"{shape} {dtype} {super().__str__()}"
 
 
-def is_symbolic(size: Any) -> bool:
+def is_symbolic(size: object) -> bool:
     """Whether a dimension is symbolic, of `jax.export.symbolic_shape`."""
     return not isinstance(size, int) and hasattr(size, "dimension_as_value")
 
 
-def dtype_name(array: Any) -> str:
+def dtype_name(array: jax.Array | np.ndarray[Any, Any] | jax.ShapeDtypeStruct) -> str:
     """The name of an array's dtype, such as ``"bfloat16"``."""
     return str(jnp.dtype(array.dtype).name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,9 @@ import numpy as np
 from attnops.output import OperationOutput
 
 
-def check_output(name: str, args: tuple[Any, Any, Any], options: Container[str], result: Any) -> OperationOutput:
+def check_output(
+    name: str, args: tuple[jax.Array, jax.Array, jax.Array], options: Container[str], result: object
+) -> OperationOutput:
     """``result`` unchanged, if it has the shapes and dtypes of the contract.
 
     Args:
@@ -43,7 +44,7 @@ def check_output(name: str, args: tuple[Any, Any, Any], options: Container[str],
 
 
 def _check(
-    name: str, field: str, array: Any, letters: str, shape: tuple[Any, ...], dtype: Any, rule: str
+    name: str, field: str, array: object, letters: str, shape: tuple[int, ...], dtype: np.dtype[np.generic], rule: str
 ) -> None:  # fmt: skip
     if not isinstance(array, (jax.Array, np.ndarray)):
         given = "None" if array is None else f"a {type(array).__name__}"

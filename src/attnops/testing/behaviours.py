@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,10 @@ from attnops.testing.corners import CORNERS
 from attnops.testing.problem import Problem
 from attnops.testing.runner import NotRunError, Subject
 from attnops.testing.tolerance import GRADIENT_FACTOR, assert_close, tolerance
+
+if TYPE_CHECKING:
+    from attnops.biases import Bias
+    from attnops.masks.base import Mask
 
 Error = TypeVar("Error", bound=Exception)
 
@@ -56,7 +60,7 @@ def _jit(subject: Subject, function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, compiler_options=subject.compiler_options)
 
 
-def _check(subject: Subject, problem: Problem, found: Any) -> None:
+def _check(subject: Subject, problem: Problem, found: tuple[dict[str, jax.Array], dict[str, Any]]) -> None:
     outputs, gradients = found
     problem.check_outputs(outputs)
     if subject.gradients:
@@ -109,8 +113,10 @@ def shard_map(subject: Subject) -> None:
     # What has no batch is on every device, and its gradient is summed over them.
     split = {name: P("batch") if name in ("query", "key", "value") else P() for name in inputs}
 
-    def both(inputs: Any, cotangents: Any, check_vma: bool) -> Any:
-        def call(x: Any) -> Any:
+    def both(
+        inputs: dict[str, jax.Array], cotangents: dict[str, jax.Array], check_vma: bool
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        def call(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
             return problem.call(operation, x)
 
         attend = jax.shard_map(call, mesh=mesh, in_specs=(split,), out_specs=P("batch"), check_vma=check_vma)
@@ -119,7 +125,7 @@ def shard_map(subject: Subject) -> None:
         outputs, pull_back = jax.vjp(attend, inputs)
         return outputs, pull_back(cotangents)[0]
 
-    def run(check_vma: bool) -> Any:
+    def run(check_vma: bool) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         return _jit(subject, functools.partial(both, check_vma=check_vma))(inputs, cotangents)
 
     try:
@@ -139,8 +145,10 @@ def checkpoint(subject: Subject) -> None:
     problem, operation = _served(subject)
     policy = get_gradient_checkpoint_policy("save_attention")
 
-    def both(inputs: Any, cotangents: Any, mask: Any) -> Any:
-        def layer(x: Any) -> Any:
+    def both(
+        inputs: dict[str, jax.Array], cotangents: dict[str, jax.Array], mask: Mask | None
+    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+        def layer(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
             return problem.call(operation, x, mask)
 
         outputs, pull_back = jax.vjp(jax.checkpoint(layer, policy=policy), inputs)
@@ -178,8 +186,8 @@ def second_derivative(subject: Subject) -> None:
     operation = subject.make(problem.metadata)
     direction = np.random.default_rng(3).normal(size=problem.query.shape)
 
-    def twice(attend: Callable[[Any], Any]) -> Any:
-        def gradient(query: Any) -> Any:
+    def twice(attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        def gradient(query: jax.Array) -> jax.Array:
             return jax.grad(lambda q: jnp.vdot(attend(q), problem.cotangents["attention_outputs"]))(query)
 
         along = jnp.asarray(direction, problem.dtype)
@@ -194,7 +202,7 @@ def second_derivative(subject: Subject) -> None:
             raise
         raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
 
-    def oracle_gradient(query: Any) -> Any:
+    def oracle_gradient(query: oracle.Array) -> oracle.Array:
         d_out = problem.cotangents["attention_outputs"]
         return oracle.attention_gradients(query, problem.key, problem.value, d_out=d_out).values["query"]
 
@@ -206,7 +214,7 @@ def second_derivative(subject: Subject) -> None:
     assert_close("second derivative of query", found, exact, allowed)
 
 
-def _plain_attention(q: Any, k: Any, v: Any) -> Any:
+def _plain_attention(q: jax.Array, k: jax.typing.ArrayLike, v: jax.typing.ArrayLike) -> jax.Array:
     """The computation in float32 that the tolerance rule compares with; as many kv heads as heads."""
     with jax.default_matmul_precision("highest"):
         scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
@@ -250,7 +258,7 @@ def refusals_are_listed(subject: Subject) -> None:
     assert not unsaid, f"the refusal does not state {unsaid}"
 
 
-def _raised(kind: type[Error], function: Callable[[], Any]) -> Error | None:
+def _raised(kind: type[Error], function: Callable[[], object]) -> Error | None:
     try:
         function()
     except kind as error:
@@ -318,8 +326,8 @@ def _temporaries(subject: Subject, case: str, T: int) -> int | None:
     array = jax.ShapeDtypeStruct((1, T, 2, max(64, fit.D)), fit.dtype)
     options = MEMORY[case](T)
 
-    def both(query: Any, key: Any, value: Any, d_out: Any, options: Any) -> Any:
-        def attend(inputs: Any) -> Any:
+    def both(query: jax.Array, key: jax.Array, value: jax.Array, d_out: jax.Array, options: dict[str, Any]) -> Any:
+        def attend(inputs: tuple[jax.Array, jax.Array, jax.Array, Bias | None]) -> jax.Array:
             query, key, value, bias = inputs
             return operation(query, key, value, **options, bias=bias).attention_outputs
 

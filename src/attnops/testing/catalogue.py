@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ import numpy as np
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
 from attnops.masks import Causal, Chunked, Dense, KeyPadding, Lengths, MaskFn, PrefixLM, Segments, SlidingWindow
+
+if TYPE_CHECKING:
+    from attnops.biases import Bias
+    from attnops.masks.base import Mask
 
 Shape = jax.ShapeDtypeStruct
 
@@ -42,17 +46,17 @@ class CompileCase:
     K: int = 8
     D: int = 128
     Dv: int | None = None
-    dtype: Any = jnp.bfloat16
-    mask: Callable[..., Any] | None = None
+    dtype: jax.typing.DTypeLike = jnp.bfloat16
+    mask: Callable[..., Mask] | None = None
     traced: tuple[Shape, ...] = ()
-    bias: Callable[..., Any] | None = None
+    bias: Callable[..., jax.Array | Bias] | None = None
     learnt: tuple[Shape, ...] = ()
     sinks: bool = False
     dropout: float = 0.0
     cap: float | None = None
 
     @property
-    def example(self) -> tuple[dict[str, Any], tuple[Shape, ...]]:
+    def example(self) -> tuple[dict[str, object], tuple[Shape, ...]]:
         """The program's arguments, as shapes and dtypes."""
         S, Dv = self.S or self.T, self.Dv or self.D
         shapes = (self.B, self.T, self.H, self.D), (self.B, S, self.K, self.D), (self.B, S, self.K, Dv)
@@ -69,8 +73,8 @@ class CompileCase:
         metadata = OperationMetadata(platform=platform, on_unsupported="error", dropout_prob=self.dropout, mode="train")
         operation: Any = OperationRegistry.create(name, metadata)
 
-        def program(arguments: dict[str, Any], traced: tuple[jax.Array, ...]) -> Any:
-            def run(a: dict[str, Any]) -> Any:
+        def program(arguments: dict[str, Any], traced: tuple[jax.Array, ...]) -> tuple[object, object]:
+            def run(a: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
                 output = operation(
                     *a["qkv"], mask=self.mask(*traced) if self.mask else None, sinks=a.get("sinks"), return_lse=True,
                     bias=self.bias(*a["learnt"]) if self.bias else None, logits_soft_cap=self.cap,
@@ -92,15 +96,17 @@ def floats(*shape: int) -> Shape:
     return Shape(shape, jnp.float32)
 
 
-def causal_segments(ids: Any) -> Any:
+def causal_segments(ids: jax.Array) -> Mask:
     return Causal() & Segments(ids)
 
 
-def every_third(b: Any, h: Any, q: Any, kv: Any) -> Any:
+def every_third(b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array) -> jax.Array:
     return (q - kv) % 3 != 0
 
 
-def pattern(scores: Any, b: Any, h: Any, q: Any, kv: Any, factors: Any, offsets: Any) -> Any:
+def pattern(
+    scores: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array, factors: jax.Array, offsets: jax.Array
+) -> jax.Array:
     changed = jnp.tanh(scores) + 0.1 * jax.nn.softplus(scores)  # softplus has a derivative rule of its own
     return changed * offsets[q] + factors[h] * ((q + 2 * kv) // 3).astype(scores.dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import pytest
 
@@ -18,6 +18,9 @@ from attnops.testing.long import LONG
 from attnops.testing.pairs import covering_rows, joined, rows_of_each, sampled_pairs
 from attnops.testing.reference import CHECKS, ReferenceProblem, ReferenceSubject
 from attnops.testing.runner import Outcome, Status, Subject, attempt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class OperationConformance:
@@ -90,23 +93,23 @@ class OperationConformance:
         subject.require_kernel()
         return subject
 
-    def test_each_feature(self, row: tuple[str, ...], record_property: Any) -> None:
+    def test_each_feature(self, row: tuple[str, ...], record_property: Callable[[str, object], None]) -> None:
         """Every feature, several in a problem."""
         self._judge(self.subject().check_row(row), record_property)
 
-    def test_feature(self, feature: str, record_property: Any) -> None:
+    def test_feature(self, feature: str, record_property: Callable[[str, object], None]) -> None:
         """See `Subject.check`."""
         self._judge([self.subject().check([feature])], record_property)
 
-    def test_sampled_pair(self, pair: tuple[str, str], record_property: Any) -> None:
+    def test_sampled_pair(self, pair: tuple[str, str], record_property: Callable[[str, object], None]) -> None:
         """Every feature together with another; with one that is served, where that one is refused."""
         self._judge(self.subject().check_pair_or_others(pair), record_property)
 
-    def test_long(self, row: tuple[str, ...], record_property: Any) -> None:
+    def test_long(self, row: tuple[str, ...], record_property: Callable[[str, object], None]) -> None:
         """In several tiles of 128, as kernels that choose their tiles themselves have them."""
         self._judge([self.subject().long.check(row)], record_property)
 
-    def test_all_pairs(self, row: tuple[str, ...], record_property: Any) -> None:
+    def test_all_pairs(self, row: tuple[str, ...], record_property: Callable[[str, object], None]) -> None:
         """Every pair, several in a problem."""
         self._judge(self.subject().check_pairs(row), record_property)
 
@@ -125,7 +128,7 @@ class OperationConformance:
         outcome = attempt(case, functools.partial(memory_growth, self.subject(), case))
         assert outcome.status is not Status.WRONG, outcome.detail
 
-    def _judge(self, outcomes: list[Outcome], record_property: Any) -> None:
+    def _judge(self, outcomes: list[Outcome], record_property: Callable[[str, object], None]) -> None:
         wrong = [f"{outcome.name}: {outcome.detail}" for outcome in outcomes if outcome.status is Status.WRONG]
         assert not wrong, "\n".join(wrong)
         for outcome in outcomes:
@@ -142,7 +145,7 @@ class OperationConformance:
 
 
 # By test: its argument, its cases, and whether a case is slow, of what is compiled and of what is interpreted.
-_CASES: Final[dict[str, tuple[str, Any, Callable[[Any, bool], bool]]]] = {
+_CASES: Final[dict[str, tuple[str, Iterable[object], Callable[[Any, bool], bool]]]] = {
     "test_each_feature": ("row", rows_of_each(), lambda row, interpret: False),
     "test_feature": ("feature", FEATURES, lambda feature, interpret: True),
     "test_sampled_pair": ("pair", sampled_pairs(), lambda pair, interpret: True),
@@ -182,7 +185,7 @@ class Conformance:
     """
 
     operation: ClassVar[str | type[BaseOperation]]
-    reference: ClassVar[Callable[..., Any]]
+    reference: ClassVar[Callable[..., object]]
     problems: ClassVar[Mapping[str, ReferenceProblem]]
     platform: ClassVar[str | None] = None
     interpret: ClassVar[bool] = False
@@ -191,7 +194,7 @@ class Conformance:
     gradients: ClassVar[bool] = True
     refuses: ClassVar[frozenset[str]] = frozenset()
 
-    def pytest_generate_tests(self, metafunc: Any) -> None:
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """The problems, dtypes and checks of the subclass."""
         if "problem" in metafunc.fixturenames:
             metafunc.parametrize("problem", self.problems)

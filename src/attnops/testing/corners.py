@@ -6,7 +6,7 @@ Each function compares the `Subject` with `vanilla`, which the rest of the suite
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,11 @@ from attnops.sharding import create_mesh
 from attnops.testing.fit import Fit
 from attnops.testing.not_finite import CASES, check_not_finite
 from attnops.testing.runner import NotRunError, Subject
+
+if TYPE_CHECKING:
+    from attnops.dispatch.attention import OperationImpl
+    from attnops.dispatch.operation import BaseOperation
+    from attnops.masks.base import Mask
 
 T, D = 40, 8
 
@@ -37,17 +42,19 @@ def fitted(subject: Subject, *lengths: int) -> tuple[int, ...]:
     return *(-(-n // fit.multiple) * fit.multiple for n in lengths), D if fit.D == Fit.D else fit.D
 
 
-def agree(subject: Subject, function: Callable[..., Any], *arguments: Any, tile: tuple[int, int] = (1, 1)) -> None:
+def agree(
+    subject: Subject, function: Callable[..., jax.Array], *arguments: jax.Array, tile: tuple[int, int] = (1, 1)
+) -> None:
     """``function(operation, *arguments)`` and its gradients are vanilla's; tiles are so many blocks."""
 
-    def run(operation: Any) -> dict[str, Any]:
-        def value(*x: Any) -> Any:
+    def run(operation: BaseOperation) -> dict[str, Any]:
+        def value(*x: jax.Array) -> jax.Array:
             return function(operation, *x)
 
         if not subject.gradients:
             return {"output": jax.jit(value, compiler_options=subject.compiler_options)(*arguments)}
 
-        def both(*x: Any) -> Any:
+        def both(*x: jax.Array) -> dict[str, Any]:
             out, pull_back = jax.vjp(value, *x)
             return {"output": out, "gradients": pull_back(2 * out)}
 
@@ -71,7 +78,7 @@ def partial_vmap(subject: Subject) -> None:
     for mapped in ((0, None, None), (None, 0, None), (None, 0, 0)):
         qkv = [draw(*([3] * (axis is not None)), *shape) for axis, shape in zip(mapped, shapes, strict=True)]
 
-        def call(operation: Any, *qkv: Any, mapped: Any = mapped) -> Any:
+        def call(operation: OperationImpl, *qkv: jax.Array, mapped: tuple[int | None, ...] = mapped) -> jax.Array:
             return jax.vmap(lambda *x: operation(*x, mask=Causal()).attention_outputs, in_axes=mapped)(*qkv)
 
         agree(subject, call, *qkv)
@@ -84,8 +91,8 @@ def nested_vmap(subject: Subject) -> None:
     lengths = jnp.array([[5, n], [17, 0], [9, 1]])
     bias = draw(3, 1, 2, n, n)
 
-    def call(operation: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
-        def one(q: Any, lengths: Any, bias: Any) -> Any:
+    def call(operation: OperationImpl, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+        def one(q: jax.Array, lengths: jax.Array, bias: jax.Array) -> jax.Array:
             mask = Lengths(lengths) & SlidingWindow(9, 3)
             return operation(q, k, v, mask=mask, bias=bias).attention_outputs
 
@@ -100,7 +107,7 @@ def _hidden(subject: Subject, **changed: Any) -> None:
     q, k, v, t = draw(2, n, 2, d), draw(2, n, 2, d), draw(2, n, 2, d), draw(n) + 3
     k, v = (jnp.where(hidden[:, :, None, None], jnp.nan, x) for x in (k, v))
 
-    def call(operation: Any, q: Any, t: Any) -> Any:
+    def call(operation: Any, q: jax.Array, t: jax.Array) -> jax.Array:
         bias = {"bias": ScoreFn(lambda s, b, h, q, kv, t: s * t[q], (t,))} if not changed else {}
         mask = Lengths(np.array([30, n]))
         return operation(q, k, v, mask=mask, **bias, **changed).attention_outputs + 0 * t.sum()
@@ -123,8 +130,10 @@ def finite_at_every_index(subject: Subject) -> None:
     n, d = fitted(subject, T)
     for by_query in (True, False):
 
-        def call(operation: Any, q: Any, k: Any, v: Any, t: Any, by_query: bool = by_query) -> Any:
-            def fn(s: Any, b: Any, h: Any, q: Any, kv: Any, t: Any) -> Any:
+        def call(
+            operation: OperationImpl, q: jax.Array, k: jax.Array, v: jax.Array, t: jax.Array, by_query: bool = by_query
+        ) -> jax.Array:
+            def fn(s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array, t: jax.Array) -> jax.Array:
                 return s / t[q if by_query else kv] + jnp.sqrt((float(n) - kv) + q)
 
             return operation(q, k, v, bias=ScoreFn(fn, (t,))).attention_outputs
@@ -136,7 +145,7 @@ _CAPTURED: Final = jnp.float32(1.7)
 _SCALED: Final = jax.jit(lambda x: x * _CAPTURED)
 
 # `ScoreFn`s that depend on only some of their arguments.
-FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+FUNCTIONS: Final[dict[str, Callable[..., jax.Array]]] = {
     "of keys alone": lambda s, b, h, q, kv, t: 0 * s + t[kv],
     "of nothing": lambda s, b, h, q, kv, t: jnp.zeros_like(s) + t[0],
     "with what it captures": lambda s, b, h, q, kv, t: _SCALED(s) * t[q],
@@ -149,7 +158,9 @@ def functions(subject: Subject) -> None:
     n, d = fitted(subject, 24)
     for fn in FUNCTIONS.values():
 
-        def call(operation: Any, q: Any, v: Any, t: Any, fn: Any = fn) -> Any:
+        def call(
+            operation: OperationImpl, q: jax.Array, v: jax.Array, t: jax.Array, fn: Callable[..., jax.Array] = fn
+        ) -> jax.Array:
             return operation(q, q, v, bias=ScoreFn(fn, (t,)), mask=Causal()).attention_outputs
 
         agree(subject, call, draw(1, n, 1, d), draw(1, n, 1, d), draw(n))
@@ -163,8 +174,8 @@ def own_derivatives(subject: Subject) -> None:
     mixed = jax.custom_jvp(lambda x, y, i: x * y + jnp.where(i % 2 == 0, 0.5, 0.0))
     mixed.defjvp(lambda given, d: (mixed(*given), 3 * d[0] * given[1] - jnp.where(given[2] > 3, d[1], 0.0)))
 
-    def call(operation: Any, q: Any, t: Any) -> Any:
-        def changed(s: Any, b: Any, h: Any, q: Any, kv: Any, t: Any) -> Any:
+    def call(operation: OperationImpl, q: jax.Array, t: jax.Array) -> jax.Array:
+        def changed(s: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array, t: jax.Array) -> jax.Array:
             return (
                 0.1 * straight_through(3.3 * s) + jax.nn.relu(s) + jax.nn.softplus(s - t[q]) + mixed(s, t[kv], q - kv)
             )
@@ -183,7 +194,7 @@ def masks_of_one_row(subject: Subject) -> None:
     served = False
     for mask in (Segments(ids), Causal() & Segments(jnp.asarray(ids)), KeyPadding(ids > 0)):
 
-        def call(operation: Any, q: Any, k: Any, v: Any, mask: Any = mask) -> Any:
+        def call(operation: OperationImpl, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask = mask) -> jax.Array:
             return operation(q, k, v, mask=mask).attention_outputs
 
         try:
@@ -199,7 +210,7 @@ def unequal_tiles(subject: Subject) -> None:
     """Windows per head, grouped heads and learnt biases are right in tiles of fewer queries than keys, and of more."""
     windows = np.array([[3, 11, 24, 40]])
 
-    def call(operation: Any, q: Any, k: Any, v: Any, bias: Any) -> Any:
+    def call(operation: OperationImpl, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
         return operation(q, k, v, mask=SlidingWindow(windows, 2), bias=bias).attention_outputs
 
     n, more, d = fitted(subject, T, 56)
@@ -210,7 +221,7 @@ def unequal_tiles(subject: Subject) -> None:
 def large_soft_cap(subject: Subject) -> None:
     """A cap far above the scores changes them no more than rounding does: tanh does not lose digits."""
 
-    def call(operation: Any, q: Any) -> Any:
+    def call(operation: OperationImpl, q: jax.Array) -> jax.Array:
         return operation(q, q, q, logits_soft_cap=1e5, mask=Causal()).attention_outputs
 
     n, d = fitted(subject, 24)
@@ -222,7 +233,7 @@ def unsigned_lookups(subject: Subject) -> None:
     n, d = fitted(subject, 24)
     numbers = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, n, dtype=np.uint32))
 
-    def call(operation: Any, q: Any) -> Any:
+    def call(operation: OperationImpl, q: jax.Array) -> jax.Array:
         mask = MaskFn(lambda b, h, q, kv, x: (x[q] <= x[kv]) | (q == kv), (numbers,))
         return operation(q, q, q, mask=mask).attention_outputs
 

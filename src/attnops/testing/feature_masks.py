@@ -115,7 +115,7 @@ def _dense_broadcast(B: int, H: int, T: int, S: int) -> ExpectedMask:
     return ExpectedMask(Dense(array), array)
 
 
-def _third(b: Any, h: Any, q: Any, kv: Any) -> Any:
+def _third(b: Array, h: Array, q: Array, kv: Array) -> Array:
     return (b + h + q + 2 * kv) % 3 != 0
 
 

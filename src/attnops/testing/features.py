@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from attnops.masks import Mask
 from attnops.testing.feature_masks import MASKS, PADDINGS, TRACED_MASKS, MaskCase, Padding
 from attnops.testing.fit import Fit
 from attnops.testing.problem import Problem
+
+if TYPE_CHECKING:
+    from attnops.biases import Bias
+    from attnops.testing.oracle import Array
 
 # Array biases, by the dimensions that they have: the others are 1.
 ARRAY_BIASES: Final = ("BHTS", "HTS", "TS", "S", "T", "BS")
@@ -88,7 +92,7 @@ class Spec:
         T, S = (fit.tokens(*length) for length in (self.T, self.S or self.T))
         shape = self.B, self.H, T, S
 
-        def draw(*shape: int, dtype: str | None = None) -> Any:
+        def draw(*shape: int, dtype: str | None = None) -> Array:
             # Bounded, of variance 1: with a tail, a single score would determine the error that the rule allows.
             return rng.uniform(-(3**0.5), 3**0.5, shape).astype(jnp.dtype(dtype or self.dtype))
 
@@ -131,7 +135,7 @@ class Spec:
             score_pattern=_pattern(*np.ogrid[:T, :S]).astype(np.float64) if self.bias == "ScoreFn" else None,
         )  # fmt: skip
 
-    def _mask(self, shape: tuple[int, int, int, int]) -> tuple[Mask | None, Any, dict[str, Any]]:
+    def _mask(self, shape: tuple[int, int, int, int]) -> tuple[Mask | None, Array | Mask | None, dict[str, Array]]:
         mask = visible = None
         if self.mask is not None:
             mask, visible = self.mask(*shape)
@@ -143,7 +147,9 @@ class Spec:
         return mask & padding.mask, visible & padding.visible, padding.hidden
 
 
-def _bias(kind: str, shape: tuple[int, int, int, int], draw: Callable[..., Any], dtype: str, block: int) -> Any:
+def _bias(
+    kind: str, shape: tuple[int, int, int, int], draw: Callable[..., Array], dtype: str, block: int
+) -> Array | Bias:
     B, H, T, S = shape
     if kind in ARRAY_BIASES:
         sizes = (size if letter in kind else 1 for letter, size in zip("BHTS", shape, strict=True))
@@ -167,11 +173,13 @@ def _bias(kind: str, shape: tuple[int, int, int, int], draw: Callable[..., Any],
     return ScoreFn(_add_pattern, (draw(H, dtype="float32"), 2 * np.arange(S, dtype=np.int32)))
 
 
-def _pattern(q: Any, kv: Any) -> Any:
+def _pattern(q: Array, kv: Array) -> Array:
     return (q + 2 * kv) % 3
 
 
-def _add_pattern(scores: Any, b: Any, h: Any, q: Any, kv: Any, factors: Any, twice: Any) -> Any:
+def _add_pattern(
+    scores: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array, factors: jax.Array, twice: jax.Array
+) -> jax.Array:
     return scores + factors[h] * ((q + twice[kv]) % 3).astype(scores.dtype)
 
 

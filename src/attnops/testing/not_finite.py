@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.masks import Causal, KeyPadding, Mask
 from attnops.testing import oracle
 from attnops.testing.problem import FAST_COMPILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _ROW: Final = (0, 1, 7)  # batch, head and query of the bias that is not finite
 _KEY: Final = 3  # which that query sees; the second key it does not
@@ -50,7 +53,7 @@ def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradie
     at_score, at_head = CASES[case]
     bias[(*_ROW, _KEY)] += at_score
     bias[(*_ROW, _HIDDEN_KEY)] = np.nan
-    given: dict[str, Any] = {"query": q, "key": k, "value": v, "bias": bias}
+    given: dict[str, oracle.Array] = {"query": q, "key": k, "value": v, "bias": bias}
     if sinks:
         given["sinks"] = np.array([0.3, at_head], np.float32)
     dense = np.asarray(_mask(S).dense(B, H, T, S))
@@ -76,16 +79,16 @@ def _mask(S: int) -> Mask:
 
 
 @functools.cache
-def _compiled(operation: OperationImpl, lse: bool, gradients: bool) -> Any:
+def _compiled(operation: OperationImpl, lse: bool, gradients: bool) -> Callable[..., Any]:
     """Output, logsumexp and gradients, compiled once for all cases."""
 
-    def call(given: dict[str, Any]) -> Any:
+    def call(given: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
         q, k, v = (given[name] for name in ("query", "key", "value"))
         options = {name: x for name, x in given.items() if name in ("bias", "sinks")}
         found = operation(q, k, v, mask=_mask(k.shape[1]), return_lse=lse, **options)
         return found.attention_outputs, found.logsumexp
 
-    def both(given: dict[str, Any], d_out: Any) -> Any:
+    def both(given: dict[str, Any], d_out: jax.Array) -> Any:
         if not gradients:
             return *call(given), {}
         out, pull_back, rows = jax.vjp(call, given, has_aux=True)

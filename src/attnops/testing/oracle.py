@@ -8,9 +8,12 @@ same computation is in a narrower one.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
 
 Array = np.ndarray[Any, Any]
 
@@ -55,7 +58,9 @@ class _Forward:
     scale: float
 
 
-def attention(query: Any, key: Any, value: Any, *, dtype: Any = np.float64, **options: Any) -> Result:
+def attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, *, dtype: DTypeLike = np.float64, **options: Any
+) -> Result:
     """Attention by the contract.
 
     Args:
@@ -72,17 +77,17 @@ def attention(query: Any, key: Any, value: Any, *, dtype: Any = np.float64, **op
 
 
 def _forward(
-    query: Any,
-    key: Any,
-    value: Any,
-    dtype: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    dtype: DTypeLike,
     *,
-    mask: Any = None,
-    bias: Any = None,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     softmax_scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: Any = None,
-    keep: Any = None,
+    sinks: ArrayLike | None = None,
+    keep: ArrayLike | None = None,
     dropout_prob: float = 0.0,
 ) -> _Forward:
     """The forward pass, with the contract's options. ``mask``, ``keep`` and ``bias`` broadcast to [B, H, T, S]."""
@@ -124,14 +129,14 @@ def _forward(
 
 
 def attention_gradients(
-    query: Any,
-    key: Any,
-    value: Any,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
     *,
-    d_out: Any,
-    d_logsumexp: Any = None,
-    d_weights: Any = None,
-    dtype: Any = np.float64,
+    d_out: ArrayLike,
+    d_logsumexp: ArrayLike | None = None,
+    d_weights: ArrayLike | None = None,
+    dtype: DTypeLike = np.float64,
     **options: Any,
 ) -> Gradients:
     """Gradients of ``sum(d_out · out) + sum(d_logsumexp · logsumexp) + sum(d_weights · weights)``.
@@ -222,34 +227,34 @@ def _sum_groups(x: Array, kv_heads: int) -> Array:
     return x.reshape(B, S, kv_heads, H // kv_heads, D).sum(axis=3)
 
 
-def alibi(slopes: Any, T: int, S: int) -> Array:
+def alibi(slopes: ArrayLike, T: int, S: int) -> Array:
     """ALiBi's bias, [1, H, T, S]: minus the slope times the distance, queries aligned at the end."""
     return -np.asarray(slopes, np.float64)[None, :, None, None] * np.abs(_distance(T, S))
 
 
-def alibi_gradient(d_bias: Any, slopes: Any, T: int, S: int) -> Array:
+def alibi_gradient(d_bias: Array, slopes: ArrayLike, T: int, S: int) -> Array:
     """The gradient of ALiBi's slopes, [H], from that of its bias."""
     return -(d_bias * np.abs(_distance(T, S))).sum(axis=(0, 2, 3))
 
 
-def score_pattern(factors: Any, pattern: Any) -> Array:
+def score_pattern(factors: ArrayLike, pattern: Array) -> Array:
     """A bias of one factor a head times a pattern [T, S]: [1, H, T, S]."""
     return np.asarray(factors, np.float64)[None, :, None, None] * pattern
 
 
-def score_pattern_gradient(d_bias: Any, factors: Any, pattern: Any) -> Array:
+def score_pattern_gradient(d_bias: Array, factors: ArrayLike, pattern: Array) -> Array:
     """The gradient of the factors, [H], from that of the bias."""
     return (d_bias * pattern).sum(axis=(0, 2, 3))
 
 
-def relative_position(table: Any, T: int, S: int, bidirectional: bool, max_distance: int) -> Array:
+def relative_position(table: Array, T: int, S: int, bidirectional: bool, max_distance: int) -> Array:
     """T5's bias, [1, H, T, S], from its table [buckets, H]."""
     buckets = relative_position_buckets(len(table), T, S, bidirectional, max_distance)
     return np.asarray(table, np.float64)[buckets].transpose(2, 0, 1)[None]
 
 
 def relative_position_gradient(
-    d_bias: Any, table: Any, T: int, S: int, bidirectional: bool, max_distance: int
+    d_bias: Array, table: Array, T: int, S: int, bidirectional: bool, max_distance: int
 ) -> Array:
     """The gradient of T5's table, [buckets, H], from that of its bias."""
     found = np.zeros(np.shape(table))
@@ -285,7 +290,7 @@ def _distance(T: int, S: int) -> Array:
     return np.arange(S)[None, :] - (np.arange(T)[:, None] + S - T)
 
 
-def dropout_keep(words: Any, prob: float, shape: tuple[int, int, int, int]) -> Array:
+def dropout_keep(words: ArrayLike, prob: float, shape: tuple[int, int, int, int]) -> Array:
     """Which weights the portable dropout keeps, boolean [B, H, T, S], in the integers of Python's own arithmetic.
 
     Args:

@@ -56,11 +56,11 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
     # Query i is at i + 20: it sees keys of the second part from the 20th row on.
     offset = _CUT - 20
 
-    def key_of(first: int) -> Any:
+    def key_of(first: int) -> ShiftedKey | None:
         # The queries are every fifth of a longer call's, the keys every other.
         return ShiftedKey(jax.random.key(3), i=3, j=2 * first, i_step=5, j_step=2) if prob else None
 
-    def options(first: int, last: int, bias: Any) -> dict[str, Any]:
+    def options(first: int, last: int, bias: jax.Array | None) -> dict[str, Any]:
         return {
             "mask": Causal(offset=offset - first),
             "bias": None if bias is None else bias[..., first:last],
@@ -68,7 +68,7 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
             "dropout_key": key_of(first),
         }
 
-    def unsplit(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    def unsplit(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         output = vanilla(q, k, v, return_lse=True, **options(0, _S, bias))
         return output.attention_outputs, output.logsumexp
 
@@ -79,11 +79,13 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
     spans = (0, _CUT), (_CUT, _S)
 
     @jax.jit
-    def partials_of(q: Any, k: Any, v: Any, bias: Any) -> list[PartialSoftmax]:
+    def partials_of(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> list[PartialSoftmax]:
         return [operation.partial(q, k[:, a:b], v[:, a:b], **options(a, b, bias)) for a, b in spans]
 
     @jax.jit
-    def gradients_of(q: Any, k: Any, v: Any, bias: Any, lse: Any, residual: Any) -> Any:
+    def gradients_of(
+        q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, lse: jax.Array, residual: jax.Array
+    ) -> list[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
         d = Contribution(d_out, d_weight)
         return [
             operation.partial_vjp(
@@ -110,6 +112,6 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
         _same("the bias's gradient", jnp.concatenate(d_bias, axis=3), expected[3])
 
 
-def _same(what: str, found: Any, expected: Any) -> None:
+def _same(what: str, found: jax.Array, expected: jax.Array) -> None:
     scale = float(jnp.abs(expected).max())
     np.testing.assert_allclose(found, expected, atol=_TOLERANCE * scale, rtol=0, err_msg=what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from attnops.masks.base import Mask
 from attnops.output import OperationOutput
 from attnops.testing import oracle
 from attnops.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike, DTypeLike
 
 # On a CPU most of a small problem's time is spent in LLVM's optimiser, which does not change what is tested.
 FAST_COMPILE: Final = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -48,24 +51,24 @@ class Problem:
         traced_mask: the mask's arrays are arguments of the compiled program, not constants.
     """
 
-    query: Any
-    key: Any
-    value: Any
+    query: oracle.Array
+    key: oracle.Array
+    value: oracle.Array
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     metadata: OperationMetadata = dataclasses.field(default_factory=OperationMetadata)
     seed: int = 0
-    visible: Any = None
-    poison: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    score_pattern: Any = None
+    visible: Mask | ArrayLike | None = None
+    poison: Mapping[str, ArrayLike] = dataclasses.field(default_factory=dict)
+    score_pattern: oracle.Array | None = None
     traced_mask: bool = False
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         """The dtype of the computation: the query's, or the metadata's ``runtime_dtype``."""
         return self.query.dtype if self.metadata.runtime_dtype is None else self.metadata.runtime_dtype
 
     @property
-    def qkv(self) -> tuple[Any, Any, Any]:
+    def qkv(self) -> tuple[oracle.Array, ...]:
         """Query, key and value in the dtype of the computation, for the oracle."""
         cast = self.metadata.runtime_dtype
         return tuple(x if cast is None else x.astype(cast) for x in (self.query, self.key, self.value))
@@ -123,7 +126,9 @@ class Problem:
             out["attention_weights"] = rng.normal(size=(B, H, T, S)).astype(self.dtype)
         return out
 
-    def call(self, operation: OperationImpl, inputs: dict[str, jax.Array], mask: Any = None) -> dict[str, jax.Array]:
+    def call(
+        self, operation: OperationImpl, inputs: dict[str, jax.Array], mask: Mask | ArrayLike | None = None
+    ) -> dict[str, jax.Array]:
         """Run the call with other values for its inputs; outputs that are not None, by name, heads after length.
 
         Args:
@@ -155,7 +160,7 @@ class Problem:
     def program(self, operation: OperationImpl, gradients: bool = True) -> Callable[..., Any]:
         """A function of `arguments` that gives outputs and gradients by name, for `jax.jit` and its like."""
 
-        def both(inputs: Any, cotangents: Any, mask: Any = None) -> Any:
+        def both(inputs: dict[str, jax.Array], cotangents: dict[str, jax.Array], mask: Mask | None = None) -> Any:
             if not gradients:
                 return self.call(operation, inputs, mask), {}
             outputs, pull_back = jax.vjp(lambda x: self.call(operation, x, mask), inputs)
@@ -198,7 +203,7 @@ class Problem:
         if gradients:
             self.check_gradients(grads)
 
-    def check_outputs(self, outputs: dict[str, Any]) -> None:
+    def check_outputs(self, outputs: dict[str, jax.Array]) -> None:
         """See `check`."""
         dtype = self.dtype
         qkv = self.qkv
@@ -241,7 +246,7 @@ class Problem:
             allowed = tolerance(value, narrow.values[name], exact.magnitudes[name], widest, GRADIENT_FACTOR)
             assert_close(f"gradient of {name}", gradients[name], value, allowed)
 
-    def _structured(self, what: str, *gradient: Any) -> Any:
+    def _structured(self, what: str, *gradient: object) -> Any:
         """The oracle's value of a structured bias: its array, or its parameter's gradient from the array's."""
         bias, (_, _, T, S) = self.options["bias"], self.shape
         if isinstance(bias, ALiBi):
@@ -252,7 +257,7 @@ class Problem:
         shape = T, S, bias.bidirectional, bias.max_distance
         return getattr(oracle, f"relative_position{what}")(*gradient, np.asarray(bias.table), *shape)
 
-    def _check_structured(self, gradient: Any, exact: oracle.Gradients, narrow: oracle.Gradients) -> None:
+    def _check_structured(self, gradient: object, exact: oracle.Gradients, narrow: oracle.Gradients) -> None:
         value, other = (self._structured("_gradient", np.float64(g.values["bias"])) for g in (exact, narrow))
         # Distances and counts are not negative, so magnitudes go the way of the gradients but for their sign.
         magnitude = np.abs(self._structured("_gradient", exact.magnitudes["bias"]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,16 @@ from attnops.dispatch.operation import BaseOperation
 from attnops.dispatch.registry import OperationRegistry
 from attnops.testing.runner import NotRunError, Outcome, attempt
 from attnops.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jax.typing import ArrayLike
+
+    from attnops.testing.oracle import Array
+
+    # Outputs, and their gradients, a sequence or None.
+    _Results: TypeAlias = tuple[Sequence[jax.Array], Any]
 
 # A function of a `numpy.random.Generator` that draws one call: its arguments and its options. Shapes do not depend on
 # the draw; floating-point arrays are cast to the dtype that is checked, and are what gradients are taken of.
@@ -40,7 +50,7 @@ class ReferenceSubject:
     """
 
     operation: str | type[BaseOperation]
-    reference: Callable[..., Any]
+    reference: Callable[..., object]
     platform: str | None = None
     interpret: bool = False
     metadata: OperationMetadata = dataclasses.field(default_factory=OperationMetadata)
@@ -70,10 +80,10 @@ class _Call:
     problem: ReferenceProblem
     dtype: str
     names: tuple[str, ...]
-    arrays: tuple[Any, ...]
-    others: tuple[Any, ...]
+    arrays: tuple[Array, ...]
+    others: tuple[object, ...]
     is_array: tuple[bool, ...]
-    tree: Any
+    tree: jax.tree_util.PyTreeDef
 
     @classmethod
     def draw(cls, problem: ReferenceProblem, dtype: str, seed: int) -> _Call:
@@ -88,7 +98,7 @@ class _Call:
     def again(self, seed: int) -> _Call:
         return self.draw(self.problem, self.dtype, seed)
 
-    def run(self, function: Callable[..., Any], arrays: Iterable[Any]) -> list[Any]:
+    def run(self, function: Callable[..., object], arrays: Iterable[ArrayLike]) -> list[jax.Array]:
         """What a function gives for other values of the arrays: its arrays in order."""
         floats, others = iter(arrays), iter(self.others)
         leaves = [next(floats) if is_array else next(others) for is_array in self.is_array]
@@ -96,7 +106,9 @@ class _Call:
         return jax.tree.leaves(function(*arguments, **options))
 
 
-def _values(call: _Call, function: Callable[..., Any], arrays: Iterable[Any], cotangents: Any) -> tuple[Any, Any]:
+def _values(
+    call: _Call, function: Callable[..., object], arrays: Iterable[ArrayLike], cotangents: Sequence[ArrayLike] | None
+) -> _Results:
     """Outputs, and the gradients of the arrays; None for those where no cotangents are given."""
     if cotangents is None:
         return call.run(function, arrays), None
@@ -108,7 +120,7 @@ def _values(call: _Call, function: Callable[..., Any], arrays: Iterable[Any], co
     return outputs, pull_back(given)
 
 
-def _truth(subject: ReferenceSubject, call: _Call) -> tuple[Any, Any, Any]:
+def _truth(subject: ReferenceSubject, call: _Call) -> tuple[list[Array] | None, _Results, _Results]:
     """The cotangents; outputs and gradients of the reference in float64, and in the call's dtype."""
     shapes = jax.eval_shape(lambda *x: call.run(subject.reference, x), *call.arrays)
     rng = np.random.default_rng(17)
@@ -130,7 +142,7 @@ def _truth(subject: ReferenceSubject, call: _Call) -> tuple[Any, Any, Any]:
     return cotangents, exact, narrow
 
 
-def _compare(call: _Call, found: Any, exact: Any, narrow: Any) -> None:
+def _compare(call: _Call, found: _Results, exact: _Results, narrow: _Results) -> None:
     """Assert that outputs and gradients are within what the tolerance rule allows, and of the right dtypes."""
     for factor, what, *sides in ((OUTPUT_FACTOR, "output", found[0], exact[0], narrow[0]),
                                  (GRADIENT_FACTOR, "gradient of ", found[1], exact[1], narrow[1])):  # fmt: skip
@@ -211,7 +223,7 @@ CHECKS: Final[dict[str, Callable[[ReferenceSubject, _Call], None]]] = {
 
 def check_against(
     operation: str | type[BaseOperation],
-    reference: Callable[..., Any],
+    reference: Callable[..., object],
     problems: Mapping[str, ReferenceProblem],
     *,
     platform: str | None = None,

@@ -7,7 +7,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -248,7 +248,7 @@ class Subject:
         return self.base.mode == MODE_TRAIN
 
     @property
-    def compiler_options(self) -> dict[str, Any] | None:
+    def compiler_options(self) -> dict[str, int] | None:
         """See `attnops.testing.problem.FAST_COMPILE`; for CPUs only."""
         return FAST_COMPILE if jax.default_backend() == "cpu" else None
 
@@ -338,7 +338,7 @@ class Subject:
         return outcome
 
 
-def _is_core(value: Any) -> bool:
+def _is_core(value: type | Callable[..., object]) -> bool:
     """Whether a class or a function is the core's."""
     return str(value.__module__).partition(".")[0] == CORE
 

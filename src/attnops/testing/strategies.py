@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,10 @@ from attnops.masks import (
 from attnops.operations.vanilla import VanillaAttention
 from attnops.testing.problem import Problem
 
+if TYPE_CHECKING:
+    from attnops.dispatch.metadata import Layout
+    from attnops.testing.oracle import Array
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -37,7 +41,7 @@ def broadcastable(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def problems(draw: st.DrawFn, max_length: int = 12, layouts: tuple[Any, ...] = ("BTHD", "BHTD")) -> Problem:
+def problems(draw: st.DrawFn, max_length: int = 12, layouts: tuple[Layout, ...] = ("BTHD", "BHTD")) -> Problem:
     """Calls of small shapes with any combination of the contract's features.
 
     Args:
@@ -52,7 +56,7 @@ def problems(draw: st.DrawFn, max_length: int = 12, layouts: tuple[Any, ...] = (
     dtype = jnp.dtype(draw(st.sampled_from(DTYPES)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
-    def normal(*shape: int) -> Any:
+    def normal(*shape: int) -> Array:
         return rng.normal(size=shape).astype(dtype)
 
     options: dict[str, Any] = {}
@@ -116,11 +120,11 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
-    def tokens(length: int, high: int) -> Any:
+    def tokens(length: int, high: int) -> Array:
         ids = rng.integers(0, high, (draw(st.sampled_from([1, B])), length))
         return np.sort(ids, axis=1) if draw(st.booleans()) else ids
 
-    def number(low: int, high: int) -> Any:
+    def number(low: int, high: int) -> int | Array:
         shape = draw(st.sampled_from([(), (1, 1), (B, 1), (1, H), (B, H)]))
         return int(rng.integers(low, high + 1)) if shape == () else rng.integers(low, high + 1, shape)
 
@@ -164,5 +168,5 @@ _LEAVES = (
 )  # fmt: skip
 
 
-def _is_even(b: Any, h: Any, q: Any, kv: Any) -> Any:
+def _is_even(b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array) -> jax.Array:
     return (b + h + q + kv) % 2 == 0

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
 
 # How many times as large an error may be as that of the same computation in the inputs' dtype.
 OUTPUT_FACTOR: Final = 2
 GRADIENT_FACTOR: Final = 3
 
 
-def tolerance(exact: Any, same_dtype: Any, magnitude: Any, dtype: Any, factor: float) -> float:
+def tolerance(exact: ArrayLike, same_dtype: ArrayLike, magnitude: ArrayLike, dtype: DTypeLike, factor: float) -> float:
     """``factor · max|same_dtype − exact| + 2 ulp``, an ulp being that of the largest magnitude.
 
     Args:
@@ -33,7 +36,7 @@ def tolerance(exact: Any, same_dtype: Any, magnitude: Any, dtype: Any, factor: f
     return allowed
 
 
-def assert_close(name: str, actual: Any, exact: Any, allowed: float) -> None:
+def assert_close(name: str, actual: ArrayLike, exact: ArrayLike, allowed: float) -> None:
     """Assert that ``actual`` lies within ``allowed`` of ``exact``, and is −inf exactly where ``exact`` is.
 
     Raises:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from attnops.programs.evaluation import evaluate
 from attnops.programs.functions import INDEX, SCORE, Bound, Opaque, as_data, bind_function, name_of
 from attnops.programs.program import Program
 from attnops.programs.tracing import CALLS
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, Function, Index, Leaf, NumpyArray, PyTree
 
 __all__ = [
     "ALiBi",
@@ -42,7 +45,7 @@ def _fields(cls: type[Bias]) -> list[str]:
     return [name for name in cls.__annotations__ if name != "static"]
 
 
-def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Any, Any]], tuple[tuple[str, Any], ...]]:
+def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Leaf, Leaf]], tuple[tuple[str, Leaf], ...]]:
     # The fields are read here: in __init_subclass__ the class is not a dataclass yet.
     fields = [(name, getattr(bias, name)) for name in _fields(type(bias))]
     static = [name for name, value in fields if name in bias.static and _is_static(name, value)]
@@ -50,12 +53,12 @@ def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Any, Any]], tuple[tuple[s
     return leaves, tuple((name, value) for name, value in fields if name in static)
 
 
-def _is_static(name: str, value: Any) -> bool:
+def _is_static(name: str, value: Leaf) -> bool:
     # An offset is a number or an array, and in its place a leaf may be anything, a `PartitionSpec` say.
     return isinstance(value, int) if name == "offset" else not hasattr(value, "shape")
 
 
-def _unflatten(cls: type[Bias], static: tuple[tuple[str, Any], ...], leaves: Any) -> Bias:
+def _unflatten(cls: type[Bias], static: tuple[tuple[str, Leaf], ...], leaves: Leaf) -> Bias:
     # Without __init__: JAX unflattens with placeholders that no check would accept.
     bias = object.__new__(cls)
     fixed, remaining = dict(static), iter(leaves)
@@ -83,7 +86,7 @@ class Bias(abc.ABC):
     axes: ClassVar[Mapping[str, str] | None] = None
 
     @abc.abstractmethod
-    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """The scores with the bias, float32, elementwise over indices that broadcast with ``scores``.
 
         Usable inside a kernel. The bias must be bound, see `bind`.
@@ -109,17 +112,17 @@ class Bias(abc.ABC):
 class RelativeBias(Bias):
     """A bias that depends only on the head and on the signed distance from the query to the key."""
 
-    offset: Any
+    offset: Leaf
 
     @abc.abstractmethod
-    def at_distance(self, h: Any, distance: Any) -> Any:
+    def at_distance(self, h: Index, distance: Array) -> jax.Array:
         """The bias of head ``h`` for keys at ``distance`` = key's position − query's; float32, elementwise."""
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         offset = S - T if self.offset is None else _offset(type(self).__name__, self.offset)
         return dataclasses.replace(self, offset=offset)  # type: ignore[type-var]
 
-    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         return scores + self.at_distance(h, kv - q - self.offset)
 
     def by_distance(self, H: int, T: int, S: int) -> jax.Array:
@@ -137,8 +140,8 @@ class ALiBi(RelativeBias):
         offset: see `Bias`.
     """
 
-    slopes: Any
-    offset: Any = None
+    slopes: Leaf
+    offset: Leaf = None
 
     axes: ClassVar = {"slopes": "h"}
 
@@ -147,7 +150,7 @@ class ALiBi(RelativeBias):
         _check_shape("ALiBi's slopes", slopes, (H,), "[H]")
         return dataclasses.replace(super().bind(B, H, T, S), slopes=slopes)
 
-    def at_distance(self, h: Any, distance: Any) -> Any:
+    def at_distance(self, h: Index, distance: Array) -> jax.Array:
         slopes = jnp.asarray(self.slopes, jnp.float32)
         return -slopes[h] * jnp.abs(distance).astype(jnp.float32)
 
@@ -155,7 +158,7 @@ class ALiBi(RelativeBias):
         return "ALiBi"
 
 
-def alibi_slopes(heads: int) -> np.ndarray[Any, Any]:
+def alibi_slopes(heads: int) -> NumpyArray:
     """The slopes of the ALiBi paper, float32 [heads]: powers of ``2 ** (-8 / n)``, n the power of two not above heads.
 
     Where heads is not a power of two, the remaining slopes are every other one of those for 2n heads, as in the
@@ -181,10 +184,10 @@ class RelativePosition(RelativeBias):
         offset: see `Bias`.
     """
 
-    table: Any
+    table: Leaf
     bidirectional: bool = True
     max_distance: int = 128
-    offset: Any = None
+    offset: Leaf = None
 
     static: ClassVar[tuple[str, ...]] = ("bidirectional", "max_distance", "offset")
     axes: ClassVar = {"table": ".h"}
@@ -202,13 +205,13 @@ class RelativePosition(RelativeBias):
             )
         return dataclasses.replace(super().bind(B, H, T, S), table=table)
 
-    def at_distance(self, h: Any, distance: Any) -> Any:
+    def at_distance(self, h: Index, distance: Array) -> jax.Array:
         return jnp.asarray(self.table, jnp.float32)[self.bucket(distance), h]
 
-    def bucket(self, distance: Any) -> Any:
+    def bucket(self, distance: Array) -> Array:
         """The bucket of each distance, int32."""
         buckets = self.table.shape[0]
-        first: Any = 0
+        first: Index = 0
         if self.bidirectional:
             buckets //= 2
             first = jnp.where(distance > 0, buckets, 0)
@@ -246,8 +249,8 @@ class ScoreFn(Bias):
             the function closes over.
     """
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...] = ()
+    fn: Function
+    args: tuple[PyTree, ...] = ()
 
     static: ClassVar[tuple[str, ...]] = ("fn",)
 
@@ -257,7 +260,7 @@ class ScoreFn(Bias):
         bound = bind_function(self.fn, _ARGUMENTS, args, np.float32, CALLS)
         return ScoreFn(bound, args) if isinstance(bound, Opaque) else ScoreProgram(name_of(self.fn), *bound)
 
-    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """See `Bias.apply`."""
         # numpy arrays can't be indexed with tracers.
         args = jax.tree.map(jnp.asarray, self.args)
@@ -285,7 +288,7 @@ class ScoreProgram(Bias):
 
     name: str
     program: Program
-    data: tuple[Any, ...]
+    data: tuple[Leaf, ...]
 
     static: ClassVar[tuple[str, ...]] = ("name", "program")
 
@@ -298,7 +301,7 @@ class ScoreProgram(Bias):
         """See `Bias.kind`."""
         return "ScoreFn"
 
-    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """See `Bias.apply`."""
         indices = (jnp.asarray(x, jnp.int32) for x in (b, h, q, kv))
         return jnp.broadcast_to(evaluate(self.program, [scores, *indices], self.data), scores.shape)
@@ -325,19 +328,19 @@ class ShiftedBias(Bias):
     """
 
     bias: Bias
-    b: Any
-    h: Any
+    b: Index
+    h: Index
 
     static: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         return self.bias.apply(scores, b + self.b, h + self.h, q, kv)
 
     def __repr__(self) -> str:
         return repr(self.bias)
 
 
-def _offset(name: str, offset: Any) -> Any:
+def _offset(name: str, offset: Leaf) -> Leaf:
     """An int, or a traced integer array []."""
     is_int = isinstance(offset, int) and not isinstance(offset, bool)
     if is_int or (np.shape(offset) == () and np.dtype(getattr(offset, "dtype", float)).kind in "iu"):
@@ -354,10 +357,10 @@ def _offset(name: str, offset: Any) -> Any:
     raise ValueError(f"{name}'s offset={offset!r} must be an int, or an integer array of shape []")
 
 
-def _array(values: Any) -> Any:
+def _array(values: Leaf) -> Array:
     return values if hasattr(values, "shape") else np.asarray(values, np.float32)
 
 
-def _check_shape(name: str, array: Any, shape: tuple[int, ...], letters: str) -> None:
+def _check_shape(name: str, array: Leaf, shape: tuple[int, ...], letters: str) -> None:
     if tuple(array.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, but must have shape {letters}={shape}")

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, Index
 
 __all__ = [
     "ShiftedKey",
@@ -52,10 +55,10 @@ class ShiftedKey:
     """
 
     key: jax.Array
-    b: Any = 0
-    h: Any = 0
-    i: Any = 0
-    j: Any = 0
+    b: Index = 0
+    h: Index = 0
+    i: Index = 0
+    j: Index = 0
     i_step: int = 1
     j_step: int = 1
 
@@ -90,7 +93,7 @@ def dropout_threshold(prob: float) -> int:
     return round(prob * (1 << _THRESHOLD_BITS))
 
 
-def dropout_rows(seed: Any, b: Any, h: Any, i: Any) -> jax.Array:
+def dropout_rows(seed: Array, b: Index, h: Index, i: Index) -> jax.Array:
     """The hash of (PRNG key, b, h, i), uint32, from which `dropout_keep` computes those of a row's elements.
 
     Args:
@@ -105,7 +108,7 @@ def dropout_rows(seed: Any, b: Any, h: Any, i: Any) -> jax.Array:
     return _mix(x + (_u32(i) * seed[6] + seed[4])) + seed[5]
 
 
-def dropout_keep(rows: jax.Array, j: Any, prob: float, step: int = 1) -> jax.Array:
+def dropout_keep(rows: jax.Array, j: Index, prob: float, step: int = 1) -> jax.Array:
     """Whether each weight is kept, boolean.
 
     Args:
@@ -133,7 +136,7 @@ def dropout_mask(key: jax.Array | ShiftedKey, prob: float, shape: tuple[int, int
     return dropout_keep(dropout_rows(dropout_seed(key), b, h, i), j, prob, dropout_step(key))
 
 
-def _u32(x: Any) -> jax.Array:
+def _u32(x: Index) -> jax.Array:
     return jnp.asarray(x).astype(jnp.uint32)
 
 

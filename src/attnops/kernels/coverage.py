@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.masks import Coverage, Mask, block_map
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from attnops.typing import Array
 
 
 def map_shape(mask: Mask | None, scores: tuple[int, int, int, int]) -> tuple[int, int]:
@@ -16,7 +21,7 @@ def map_shape(mask: Mask | None, scores: tuple[int, int, int, int]) -> tuple[int
     return B, H
 
 
-def ragged(coverage: Any, axis: int, remainder: int) -> Any:
+def ragged(coverage: Array, axis: int, remainder: int) -> Array:
     """The coverage, with the last tiles along an axis PARTIAL at most if they reach beyond the last token.
 
     Args:
@@ -26,13 +31,13 @@ def ragged(coverage: Any, axis: int, remainder: int) -> Any:
     """
     if not remainder:
         return coverage
-    xp: Any = np if isinstance(coverage, np.ndarray) else jnp
+    xp: ModuleType = np if isinstance(coverage, np.ndarray) else jnp
     size = coverage.shape[axis]
     is_last = (np.arange(size) == size - 1).reshape([-1 if k == axis else 1 for k in range(coverage.ndim)])
     return xp.where(is_last, xp.minimum(coverage, int(Coverage.PARTIAL)), coverage)
 
 
-def merged(coverage: Any, axis: int, size: int) -> Any:
+def merged(coverage: Array, axis: int, size: int) -> Array:
     """The coverage merged over batches or heads, to ``size`` along an axis.
 
     A tile is active if it is for any of them, and FULL if it is for all of them.
@@ -44,7 +49,7 @@ def merged(coverage: Any, axis: int, size: int) -> Any:
     """
     if coverage.shape[axis] <= size:
         return coverage
-    xp: Any = np if isinstance(coverage, np.ndarray) else jnp
+    xp: ModuleType = np if isinstance(coverage, np.ndarray) else jnp
     shape = list(coverage.shape)
     shape[axis : axis + 1] = [size, shape[axis] // size]
     grouped = coverage.reshape(shape)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,12 @@ from attnops.programs.functions import INDEX, SCORE, Bound, Opaque
 from attnops.programs.program import IDENTITIES, Atom, Equation, Program, bind, needed, run
 from attnops.programs.tracing import CALLS, WITH_DERIVATIVES, trace
 from attnops.programs.varying import equally_varying
+
+if TYPE_CHECKING:
+    from jax.tree_util import PyTreeDef
+
+    from attnops.masks import CoverageBounds, Grid
+    from attnops.typing import Aval, BoolArray, DType, Function, Index, Leaf, PyTree
 
 # The first arguments of a function, in this order, followed by its arrays.
 ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")
@@ -68,7 +74,7 @@ class Elementwise:
     def _hash(self) -> int:
         return hash((self.equations, self._before, self.result, self._value_variables, self._leaves))
 
-    def compute(self, leaves: Sequence[Any], shape: tuple[int, int, int, int]) -> list[jax.Array]:
+    def compute(self, leaves: Sequence[Leaf], shape: tuple[int, int, int, int]) -> list[jax.Array]:
         """The values, each [B or 1, H or 1, T or 1, S or 1], for scores of shape [B, H, T, S].
 
         Differentiable with respect to the leaves; O(T) and O(S) memory.
@@ -76,10 +82,10 @@ class Elementwise:
         sizes = dict(zip(AXES, shape, strict=True))
         return [self._one_value(i, leaves, sizes) for i in range(len(self.values))]
 
-    def _one_value(self, i: int, leaves: Sequence[Any], sizes: dict[str, int]) -> jax.Array:
+    def _one_value(self, i: int, leaves: Sequence[Leaf], sizes: dict[str, int]) -> jax.Array:
         axes = [axis for axis in AXES if axis in self.values[i]]
 
-        def scalar(*indices: Any) -> Any:
+        def scalar(*indices: Any) -> PyTree:
             at = dict(zip(axes, indices, strict=True))
             names = zip(AXES, self._arguments[1:], strict=True)
             known: dict[int, Any] = {variable: at.get(name, 0) for name, variable in names if variable is not None}
@@ -95,15 +101,15 @@ class Elementwise:
 
     def apply(
         self,
-        scores: Any,
-        b: Any,
-        h: Any,
-        q: Any,
-        kv: Any,
-        values: Sequence[Any] = (),
-        given: Sequence[Any] = (),
-        instead: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
-    ) -> Any:
+        scores: jax.Array | None,
+        b: Index,
+        h: Index,
+        q: Index,
+        kv: Index,
+        values: Sequence[Leaf] = (),
+        given: Sequence[PyTree] = (),
+        instead: Mapping[str, Function] = MappingProxyType({}),
+    ) -> jax.Array:
         """The function on a tile.
 
         Args:
@@ -117,7 +123,7 @@ class Elementwise:
             instead: by the name of a primitive, a function of its inputs that replaces it.
         """
 
-        def of_tile(equation: Equation, inputs: list[Any]) -> Any:
+        def of_tile(equation: Equation, inputs: list[Leaf]) -> Leaf:
             primitive = equation.primitive
             if primitive.name in IDENTITIES:
                 return inputs if primitive.multiple_results else inputs[0]
@@ -146,8 +152,8 @@ class MaskParts(NamedTuple):
     """
 
     function: Elementwise
-    leaves: list[Any]
-    dense: list[Any]
+    leaves: list[Leaf]
+    dense: list[Leaf]
 
 
 class BiasParts(NamedTuple):
@@ -159,7 +165,7 @@ class BiasParts(NamedTuple):
     """
 
     function: Elementwise
-    leaves: list[Any]
+    leaves: list[Leaf]
 
 
 def of_mask(mask: Mask) -> MaskParts:
@@ -178,11 +184,11 @@ def of_mask(mask: Mask) -> MaskParts:
     return MaskParts(split, [*plain, *constants], arrays)
 
 
-def _trace_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...]) -> tuple[Elementwise, list[Any]]:
+def _trace_mask(tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...]) -> tuple[Elementwise, list[PyTree]]:
     """A mask as a function, and the arrays that it closes over."""
     n = len(avals)
 
-    def function(b: Any, h: Any, q: Any, kv: Any, *arrays: Any) -> Any:
+    def function(b: Index, h: Index, q: Index, kv: Index, *arrays: PyTree) -> PyTree:
         own, given = iter(arrays[:n]), iter(arrays[n:])
         parts = [_Given(next(given)) if is_tiled else next(own) for is_tiled in tiled]
         return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
@@ -193,7 +199,7 @@ def _trace_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...]) -> t
 
 
 @functools.lru_cache(maxsize=512)
-def _kept_mask(tree: Any, tiled: tuple[bool, ...], avals: tuple[Any, ...], wide: Any) -> Elementwise | None:
+def _kept_mask(tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...], wide: Aval) -> Elementwise | None:
     """A mask that its structure determines; None if it closes over arrays. ``wide`` is JAX's widest integer dtype."""
     split, constants = _trace_mask(tree, tiled, avals)
     return None if constants else split
@@ -237,28 +243,28 @@ def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozens
 class _Given(Mask):
     """A placeholder for a dense array: its value at one score."""
 
-    seen: Any
+    seen: BoolArray
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return self.seen
 
-    def coverage_bounds(self, grid: Any) -> Any:
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return "Dense"
 
 
-def _is_tiled(leaf: Any) -> bool:
+def _is_tiled(leaf: Leaf) -> bool:
     return isinstance(leaf, Dense) and min(leaf.array.shape[2:]) > 1
 
 
-def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def _avals(leaves: Sequence[Leaf]) -> tuple[Aval, ...]:
     return tuple(jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
 def split_program(
-    program: Program, names: Sequence[str], leaves: Sequence[Any] | None, n_given: int = 0
+    program: Program, names: Sequence[str], leaves: Sequence[Leaf] | None, n_given: int = 0
 ) -> Elementwise:
     """A program of scalars split into values by token and equations by score.
 
@@ -314,7 +320,7 @@ def split_program(
     )
 
 
-def _dtypes(variables: Sequence[int], leaves: Sequence[Any]) -> dict[int, Any]:
+def _dtypes(variables: Sequence[int], leaves: Sequence[Leaf]) -> dict[int, DType]:
     return dict(zip(variables, (leaf.dtype for leaf in leaves), strict=True))
 
 

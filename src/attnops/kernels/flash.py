@@ -23,6 +23,7 @@ from attnops.softmax import Contribution, PartialSoftmax
 
 if TYPE_CHECKING:
     from attnops.dispatch.metadata import OperationMetadata
+    from attnops.typing import BackendPlan, DType, PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class FlashCall:
     key: jax.Array
     value: jax.Array
     mask: Mask | None = None
-    bias: Any = None
+    bias: PyTree = None
     softmax_scale: float | None = None
     logits_soft_cap: float | None = None
     sinks: jax.Array | None = None
@@ -75,7 +76,7 @@ class FlashCall:
         return self.query.shape[0], self.query.shape[2], self.query.shape[1], self.key.shape[1]
 
     @property
-    def out_dtype(self) -> Any:
+    def out_dtype(self) -> DType:
         """The dtype of the output."""
         return jnp.dtype(jnp.float32) if self.is_partial else self.query.dtype
 
@@ -86,7 +87,7 @@ class FlashBackend(FlashKernel):
     # Head dims are padded to a multiple of it with zeros, which change no result.
     head_dim_multiple: ClassVar[int] = 1
 
-    def compute_dtype(self, call: FlashCall) -> Any:
+    def compute_dtype(self, call: FlashCall) -> DType | None:
         """The dtype that query, key and value are cast to before the kernel; None for no cast."""
         return None
 
@@ -99,22 +100,22 @@ class FlashBackend(FlashKernel):
         return call.replace(**arrays, softmax_scale=call.scale)
 
     @abc.abstractmethod
-    def plan(self, call: FlashCall) -> Any:
+    def plan(self, call: FlashCall) -> BackendPlan:
         """Everything static about a call; hashable."""
 
     @abc.abstractmethod
-    def arrays(self, plan: Any, call: FlashCall) -> Any:
+    def arrays(self, plan: BackendPlan, call: FlashCall) -> PyTree:
         """The inputs of scores other than query and key; differentiable with respect to bias and sinks."""
 
     @abc.abstractmethod
-    def schedule(self, plan: Any, call: FlashCall) -> Any:
+    def schedule(self, plan: BackendPlan, call: FlashCall) -> PyTree:
         """Which tiles are computed, in which order."""
 
-    def run(self, plan: Any, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def run(self, plan: BackendPlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`attnops.kernels.vjp.attend`."""
         return attend(self, plan, *operands)
 
-    def run_gradients(self, plan: Any, wants_bias: bool, *given: Any) -> tuple[Any, ...]:
+    def run_gradients(self, plan: BackendPlan, wants_bias: bool, *given: PyTree) -> tuple[PyTree, ...]:
         """`attnops.kernels.vjp.contribution_gradients`."""
         return contribution_gradients(self, plan, wants_bias, *given)
 
@@ -139,7 +140,7 @@ def partial(backend: FlashBackend, call: FlashCall) -> PartialSoftmax:
 
 def partial_vjp(
     backend: FlashBackend, call: FlashCall, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
-) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
     """The gradients of a call's `attnops.softmax.contribution`, from the logsumexp; runs no forward pass.
 
     Args:
@@ -157,7 +158,7 @@ def partial_vjp(
     fitted = backend.fit(call)
     plan = backend.plan(fitted)
 
-    def bias_arrays(bias: Any) -> Any:
+    def bias_arrays(bias: PyTree) -> PyTree:
         return backend.bias_arrays(backend.arrays(plan, backend.fit(call.replace(bias=bias))))
 
     given = fitted.query, fitted.key, fitted.value, backend.arrays(plan, fitted), backend.schedule(plan, fitted)

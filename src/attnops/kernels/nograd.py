@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from attnops.errors import NotDifferentiableError
+
+if TYPE_CHECKING:
+    from attnops.typing import Function, PyTree
 
 Result = TypeVar("Result")
 
@@ -18,7 +21,7 @@ def not_differentiable(function: Callable[..., Result], message: str) -> Callabl
     Positional and keyword arguments may be pytrees of arrays and of anything else.
     """
 
-    def wrapped(*args: Any, **options: Any) -> Result:
+    def wrapped(*args: PyTree, **options: Any) -> Result:
         leaves, tree = jax.tree.flatten((args, options))
         is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
 
@@ -30,7 +33,7 @@ def not_differentiable(function: Callable[..., Result], message: str) -> Callabl
             return function(*args, **options)
 
         @run.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
+        def _(primals: PyTree, tangents: PyTree) -> PyTree:
             raise NotDifferentiableError(message)
 
         result: Result = run([leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
@@ -46,7 +49,7 @@ def once_differentiable(function: Callable[..., Result], message: str) -> Callab
     Positional and keyword arguments may be pytrees of arrays and of anything else; results are pytrees of arrays.
     """
 
-    def wrapped(*args: Any, **options: Any) -> Result:
+    def wrapped(*args: PyTree, **options: Any) -> Result:
         leaves, tree = jax.tree.flatten((args, options))
         is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
 
@@ -60,11 +63,11 @@ def once_differentiable(function: Callable[..., Result], message: str) -> Callab
         def run(arrays: list[jax.Array]) -> Result:
             return call(arrays)
 
-        def forward(arrays: list[jax.Array]) -> tuple[Result, Any]:
-            result: tuple[Result, Any] = not_differentiable(lambda x: jax.vjp(call, x), message)(arrays)
+        def forward(arrays: list[jax.Array]) -> tuple[Result, PyTree]:
+            result: tuple[Result, PyTree] = not_differentiable(lambda x: jax.vjp(call, x), message)(arrays)
             return result
 
-        def backward(pull_back: Any, cotangents: Any) -> Any:
+        def backward(pull_back: Function, cotangents: PyTree) -> PyTree:
             return not_differentiable(lambda pull, given: pull(given), message)(pull_back, cotangents)
 
         run.defvjp(forward, backward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,11 @@ import numpy as np
 
 from attnops.masks.tokens import Segments
 from attnops.output import OperationOutput
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from attnops.typing import Leaf
 
 
 class Padded(NamedTuple):
@@ -83,7 +88,7 @@ def unpad(output: OperationOutput, query_length: int, key_length: int | None = N
     )
 
 
-def _padded(x: Any, more: int, value: Any) -> Any:
+def _padded(x: Leaf, more: int, value: Leaf) -> Leaf:
     """``x`` with ``more`` elements of ``value`` appended along its second axis."""
     if not more:
         return x
@@ -94,9 +99,9 @@ def _padded(x: Any, more: int, value: Any) -> Any:
     return jnp.concatenate([x, end], axis=1)
 
 
-def _fresh(q_ids: Any, kv_ids: Any) -> Any:
+def _fresh(q_ids: Leaf, kv_ids: Leaf) -> Leaf:
     """An id that no token has: the greatest plus 1, or the least minus 1 if the greatest is the dtype's maximum."""
-    xp: Any = np if isinstance(q_ids, np.ndarray) and isinstance(kv_ids, np.ndarray) else jnp
+    xp: ModuleType = np if isinstance(q_ids, np.ndarray) and isinstance(kv_ids, np.ndarray) else jnp
     greatest, least = xp.maximum(q_ids.max(), kv_ids.max()), xp.minimum(q_ids.min(), kv_ids.min())
     largest = min(np.iinfo(x.dtype).max for x in (q_ids, kv_ids))
     return xp.where(greatest < largest, xp.minimum(greatest, largest - 1) + 1, least - 1)

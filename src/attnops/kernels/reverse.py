@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,9 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from attnops.errors import NotDifferentiableError
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf, PyTree
 
 Tree = TypeVar("Tree")
 
@@ -33,10 +36,10 @@ def reverse_mode_only(tree: Tree, message: str) -> Tree:
         return x
 
     @guard.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: PyTree, tangents: PyTree) -> PyTree:
         return primals[0], _tangent.bind(tangents[0], message=message)
 
-    def guarded(x: Any) -> Any:
+    def guarded(x: Leaf) -> Leaf:
         # One by one, so that an array without a tangent gets none. Only tracers have tangents.
         is_float = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
         return guard(x) if is_float else x
@@ -44,7 +47,7 @@ def reverse_mode_only(tree: Tree, message: str) -> Tree:
     return jax.tree.map(guarded, tree)
 
 
-def _raise(*_: Any, message: str) -> Any:
+def _raise(*_: PyTree, message: str) -> PyTree:
     raise NotDifferentiableError(message)
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
 
-def is_differentiated(primals: Any) -> bool:
+
+def is_differentiated(primals: PyTree) -> bool:
     """Whether any array of a pytree is differentiated; constants cost the backward pass nothing."""
     leaves = jax.tree.leaves(primals, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     return any(leaf.perturbed for leaf in leaves)
 
 
-def cotangents(given: Any, like: jax.Array) -> tuple[jax.Array, ...]:
+def cotangents(given: PyTree, like: jax.Array) -> tuple[jax.Array, ...]:
     """The cotangents as arrays, with zeros for symbolic zeros.
 
     Args:
@@ -29,16 +32,16 @@ def cotangents(given: Any, like: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
-def inexact_vjp(function: Callable[[Any], Any], tree: Any) -> Callable[[Any], Any]:
+def inexact_vjp(function: Callable[[PyTree], PyTree], tree: PyTree) -> Callable[[PyTree], PyTree]:
     """The pullback of ``function`` at a pytree; the gradient of an integer leaf is None.
 
     The pullback's argument has the structure of the function's value, with None for leaves without a cotangent.
     """
     leaves, treedef = jax.tree.flatten(tree)
     is_inexact = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
-    structure: list[Any] = []
+    structure: list[PyTree] = []
 
-    def of_inexact(given: list[Any]) -> list[Any]:
+    def of_inexact(given: list[PyTree]) -> list[PyTree]:
         remaining = iter(given)
         merged = [next(remaining) if moves else x for x, moves in zip(leaves, is_inexact, strict=True)]
         value, value_def = jax.tree.flatten(function(jax.tree.unflatten(treedef, merged)))
@@ -47,7 +50,7 @@ def inexact_vjp(function: Callable[[Any], Any], tree: Any) -> Callable[[Any], An
 
     value, pull_back = jax.vjp(of_inexact, [x for x, moves in zip(leaves, is_inexact, strict=True) if moves])
 
-    def pulled(d: Any) -> Any:
+    def pulled(d: PyTree) -> PyTree:
         given = [_cotangent(x, y) for x, y in zip(value, structure[0].flatten_up_to(d), strict=True)]
         gradients = iter(pull_back(given)[0])
         return jax.tree.unflatten(treedef, [next(gradients) if moves else None for moves in is_inexact])
@@ -55,7 +58,7 @@ def inexact_vjp(function: Callable[[Any], Any], tree: Any) -> Callable[[Any], An
     return pulled
 
 
-def _cotangent(x: jax.Array, d: jax.Array | None) -> Any:
+def _cotangent(x: jax.Array, d: jax.Array | None) -> PyTree:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return np.zeros(x.shape, jax.dtypes.float0)
     return jnp.zeros_like(x) if d is None else d.astype(x.dtype)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from attnops.biases import ALiBi, Bias, RelativeBias
 from attnops.kernels.elementwise import Elementwise, of_bias, of_mask
 from attnops.masks import Mask
+
+if TYPE_CHECKING:
+    from attnops.typing import Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +62,11 @@ class SpreadArray(Bias):
         array: [B or 1, H or 1, T or 1, S or 1], not both T and S.
     """
 
-    array: Any
+    array: Leaf
 
     static = ()
 
-    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """See `attnops.biases.Bias.apply`."""
         index = (i if size > 1 else 0 for i, size in zip((b, h, q, kv), self.array.shape, strict=True))
         return scores + self.array[tuple(index)].astype(scores.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from attnops.kernels.nograd import not_differentiable
 from attnops.kernels.rules import cotangents, is_differentiated
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.softmax import Contribution
+
+if TYPE_CHECKING:
+    from attnops.typing import BackendPlan, PyTree
 
 
 class Operands(NamedTuple):
@@ -34,8 +37,8 @@ class Operands(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    arrays: Any
-    schedule: Any
+    arrays: PyTree
+    schedule: PyTree
 
 
 class FlashKernel(abc.ABC):
@@ -51,13 +54,19 @@ class FlashKernel(abc.ABC):
         return hash(type(self))
 
     @abc.abstractmethod
-    def forward(self, plan: Any, operands: Operands) -> tuple[jax.Array, Any]:
+    def forward(self, plan: BackendPlan, operands: Operands) -> tuple[jax.Array, PyTree]:
         """The output [B, T, H, Dv], and the statistics of its softmax, which `logsumexp` converts."""
 
     @abc.abstractmethod
     def gradients(
-        self, plan: Any, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+        self,
+        plan: BackendPlan,
+        wants_bias: bool,
+        operands: Operands,
+        statistics: PyTree,
+        delta: jax.Array,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
         """The gradients of query, key and value, and of the arrays: None for arrays without a gradient.
 
         Args:
@@ -69,16 +78,16 @@ class FlashKernel(abc.ABC):
             d_out: [B, T, H, Dv].
         """
 
-    def logsumexp(self, plan: Any, statistics: Any) -> tuple[jax.Array, jax.Array]:
+    def logsumexp(self, plan: BackendPlan, statistics: PyTree) -> tuple[jax.Array, jax.Array]:
         """The logsumexp and its rounding error, float32 [B, H, T]."""
         lse, residual = statistics
         return lse, residual
 
-    def statistics(self, plan: Any, lse: jax.Array, lse_residual: jax.Array) -> Any:
+    def statistics(self, plan: BackendPlan, lse: jax.Array, lse_residual: jax.Array) -> PyTree:
         """The inverse of `logsumexp`."""
         return lse, lse_residual
 
-    def bias_arrays(self, arrays: Any) -> Any:
+    def bias_arrays(self, arrays: PyTree) -> PyTree:
         """The arrays of the bias, whose gradients are computed only if they are needed, since they cost a kernel."""
         return arrays.bias, arrays.table, arrays.array
 
@@ -89,14 +98,20 @@ class FlashKernel(abc.ABC):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
-    kernel: FlashKernel, plan: Any, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Any, schedule: Any
+    kernel: FlashKernel,
+    plan: BackendPlan,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    arrays: PyTree,
+    schedule: PyTree,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The output [B, T, H, Dv], the logsumexp [B, H, T], and its rounding error, which has no gradient."""
     out, statistics = kernel.forward(plan, Operands(query, key, value, arrays, schedule))
     return out, *kernel.logsumexp(plan, statistics)
 
 
-def _forward_rule(kernel: FlashKernel, plan: Any, *primals: Any) -> tuple[Any, Any]:
+def _forward_rule(kernel: FlashKernel, plan: BackendPlan, *primals: PyTree) -> tuple[PyTree, PyTree]:
     # Residuals must be arrays; the flag is the length of a tuple.
     flag = (None,) * is_differentiated(kernel.bias_arrays(primals[3]))
     operands = Operands(*custom_vjp_primal_tree_values(primals))
@@ -107,11 +122,13 @@ def _forward_rule(kernel: FlashKernel, plan: Any, *primals: Any) -> tuple[Any, A
     return (out, *kernel.logsumexp(plan, statistics)), (operands, out, statistics, flag)
 
 
-def _backward_rule(kernel: FlashKernel, plan: Any, saved: Any, given: Any) -> tuple[Any, ...]:
+def _backward_rule(kernel: FlashKernel, plan: BackendPlan, saved: PyTree, given: PyTree) -> tuple[PyTree, ...]:
     operands, out, statistics, flag = saved
     d_out, d_lse = cotangents(given[:2], operands.query)
 
-    def gradients(operands: Operands, out: Any, statistics: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
+    def gradients(
+        operands: Operands, out: jax.Array, statistics: PyTree, d_out: jax.Array, d_lse: jax.Array
+    ) -> tuple[PyTree, ...]:
         delta = kernel.row_sums(d_out.astype(jnp.float32) * out.astype(jnp.float32)) - d_lse
         *d_qkv, d_arrays = kernel.gradients(plan, bool(flag), operands, statistics, delta, d_out)
         if operands.arrays.sinks is not None:
@@ -131,13 +148,13 @@ attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 def contribution_gradients(
     kernel: FlashKernel,
-    plan: Any,
+    plan: BackendPlan,
     wants_bias: bool,
     operands: Operands,
     lse: jax.Array,
     lse_residual: jax.Array,
     d: Contribution,
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """The gradients of `attnops.softmax.contribution`, from the logsumexp of all keys; runs no forward pass.
 
     Args:
@@ -154,7 +171,7 @@ def contribution_gradients(
         ``wants_bias``.
     """
 
-    def gradients(operands: Operands, lse: jax.Array, lse_residual: jax.Array, d: Contribution) -> tuple[Any, ...]:
+    def gradients(operands: Operands, lse: jax.Array, lse_residual: jax.Array, d: Contribution) -> tuple[PyTree, ...]:
         statistics = kernel.statistics(plan, lse, lse_residual)
         *d_qkv, d_arrays = kernel.gradients(plan, wants_bias, operands, statistics, -d.weight, d.out)
         return *d_qkv, kernel.bias_arrays(d_arrays) if wants_bias else None

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
+
+if TYPE_CHECKING:
+    from attnops.typing import BackendPlan, Function, Leaf, PyTree
 
 
 class Foldable(abc.ABC):
     """A pytree of arrays with its own rule for adding a mapped axis to its batch, such as a tile schedule."""
 
     @abc.abstractmethod
-    def fold(self, batched: Any, n: int, B: int) -> Any:
+    def fold(self, batched: PyTree, n: int, B: int) -> PyTree:
         """The same for a batch of ``n · B``, slices outermost.
 
         Args:
@@ -36,16 +38,16 @@ class HasBatch(Protocol):
 Plan = TypeVar("Plan", bound=HasBatch)
 
 
-def folds_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def folds_batch(kernel: Function) -> Function:
     """``kernel(plan, *arguments)``, mapped by `jax.vmap` as one call of a larger batch; ``plan`` is static.
 
     The arguments are pytrees of `Foldable` objects and of arrays whose first axis is the batch, or 1 if all batches
     share one element. The results are such pytrees too, whose first axis is always the batch.
     """
 
-    def mapped(called: Callable[..., Any], plan: Plan, n: int, in_batched: Any, arguments: Any) -> Any:
+    def mapped(called: Function, plan: Plan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
         larger = dataclasses.replace(plan, B=n * plan.B)  # type: ignore[type-var]
-        tree: Any
+        tree: PyTree
         leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, Foldable))
         batched = tree.flatten_up_to(tuple(in_batched))
         folded = [_fold(x, b, n, plan.B) for x, b in zip(leaves, batched, strict=True)]
@@ -55,14 +57,14 @@ def folds_batch(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return _with_rule(kernel, mapped)
 
 
-def one_by_one(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def one_by_one(kernel: Function) -> Function:
     """``kernel(plan, *arguments)``, mapped as a loop, for results that all batches share."""
 
-    def mapped(called: Callable[..., Any], plan: Plan, n: int, in_batched: Any, arguments: Any) -> Any:
+    def mapped(called: Function, plan: Plan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten(arguments)
         batched = jax.tree.leaves(in_batched)
 
-        def body(some: list[Any]) -> Any:
+        def body(some: list[PyTree]) -> PyTree:
             mapped = iter(some)
             each = [next(mapped) if b else x for x, b in zip(leaves, batched, strict=True)]
             return called(plan, *jax.tree.unflatten(tree, each))
@@ -72,16 +74,16 @@ def one_by_one(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return _with_rule(kernel, mapped)
 
 
-def _with_rule(kernel: Callable[..., Any], mapped: Callable[..., Any]) -> Callable[..., Any]:
+def _with_rule(kernel: Function, mapped: Function) -> Function:
     """``kernel``, with the vmap rule ``mapped(kernel, plan, axis_size, in_batched, arguments)``."""
 
-    def called(plan: Any, *arguments: Any) -> Any:
+    def called(plan: BackendPlan, *arguments: PyTree) -> PyTree:
         @custom_vmap
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: PyTree) -> PyTree:
             return kernel(plan, *arguments)
 
         @run.def_vmap
-        def _(axis_size: int, in_batched: Any, *arguments: Any) -> Any:
+        def _(axis_size: int, in_batched: PyTree, *arguments: PyTree) -> PyTree:
             results = mapped(called, plan, axis_size, in_batched, arguments)
             return results, jax.tree.map(lambda _: True, results)
 
@@ -90,7 +92,7 @@ def _with_rule(kernel: Callable[..., Any], mapped: Callable[..., Any]) -> Callab
     return called
 
 
-def _fold(x: Any, batched: Any, n: int, B: int) -> Any:
+def _fold(x: Leaf, batched: PyTree, n: int, B: int) -> PyTree:
     if isinstance(x, Foldable):
         return x.fold(batched, n, B)
     if not batched:

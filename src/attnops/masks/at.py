@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from attnops.masks.base import Mask
 from attnops.masks.grid import CoverageBounds, Grid, check_by_token
 from attnops.masks.integers import positions_as_int32
 from attnops.masks.picture import text
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -30,8 +33,8 @@ class At(Mask):
     """
 
     mask: Mask
-    q_positions: Any
-    kv_positions: Any
+    q_positions: Array | None
+    kv_positions: Array | None
 
     axes: ClassVar = {"q_positions": "bt", "kv_positions": "bs"}
 
@@ -45,7 +48,7 @@ class At(Mask):
         mask = mask.moved(moved) if moved else mask
         return type(self)((mask if q is None else mask.with_offset(0)).bind(B, H, T, S), q, kv)
 
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         kv_positions = self.kv_positions if kv_positions is None else kv_positions
         if self.q_positions is None:
             return at(self.mask, q_positions, kv_positions)
@@ -54,7 +57,7 @@ class At(Mask):
     def kinds(self) -> frozenset[str]:
         return self.mask.kinds() | {"at"}
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         q = q if self.q_positions is None else take(self.q_positions, b, q)
         kv = kv if self.kv_positions is None else take(self.kv_positions, b, kv)
         # Differences of positions may overflow int32; those of indices do not.
@@ -76,7 +79,7 @@ class At(Mask):
         return f"{mask!r}.at({text(self.q_positions)}, {text(self.kv_positions)})"
 
 
-def at(mask: Mask, q_positions: Any, kv_positions: Any) -> Mask:
+def at(mask: Mask, q_positions: Array | None, kv_positions: Array | None) -> Mask:
     """`At` of a mask of positions.
 
     Raises:
@@ -91,7 +94,7 @@ def at(mask: Mask, q_positions: Any, kv_positions: Any) -> Mask:
     return At(mask, q_positions, kv_positions)
 
 
-def token_array(name: str, values: Any, B: int, length: int) -> Any:
+def token_array(name: str, values: Leaf, B: int, length: int) -> Array:
     """One value a token as [1, length] or [B, length]; lists become numpy arrays.
 
     Raises:
@@ -104,7 +107,7 @@ def token_array(name: str, values: Any, B: int, length: int) -> Any:
     return values.reshape(-1, length)
 
 
-def take(values: Any, b: Any, index: Any) -> Any:
+def take(values: Leaf, b: Index, index: Index) -> Array:
     """``values[b, index]`` for values of shape [B or 1, length]."""
     check_by_token(values)
     if isinstance(values, np.ndarray) and not isinstance(index, np.ndarray):

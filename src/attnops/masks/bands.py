@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from attnops.masks.integers import numpy_of
 
 if TYPE_CHECKING:
     from attnops.masks.base import Mask
+    from attnops.typing import BoolArray, Index
 
 
 def tight_bounds(mask: Mask, grid: Grid) -> CoverageBounds:
@@ -25,8 +26,8 @@ def tight_bounds(mask: Mask, grid: Grid) -> CoverageBounds:
     if len(bands) < 2:
         return mask.coverage_bounds(grid)
     lowest, highest = grid.difference()
-    some: Any = np.False_
-    every: Any = np.True_
+    some: BoolArray = np.False_
+    every: BoolArray = np.True_
     cuts = _sorted([edge for low, high in bands for edge in (low, high + 1)])
     # The intervals below the first cut, between two cuts, and above the last.
     for start, stop in zip([None, *cuts], [*cuts, None], strict=True):
@@ -40,16 +41,16 @@ def tight_bounds(mask: Mask, grid: Grid) -> CoverageBounds:
     return CoverageBounds(some, every)
 
 
-def _sorted(cuts: list[Any]) -> list[Any]:
+def _sorted(cuts: list[Index]) -> list[Index]:
     if all(isinstance(cut, int) for cut in cuts):
         return sorted(set(cuts))
     xp = numpy_of(*cuts)
     return list(xp.sort(xp.stack(xp.broadcast_arrays(*cuts)), axis=0))
 
 
-def _maximum(a: Any, b: Any) -> Any:
+def _maximum(a: Index, b: Index) -> Index:
     return numpy_of(a, b).maximum(a, b)
 
 
-def _minimum(a: Any, b: Any) -> Any:
+def _minimum(a: Index, b: Index) -> Index:
     return numpy_of(a, b).minimum(a, b)

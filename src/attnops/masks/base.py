@@ -19,6 +19,7 @@ from attnops.masks.pytree import equal_leaves, register, replaced
 
 if TYPE_CHECKING:
     from attnops.masks.structure import MaskStructure, Split
+    from attnops.typing import Array, BoolArray, Index, Leaf, NumpyArray
 
 
 class Mask(abc.ABC):
@@ -47,7 +48,7 @@ class Mask(abc.ABC):
         register(cls)
 
     @abc.abstractmethod
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """Whether query ``q`` of head ``h`` in batch ``b`` sees key ``kv``: elementwise over indices that broadcast.
 
         Usable inside a kernel. The mask must be bound, see `bind`.
@@ -83,7 +84,7 @@ class Mask(abc.ABC):
                 changes[field.name] = np.int32(value)
         return replaced(self, changes) if changes else self
 
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         """This mask for tokens at positions other than their index: packed, shifted or permuted ones.
 
         Masks of positions (causal, window, chunk, prefix, lengths, `MaskFn`) read them; masks of tokens (segments,
@@ -114,7 +115,7 @@ class Mask(abc.ABC):
         """Whether it is certain, when tracing, that each query i sees key i. The mask must be bound."""
         return False
 
-    def bands(self) -> Iterator[tuple[Any, Any]]:
+    def bands(self) -> Iterator[tuple[Index, Index]]:
         """The parts of this mask that depend on ``q - kv`` alone, as the (lowest, highest) that they allow."""
         return iter(())
 
@@ -126,7 +127,7 @@ class Mask(abc.ABC):
         )
         return jnp.asarray(self.bind(B, H, T, S).allowed(*indices))
 
-    def coverage(self, q_range: tuple[int, int], kv_range: tuple[int, int]) -> Coverage | np.ndarray[Any, Any] | Any:
+    def coverage(self, q_range: tuple[int, int], kv_range: tuple[int, int]) -> Coverage | NumpyArray | Array:
         """Whether the tile of queries ``q_range`` and keys ``kv_range`` (stop excluded) is EMPTY, PARTIAL or FULL.
 
         EMPTY and FULL are certain; PARTIAL may be either where interval arithmetic can't tell. The mask must be bound.
@@ -188,16 +189,16 @@ class Mask(abc.ABC):
     def __str__(self) -> str:
         return f"{self!r}\n{small_picture(self)}"
 
-    def __and__(self, other: Any) -> Mask:
+    def __and__(self, other: object) -> Mask:
         return And(self, _as_mask(other))
 
-    def __or__(self, other: Any) -> Mask:
+    def __or__(self, other: object) -> Mask:
         return Or(self, _as_mask(other))
 
-    def __rand__(self, other: Any) -> Mask:
+    def __rand__(self, other: object) -> Mask:
         return And(_as_mask(other), self)
 
-    def __ror__(self, other: Any) -> Mask:
+    def __ror__(self, other: object) -> Mask:
         return Or(_as_mask(other), self)
 
     def __invert__(self) -> Mask:
@@ -226,7 +227,7 @@ class Dense(Mask):
         array: boolean, 4-D, broadcasts to [B, H, T, S].
     """
 
-    array: Any
+    array: Leaf
 
     axes: ClassVar = {"array": "bhts"}
 
@@ -239,11 +240,11 @@ class Dense(Mask):
         check_boolean("Dense's array", self.array)
         return self
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         index = (i if size > 1 else 0 for i, size in zip((b, h, q, kv), self.array.shape, strict=True))
         return jnp.asarray(self.array)[tuple(index)] & (q == q) & (kv == kv)
 
-    def dense(self, B: int, H: int, T: int, S: int) -> Any:
+    def dense(self, B: int, H: int, T: int, S: int) -> jax.Array:
         return jnp.asarray(self.array)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
@@ -267,7 +268,7 @@ class Dense(Mask):
         return f"Dense({text(self.array)})"
 
 
-def _as_mask(value: Any) -> Mask:
+def _as_mask(value: Leaf) -> Mask:
     """A mask unchanged; a boolean array of rank 4 as `Dense`. Raises a `TypeError` for anything else."""
     if isinstance(value, Mask):
         return value
@@ -294,13 +295,13 @@ class _Pair(Mask):
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         return type(self)(self.left.bind(B, H, T, S), self.right.bind(B, H, T, S))
 
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         return type(self)(self.left.at(q_positions, kv_positions), self.right.at(q_positions, kv_positions))
 
     def kinds(self) -> frozenset[str]:
         return self.left.kinds() | self.right.kinds() | {self.symbol}
 
-    def bands(self) -> Iterator[tuple[Any, Any]]:
+    def bands(self) -> Iterator[tuple[Index, Index]]:
         yield from self.left.bands()
         yield from self.right.bands()
 
@@ -315,7 +316,7 @@ class And(_Pair):
 
     symbol = "&"
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return self.left.allowed(b, h, q, kv) & self.right.allowed(b, h, q, kv)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
@@ -330,7 +331,7 @@ class Or(_Pair):
 
     symbol = "|"
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return self.left.allowed(b, h, q, kv) | self.right.allowed(b, h, q, kv)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
@@ -358,16 +359,16 @@ class Not(Mask):
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         return type(self)(self.mask.bind(B, H, T, S))
 
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         return Not(self.mask.at(q_positions, kv_positions))
 
     def kinds(self) -> frozenset[str]:
         return self.mask.kinds() | {"~"}
 
-    def bands(self) -> Iterator[tuple[Any, Any]]:
+    def bands(self) -> Iterator[tuple[Index, Index]]:
         return self.mask.bands()
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return np.True_ ^ self.mask.allowed(b, h, q, kv)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:

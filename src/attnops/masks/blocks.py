@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from attnops.masks.bands import tight_bounds
 from attnops.masks.base import Mask
 from attnops.masks.grid import Coverage, Grid
 from attnops.masks.integers import numpy_of
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class BlockMap:
         block_k: keys a tile; the last may be shorter.
     """
 
-    coverage: Any
+    coverage: Array
     block_q: int
     block_k: int
 
@@ -33,7 +36,7 @@ class BlockMap:
         """Whether the map is known when tracing."""
         return isinstance(self.coverage, np.ndarray)
 
-    def count(self, coverage: Coverage) -> Any:
+    def count(self, coverage: Coverage) -> Index:
         """How many tiles have this coverage."""
         return (self.coverage == coverage).sum()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
 
 
 def check_broadcastable(name: str, shape: tuple[int, ...], scores: tuple[int, int, int, int], hint: str) -> None:
@@ -19,7 +22,7 @@ def check_broadcastable(name: str, shape: tuple[int, ...], scores: tuple[int, in
             )
 
 
-def check_boolean(name: str, mask: Any) -> None:
+def check_boolean(name: str, mask: Leaf) -> None:
     """Raise a `ValueError` unless an array mask holds booleans."""
     if mask.dtype != np.bool_:
         raise ValueError(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,9 @@ from attnops.programs.functions import INDEX, Bound, Opaque, as_data, bind_funct
 from attnops.programs.program import Program
 from attnops.programs.tracing import CALLS, WITH_DERIVATIVES
 
+if TYPE_CHECKING:
+    from attnops.typing import Array, BoolArray, Function, Index, Leaf, PyTree
+
 # The first arguments of a mask's function, before its own: b, h, q, kv.
 _ARGUMENTS: Final = (INDEX,) * 4
 
@@ -25,10 +27,10 @@ _ARGUMENTS: Final = (INDEX,) * 4
 class _Function(Mask):
     """A mask known only pair by pair: every tile is PARTIAL."""
 
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         return at(self, q_positions, kv_positions)
 
-    def with_offset(self, offset: Any) -> Self:
+    def with_offset(self, offset: Leaf) -> Self:
         return self
 
     def kinds(self) -> frozenset[str]:
@@ -57,15 +59,15 @@ class MaskFn(_Function):
         args: arrays that the function uses, numpy's or JAX's; they may be traced.
     """
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...] = ()
+    fn: Function
+    args: tuple[PyTree, ...] = ()
 
     def bind(self, B: int, H: int, T: int, S: int) -> Mask:  # type: ignore[override]
         args = as_data(f"{self!r}'s args", self.args)
         bound = bind_function(self.fn, _ARGUMENTS, args, np.bool_, CALLS | WITH_DERIVATIVES)
         return MaskFn(bound, args) if isinstance(bound, Opaque) else MaskProgram(name_of(self.fn), *bound)
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         # numpy arrays can't be indexed with tracers.
         args = jax.tree.map(jnp.asarray, self.args)
         seen = jnp.asarray(self.fn(b, h, q, kv, *args))
@@ -89,7 +91,7 @@ class MaskProgram(_Function):
 
     name: str
     program: Program
-    data: tuple[Any, ...]
+    data: tuple[Leaf, ...]
 
     axes: ClassVar = None
 
@@ -98,7 +100,7 @@ class MaskProgram(_Function):
         program, numbers = self.program.without_literals()
         return MaskProgram(self.name, program, (*self.data, *numbers))
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """See `Mask.allowed`."""
         indices = (jnp.asarray(x, jnp.int32) for x in (b, h, q, kv))
         return _of_tokens(evaluate(self.program, [*indices], self.data), q, kv)
@@ -107,7 +109,7 @@ class MaskProgram(_Function):
         return f"MaskFn({self.name})"
 
 
-def _of_tokens(seen: jax.Array, q: Any, kv: Any) -> jax.Array:
+def _of_tokens(seen: jax.Array, q: Index, kv: Index) -> jax.Array:
     # A constant function gives a scalar.
     return jnp.broadcast_to(seen, np.broadcast_shapes(np.shape(q), np.shape(kv))) if seen.ndim == 0 else seen
 

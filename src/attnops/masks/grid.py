@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from attnops.masks.integers import minus, numpy_of
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 class Coverage(enum.IntEnum):
@@ -29,8 +32,8 @@ class CoverageBounds(NamedTuple):
         all: every query sees every key; True is certain.
     """
 
-    some: Any
-    all: Any
+    some: BoolArray
+    all: BoolArray
 
     def __and__(self, other: CoverageBounds) -> CoverageBounds:
         return CoverageBounds(self.some & other.some, self.all & other.all)
@@ -42,7 +45,7 @@ class CoverageBounds(NamedTuple):
         # On arrays: ~True of Python's bool is -2.
         return CoverageBounds(np.True_ ^ self.all, np.True_ ^ self.some)
 
-    def codes(self) -> Any:
+    def codes(self) -> Array:
         """The `Coverage` of each tile as int8, of the arrays' broadcast shape."""
         xp = numpy_of(self.some, self.all)
         # A tile without pairs is FULL and EMPTY at once; it counts as EMPTY.
@@ -62,15 +65,23 @@ class Grid:
         of_positions: whether these are positions, whose differences may overflow int32, instead of indices.
     """
 
-    q_first: Any
-    q_last: Any
-    kv_first: Any
-    kv_last: Any
-    within: tuple[Any, Any] | None = None
+    q_first: Array
+    q_last: Array
+    kv_first: Array
+    kv_last: Array
+    within: tuple[Index, Index] | None = None
     of_positions: bool = False
 
     @classmethod
-    def make(cls, q_starts: Any, block_q: int, q_stop: int, kv_starts: Any, block_k: int, kv_stop: int) -> Grid:
+    def make(
+        cls,
+        q_starts: Array | list[int],
+        block_q: int,
+        q_stop: int,
+        kv_starts: Array | list[int],
+        block_k: int,
+        kv_stop: int,
+    ) -> Grid:
         """Tiles that begin at these indices and end after a block, or where the sequence does."""
         q = np.asarray(q_starts, np.int32).reshape(1, 1, -1, 1)
         kv = np.asarray(kv_starts, np.int32).reshape(1, 1, 1, -1)
@@ -78,7 +89,7 @@ class Grid:
             q, np.minimum(q + (block_q - 1), q_stop - 1), kv, np.minimum(kv + (block_k - 1), kv_stop - 1)
         )  # fmt: skip
 
-    def difference(self) -> tuple[Any, Any]:
+    def difference(self) -> tuple[Index, Index]:
         """The lowest and the highest ``q - kv`` of the pairs in each tile; every number between occurs."""
         if self.within is not None:
             return self.within
@@ -86,18 +97,18 @@ class Grid:
             return minus(self.q_first, self.kv_last), minus(self.q_last, self.kv_first)
         return self.q_first - self.kv_last, self.q_last - self.kv_first
 
-    def q_extent(self, values: Any) -> tuple[Any, Any]:
+    def q_extent(self, values: Leaf) -> tuple[Array, Array]:
         """The minimum and maximum of ``values`` [B or 1, T] in each tile of queries, [B or 1, 1, tiles of q, 1]."""
         low, high = _extent(values, self.q_first.reshape(-1), self.q_last.reshape(-1))
         return low[:, None, :, None], high[:, None, :, None]
 
-    def kv_extent(self, values: Any) -> tuple[Any, Any]:
+    def kv_extent(self, values: Leaf) -> tuple[Array, Array]:
         """The minimum and maximum of ``values`` [B or 1, S] in each tile of keys, [B or 1, 1, 1, tiles of kv]."""
         low, high = _extent(values, self.kv_first.reshape(-1), self.kv_last.reshape(-1))
         return low[:, None, None, :], high[:, None, None, :]
 
 
-def _extent(values: Any, first: Any, last: Any) -> tuple[Any, Any]:
+def _extent(values: Leaf, first: Array, last: Array) -> tuple[Array, Array]:
     check_by_token(values)
     block, length = int((last - first).max()) + 1, values.shape[1]
     if np.array_equal(first, np.arange(0, length, block)) and last[-1] == length - 1:
@@ -108,18 +119,18 @@ def _extent(values: Any, first: Any, last: Any) -> tuple[Any, Any]:
     return by_tile.min(axis=-1), by_tile.max(axis=-1)
 
 
-def check_by_token(values: Any) -> None:
+def check_by_token(values: Leaf) -> None:
     """Raise a `ValueError` unless an array of tokens has the shape [B or 1, length] that binding gives it."""
     if np.ndim(values) != 2:
         raise ValueError("an array of the mask does not have shape [B or 1, length] yet; call mask.bind(B, H, T, S)")
 
 
-def equal_bounds(q_first: Any, q_last: Any, kv_first: Any, kv_last: Any) -> CoverageBounds:
+def equal_bounds(q_first: Array, q_last: Array, kv_first: Array, kv_last: Array) -> CoverageBounds:
     """Bounds for "the query's number equals the key's", from the lowest and highest number of each tile."""
     some = (q_first <= kv_last) & (kv_first <= q_last)
     return CoverageBounds(some, (q_first == q_last) & (kv_first == kv_last) & (q_first == kv_first))
 
 
-def below_bounds(first: Any, last: Any, limit: Any) -> CoverageBounds:
+def below_bounds(first: Array, last: Array, limit: Index) -> CoverageBounds:
     """Bounds for "the number is below ``limit``", from the lowest and highest number of each tile."""
     return CoverageBounds(first < limit, last < limit)

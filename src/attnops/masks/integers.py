@@ -7,11 +7,16 @@ renumbered, and a common number is subtracted from positions. Traced integers th
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from attnops.typing import Index, Leaf
 
 # A limit of this size is no limit.
 LARGEST: Final = 2**31 - 1
@@ -22,18 +27,18 @@ FAR: Final = 1 << 29
 _FARTHEST_OFFSET: Final = LARGEST - 2**27
 
 
-def numpy_of(*values: Any) -> Any:
+def numpy_of(*values: Leaf) -> ModuleType:
     """`jax.numpy` where a value is a JAX array, else numpy, so that what is known when tracing stays known."""
     return jnp if any(isinstance(value, jax.Array) for value in values) else np
 
 
-def check_integers(name: str, values: Any, kinds: str = "iu") -> None:
+def check_integers(name: str, values: Leaf, kinds: str = "iu") -> None:
     """Raise a `ValueError` unless an array has a dtype of these kinds."""
     if np.dtype(values.dtype).kind not in kinds:
         raise ValueError(f"{name} has dtype {values.dtype}, but must be integers; cast them")
 
 
-def as_limits(name: str, values: Any) -> Any:
+def as_limits(name: str, values: Leaf) -> Leaf:
     """Integers that positions are compared with, as int32: clipped to ±`LARGEST`.
 
     Raises:
@@ -50,7 +55,7 @@ def clip_limit(value: int) -> int:
     return max(-LARGEST, min(value, LARGEST))
 
 
-def clip_offset(value: Any) -> Any:
+def clip_offset(value: Leaf) -> Leaf:
     """An offset, an int or int32, clipped so that adding an index does not overflow int32."""
     if isinstance(value, int):
         return max(-_FARTHEST_OFFSET, min(value, _FARTHEST_OFFSET))
@@ -58,7 +63,7 @@ def clip_offset(value: Any) -> Any:
     return xp.clip(value, -_FARTHEST_OFFSET, _FARTHEST_OFFSET)
 
 
-def minus(a: Any, b: Any) -> Any:
+def minus(a: Leaf, b: Index) -> Leaf:
     """``a − b`` for int32 or ints, saturating."""
     if isinstance(b, int):
         if isinstance(a, int):
@@ -74,7 +79,7 @@ def minus(a: Any, b: Any) -> Any:
     return jnp.clip(a, np.int32(_LEAST) + jnp.maximum(b, zero), np.int32(LARGEST) + jnp.minimum(b, zero)) - b
 
 
-def positions_as_int32(q: Any, kv: Any, offset: Any, length: int, unit: int | None) -> tuple[Any, Any, int]:
+def positions_as_int32(q: Leaf, kv: Leaf, offset: Leaf, length: int, unit: int | None) -> tuple[Leaf, Leaf, int]:
     """Positions as int32; where they don't fit, a common number is subtracted from all.
 
     Args:
@@ -122,7 +127,7 @@ def positions_as_int32(q: Any, kv: Any, offset: Any, length: int, unit: int | No
 _ADVICE: Final = "subtract the first token's position, and cast them to int32"
 
 
-def _moved(values: Any, by: int) -> Any:
+def _moved(values: Leaf, by: int) -> Leaf:
     """Known integers minus a number, as int32."""
     host = np.asarray(values)
     # The difference of 64-bit integers may need 65 bits.
@@ -130,7 +135,7 @@ def _moved(values: Any, by: int) -> Any:
     return _like(values, moved.astype(np.int32))
 
 
-def ids_as_int32(names: tuple[str, ...], ids: tuple[Any, ...]) -> tuple[Any, ...]:
+def ids_as_int32(names: tuple[str, ...], ids: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
     """Ids as int32 that are equal where the ids are equal by value.
 
     Ids that int32 does not hold are renumbered in their order. Traced ones of 64 bits are sorted for it, O(n log n).
@@ -164,7 +169,7 @@ def ids_as_int32(names: tuple[str, ...], ids: tuple[Any, ...]) -> tuple[Any, ...
     return tuple(jnp.searchsorted(every, values).astype(np.int32) for values in wide)
 
 
-def _renumbered(ids: tuple[Any, ...]) -> tuple[Any, ...]:
+def _renumbered(ids: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
     arrays = [np.asarray(values) for values in ids]
     # int64 and uint64 have no common dtype: negative ids are numbered separately, below 0.
     is_negative = np.concatenate([(values < 0).reshape(-1) for values in arrays])
@@ -178,14 +183,14 @@ def _renumbered(ids: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(_like(x, part.reshape(x.shape)) for x, part in zip(ids, parts, strict=True))
 
 
-def is_known(values: Any) -> bool:
+def is_known(values: Leaf) -> bool:
     """Whether the numbers of an array can be read here, when tracing too."""
     if isinstance(values, jax.Array):
         return not isinstance(values, jax.core.Tracer) and values.is_fully_addressable
     return isinstance(values, (np.ndarray, np.generic))
 
 
-def fits(values: Any) -> bool:
+def fits(values: Leaf) -> bool:
     """Whether it is certain that int32 holds integers or booleans."""
     dtype = np.dtype(values.dtype)
     if dtype.kind == "b" or (dtype.itemsize < 4) or dtype == np.int32:
@@ -196,18 +201,18 @@ def fits(values: Any) -> bool:
     return low >= _LEAST and high <= LARGEST
 
 
-def extent(values: Any) -> tuple[int, int]:
+def extent(values: Leaf) -> tuple[int, int]:
     """The least and the greatest of known integers."""
     host = np.asarray(values)
     return (int(host.min()), int(host.max())) if host.size else (0, 0)
 
 
-def _like(values: Any, host: Any) -> Any:
+def _like(values: Leaf, host: Leaf) -> Leaf:
     """A host array as the kind of array that ``values`` is: numpy's or JAX's."""
     return jnp.asarray(host) if isinstance(values, jax.Array) else host
 
 
-def less(limits: Any, by: int) -> Any:
+def less(limits: Leaf, by: int) -> Leaf:
     """Known limits minus a number, clipped as by `as_limits`."""
     if isinstance(limits, int):
         return clip_limit(limits - by)
@@ -215,7 +220,7 @@ def less(limits: Any, by: int) -> Any:
     return _like(limits, np.clip(host, -LARGEST, LARGEST).astype(np.int32))
 
 
-def common_unit(sizes: Any) -> int | None:
+def common_unit(sizes: Leaf) -> int | None:
     """The least common multiple of chunk sizes; None where they are traced."""
     if isinstance(sizes, int):
         return sizes
@@ -224,7 +229,7 @@ def common_unit(sizes: Any) -> int | None:
     return math.lcm(*(int(size) for size in np.asarray(sizes).reshape(-1)))
 
 
-def edge_of(limit: Any, offset: Any) -> Any:
+def edge_of(limit: Index | None, offset: Leaf) -> Leaf:
     """A limit minus an offset; None, or ±`LARGEST` in an array, where there is no limit."""
     if limit is None or (isinstance(limit, int) and abs(limit) >= LARGEST):
         return None
@@ -234,7 +239,7 @@ def edge_of(limit: Any, offset: Any) -> Any:
     return xp.where(abs(limit) == LARGEST, limit, minus(limit, offset))
 
 
-def farthest(q: Any, edge: Any) -> Any:
+def farthest(q: Leaf, edge: Leaf) -> Leaf:
     """The first or last position that a query sees, from the highest or lowest ``q - kv``."""
     position = minus(q, edge)
     if isinstance(edge, int):
@@ -242,7 +247,7 @@ def farthest(q: Any, edge: Any) -> Any:
     return jnp.where(edge == LARGEST, -LARGEST - 1, jnp.where(edge == -LARGEST, LARGEST, position))
 
 
-def near(edge: Any) -> Any:
+def near(edge: Leaf) -> Leaf:
     """An edge clipped to ±`FAR`; indices can't tell the difference."""
     if isinstance(edge, int):
         return max(-FAR, min(edge, FAR))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 if TYPE_CHECKING:
     from attnops.masks.base import Mask
+    from attnops.typing import Leaf
 
 _SMALL = 8
 
 
-def text(value: Any) -> str:
+def text(value: Leaf) -> str:
     """An array by dtype and shape, ``<int32 [2, 8]>``; anything else as Python prints it."""
     is_array = isinstance(value, jax.Array) or getattr(value, "shape", ()) != ()
     return f"<{value.dtype} {list(value.shape)}>" if is_array else repr(value)
@@ -63,7 +64,7 @@ def small_picture(mask: Mask) -> str:
     return "(mask.show(T, S) draws it)"
 
 
-def _lengths(value: Any) -> Iterator[int]:
+def _lengths(value: Leaf) -> Iterator[int]:
     """The last dimension of each array of a mask, except those with one value a batch, which fit any length."""
     if hasattr(value, "coverage_bounds"):
         for name, field in vars(value).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +26,9 @@ from attnops.masks.integers import (
 )
 from attnops.masks.picture import text
 
+if TYPE_CHECKING:
+    from attnops.typing import Array, BoolArray, Index, Leaf
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Full(Mask):
@@ -33,7 +36,7 @@ class Full(Mask):
 
     axes: ClassVar = {}
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return (q == q) & (kv == kv)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
@@ -55,7 +58,7 @@ class _Positional(Mask):
 
     axes: ClassVar = dict.fromkeys(("left", "right", "size", "length", "offset"), "bh")
 
-    offset: Any
+    offset: Leaf
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         values: dict[str, Any] = {"offset": S - T if self.offset is None else self.offset}
@@ -65,10 +68,10 @@ class _Positional(Mask):
             values[field.name] = clip_offset(number) if field.name == "offset" else number
         return type(self)(**values)
 
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         return at(self, q_positions, kv_positions)
 
-    def with_offset(self, offset: Any) -> Self:
+    def with_offset(self, offset: Leaf) -> Self:
         return dataclasses.replace(self, offset=offset)  # type: ignore[type-var]
 
     def position_unit(self) -> int | None:
@@ -79,7 +82,7 @@ class _Positional(Mask):
         """This mask for positions from which ``by``, a multiple of the unit, was subtracted."""
         return self
 
-    def _bound_offset(self) -> Any:
+    def _bound_offset(self) -> Leaf:
         if self.offset is None:
             raise ValueError(
                 f"{self!r} has the default offset S - T, but neither length is known; call mask.bind(B, H, T, S)"
@@ -94,7 +97,7 @@ class _Positional(Mask):
         return f"{type(self).__name__}({', '.join(given)})"
 
 
-def _number(name: str, value: Any, B: int, H: int) -> Any:
+def _number(name: str, value: Leaf, B: int, H: int) -> Leaf:
     """An int, or an integer array [B or 1, H or 1]."""
     if value is None:
         return value
@@ -115,7 +118,7 @@ def _number(name: str, value: Any, B: int, H: int) -> Any:
     return value
 
 
-def _pick(value: Any, b: Any, h: Any) -> Any:
+def _pick(value: Leaf, b: Index, h: Index) -> Leaf:
     """``value[b, h]`` of a number or an array [B or 1, H or 1]."""
     if getattr(value, "ndim", 0) == 0:
         return value
@@ -123,18 +126,18 @@ def _pick(value: Any, b: Any, h: Any) -> Any:
     return value[b if value.shape[0] > 1 else 0, h if value.shape[1] > 1 else 0]
 
 
-def _spread(value: Any) -> Any:
+def _spread(value: Leaf) -> Leaf:
     """A number, or an array [B or 1, H or 1] reshaped to broadcast with [B, H, tiles of q, tiles of kv]."""
     return value if getattr(value, "ndim", 0) == 0 else value[:, :, None, None]
 
 
-def _check_given(name: str, value: Any) -> None:
+def _check_given(name: str, value: Leaf) -> None:
     """Raise a `ValueError` unless a value is an int or an array."""
     if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "shape")):
         raise ValueError(f"{name}={value!r} must be an int, or an integer array of shape [B or 1, H or 1]")
 
 
-def _check_least(name: str, value: Any, least: int, hint: str = "") -> None:
+def _check_least(name: str, value: Leaf, least: int, hint: str = "") -> None:
     """Raise a `ValueError` where a number, or an element of an array known when tracing, is less than ``least``."""
     known = isinstance(value, (int, np.ndarray, np.generic))
     if known and np.size(value) and np.min(value) < least:
@@ -144,17 +147,17 @@ def _check_least(name: str, value: Any, least: int, hint: str = "") -> None:
 class _Band(_Positional):
     """A mask of ``q - kv`` alone: between two numbers, both included."""
 
-    def _limits(self) -> tuple[Any, Any]:
+    def _limits(self) -> tuple[Index | None, Index | None]:
         """The lowest and the highest ``q + offset - kv`` that is seen, before the offset; None where there is none."""
         raise NotImplementedError
 
-    def _band(self, value: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def _band(self, value: Callable[[Leaf], Leaf]) -> tuple[Index | None, Index | None]:
         """The lowest and the highest ``q - kv`` that is seen; None where there is none, ±`LARGEST` in an array."""
         offset = value(self._bound_offset())
         low, high = (edge_of(None if limit is None else value(limit), offset) for limit in self._limits())
         return low, high
 
-    def bands(self) -> Iterator[tuple[Any, Any]]:
+    def bands(self) -> Iterator[tuple[Index, Index]]:
         low, high = self._band(_spread)
         yield -FAR if low is None else near(low), FAR if high is None else near(high)
 
@@ -166,19 +169,19 @@ class _Band(_Positional):
             high is None or (isinstance(high, int) and high >= 0)
         )
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         low, high = self._band(lambda value: _pick(value, b, h))
-        seen: Any = np.True_
+        seen: BoolArray = np.True_
         if low is not None:
             seen = q - kv >= low
         if high is not None:
             seen = seen & (q - kv <= high)
         return seen | (kv != kv) if seen is np.True_ else seen
 
-    def allowed_at(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed_at(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """`allowed` for positions whose differences may overflow int32: compares with a query's first and last key."""
         low, high = self._band(lambda value: _pick(value, b, h))
-        seen: Any = np.True_
+        seen: BoolArray = np.True_
         if low is not None:
             seen = kv <= farthest(q, low)
         if high is not None:
@@ -213,9 +216,9 @@ class Causal(_Band):
             None aligns at the end for any T and S: the last query sees the last key.
     """
 
-    offset: Any = None
+    offset: Leaf = None
 
-    def _limits(self) -> tuple[Any, Any]:
+    def _limits(self) -> tuple[Index | None, Index | None]:
         return 0, None
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
@@ -243,15 +246,15 @@ class SlidingWindow(_Band):
         offset: see `Causal`.
     """
 
-    left: Any
-    right: Any
-    offset: Any = None
+    left: Leaf
+    right: Leaf
+    offset: Leaf = None
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             _check_least(f"SlidingWindow's {name}", getattr(self, name), 0, ", or None for all")
 
-    def _limits(self) -> tuple[Any, Any]:
+    def _limits(self) -> tuple[Index | None, Index | None]:
         return None if self.right is None else -self.right, self.left
 
 
@@ -272,8 +275,8 @@ class Chunked(_Positional):
         offset: see `Causal`.
     """
 
-    size: Any
-    offset: Any = None
+    size: Leaf
+    offset: Leaf = None
 
     # Integer division by a number that is not a constant is slow in a kernel.
     fixed: ClassVar = frozenset({"size"})
@@ -288,7 +291,7 @@ class Chunked(_Positional):
     def sees_itself(self) -> bool:
         return isinstance(self.offset, int) and self.offset == 0
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         size, offset = _pick(self.size, b, h), _pick(self._bound_offset(), b, h)
         return (q + offset) // size == kv // size
 
@@ -315,8 +318,8 @@ class PrefixLM(_Positional):
         offset: see `Causal`.
     """
 
-    length: Any
-    offset: Any = None
+    length: Leaf
+    offset: Leaf = None
 
     def __post_init__(self) -> None:
         _check_given("PrefixLM's length", self.length)
@@ -327,7 +330,7 @@ class PrefixLM(_Positional):
     def moved(self, by: int) -> Self:
         return dataclasses.replace(self, length=less(self.length, by))
 
-    def bands(self) -> Iterator[tuple[Any, Any]]:
+    def bands(self) -> Iterator[tuple[Index, Index]]:
         return self._causal().bands()
 
     def _causal(self) -> Causal:
@@ -339,10 +342,10 @@ class PrefixLM(_Positional):
     def sees_itself(self) -> bool:
         return self.offset is not None and self._causal().sees_itself()
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return (kv < _pick(self.length, b, h)) | self._causal().allowed(b, h, q, kv)
 
-    def allowed_at(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed_at(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """See `_Band.allowed_at`."""
         return (kv < _pick(self.length, b, h)) | self._causal().allowed_at(b, h, q, kv)
 

@@ -13,6 +13,7 @@ from attnops.programs.program import Program
 
 if TYPE_CHECKING:
     from attnops.masks.base import Mask
+    from attnops.typing import Leaf
 
 
 def register(cls: type[Mask]) -> None:
@@ -28,18 +29,18 @@ def replaced(mask: Mask, changes: Mapping[str, Any]) -> Mask:
     return copy
 
 
-def equal_leaves(a: Any, b: Any) -> bool:
+def equal_leaves(a: Leaf, b: Leaf) -> bool:
     """Whether two leaves are equal; a tracer equals only itself."""
     if a is b or any(isinstance(x, jax.core.Tracer) for x in (a, b)):
         return a is b
     return np.array_equal(a, b)
 
 
-def _is_static(value: Any) -> bool:
+def _is_static(value: Leaf) -> bool:
     return value is None or isinstance(value, (int, float, str, Program)) or callable(value)
 
 
-def _flatten(mask: Mask) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
+def _flatten(mask: Mask) -> tuple[list[Leaf], tuple[tuple[str, Leaf], ...]]:
     leaves, static = [], []
     for field in dataclasses.fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, field.name)
@@ -50,7 +51,7 @@ def _flatten(mask: Mask) -> tuple[list[Any], tuple[tuple[str, Any], ...]]:
     return leaves, tuple(static)
 
 
-def _unflatten(cls: type[Mask], static: tuple[tuple[str, Any], ...], leaves: Any) -> Mask:
+def _unflatten(cls: type[Mask], static: tuple[tuple[str, Leaf], ...], leaves: Leaf) -> Mask:
     # __init__ is not called: JAX unflattens with placeholders that no check would accept.
     mask = object.__new__(cls)
     fixed = dict(static)

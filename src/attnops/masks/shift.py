@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
 
 from attnops.masks.base import Mask
 from attnops.masks.grid import CoverageBounds, Grid
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -25,8 +28,8 @@ class Shifted(Mask):
     """
 
     mask: Mask
-    b: Any
-    h: Any
+    b: Index
+    h: Index
     batches: int
     heads: int
 
@@ -42,22 +45,22 @@ class Shifted(Mask):
         """See `Mask.sees_itself`."""
         return self.mask.sees_itself()
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """See `Mask.allowed`."""
         return self.mask.allowed(b + self.b, h + self.h, q, kv)
 
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         """See `Mask.at`."""
         return dataclasses.replace(self, mask=self.mask.at(q_positions, kv_positions))
 
-    def with_offset(self, offset: Any) -> Shifted:
+    def with_offset(self, offset: Leaf) -> Shifted:
         """This mask with queries at another offset."""
         return dataclasses.replace(self, mask=self.mask.with_offset(offset))  # type: ignore[attr-defined]
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         """See `Mask.coverage_bounds`."""
 
-        def shard(x: Any) -> Any:
+        def shard(x: Leaf) -> Leaf:
             for axis, (first, size) in enumerate(((self.b, self.batches), (self.h, self.heads))):
                 if x.ndim == 4 and x.shape[axis] > 1:
                     x = lax.dynamic_slice_in_dim(jnp.asarray(x), first, size, axis)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -14,6 +14,9 @@ from attnops.masks.base import And, Mask, Not, Or
 from attnops.masks.grid import CoverageBounds, Grid
 from attnops.masks.positions import Full, _Band
 from attnops.masks.tokens import Segments
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, BoolArray, Index, Leaf
 
 # The lowest and the highest ``i - j`` at which query i sees key j, both included; None where there is no limit. Nothing
 # is seen where the lowest is above the highest.
@@ -121,17 +124,17 @@ class Band(Mask):
         """(low, high)."""
         return self.low, self.high
 
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         """See `Mask.at`."""
         return at(self, q_positions, kv_positions)
 
-    def with_offset(self, offset: Any) -> Band:
+    def with_offset(self, offset: Leaf) -> Band:
         """This mask: it has no offset."""
         return self
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """See `Mask.allowed`."""
-        seen: Any = (q == q) & (kv == kv)
+        seen: BoolArray = (q == q) & (kv == kv)
         if self.low is not None:
             seen = seen & (q - kv >= self.low)
         return seen if self.high is None else seen & (q - kv <= self.high)

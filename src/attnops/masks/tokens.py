@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +13,9 @@ from attnops.masks.base import Mask
 from attnops.masks.grid import CoverageBounds, Grid, below_bounds, equal_bounds
 from attnops.masks.integers import as_limits, check_integers, ids_as_int32, is_known, less
 from attnops.masks.picture import text
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 class _Tokens(Mask):
@@ -45,13 +48,13 @@ class Segments(_Tokens):
     bound, O(n log n); traced ids of dtypes that can't be compared, such as uint32 with int32, are refused.
     """
 
-    q_ids: Any
-    kv_ids: Any = None
+    q_ids: Leaf
+    kv_ids: Leaf = None
 
     axes: ClassVar = {"q_ids": "bt", "kv_ids": "bs"}
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Any, length: int) -> Segments:
+    def from_cu_seqlens(cls, cu_seqlens: Leaf, length: int) -> Segments:
         """From cumulative lengths, [0, n₁, n₁ + n₂, …]; tokens after the last are one more segment, of padding.
 
         Args:
@@ -93,7 +96,7 @@ class Segments(_Tokens):
         # With one array of ids each token is in its own segment.
         return self.kv_ids is None or self.kv_ids is self.q_ids
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return take(self.q_ids, b, q) == take(self.kv_ids, b, kv)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
@@ -113,8 +116,8 @@ class Lengths(_Tokens):
         q_lengths: if given, integers [B]; query i sees nothing unless ``i < q_lengths[b]``.
     """
 
-    kv_lengths: Any
-    q_lengths: Any = None
+    kv_lengths: Leaf
+    q_lengths: Leaf = None
 
     axes: ClassVar = {"kv_lengths": "b", "q_lengths": "b"}
 
@@ -127,10 +130,10 @@ class Lengths(_Tokens):
             given.append(None if value is None else as_limits(f"Lengths' {name}", value))
         return type(self)(*given)
 
-    def at(self, q_positions: Any = None, kv_positions: Any = None) -> Mask:
+    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         return at(self, q_positions, kv_positions)
 
-    def with_offset(self, offset: Any) -> Self:
+    def with_offset(self, offset: Leaf) -> Self:
         return self
 
     def position_unit(self) -> int | None:
@@ -141,7 +144,7 @@ class Lengths(_Tokens):
         """This mask for positions from which ``by`` was subtracted."""
         return type(self)(*(None if x is None else less(x, by) for x in (self.kv_lengths, self.q_lengths)))
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         seen = kv < jnp.asarray(self.kv_lengths)[b]
         return seen & (q == q) if self.q_lengths is None else seen & (q < jnp.asarray(self.q_lengths)[b])
 
@@ -165,7 +168,7 @@ class KeyPadding(_Tokens):
             Hugging Face tokenizers return.
     """
 
-    is_token: Any
+    is_token: Leaf
 
     axes: ClassVar = {"is_token": "bs"}
 
@@ -178,7 +181,7 @@ class KeyPadding(_Tokens):
             )
         return type(self)(values if values.dtype == np.bool_ else values != 0)
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return take(self.is_token, b, kv) & (q == q)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:

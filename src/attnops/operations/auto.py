@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
@@ -14,6 +14,9 @@ from attnops.dispatch.ranking import Rank
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.operations.vanilla import VanillaAttention
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
 
 
 class AutoAttention(VanillaAttention):
@@ -32,7 +35,7 @@ class AutoAttention(VanillaAttention):
     def rank(cls, request: Request) -> Rank | None:
         return None
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Call) -> PyTree:
         """Run the call on the implementation picked for it.
 
         Raises:

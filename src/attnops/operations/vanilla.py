@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from attnops.dropout import dropout_mask
 from attnops.kernels.unseen import zero_masked_tokens
 from attnops.masks.base import Mask
 from attnops.output import OperationOutput
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
 
 __all__ = ["VanillaAttention"]
 
@@ -138,7 +141,7 @@ def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.
 
 
 @_softmax.defjvp
-def _softmax_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+def _softmax_jvp(primals: tuple[PyTree, PyTree], tangents: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     """From the results alone, in two passes over the scores; JAX's derivative needs five."""
     weights, at_sink, logsumexp = _softmax(*primals)
     d_scores, d_sink = tangents

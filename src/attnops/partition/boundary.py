@@ -30,6 +30,7 @@ Entry = MeshAxes
 
 if TYPE_CHECKING:
     from attnops.dispatch.request import AttentionRequest
+    from attnops.typing import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Boundary:
 
 
 def find_boundary(
-    mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest, arrays: Sequence[Any] = ()
+    mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest, arrays: Sequence[Leaf] = ()
 ) -> Boundary | None:
     """How a call is sharded; None without a mesh, or where it shards nothing.
 
@@ -138,7 +139,7 @@ def find_boundary(
     )
 
 
-def _dividing(mesh: MeshLike, free: frozenset[str], wanted: Any, size: int) -> Entry:
+def _dividing(mesh: MeshLike, free: frozenset[str], wanted: MeshAxes, size: int) -> Entry:
     """Of the mesh axes that a rule gives a dimension, those that are free and divide its size."""
     names = tuple(name for name in get_names_from_partition_spec((wanted,)) if name in free)
     return correct_spec(PartitionSpec(names), (size,), mesh)[0] if names else None  # type: ignore[no-any-return]
@@ -150,7 +151,7 @@ def _names_of(rules: AxisRules, mode: str, axis: str) -> list[str]:
 
 
 def _results(
-    dividing: Callable[[Any, int], Entry], of: Callable[[str], list[str]], request: AttentionRequest, batch: Entry,
+    dividing: Callable[[Leaf, int], Entry], of: Callable[[str], list[str]], request: AttentionRequest, batch: Entry,
     heads: Entry,
 ) -> dict[str, PartitionSpec]:  # fmt: skip
     """The specs of a call's results, equal to those of `attnops.sharding.AttentionShardings`."""
@@ -187,7 +188,7 @@ def _mesh_of(mesh: MeshLike | None, ambient: Any, typed: MeshLike | None) -> Mes
     return ambient  # type: ignore[no-any-return]
 
 
-def _is_elsewhere(mesh: MeshLike, arrays: Sequence[Any]) -> bool:
+def _is_elsewhere(mesh: MeshLike, arrays: Sequence[Leaf]) -> bool:
     """Whether a call on a mesh of one device would run on another device without `jax.shard_map`."""
     if not isinstance(mesh, Mesh):
         return False

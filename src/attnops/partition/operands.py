@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf, Options, PyTree
 
 # Types of leaves that may be part of a cache key: compared by value.
 _PLAIN: Final = (bool, int, float, str)
@@ -24,11 +27,11 @@ class Template:
         places: by leaf, the index of its operand; None for a leaf that is no operand.
     """
 
-    tree: Any
-    leaves: tuple[Any, ...]
+    tree: PyTree
+    leaves: tuple[Leaf, ...]
     places: tuple[int | None, ...]
 
-    def filled(self, arrays: Sequence[Any]) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+    def filled(self, arrays: Sequence[Leaf]) -> tuple[tuple[Leaf, Leaf, Leaf], dict[str, Any]]:
         """The arguments of the call, ``args`` and options, with these operands."""
         given = (x if i is None else arrays[i] for x, i in zip(self.leaves, self.places, strict=True))
         options = jax.tree.unflatten(self.tree, given)
@@ -57,7 +60,7 @@ class Operands:
         template: the arguments of the call without them.
     """
 
-    def __init__(self, args: tuple[Any, Any, Any], options: Mapping[str, Any], specs: Mapping[str, Any]) -> None:
+    def __init__(self, args: tuple[Leaf, Leaf, Leaf], options: Options, specs: Mapping[str, Any]) -> None:
         """Take the arrays out.
 
         Args:
@@ -70,7 +73,7 @@ class Operands:
         # One array in two places, such as the segments of queries and of keys, stays one array.
         indices: dict[tuple[int, PartitionSpec], int] = {}
         places: list[int | None] = []
-        self.arrays: list[Any] = []
+        self.arrays: list[Leaf] = []
         for x, spec in zip(leaves, leaf_specs, strict=True):
             if not _is_operand(x, spec):
                 places.append(None)
@@ -84,6 +87,6 @@ class Operands:
         self.template = Template(tree, static, tuple(places))
 
 
-def _is_operand(leaf: Any, spec: PartitionSpec) -> bool:
+def _is_operand(leaf: Leaf, spec: PartitionSpec) -> bool:
     is_array = isinstance(leaf, (jax.Array, np.ndarray)) or hasattr(leaf, "aval")
     return is_array and (not isinstance(leaf, np.ndarray) or any(entry is not None for entry in spec))

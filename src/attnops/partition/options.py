@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,16 @@ from jax.sharding import PartitionSpec
 from attnops.errors import Reason, UnsupportedError
 from attnops.partition.shards import SpecOf
 
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
+
 # Options of the contract, whose dimensions are known.
 CONTRACT: Final = frozenset({"mask", "bias", "sinks", "dropout_key", "softmax_scale", "logits_soft_cap"})
 
 
-def own_option_specs(name: str, option: Any, axes: Mapping[str, str], sizes: Mapping[str, int], spec_of: SpecOf) -> Any:
+def own_option_specs(
+    name: str, option: Leaf, axes: Mapping[str, str], sizes: Mapping[str, int], spec_of: SpecOf
+) -> Leaf:
     """The partition specs of an option that is not in the contract, as a pytree of its structure.
 
     Args:
@@ -40,7 +45,7 @@ def own_axis(name: str, axes: Mapping[str, str]) -> int | None:
     return letters.index("k") if "k" in letters else None
 
 
-def _spec(name: str, x: Any, letters: str | None, sizes: Mapping[str, int], spec_of: SpecOf) -> PartitionSpec:
+def _spec(name: str, x: Leaf, letters: str | None, sizes: Mapping[str, int], spec_of: SpecOf) -> PartitionSpec:
     shape = jnp.shape(x) if isinstance(x, (jax.Array, np.ndarray)) or hasattr(x, "aval") else ()
     if not shape:
         return PartitionSpec()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from attnops.sharding.specs import MeshLike
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
 
 
 def explicit_names(mesh: MeshLike | None) -> frozenset[str]:
@@ -20,7 +23,7 @@ def explicit_names(mesh: MeshLike | None) -> frozenset[str]:
     return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
-def mesh_of_types(arrays: Iterable[Any]) -> MeshLike | None:
+def mesh_of_types(arrays: Iterable[Leaf]) -> MeshLike | None:
     """The mesh with explicit axes that the type of an array names; None where no type names one."""
     for x in arrays:
         if isinstance(x, jax.Array):
@@ -32,7 +35,7 @@ def mesh_of_types(arrays: Iterable[Any]) -> MeshLike | None:
     return None
 
 
-def concrete(x: Any) -> jax.Array | None:
+def concrete(x: Leaf) -> jax.Array | None:
     """The array that an eager `jax.grad` or `jax.vmap` traces; None under `jax.jit`, where there is none yet."""
     while isinstance(x, jax.core.Tracer):
         # Attributes of JAX's tracers. Without them nothing is moved, and JAX raises an error that names the devices.
@@ -40,7 +43,7 @@ def concrete(x: Any) -> jax.Array | None:
     return x if isinstance(x, jax.Array) else None
 
 
-def placed(x: Any, spec: PartitionSpec, mesh: MeshLike) -> Any:
+def placed(x: Leaf, spec: PartitionSpec, mesh: MeshLike) -> Leaf:
     """An operand moved to ``spec`` on the mesh, which JAX does not do for explicit axes or outside `jax.jit`."""
     if isinstance(mesh, Mesh):
         if not isinstance(x, jax.core.Tracer):
@@ -57,7 +60,7 @@ def resharded(x: jax.Array, spec: PartitionSpec, mesh: MeshLike) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, _of_axes(spec, explicit_names(mesh))))  # type: ignore[no-any-return]
 
 
-def own_entry(x: Any, axis: int) -> tuple[str, ...]:
+def own_entry(x: Leaf, axis: int) -> tuple[str, ...]:
     """The explicit mesh axes that shard a dimension, by the array's type."""
     if not isinstance(x, jax.Array):
         return ()
@@ -75,7 +78,7 @@ def uncut(x: jax.Array, axis: int) -> jax.Array:
     return resharded(x, spec, sharding.mesh)
 
 
-def mapped_names(arrays: Iterable[Any]) -> frozenset[str]:
+def mapped_names(arrays: Iterable[Leaf]) -> frozenset[str]:
     """The explicit mesh axes that shard dimensions mapped by `jax.vmap`; they can't shard any other."""
     names: set[str] = set()
     for x in arrays:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,15 @@ from attnops.partition.placing import placed, resharded
 from attnops.partition.shards import Shard, shard_of, specs_of
 from attnops.programs.functions import holds_function
 
+if TYPE_CHECKING:
+    from attnops.typing import Function, Leaf, Options
+
 
 def run_sharded(
     boundary: Boundary,
     function: Callable[..., OperationOutput],
-    args: tuple[Any, Any, Any],
-    options: Mapping[str, Any],
+    args: tuple[Leaf, Leaf, Leaf],
+    options: Options,
     lengths: tuple[Entry, Entry] = (None, None),
     is_interpreted: bool = False,
     option_axes: Mapping[str, str] = MappingProxyType({}),
@@ -101,7 +104,7 @@ class _ShardForward:
     group: int
     by_kv_head: tuple[tuple[str, int], ...]
 
-    def run(self, *arrays: Any) -> tuple[Any, ...]:
+    def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
         """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
         (query, key, value), rest = self.template.filled(arrays)
         shard = Shard(_first(self.batch, query.shape[0]), _first(self.heads, query.shape[2]),
@@ -151,7 +154,7 @@ class _Program:
     def _compared(self) -> tuple[Hashable, ...]:
         return self.in_specs, self.out_specs, self.check_vma, self.key
 
-    def compiled(self) -> Callable[..., Any]:
+    def compiled(self) -> Function:
         """The program under `jax.jit`: without it JAX has no gradient of a kernel's rule inside `jax.shard_map`."""
         return jax.jit(
             jax.shard_map(
@@ -161,7 +164,7 @@ class _Program:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(program: _Program) -> Callable[..., Any]:
+def _compiled(program: _Program) -> Function:
     return program.compiled()
 
 
@@ -171,7 +174,7 @@ def forget_programs() -> None:
 
 
 def _key(
-    key: Hashable, boundary: Boundary, local: _ShardForward, options: Mapping[str, Any], where: Mapping[str, Any]
+    key: Hashable, boundary: Boundary, local: _ShardForward, options: Options, where: Mapping[str, Any]
 ) -> Hashable | None:
     """The cache key of a program, without arrays or functions of the caller's; None where it would hold one."""
     if holds_function(options.get("mask")) or holds_function(options.get("bias")):
@@ -186,13 +189,13 @@ def _key(
             local.group, local.by_kv_head)  # fmt: skip
 
 
-def _by_kv_head(options: Mapping[str, Any], option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+def _by_kv_head(options: Options, option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
     own = ((name, own_axis(name, option_axes)) for name in options if name not in CONTRACT)
     return tuple((name, axis) for name, axis in own if axis is not None)
 
 
 def run_unsharded(
-    boundary: Boundary, function: Callable[..., OperationOutput], args: tuple[Any, Any, Any], options: Mapping[str, Any]
+    boundary: Boundary, function: Callable[..., OperationOutput], args: tuple[Leaf, Leaf, Leaf], options: Options
 ) -> OperationOutput:
     """``function(*args, **options)``, which is plain JAX, partitioned by JAX's compiler.
 
@@ -215,7 +218,7 @@ def run_unsharded(
 
 
 def _specs(
-    boundary: Boundary, args: tuple[Any, Any, Any], options: Mapping[str, Any], option_axes: Mapping[str, str]
+    boundary: Boundary, args: tuple[Leaf, Leaf, Leaf], options: Options, option_axes: Mapping[str, str]
 ) -> dict[str, Any]:
     """The specs of each option's arrays, by its name."""
     entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
@@ -237,13 +240,13 @@ def _specs(
     return specs
 
 
-def _wanted(options: Mapping[str, Any]) -> tuple[str, ...]:
+def _wanted(options: Options) -> tuple[str, ...]:
     """The fields of the output that a call asks for."""
     asked = {"return_weights": "attention_weights", "return_lse": "logsumexp"}
     return ("attention_outputs", *(field for option, field in asked.items() if option in options))
 
 
-def _fields(output: Any, wanted: tuple[str, ...]) -> tuple[Any, ...]:
+def _fields(output: OperationOutput, wanted: tuple[str, ...]) -> tuple[Leaf, ...]:
     if not isinstance(output, OperationOutput):
         raise TypeError(f"a forward returned a {type(output).__name__}, but must return OperationOutput")
     return tuple(getattr(output, name) for name in wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec
 from attnops.biases import Bias, ShiftedBias
 from attnops.masks import Mask
 from attnops.masks.shift import Shifted
+
+if TYPE_CHECKING:
+    from attnops.typing import Index, Leaf
 
 
 class Shard(NamedTuple):
@@ -24,8 +27,8 @@ class Shard(NamedTuple):
         heads: how many query heads it has.
     """
 
-    b: Any
-    h: Any
+    b: Index
+    h: Index
     batches: int
     heads: int
 
@@ -34,7 +37,7 @@ class Shard(NamedTuple):
 SpecOf = Callable[[tuple[int, ...], str], PartitionSpec]
 
 
-def specs_of(value: Any, spec_of: SpecOf) -> Any:
+def specs_of(value: Leaf, spec_of: SpecOf) -> Leaf:
     """The partition specs of a bound mask's or bias's arrays, as a pytree of its structure.
 
     Args:
@@ -51,7 +54,7 @@ def specs_of(value: Any, spec_of: SpecOf) -> Any:
     )
 
 
-def shard_of(value: Any, shard: Shard) -> Any:
+def shard_of(value: Leaf, shard: Shard) -> Leaf:
     """A bound mask or bias, with sharded arrays, for indices of a device's shard."""
     if isinstance(value, Mask) and value.axes is None:
         return Shifted(value, *shard)
@@ -62,7 +65,7 @@ def shard_of(value: Any, shard: Shard) -> Any:
     return _map(value, lambda name, x: x, lambda x: shard_of(x, shard))
 
 
-def _map(value: Any, array: Callable[[str, Any], Any], inner: Callable[[Any], Any]) -> Any:
+def _map(value: Leaf, array: Callable[[str, Leaf], Leaf], inner: Callable[[Leaf], Leaf]) -> Leaf:
     """A mask or bias that declares axes, with its arrays and its inner masks replaced."""
     copy = object.__new__(type(value))  # without __init__, which checks arrays
     for field in dataclasses.fields(value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
@@ -11,6 +11,9 @@ from jax import lax
 from attnops.programs.program import bind
 from attnops.programs.tracing import CALLS, closed_program
 from attnops.programs.varying import equally_varying
+
+if TYPE_CHECKING:
+    from attnops.typing import JaxprLike, Leaf, PyTree
 
 
 def control_flow(name: str, params: dict[str, Any], inputs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -33,7 +36,7 @@ def control_flow(name: str, params: dict[str, Any], inputs: Sequence[jax.Array])
     consts, start, slices = inputs[:n], list(inputs[n : n + m]), list(inputs[n + m :])
     body = _function(params["jaxpr"], inputs)
 
-    def one(carry: Any, xs: Any) -> tuple[Any, Any]:
+    def one(carry: PyTree, xs: PyTree) -> tuple[Leaf, Leaf]:
         results = body(*consts, *carry, *xs)
         return results[:m], results[m:]
 
@@ -41,7 +44,7 @@ def control_flow(name: str, params: dict[str, Any], inputs: Sequence[jax.Array])
     return [*last, *stacked]
 
 
-def _function(closed: Any, like: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:
+def _function(closed: JaxprLike, like: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:
     """A jaxpr as a function whose results vary over the same mesh axes as ``like``."""
     program = closed_program(closed, CALLS)
     assert program is not None, "the bodies of a program without constants have none"

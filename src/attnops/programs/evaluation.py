@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.programs.program import IDENTITIES, Equation, Program, bind
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
 
 # Primitives that are elementwise on arrays of one shape.
 ELEMENTWISE: Final = frozenset({
@@ -31,11 +34,11 @@ class _Value(NamedTuple):
         varies: whether it has a value for each element of the arguments.
     """
 
-    array: Any
+    array: Leaf
     varies: bool
 
 
-def evaluate(program: Program, arguments: Sequence[Any], data: Sequence[Any]) -> Any:
+def evaluate(program: Program, arguments: Sequence[Leaf], data: Sequence[Leaf]) -> Leaf:
     """The result of a program of scalars, elementwise.
 
     Args:
@@ -58,7 +61,7 @@ def _run(program: Program, inputs: Sequence[_Value]) -> list[_Value]:
     return [x if isinstance(x, _Value) else _Value(jnp.asarray(x), False) for x in results]
 
 
-def _bind(equation: Equation, inputs: Sequence[Any]) -> Any:
+def _bind(equation: Equation, inputs: Sequence[Leaf]) -> Leaf:
     given = [x if isinstance(x, _Value) else _Value(np.asarray(x), False) for x in inputs]
     several = equation.primitive.multiple_results
     if equation.is_scalar and equation.primitive.name in IDENTITIES:
@@ -94,7 +97,7 @@ def _differentiable(equation: Equation, given: Sequence[_Value], lead: tuple[int
     moving = [v for x, v in zip(arrays, varies, strict=True) if jnp.issubdtype(x.dtype, jnp.floating)]
     out_shapes = equation.shapes[len(given) :]
 
-    def evaluated(program: Program, inputs: list[Any]) -> list[jax.Array]:
+    def evaluated(program: Program, inputs: list[Leaf]) -> list[jax.Array]:
         results = _run(program, [_Value(x, v) for x, v in zip(inputs, [*varies, *moving], strict=False)])
         return [jnp.broadcast_to(x.array, lead + shape) for x, shape in zip(results, out_shapes, strict=True)]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ import numpy as np
 
 from attnops.programs.program import Program
 from attnops.programs.tracing import trace
+
+if TYPE_CHECKING:
+    from attnops.typing import Aval, DType, Function, Leaf
 
 INDEX: Final = jax.ShapeDtypeStruct((), np.int32)
 SCORE: Final = jax.ShapeDtypeStruct((), np.float32)
@@ -28,7 +31,7 @@ class Bound(NamedTuple):
     """
 
     program: Program
-    data: tuple[Any, ...]
+    data: tuple[Leaf, ...]
 
 
 class Opaque:
@@ -40,17 +43,17 @@ class Opaque:
         error: the name of the error that tracing raised; empty if it succeeded.
     """
 
-    def __init__(self, fn: Callable[..., Any], program: Program | None, error: str = "") -> None:
+    def __init__(self, fn: Function, program: Program | None, error: str = "") -> None:
         self.fn, self.program, self.error = fn, program, error
         self.__name__ = name_of(fn)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Leaf) -> Leaf:
         """Call the function."""
         return self.fn(*args)
 
 
 def bind_function(
-    fn: Callable[..., Any], avals: Sequence[Any], args: Any, dtype: Any, calls: frozenset[str]
+    fn: Function, avals: Sequence[Aval], args: Leaf, dtype: DType, calls: frozenset[str]
 ) -> Bound | Opaque:
     """A function of scalars and further arguments, bound to these.
 
@@ -66,7 +69,7 @@ def bind_function(
     leaves, tree = jax.tree.flatten(args)
     n = len(avals)
 
-    def function(*given: Any) -> Any:
+    def function(*given: Leaf) -> Leaf:
         return jnp.asarray(fn(*given[:n], *jax.tree.unflatten(tree, given[n:])))
 
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
@@ -83,14 +86,14 @@ def bind_function(
     return Bound(program, (*leaves, *traced.constants))
 
 
-def as_data(name: str, args: Any) -> Any:
+def as_data(name: str, args: Leaf) -> Leaf:
     """A function's arguments as arrays of JAX's dtypes; numpy arrays and numbers become numpy arrays.
 
     Raises:
         ValueError: an argument is not an array or number, or has integers out of range for its dtype in JAX.
     """
 
-    def convert(x: Any) -> Any:
+    def convert(x: Leaf) -> Leaf:
         if isinstance(x, jax.Array):
             return x
         known = np.asarray(x)
@@ -109,7 +112,7 @@ def as_data(name: str, args: Any) -> Any:
     return jax.tree.map(convert, args)
 
 
-def name_of(fn: Callable[..., Any]) -> str:
+def name_of(fn: Function) -> str:
     """A function's name, or its class's; without its arrays."""
     return str(getattr(fn, "__name__", type(fn).__name__))
 
@@ -122,7 +125,7 @@ def is_staged() -> bool:
     return isinstance(jax.lax.add(np.int32(0), np.int32(0)), jax.core.Tracer)
 
 
-def holds_function(value: Any) -> bool:
+def holds_function(value: Leaf) -> bool:
     """Whether a mask or bias, or one nested in it, has a function as a field."""
     if value is None or hasattr(value, "shape"):
         return False

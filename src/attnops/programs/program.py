@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.programs.varying import equally_varying, varies
+
+if TYPE_CHECKING:
+    from attnops.typing import DType, Function, JaxprLike, Leaf, PyTree
 
 # Primitives that are the identity on scalars.
 IDENTITIES: Final = {
@@ -26,7 +29,7 @@ IDENTITIES: Final = {
 class Literal:
     """A number among an equation's inputs; literals of equal dtype and bits are equal."""
 
-    def __init__(self, value: Any, dtype: Any) -> None:
+    def __init__(self, value: Leaf, dtype: DType) -> None:
         self.value = np.asarray(value, dtype)[()]
         self.dtype = np.dtype(dtype)
         self._key = self.dtype, self.value.tobytes()
@@ -69,13 +72,13 @@ class Equation:
             can't be differentiated when it is evaluated again.
     """
 
-    primitive: Any
+    primitive: JaxprLike
     params: dict[str, Any] = dataclasses.field(compare=False)
     key: Hashable
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[DType, ...]
     rule: Rule | None = None
     is_closed: bool = False
 
@@ -121,7 +124,7 @@ class Program:
     def _hash(self) -> int:
         return hash((self.inputs, self.constants, self.equations, self.results))
 
-    def run(self, inputs: Sequence[Any], bind: Callable[..., Any]) -> list[Any]:
+    def run(self, inputs: Sequence[Leaf], bind: Function) -> list[Leaf]:
         """The program's results; ``bind(equation, inputs)`` evaluates an equation."""
         return run(self.equations, dict(zip((*self.inputs, *self.constants), inputs, strict=True)), self.results, bind)
 
@@ -130,10 +133,10 @@ class Program:
         """Whether it is compared by what it computes, and holds no function."""
         return all(equation.is_structural for equation in self.equations)
 
-    def without_literals(self) -> tuple[Program, list[Any]]:
+    def without_literals(self) -> tuple[Program, list[Leaf]]:
         """The program with constants in place of literals, and their values: new numbers then make no new program."""
         fresh = 1 + max([*self.inputs, *self.constants, *(x for e in self.equations for x in e.outputs), -1])
-        values: list[Any] = []
+        values: list[Leaf] = []
 
         def variable(x: Atom) -> int:
             if not isinstance(x, Literal):
@@ -158,7 +161,9 @@ class Rule(NamedTuple):
     value: Program
     derivative: Program
 
-    def apply(self, inputs: Sequence[Any], evaluate: Callable[[Program, list[Any]], list[jax.Array]]) -> list[Any]:
+    def apply(
+        self, inputs: Sequence[Leaf], evaluate: Callable[[Program, list[Leaf]], list[jax.Array]]
+    ) -> list[jax.Array]:
         """The function on arrays, with this derivative.
 
         Args:
@@ -167,18 +172,18 @@ class Rule(NamedTuple):
         """
 
         @jax.custom_jvp
-        def function(*given: Any) -> list[jax.Array]:
+        def function(*given: Leaf) -> list[jax.Array]:
             return evaluate(self.value, list(given))
 
         @function.defjvp
-        def _(given: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        def _(given: Leaf, tangents: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
             moving = [d for x, d in zip(given, tangents, strict=True) if is_floating(x)]
             return function(*given), evaluate(self.derivative, [*given, *moving])
 
         results: list[jax.Array] = function(*inputs)
         return results
 
-    def on_tiles(self, inputs: Sequence[jax.Array], bind: Callable[..., Any]) -> list[jax.Array]:
+    def on_tiles(self, inputs: Sequence[jax.Array], bind: Function) -> list[jax.Array]:
         """The function on arrays of one shape, elementwise, with this derivative, inside a kernel.
 
         Integers are closed over: as arguments they would have tangents of dtype float0, which kernels don't support.
@@ -187,29 +192,29 @@ class Rule(NamedTuple):
         if not moving:
             return self.value.run(inputs, bind)
 
-        def evaluated(program: Program, given: Sequence[Any], tangents: Sequence[Any]) -> list[jax.Array]:
+        def evaluated(program: Program, given: Sequence[Leaf], tangents: Sequence[PyTree]) -> list[jax.Array]:
             floats = iter(given)
             every = [next(floats) if is_floating(x) else x for x in inputs]
             return [jnp.broadcast_to(x, moving[0].shape) for x in program.run([*every, *tangents], bind)]
 
         @jax.custom_jvp
-        def function(*given: Any) -> list[jax.Array]:
+        def function(*given: Leaf) -> list[jax.Array]:
             return evaluated(self.value, given, ())
 
         @function.defjvp
-        def _(given: Any, tangents: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        def _(given: Leaf, tangents: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
             return function(*given), evaluated(self.derivative, given, tangents)
 
         results: list[jax.Array] = function(*moving)
         return results
 
 
-def is_floating(x: Any) -> bool:
+def is_floating(x: Leaf) -> bool:
     """Whether an array, concrete or abstract, is floating-point."""
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def needed(equations: Sequence[Equation], results: Any) -> list[Equation]:
+def needed(equations: Sequence[Equation], results: Leaf) -> list[Equation]:
     """The equations that the results depend on, in order."""
     wanted = {x for x in results if isinstance(x, int)}
     kept = []
@@ -220,12 +225,10 @@ def needed(equations: Sequence[Equation], results: Any) -> list[Equation]:
     return kept[::-1]
 
 
-def run(
-    equations: Sequence[Equation], known: dict[int, Any], results: Sequence[Atom], bind: Callable[..., Any]
-) -> list[Any]:
+def run(equations: Sequence[Equation], known: dict[int, Leaf], results: Sequence[Atom], bind: Function) -> list[Leaf]:
     """The results of equations, given the values of known variables."""
 
-    def read(x: Atom) -> Any:
+    def read(x: Atom) -> Leaf:
         return x.value if isinstance(x, Literal) else known[x]
 
     known = dict(known)
@@ -236,7 +239,7 @@ def run(
     return [read(x) for x in results]
 
 
-def bind(equation: Any, inputs: Sequence[Any]) -> Any:
+def bind(equation: JaxprLike, inputs: Sequence[Leaf]) -> Leaf:
     """Evaluate an equation, ours or a jaxpr's, by JAX."""
     # Inside `jax.shard_map` a primitive's inputs must vary over the same axes.
     inputs = equally_varying([*map(jnp.asarray, inputs)])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
 from attnops.programs.program import Atom, Equation, Literal, Program, Rule, Unique, bind, is_floating, needed
+
+if TYPE_CHECKING:
+    from attnops.typing import Aval, Function, JaxprLike, Leaf, PyTree
 
 # Calls that are inlined.
 CALLS: Final = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})
@@ -30,12 +33,12 @@ class Traced(NamedTuple):
     """
 
     program: Program
-    constants: list[Any]
-    results: list[Any]
+    constants: list[Leaf]
+    results: list[Leaf]
     has_effects: bool
 
 
-def trace(function: Callable[..., Any], avals: Sequence[Any], calls: frozenset[str]) -> Traced:
+def trace(function: Function, avals: Sequence[Aval], calls: frozenset[str]) -> Traced:
     """The program of a function.
 
     Args:
@@ -54,19 +57,19 @@ def trace(function: Callable[..., Any], avals: Sequence[Any], calls: frozenset[s
 
 
 def _inline(
-    jaxpr: Any,
+    jaxpr: JaxprLike,
     names_of_constants: Sequence[int],
     inputs: Sequence[Atom],
     numbers: Iterator[int],
     equations: list[Equation],
-    constants: dict[int, Any],
+    constants: dict[int, Leaf],
     calls: frozenset[str],
 ) -> list[Atom]:
     """Append a jaxpr's equations, with calls inlined, and the calls' constants. Returns the results' variables."""
-    names: dict[Any, Atom] = dict(zip(jaxpr.constvars, names_of_constants, strict=True))
+    names: dict[JaxprLike, Atom] = dict(zip(jaxpr.constvars, names_of_constants, strict=True))
     names |= dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Atom:
+    def read(atom: JaxprLike) -> Atom:
         # Only a literal has a value; importing its class would take a fifth of the time of `import attnops`.
         return Literal(atom.val, atom.aval.dtype) if hasattr(atom, "val") else names[atom]
 
@@ -86,7 +89,7 @@ def _inline(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(eqn: Any, inputs: Sequence[Atom], outputs: tuple[int, ...], calls: frozenset[str]) -> Equation:
+def _equation(eqn: JaxprLike, inputs: Sequence[Atom], outputs: tuple[int, ...], calls: frozenset[str]) -> Equation:
     shapes = tuple(tuple(x.aval.shape) for x in (*eqn.invars, *eqn.outvars))
     dtypes = tuple(x.aval.dtype for x in eqn.outvars)
     rule, is_closed = _rule(eqn, calls) if eqn.primitive.name == "custom_jvp_call" else (None, False)
@@ -100,15 +103,15 @@ def _equation(eqn: Any, inputs: Sequence[Atom], outputs: tuple[int, ...], calls:
     return Equation(primitive, params, key, tuple(inputs), outputs, shapes, dtypes, rule, is_closed)
 
 
-def _rule(eqn: Any, calls: frozenset[str]) -> tuple[Rule | None, bool]:
+def _rule(eqn: JaxprLike, calls: frozenset[str]) -> tuple[Rule | None, bool]:
     """The rule of a call of a `jax.custom_jvp`, and whether its derivative closes over tracers.
 
     The rule is None if the function has integer results or closes over arrays.
     """
     avals = [x.aval for x in eqn.invars]
 
-    def pushed_forward(inputs: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        def function(*moving: Any) -> Any:
+    def pushed_forward(inputs: Sequence[Leaf], tangents: Sequence[PyTree]) -> Leaf:
+        def function(*moving: PyTree) -> Leaf:
             floats = iter(moving)
             return bind(eqn, [next(floats) if is_floating(x) else x for x in inputs])
 
@@ -128,13 +131,13 @@ def _rule(eqn: Any, calls: frozenset[str]) -> tuple[Rule | None, bool]:
     return (None if value is None or change is None else Rule(value, change)), False
 
 
-def closed_program(closed: Any, calls: frozenset[str]) -> Program | None:
+def closed_program(closed: JaxprLike, calls: frozenset[str]) -> Program | None:
     """A jaxpr as a program; None if it closes over arrays, which kernels don't support."""
     if closed.consts:
         return None
     numbers = itertools.count()
     inputs = [next(numbers) for _ in closed.jaxpr.invars]
-    constants: dict[int, Any] = {}
+    constants: dict[int, Leaf] = {}
     equations: list[Equation] = []
     results = _inline(closed.jaxpr, [], inputs, numbers, equations, constants, calls)
     if constants:
@@ -149,7 +152,7 @@ class _NotStructural(Exception):
 _PLAIN: Final = (int, str, bytes, type(None), type(Ellipsis), type, np.dtype, enum.Enum)
 
 
-def _structure(value: Any) -> Hashable:
+def _structure(value: object) -> Hashable:
     """The key by which a parameter of a primitive is compared.
 
     Raises:
@@ -178,11 +181,11 @@ def _structure(value: Any) -> Hashable:
 class _Open:
     """A jaxpr with the interface of a closed jaxpr."""
 
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, jaxpr: JaxprLike) -> None:
         self.jaxpr, self.consts = jaxpr, list(jaxpr.constvars)
 
 
-def _is_hashable(value: Any) -> bool:
+def _is_hashable(value: object) -> bool:
     try:
         hash(value)
     except TypeError:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 from jax import lax
+
+if TYPE_CHECKING:
+    from attnops.typing import Aval, Leaf, PyTree
 
 Tree = TypeVar("Tree")
 
@@ -17,18 +20,18 @@ def equally_varying(tree: Tree) -> Tree:
     """
     axes: frozenset[str] = frozenset().union(*map(_axes, jax.tree.leaves(tree)))
 
-    def vary(x: Any) -> Any:
+    def vary(x: Leaf) -> Leaf:
         missing = axes - _axes(x)
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(vary, tree) if axes else tree
 
 
-def varies(tree: Any) -> bool:
+def varies(tree: PyTree) -> bool:
     """Whether any array varies over a mesh axis."""
     return any(map(_axes, jax.tree.leaves(tree)))
 
 
-def _axes(x: Any) -> frozenset[str]:
-    aval: Any = jax.typeof(x)
+def _axes(x: Leaf) -> frozenset[str]:
+    aval: Aval = jax.typeof(x)
     return aval.vma if hasattr(aval, "vma") else aval.mat.varying  # the latter since JAX 0.10

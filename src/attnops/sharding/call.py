@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops.sharding.mesh import get_names_from_partition_spec
 from attnops.sharding.specs import MeshLike, correct_spec
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,7 @@ class AttentionShardings:
         """[B, S]: segment ids and positions of keys, and padding masks."""
         return PartitionSpec(self._batch, self._keys)
 
-    def fit(self, spec: PartitionSpec, array: Any) -> PartitionSpec:
+    def fit(self, spec: PartitionSpec, array: Leaf) -> PartitionSpec:
         """``spec`` corrected for an array whose dimensions may be 1, or not divisible, see `correct_spec`."""
         return spec if self.mesh is None else correct_spec(spec, array.shape, self.mesh)
 

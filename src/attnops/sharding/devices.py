@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-def default_device() -> Any:
+def default_device() -> jax.Device | None:
     """The device that computes with uncommitted arrays: ``jax_default_device``, else the first local device."""
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if device is None:

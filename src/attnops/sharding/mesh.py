@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import AxisType, Mesh
 
 from attnops.sharding.specs import MeshLike
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
 
 
 def create_mesh(
@@ -56,7 +59,7 @@ def current_mesh() -> MeshLike | None:
     return None if ambient.empty else ambient
 
 
-def get_names_from_partition_spec(partition_specs: Any) -> list[str]:
+def get_names_from_partition_spec(partition_specs: PyTree) -> list[str]:
     """The mesh axes that specs name, each once, in order of first appearance.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from attnops.softmax import Contribution, PartialSoftmax, identity, merge
 from attnops_ring.orders import Order, chunk_ids, chunks_per_device
 from attnops_ring.slices import Chunk, sees_any, slice_bias, slice_dropout_key, slice_mask
 
+if TYPE_CHECKING:
+    from attnops.masks import Mask
+    from attnops.typing import BoolArray, Index, PyTree
+
 
 class Extras(NamedTuple):
     """What scores depend on other than query and key, all of the whole sequence.
@@ -26,9 +30,9 @@ class Extras(NamedTuple):
         dropout_key: a `ShiftedKey`, or None.
     """
 
-    mask: Any
-    bias: Any
-    dropout_key: Any
+    mask: Mask | None
+    bias: PyTree
+    dropout_key: PyTree
 
 
 class Chunks(NamedTuple):
@@ -92,15 +96,15 @@ class Inner:
         """A device's keys, or values, by chunk along axis 1."""
         return jnp.split(x, 1 if self.has_all_keys else self.chunks, axis=1)
 
-    def query_chunk(self, device: Any, number: int, size: int) -> Chunk:
+    def query_chunk(self, device: Index, number: int, size: int) -> Chunk:
         """The positions of a device's chunk of ``size`` queries."""
         return Chunk(0, size, 1, self.T) if self.has_all_queries else self._chunk(device, number, size, self.T)
 
-    def key_chunk(self, device: Any, number: int, size: int) -> Chunk:
+    def key_chunk(self, device: Index, number: int, size: int) -> Chunk:
         """The positions of a device's chunk of ``size`` keys."""
         return Chunk(0, size, 1, self.S) if self.has_all_keys else self._chunk(device, number, size, self.S)
 
-    def _chunk(self, device: Any, number: int, size: int, length: int) -> Chunk:
+    def _chunk(self, device: Index, number: int, size: int, length: int) -> Chunk:
         if self.order == "striped":
             return Chunk(device, size, self.devices, length)
         return Chunk(chunk_ids(device, self.devices, self.chunks)[number] * size, size, 1, length)
@@ -112,7 +116,12 @@ class Inner:
 
 
 def block(
-    inner: Inner, chunks: Chunks, extras: Extras, here: Any, there: Any, seen: Sequence[PartialSoftmax] | None = None
+    inner: Inner,
+    chunks: Chunks,
+    extras: Extras,
+    here: Index,
+    there: Index,
+    seen: Sequence[PartialSoftmax] | None = None,
 ) -> list[PartialSoftmax]:
     """Attention of the queries of device ``here`` over the keys of device ``there``; fully masked chunks are skipped.
 
@@ -135,7 +144,7 @@ def block(
             kv = inner.key_chunk(there, j, key.shape[1])
             mask = slice_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
 
-            def compute(qkv: Any, mask: Any, extras: Extras, q: Chunk = q, kv: Chunk = kv) -> PartialSoftmax:
+            def compute(qkv: PyTree, mask: Mask | None, extras: Extras, q: Chunk = q, kv: Chunk = kv) -> PartialSoftmax:
                 partial: PartialSoftmax = inner.operation.partial(*qkv, **_options(inner, mask, extras, q, kv))
                 return partial
 
@@ -177,10 +186,10 @@ class Gradients(NamedTuple):
     queries: list[jax.Array]
     keys: list[jax.Array]
     values: list[jax.Array]
-    bias: Any
+    bias: PyTree
 
 
-def add(total: Any, more: Any) -> Any:
+def add(total: PyTree, more: PyTree) -> PyTree:
     """The sum of float32 gradients and further gradients of any dtype; None where there is no gradient."""
     return jax.tree.map(
         lambda a, b: None if a is None else a + b.astype(jnp.float32), total, more, is_leaf=lambda x: x is None
@@ -188,7 +197,7 @@ def add(total: Any, more: Any) -> Any:
 
 
 def block_gradients(
-    inner: Inner, chunks: Chunks, extras: Extras, here: Any, there: Any, lse: Sequence[LogSumExp],
+    inner: Inner, chunks: Chunks, extras: Extras, here: Index, there: Index, lse: Sequence[LogSumExp],
     cotangents: Sequence[Contribution], wants_bias: bool,
 ) -> Gradients:  # fmt: skip
     """One block's terms of the gradients of a softmax over all devices' keys, from its global logsumexp.
@@ -212,9 +221,9 @@ def block_gradients(
             mask = slice_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
 
             def compute(
-                before: Any, qkv: Any, lse: LogSumExp, d: Contribution, mask: Any, extras: Extras,
+                before: PyTree, qkv: PyTree, lse: LogSumExp, d: Contribution, mask: Mask | None, extras: Extras,
                 q: Chunk = q, kv: Chunk = kv,
-            ) -> Any:  # fmt: skip
+            ) -> PyTree:  # fmt: skip
                 options = _options(inner, mask, extras, q, kv)
                 *more, d_bias = inner.operation.partial_vjp(*qkv, *lse, d, wants_bias=wants_bias, **options)
                 if wants_bias:
@@ -238,7 +247,7 @@ def _float32_zeros(x: jax.Array) -> jax.Array | None:
     return jnp.zeros_like(x, dtype=jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else None
 
 
-def any_in_batch(condition: Any) -> Any:
+def any_in_batch(condition: BoolArray) -> BoolArray:
     """A condition that under `jax.vmap` is true for all of the batch if it is for any: else both branches would run."""
     if condition is True:
         return True
@@ -248,13 +257,13 @@ def any_in_batch(condition: Any) -> Any:
         return condition
 
     @any_of.def_vmap
-    def _(size: int, in_batched: Any, condition: jax.Array) -> tuple[jax.Array, bool]:
+    def _(size: int, in_batched: PyTree, condition: jax.Array) -> tuple[BoolArray, bool]:
         return any_in_batch(condition.any(0)), False
 
     return any_of(condition)
 
 
-def _options(inner: Inner, mask: Any, extras: Extras, q: Chunk, kv: Chunk) -> dict[str, Any]:
+def _options(inner: Inner, mask: Mask | None, extras: Extras, q: Chunk, kv: Chunk) -> dict[str, Any]:
     """The keyword arguments of a device's operation for a chunk of queries and a chunk of keys."""
     return {
         "mask": mask,
@@ -266,7 +275,7 @@ def _options(inner: Inner, mask: Any, extras: Extras, q: Chunk, kv: Chunk) -> di
 
 
 def whole_block(
-    inner: Inner, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras, here: Any, there: Any
+    inner: Inner, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras, here: Index, there: Index
 ) -> PartialSoftmax:
     """`block` of tokens that are not split by chunk yet."""
     return concatenate(block(inner, inner.split(query, key, value), extras, here, there))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from attnops.masks import Shifted
 from attnops.softmax import PartialSoftmax
 from attnops_ring.block import Extras, Inner, whole_block
 from attnops_ring.orders import positions
+
+if TYPE_CHECKING:
+    from attnops.typing import Index
 
 Axis = str | tuple[str, ...]
 
@@ -61,7 +64,7 @@ def tokens_for_heads(x: jax.Array, axis: Axis) -> jax.Array:
     return lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
 
 
-def slice_heads(extras: Extras, first: Any, batches: int, heads: int) -> Extras:
+def slice_heads(extras: Extras, first: Index, batches: int, heads: int) -> Extras:
     """Mask, bias and dropout key for the ``heads`` heads from ``first`` on."""
     mask = None if extras.mask is None else Shifted(extras.mask, jnp.int32(0), first, batches, heads)
     bias = extras.bias

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, ClassVar, Final
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,9 @@ from attnops_ring.gather import (
 from attnops_ring.orders import Order, check_order, chunk_ids, chunks_per_device
 from attnops_ring.reduce import reduced
 from attnops_ring.ring import ring
+
+if TYPE_CHECKING:
+    from attnops.typing import Function, Options, PyTree
 
 STRATEGIES: Final = ("ring", "all_gather", "ulysses", "usp")
 
@@ -97,7 +100,7 @@ class RingAttention(OperationImpl):
         names = get_names_from_partition_spec(self.metadata.axis_rules.spec([KV_LENGTH]))
         return tuple(name for name in names if mesh is not None and name in mesh.shape)
 
-    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, Any]) -> Any:
+    def invoke(self, forward: str, function: Function, call: Call, options: Options) -> Any:
         """See `attnops.dispatch.attention.OperationImpl.invoke`: the sequence is sharded too."""
         assert isinstance(call.request, AttentionRequest)
         boundary = call.boundary
@@ -135,7 +138,7 @@ class RingAttention(OperationImpl):
         value: jax.Array,
         *,
         mask: Mask | None = None,
-        bias: Any = None,
+        bias: PyTree = None,
         softmax_scale: float | None = None,
         logits_soft_cap: float | None = None,
         sinks: jax.Array | None = None,
@@ -238,8 +241,10 @@ def _check_heads(boundary: Boundary, request: Any, sizes: list[int], strategy: s
 
 
 def _local(
-    inner: Inner, axis: tuple[str, ...], hops: int, strategy: str, query: Any, key: Any, value: Any, *,
-    mask: Any = None, bias: Any = None, sinks: Any = None, dropout_key: Any = None, return_lse: bool = False,
+    inner: Inner, axis: tuple[str, ...], hops: int, strategy: str,
+    query: jax.Array, key: jax.Array, value: jax.Array, *,
+    mask: Mask | None = None, bias: PyTree = None, sinks: jax.Array | None = None, dropout_key: jax.Array | None = None,
+    return_lse: bool = False,
 ) -> OperationOutput:  # fmt: skip
     """One device's attention, inside `jax.shard_map`. The keyword arguments are those of the call."""
     operands = (query, key, value, Extras(mask, bias, dropout_key))

@@ -7,13 +7,16 @@ tokens i, i + n, i + 2n, …
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.partition import own_entry, resharded, uncut
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, Index, NumpyArray
 
 Order = Literal["contiguous", "zigzag", "striped"]
 ORDERS: Final = ("contiguous", "zigzag", "striped")
@@ -30,7 +33,7 @@ def chunks_per_device(order: str) -> int:
     return 2 if order == "zigzag" else 1
 
 
-def chunk_ids(device: Any, devices: int, chunks: int) -> list[Any]:
+def chunk_ids(device: Index, devices: int, chunks: int) -> list[Any]:
     """The chunks of a device, of ``devices * chunks`` that the sequence consists of.
 
     Args:
@@ -41,7 +44,7 @@ def chunk_ids(device: Any, devices: int, chunks: int) -> list[Any]:
     return [device, 2 * devices - 1 - device][:chunks]
 
 
-def positions(length: int, devices: int, order: Order = "contiguous") -> np.ndarray[Any, Any]:
+def positions(length: int, devices: int, order: Order = "contiguous") -> NumpyArray:
     """The position in the sequence of each token once reordered, int32 [length].
 
     Args:
@@ -65,7 +68,7 @@ def positions(length: int, devices: int, order: Order = "contiguous") -> np.ndar
     return np.concatenate([chunks[chunk_ids(device, devices, n)].reshape(-1) for device in range(devices)])
 
 
-def reorder(x: Any, devices: int, order: Order, axis: int = 1) -> jax.Array:
+def reorder(x: Array, devices: int, order: Order, axis: int = 1) -> jax.Array:
     """An array of tokens in the layout ``order``: to be called once, in the data pipeline, on tokens and labels.
 
     Args:
@@ -80,12 +83,12 @@ def reorder(x: Any, devices: int, order: Order, axis: int = 1) -> jax.Array:
     return _take(x, positions(x.shape[axis], devices, order), axis)
 
 
-def restore(x: Any, devices: int, order: Order, axis: int = 1) -> jax.Array:
+def restore(x: Array, devices: int, order: Order, axis: int = 1) -> jax.Array:
     """The inverse of `reorder`, with the same arguments."""
     return _take(x, np.argsort(positions(x.shape[axis], devices, order)), axis)
 
 
-def _take(x: Any, tokens: np.ndarray[Any, Any], axis: int) -> jax.Array:
+def _take(x: Array, tokens: NumpyArray, axis: int) -> jax.Array:
     """`jax.numpy.take` whose result has the sharding of ``x``."""
     array = jnp.asarray(x)
     taken = jnp.take(uncut(array, axis), tokens, axis=axis)

@@ -7,7 +7,7 @@ values again, together with their gradients.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,13 @@ from attnops.kernels import cotangents, is_differentiated
 from attnops.softmax import Contribution, PartialSoftmax, identity
 from attnops_ring.block import Chunks, Extras, Inner, LogSumExp, add, block, block_gradients, concatenate
 
+if TYPE_CHECKING:
+    from attnops.typing import Index, Leaf, PyTree
+
 Axis = str | tuple[str, ...]
 
 
-def rotate(x: Any, axis: Axis, shift: int, devices: int) -> Any:
+def rotate(x: Leaf, axis: Axis, shift: int, devices: int) -> PyTree:
     """Sends every array of ``x`` to the device ``shift`` further along the mesh axes, cyclically."""
     pairs = [(i, (i + shift) % devices) for i in range(devices)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), x)
@@ -52,7 +55,7 @@ def _forward(
     # Split once here, not in every hop.
     queries, keys, values = inner.split(query, key, value)
 
-    def hop(r: Any, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def hop(r: Index, state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         k, v, seen = state
         # Sent before the computation that hides the transfer.
         sent = rotate((k, v), axis, 1, n)
@@ -64,8 +67,8 @@ def _forward(
 
 
 def _forward_rule(
-    inner: Inner, axis: Axis, hops: int, query: Any, key: Any, value: Any, extras: Any
-) -> tuple[PartialSoftmax, tuple[Any, ...]]:
+    inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: PyTree
+) -> tuple[PartialSoftmax, tuple[PyTree, ...]]:
     # Residuals must be arrays; a boolean is encoded in the pytree's structure.
     flag = (None,) * is_differentiated(extras.bias)
     query, key, value, extras = custom_vjp_primal_tree_values((query, key, value, extras))
@@ -73,7 +76,7 @@ def _forward_rule(
     return partial, (query, key, value, extras, partial, flag)
 
 
-def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: Any, given: Any) -> tuple[Any, ...]:
+def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: PyTree, given: PyTree) -> tuple[PyTree, ...]:
     query, key, value, extras, partial, flag = residuals
     d_out, d_lse = cotangents(given[:2], query)
     n, here = inner.devices, lax.axis_index(axis)
@@ -86,13 +89,13 @@ def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: Any, given: A
     lse = [LogSumExp(*x) for x in zip(lses, lse_residuals, strict=True)]
     d = [Contribution(*x) for x in zip(d_outs, d_weights, strict=True)]
 
-    def gradients(k: jax.Array, v: jax.Array, r: Any) -> tuple[Any, jax.Array, jax.Array]:
+    def gradients(k: jax.Array, v: jax.Array, r: Index) -> tuple[PyTree, jax.Array, jax.Array]:
         """Of the queries' chunks and the bias; of the keys; of the values."""
         chunks = Chunks(queries, inner.split_keys(k), inner.split_keys(v))
         more = block_gradients(inner, chunks, extras, here, (here - r) % n, lse, d, bool(flag))
         return (more.queries, more.bias), jnp.concatenate(more.keys, axis=1), jnp.concatenate(more.values, axis=1)
 
-    def hop(r: Any, state: Any) -> Any:
+    def hop(r: Index, state: PyTree) -> PyTree:
         k, v, (of_queries, dk, dv) = state
         # Sent before the computation that hides the transfer. Keys and values go to the device that computes with them
         # next; the gradients that this device computed in the previous hop follow their keys. The last hop sends keys
@@ -110,7 +113,7 @@ def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: Any, given: A
     return d_query, dk.astype(key.dtype), dv.astype(value.dtype), Extras(None, d_bias, None)
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: Leaf) -> bool:
     return x is None
 
 

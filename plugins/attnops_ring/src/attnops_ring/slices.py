@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
 from attnops.biases import Bias
 from attnops.dropout import ShiftedKey
 from attnops.masks import And, At, Causal, CoverageBounds, Full, Grid, KeyPadding, Mask, Not, Or, Shifted, SlidingWindow
+
+if TYPE_CHECKING:
+    import jax
+
+    from attnops.typing import Array, BoolArray, Index, Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,18 +28,18 @@ class Chunk:
         length: of the sequence; tokens beyond it are padding.
     """
 
-    first: Any
+    first: Index
     size: int
     stride: int
     length: int
 
     @property
-    def positions(self) -> Any:
+    def positions(self) -> Array:
         """The position of each token in the sequence, padding included, int32 [size]."""
         return self.first + jnp.arange(self.size, dtype=jnp.int32) * self.stride
 
     @property
-    def index(self) -> Any:
+    def index(self) -> Array:
         """`positions`, with padding clamped to the last token, int32 [size]."""
         return jnp.minimum(self.positions, self.length - 1)
 
@@ -74,7 +79,7 @@ def _slice(mask: Mask, q: Chunk, kv: Chunk, may_shift: bool) -> Mask:
         at = (own if x is None else x for x, own in zip(given, (inner.q_positions, inner.kv_positions), strict=True))
         return At(inner.mask, *at)
     axes = mask.axes
-    offset: Any = getattr(mask, "offset", 0)
+    offset: Leaf = getattr(mask, "offset", 0)
     if axes is None or (getattr(offset, "ndim", 0) == 2 and offset.shape[1] > 1):
         # A function is known only pair by pair; and positions are per token, not per head.
         return IndexedMask(mask, q.index[None], kv.index[None])
@@ -105,8 +110,8 @@ class IndexedMask(Mask):
     """
 
     mask: Mask
-    q_index: Any
-    kv_index: Any
+    q_index: Array
+    kv_index: Array
 
     axes: ClassVar = {"q_index": "bt", "kv_index": "bs"}
 
@@ -114,7 +119,7 @@ class IndexedMask(Mask):
         """See `Mask.kinds`."""
         return self.mask.kinds()
 
-    def allowed(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """See `Mask.allowed`."""
         return self.mask.allowed(b, h, jnp.asarray(self.q_index)[0, q], jnp.asarray(self.kv_index)[0, kv])
 
@@ -138,12 +143,12 @@ class IndexedBias(Bias):
     """
 
     bias: Bias
-    q_index: Any
-    kv_index: Any
+    q_index: Array
+    kv_index: Array
 
     static: ClassVar[tuple[str, ...]] = ()
 
-    def apply(self, scores: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """See `Bias.apply`."""
         return self.bias.apply(scores, b, h, jnp.asarray(self.q_index)[q], jnp.asarray(self.kv_index)[kv])
 
@@ -151,7 +156,7 @@ class IndexedBias(Bias):
         return repr(self.bias)
 
 
-def slice_bias(bias: Any, q: Chunk, kv: Chunk) -> Any:
+def slice_bias(bias: PyTree, q: Chunk, kv: Chunk) -> PyTree:
     """A bound bias, or an array [B or 1, H or 1, T or 1, S or 1], sliced for a chunk of queries and one of keys."""
     if bias is None:
         return None
@@ -169,14 +174,14 @@ def slice_dropout_key(key: ShiftedKey | None, q: Chunk, kv: Chunk) -> ShiftedKey
     )  # fmt: skip
 
 
-def sees_any(mask: Mask | None, t: int, s: int) -> Any:
+def sees_any(mask: Mask | None, t: int, s: int) -> BoolArray:
     """Whether any of ``t`` queries may see any of ``s`` keys: a boolean array [], or True. False is certain."""
     if mask is None:
         return True
     return jnp.asarray(mask.coverage_bounds(Grid.make([0], t, t, [0], s, s)).some).any()
 
 
-def _tokens(x: Any, chunk: Chunk, axis: int) -> Any:
+def _tokens(x: Leaf, chunk: Chunk, axis: int) -> PyTree:
     """A chunk's tokens of an array along an axis; an array that is broadcast along it, of size 1, is unchanged."""
     if x is None or (x.shape[axis] == 1 and chunk.length > 1):
         return x

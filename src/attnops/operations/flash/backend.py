@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,9 @@ from attnops.operations.flash.tile_bias import bias_leaves, bias_tiles
 from attnops.operations.flash.tile_schedule import TileSchedule, tile_schedule
 from attnops.operations.flash.tile_sizes import choose_problems_per_tile, choose_tiles, table_row
 from attnops.programs.functions import holds_function, is_staged
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, Function, PyTree
 
 # Compiled once for equal plans, also where the caller does not compile.
 _attend = jax.jit(attend, static_argnums=(0, 1))
@@ -99,15 +101,15 @@ class NativeFlash(FlashBackend):
             results = _attend(self, plan, *operands)
         return results
 
-    def run_gradients(self, plan: Plan, wants_bias: bool, *given: Any) -> tuple[Any, ...]:
-        gradients: tuple[Any, ...]
+    def run_gradients(self, plan: Plan, wants_bias: bool, *given: PyTree) -> tuple[PyTree, ...]:
+        gradients: tuple[PyTree, ...]
         if plan.scoring.holds_function:
             gradients = _call_once(functools.partial(contribution_gradients, self, plan, wants_bias), given)
         else:
             gradients = _contribution_gradients(self, plan, wants_bias, *given)
         return gradients
 
-    def bias_arrays(self, arrays: Arrays) -> Any:
+    def bias_arrays(self, arrays: Arrays) -> PyTree:
         return arrays.bias
 
     def row_sums(self, x: jax.Array) -> jax.Array:
@@ -115,13 +117,13 @@ class NativeFlash(FlashBackend):
         ones = jnp.ones((x.shape[3],), jnp.float32)
         return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
 
-    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, Any]:
+    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, PyTree]:
         query, key, value, arrays, schedule = operands
         out, *statistics = forward(plan, query, key, value, arrays, schedule[0])
         return out, tuple(statistics)
 
     def gradients(
-        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
+        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
         query, key, value, arrays, schedule = operands
         lse, lse_residual = statistics
@@ -130,11 +132,11 @@ class NativeFlash(FlashBackend):
         factor = jnp.exp(-lse_residual)  # [B, H, T]
         inputs = Inputs(query, key, value, d_out, lse, delta * factor, factor)
         d = backward(plan, wants_bias, inputs, arrays, schedule[1])
-        d_bias: Any = d.bias if wants_bias else None
+        d_bias: PyTree = d.bias if wants_bias else None
         return d.query, d.key, d.value, Arrays(mask=None, bias=d_bias, sinks=None, seed=None, numbers=None)
 
 
-def _call_once(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _call_once(function: Function, arguments: tuple[PyTree, ...]) -> PyTree:
     """The result of a function that is compiled for this call alone: JAX's cache would keep the caller's functions."""
     leaves, tree = jax.tree.flatten(arguments)
     return jax.jit(lambda *given: function(*jax.tree.unflatten(tree, given)))(*leaves)
@@ -145,12 +147,12 @@ def _mask(call: FlashCall, is_data: bool) -> Mask | None:
     return call.mask if call.mask is None or not is_data else call.mask.as_data()
 
 
-def _bias(bias: Any, is_data: bool) -> Any:
+def _bias(bias: PyTree, is_data: bool) -> PyTree:
     """The bias, with arrays for its numbers where they are data."""
     return bias.as_data() if is_data and isinstance(bias, Bias) else bias
 
 
-def _coverage(call: FlashCall, K: int, block_q: int, block_k: int) -> Any:
+def _coverage(call: FlashCall, K: int, block_q: int, block_k: int) -> Array:
     """The coverage [B or 1, K or 1, tiles of q, tiles of kv], merged over the query heads of a kv head."""
     coverage = merged(block_map(call.mask, call.scores_shape, block_q, block_k).coverage, 1, K)
     return ragged(coverage, 3, call.scores_shape[3] % block_k).astype("int8")

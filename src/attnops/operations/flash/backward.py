@@ -8,7 +8,7 @@ same order, so that the result is the same at every run. Scores are transposed, 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,9 @@ from attnops.operations.flash.tile import allowed, cap_and_bias_vjp, dropout, ze
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
 from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
 
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
+
 
 class Inputs(NamedTuple):
     """The arrays of the backward pass.
@@ -48,13 +51,13 @@ class Inputs(NamedTuple):
         factor: [B, H, T], by which ``d_out`` is multiplied.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    d_out: Any
-    lse: Any
-    delta: Any
-    factor: Any
+    q: Leaf
+    k: Leaf
+    v: Leaf
+    d_out: Leaf
+    lse: Leaf
+    delta: Leaf
+    factor: Leaf
 
 
 class Gradients(NamedTuple):

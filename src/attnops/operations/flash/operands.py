@@ -7,7 +7,7 @@ every iteration (and narrows it again after a store), so such arrays go through 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from attnops.masks.base import Mask
 from attnops.operations.flash.plan import Index, Plan
 from attnops.operations.flash.scoring import Numbers, Scoring
 from attnops.operations.flash.tile_bias import Leaves
+
+if TYPE_CHECKING:
+    from attnops.typing import DType
 
 
 class Arrays(NamedTuple):
@@ -50,23 +53,23 @@ def pack(x: jax.Array, rows: int) -> jax.Array:
     return x if x.shape[1] == rows else jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0), (0, 0)))
 
 
-def zeros(like: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+def zeros(like: jax.Array, shape: tuple[int, ...], dtype: DType = jnp.float32) -> jax.Array:
     """Zeros for a loop's carry: inside `jax.shard_map` they vary over the same mesh axes as ``like``."""
     return jnp.zeros_like(like, shape=shape, dtype=dtype)
 
 
-def empty(packed: jax.Array, heads: int, d: int, dtype: Any) -> jax.Array:
+def empty(packed: jax.Array, heads: int, d: int, dtype: DType) -> jax.Array:
     """Zeros [B, rows, heads, d] to `store` tiles into, with the rows of ``packed``; 16-bit floats as uint16."""
     dtype = jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype
     return zeros(packed, (*packed.shape[:2], heads, d), dtype)
 
 
-def unpack(x: jax.Array, length: int, dtype: Any) -> jax.Array:
+def unpack(x: jax.Array, length: int, dtype: DType) -> jax.Array:
     """The inverse of `pack`."""
     return _floats(x, dtype)[:, :length]
 
 
-def load(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, dtype: Any) -> jax.Array:
+def load(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, dtype: DType) -> jax.Array:
     """A tile of a group of problems, [P, rows, d], in the dtype of products' operands.
 
     The query heads of a kv head are rows of one tile.
@@ -87,7 +90,7 @@ def load(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, dtype: 
     return x.reshape(plan.problems_per_tile, -1, x.shape[-1])
 
 
-def store(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, value: jax.Array, dtype: Any) -> jax.Array:
+def store(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, value: jax.Array, dtype: DType) -> jax.Array:
     """``x`` with a tile replaced by ``value`` [P, rows, d]; in place inside a loop."""
     heads = x.shape[2] // plan.K
     start, sizes = _slice(plan, group, tile, size, heads)
@@ -135,7 +138,7 @@ def store_rows(plan: Plan, x: jax.Array, group: Index, tile: Index, value: jax.A
     return lax.dynamic_update_slice(x, value[:, None], plan.indices(group * plan.problems_per_tile, tile, 0))
 
 
-def _floats(x: jax.Array, dtype: Any) -> jax.Array:
+def _floats(x: jax.Array, dtype: DType) -> jax.Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 

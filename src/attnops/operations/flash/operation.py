@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import jax
 
@@ -21,6 +21,9 @@ from attnops.operations.flash.backend import NativeFlash
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
 from attnops.softmax import Contribution, PartialSoftmax
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
 
 # From so many scores on, an array of all of them is too large: 4 GB in float32.
 _LARGE: Final = 1 << 30
@@ -99,7 +102,7 @@ class FlashAttention(OperationImpl):
 
     def run_partial_vjp(
         self, forward: str, call: Call, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
         """See `OperationImpl.partial_vjp`."""
         backend = self.backend(forward)
         if backend is None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from attnops.operations.flash.scoring import Scoring
+
+if TYPE_CHECKING:
+    from attnops.typing import DType
 
 # An index, static or computed by a loop.
 Index: TypeAlias = jax.Array | int
@@ -70,9 +73,9 @@ class Plan:
     bk: int
     problems_per_tile: int
     map_shape: tuple[int, int]
-    dtype: Any
+    dtype: DType
     is_partial: bool
-    precision: Any
+    precision: jax.lax.PrecisionLike
     scoring: Scoring = dataclasses.field(default_factory=Scoring)
 
     @property

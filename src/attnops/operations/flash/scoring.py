@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from attnops.operations.flash.tile_bias import TileBias
+    from attnops.typing import DType, Leaf
 
 
 class Numbers(NamedTuple):
@@ -25,13 +26,13 @@ class Numbers(NamedTuple):
         cap: the soft cap; None for none.
     """
 
-    scale: Any
-    folded: Any
-    scale_residual: Any
-    cap: Any
+    scale: Leaf
+    folded: Leaf
+    scale_residual: Leaf
+    cap: Leaf
 
     @classmethod
-    def make(cls, scale: float, cap: float | None, dtype: Any) -> Numbers:
+    def make(cls, scale: float, cap: float | None, dtype: DType) -> Numbers:
         """The numbers of a call whose products have operands of ``dtype``."""
         if dtype == jnp.float32:
             return cls(scale, scale, None, cap)
@@ -42,7 +43,7 @@ class Numbers(NamedTuple):
         """The same as arrays."""
         return jax.tree.map(np.float32, self)
 
-    def fold_scale(self, x: jax.Array, dtype: Any) -> jax.Array:
+    def fold_scale(self, x: jax.Array, dtype: DType) -> jax.Array:
         """A tile of queries times the folded factor of the scale, in ``dtype``."""
         is_one = isinstance(self.folded, float) and self.folded == 1.0
         return x if is_one else (x.astype(jnp.float32) * self.folded).astype(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,11 @@ from attnops.operations.flash.plan import Plan, TileIndex
 from attnops.operations.flash.scoring import Scoring
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
 
+if TYPE_CHECKING:
+    from attnops.typing import BoolArray, Leaf
 
-def apply_cap_and_bias(plan: Plan, cap: Any, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+
+def apply_cap_and_bias(plan: Plan, cap: Leaf, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
     """Scores with soft cap and bias.
 
     Args:
@@ -34,7 +37,7 @@ def apply_cap_and_bias(plan: Plan, cap: Any, scores: jax.Array, slices: Leaves, 
 
 
 def cap_and_bias_vjp(
-    plan: Plan, cap: Any, wants_bias: bool, scores: jax.Array, slices: Leaves, index: TileIndex
+    plan: Plan, cap: Leaf, wants_bias: bool, scores: jax.Array, slices: Leaves, index: TileIndex
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, Leaves]]]:
     """`apply_cap_and_bias`, and its pullback to the scores and to the bias's slices."""
 
@@ -58,7 +61,7 @@ def allowed(plan: Plan, mask: Mask | None, index: TileIndex, ragged_queries: boo
         ragged_queries: whether queries beyond the ragged end are masked. Forward they have no effect. Keys beyond it
             are always masked.
     """
-    visible: Any = None
+    visible: BoolArray | None = None
     if mask is not None:
         # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
         visible = mask.allowed(index.b, index.h, jnp.minimum(index.q, plan.T - 1), jnp.minimum(index.kv, plan.S - 1))

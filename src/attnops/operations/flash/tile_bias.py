@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from jax import lax
 
 from attnops.biases import Bias, RelativeBias
 from attnops.operations.flash.plan import Plan, TileIndex
+
+if TYPE_CHECKING:
+    from jax.tree_util import PyTreeDef
 
 # Of gradients, None for a leaf without one.
 Leaves: TypeAlias = tuple[Any, ...]
@@ -117,7 +120,7 @@ class ScoreTiles(TileBias):
         tree: the structure of a bound `Bias`, which the leaves are of.
     """
 
-    tree: Any
+    tree: PyTreeDef
 
     def load(self, plan: Plan, leaves: Leaves, index: TileIndex) -> Leaves:
         return leaves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from jax import lax
 
 from attnops.masks.grid import Coverage
 from attnops.operations.flash.plan import Index
+
+if TYPE_CHECKING:
+    from attnops.typing import Array
 
 State = TypeVar("State")
 
@@ -36,10 +39,10 @@ class TileSchedule:
         any_partial: whether any tile may be PARTIAL.
     """
 
-    columns: Any
-    start: Any
-    middle: Any
-    stop: Any
+    columns: Array
+    start: Array
+    middle: Array
+    stop: Array
     any_full: bool
     any_partial: bool
 
@@ -48,7 +51,7 @@ class TileSchedule:
 _MAX_DENSE: Final = 1 << 16
 
 
-def tile_schedule(coverage: Any, is_data: bool = False) -> TileSchedule:
+def tile_schedule(coverage: Array, is_data: bool = False) -> TileSchedule:
     """The active tiles of block maps.
 
     Args:
@@ -84,7 +87,7 @@ def for_active_tiles(
     return state
 
 
-def _known(coverage: Any) -> TileSchedule:
+def _known(coverage: Array) -> TileSchedule:
     full, partial = coverage == Coverage.FULL, coverage == Coverage.PARTIAL
     n_full, n_partial = full.sum(-1), partial.sum(-1)
     total = (n_full + n_partial).sum(-1)

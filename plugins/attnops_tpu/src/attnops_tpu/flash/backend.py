@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from attnops_tpu.flash.tile_schedule import TileSchedules
 from attnops_tpu.flash.tile_sizes import Problem, choose
 from attnops_tpu.generations import generation
 
+if TYPE_CHECKING:
+    from attnops.typing import DType, PyTree
+
 
 class PallasFlash(FlashBackend):
     """See `FlashBackend`. Scores are transposed, see `Plan`."""
@@ -33,7 +36,7 @@ class PallasFlash(FlashBackend):
     )
     head_dim_multiple: ClassVar[int] = 8  # the sublanes of a vector register
 
-    def compute_dtype(self, call: FlashCall) -> Any:
+    def compute_dtype(self, call: FlashCall) -> DType:
         return jnp.bfloat16 if call.query.dtype == call.key.dtype == call.value.dtype == jnp.bfloat16 else jnp.float32
 
     def plan(self, call: FlashCall) -> Plan:
@@ -70,7 +73,7 @@ class PallasFlash(FlashBackend):
             return schedules
         return schedules._replace(by_score=by_score(plan, call.mask, _array_bias(call.bias).shape))
 
-    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, Any]:
+    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, PyTree]:
         query, key, value, arrays, schedules = operands
         q, k, v = _heads_first(_scaled(plan, query), plan.Tp), _heads_first(key, plan.Sp), _heads_first(value, plan.Sp)
         out, *rows = forward(plan, q, k, v, arrays, schedules.forward)
@@ -78,7 +81,7 @@ class PallasFlash(FlashBackend):
         return out[:, :, : plan.T].swapaxes(1, 2), (lse, log2_residual * LN2)
 
     def gradients(
-        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
+        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
         query, key, value, arrays, schedules = operands
         lse, lse_residual = statistics
@@ -105,7 +108,7 @@ class PallasFlash(FlashBackend):
         return dq, dk, dv, d_arrays
 
 
-def _array_bias(bias: Any) -> jax.Array:
+def _array_bias(bias: PyTree) -> jax.Array:
     assert not isinstance(bias, Bias)
     array: jax.Array = bias
     return array

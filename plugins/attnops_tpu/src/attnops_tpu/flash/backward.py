@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ from attnops_tpu.flash.tile import (
 )
 from attnops_tpu.flash.tile_schedule import TileSchedule
 from attnops_tpu.interpreter import interpret_params
+
+if TYPE_CHECKING:
+    from attnops.typing import DType, PyTree, Ref
 
 # The offset at which a buffer is read is 0, but as far as the compiler knows it may be this: rows of a 16-bit register.
 _OFFSET: Final = 16
@@ -114,7 +117,7 @@ def backward(
     kinds = tuple(sorted({kind for v in spans for kind in v.kinds}, reverse=True))
     first = jnp.stack([jnp.arange(len(spans), dtype=jnp.int32) * plan.span, jnp.zeros(len(spans), jnp.int32)], axis=1)
 
-    def sweep(carry: Any, xs: Any) -> Any:
+    def sweep(carry: PyTree, xs: PyTree) -> PyTree:
         entries, steps, first = xs
         schedule = TileSchedule(entries, spans[0].map_shape, longest, kinds, spans[0].rows, steps)
         dq, dk, dv = _span(plan, inputs, arrays, schedule, first, jnp.float32)
@@ -135,7 +138,7 @@ def _sum_splits(plan: Plan, x: jax.Array) -> jax.Array:
 
 
 def _span(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, first: jax.Array, dtype: Any
+    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, first: jax.Array, dtype: DType
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One sweep: the gradients of a span of queries, [B, H, D, span · bq], of keys and of values.
 
@@ -145,12 +148,14 @@ def _span(
     width, sizes = plan.span * plan.bq, plan.backward
     K, G = plan.K * plan.split, plan.G // plan.split
 
-    def tile_at(b: Any, k: Any, step: Any, g: Any, entries: Any, first: Any) -> TileIndex:
+    def tile_at(b: jax.Array, k: jax.Array, step: jax.Array, g: jax.Array, entries: Ref, first: jax.Array) -> TileIndex:
         entry = schedule.at(entries, b, lax.div(k, np.int32(plan.split)), step)
         return TileIndex(b, k * G + g, entry.column, entry.row)
 
     def of_keys(d: int) -> pl.BlockSpec:
-        def index(b: Any, k: Any, step: Any, g: Any, entries: Any, first: Any) -> tuple[Any, ...]:
+        def index(
+            b: jax.Array, k: jax.Array, step: jax.Array, g: jax.Array, entries: Ref, first: jax.Array
+        ) -> tuple[jax.Array | int, ...]:
             return (b, k, 0, schedule.at(entries, b, lax.div(k, np.int32(plan.split)), step).row)
 
         return pl.BlockSpec((None, None, d, plan.bk), index)
@@ -184,7 +189,9 @@ def _span(
     )(schedule.entries, first, *(operand.array for operand in operands))
 
 
-def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: Any, first: Any, *refs: Any) -> None:
+def _kernel(
+    plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: Ref, first: jax.Array, *refs: Ref
+) -> None:
     """A grid step: a tile of one query head. ``names`` are those of the first references, the operands."""
     named = dict(zip(names, refs, strict=False))
     dq, dk_out, dv_out, dk, dv, *buffers = refs[len(names) :]
@@ -217,7 +224,7 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: A
 
 
 def _add_tile(
-    plan: Plan, refs: Refs, index: TileIndex, masked: bool, gradients: Any, start: Any, buffers: Any, zero: Any
+    plan: Plan, refs: Refs, index: TileIndex, masked: bool, gradients: Ref, start: Ref, buffers: Ref, zero: Ref
 ) -> None:
     """Add the contribution of a tile to the gradients.
 
@@ -269,10 +276,10 @@ def _add_tile(
             prepare(i, *computed)
 
 
-def _clear(ref: Any) -> None:
+def _clear(ref: Ref) -> None:
     """Zero a buffer in a loop: in straight-line code the stores would be predicated and mixed with the tile's."""
 
-    def body(i: Any, _: None) -> None:
+    def body(i: jax.Array, _: None) -> None:
         rows = pl.ds(i * 8 if ref.shape[0] % 8 else pl.multiple_of(i * 8, 8), 8)
         ref[rows, :] = jnp.zeros((8, ref.shape[1]), ref.dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from attnops_tpu.flash.plan import Plan
 from attnops_tpu.flash.tile import SubTile, cap_and_bias_vjp, sheared, to_row, zero_masked_scores
 from attnops_tpu.flash.tile_schedule import TileSchedule
 from attnops_tpu.interpreter import interpret_params
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree, Ref
 
 
 def bias_gradients(
@@ -89,11 +92,11 @@ def _value_gradients(
     operands = input_operands(plan, inputs, arrays)
     wanted = _Wanted.make(plan, arrays)
 
-    def tile_at(b: Any, h: Any, step: Any, entries: Any) -> TileIndex:
+    def tile_at(b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:
         entry = schedule.at(entries, b, h, step)
         return TileIndex(b, h, entry.row, entry.column)
 
-    def row_index(*ids: Any) -> tuple[Any, ...]:
+    def row_index(*ids: jax.Array) -> tuple[jax.Array | int, ...]:
         index = tile_at(*ids)
         return (index.b, index.h, 0, index.q_tile)
 
@@ -122,7 +125,7 @@ def _value_gradients(
 
 
 def _value_kernel(
-    plan: Plan, schedule: TileSchedule, names: Sequence[str], wanted: _Wanted, entries: Any, *refs: Any
+    plan: Plan, schedule: TileSchedule, names: Sequence[str], wanted: _Wanted, entries: Ref, *refs: Ref
 ) -> None:
     """A grid step. ``names`` are those of the first references, the operands."""
     named, outputs = dict(zip(names, refs, strict=False)), refs[len(names) :]
@@ -158,14 +161,14 @@ def _value_kernel(
         pl.when(entry.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
 
 
-def _sub_tile_gradients(sub: SubTile, refs: Refs, wanted: _Wanted, masked: bool) -> tuple[dict[int, Any], jax.Array]:
+def _sub_tile_gradients(sub: SubTile, refs: Refs, wanted: _Wanted, masked: bool) -> tuple[dict[int, PyTree], jax.Array]:
     """The gradients of the wanted values, by index, and of the scores [rows, cols]."""
     s, d_weights = products(sub, refs)
     s = zero_masked_scores(sub, s, masked)
     values = [jnp.broadcast_to(x, (1, sub.cols)) if jnp.ndim(x) == 0 else x for x in sub.bias_values()]
     indices = sorted([*wanted.by_query, *wanted.by_key])
 
-    def changed(inexact: list[Any]) -> Any:
+    def changed(inexact: list[PyTree]) -> PyTree:
         merged = list(values)
         for i, x in zip(indices, inexact, strict=True):
             merged[i] = x
@@ -207,11 +210,11 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSc
     operands = input_operands(plan, inputs, arrays)
     batches, heads = (1 if size > 1 else full for size, full in zip(array.shape, (plan.B, plan.H), strict=False))
 
-    def tile_at(b: Any, h: Any, step: Any, r: Any, entries: Any) -> TileIndex:
+    def tile_at(b: jax.Array, h: jax.Array, step: jax.Array, r: jax.Array, entries: Ref) -> TileIndex:
         entry = schedule.at(entries, b, h, step)
         return TileIndex(b + lax.div(r, np.int32(heads)), h + lax.rem(r, np.int32(heads)), entry.row, entry.column)
 
-    def kernel(entries: Any, *refs: Any) -> None:
+    def kernel(entries: Ref, *refs: Ref) -> None:
         named = dict(zip((o.name for o in operands), refs, strict=False))
         out, acc = refs[len(operands) + 1 :]
         ids = tuple(pl.program_id(axis) for axis in range(4))
@@ -236,7 +239,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSc
         def _() -> None:
             out[...] = acc[...].T
 
-    def tile(*ids: Any) -> tuple[Any, ...]:
+    def tile(*ids: jax.Array) -> tuple[jax.Array | int, ...]:
         entry = schedule.at(ids[-1], *ids[:3])
         return (ids[0], ids[1], entry.row, entry.column)
 

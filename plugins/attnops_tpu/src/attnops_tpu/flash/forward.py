@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ from attnops_tpu.flash.tile import SubTile, log2_unit, product, score_unit
 from attnops_tpu.flash.tile_schedule import TileSchedule
 from attnops_tpu.interpreter import interpret_params
 
+if TYPE_CHECKING:
+    from attnops.typing import Leaf, Ref
+
 SUBLANES = 8
 
 
@@ -52,12 +55,12 @@ class _State(NamedTuple):
         acc: [Dv, bq], the sum of weights times values.
     """
 
-    scores: Any
-    m: Any
-    m_before: Any
-    alpha: Any
-    l: Any
-    acc: Any
+    scores: jax.Array
+    m: Ref
+    m_before: Ref
+    alpha: Ref
+    l: Ref
+    acc: Ref
 
 
 def forward(
@@ -101,11 +104,11 @@ def _rows(
         for_values.append(Operand("sinks", arrays.sinks))
     current, previous = functools.partial(_current_tile, schedule), functools.partial(_previous_tile, schedule)
 
-    def out_index(*ids: Any) -> tuple[Any, ...]:
+    def out_index(*ids: jax.Array) -> tuple[jax.Array | int, ...]:
         index = previous(*ids)
         return (index.b, index.h, index.q_tile, 0)
 
-    def row_index(*ids: Any) -> tuple[Any, ...]:
+    def row_index(*ids: jax.Array) -> tuple[jax.Array | int, ...]:
         index = previous(*ids)
         return (index.b, index.h, 0, index.q_tile)
 
@@ -138,16 +141,16 @@ def _rows(
     )(schedule.entries, *(operand.array for operand in operands))
 
 
-def _current_tile(schedule: TileSchedule, b: Any, h: Any, step: Any, entries: Any) -> TileIndex:
+def _current_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:
     entry = schedule.at(entries, b, h, step)
     return TileIndex(b, h, entry.row, entry.column)
 
 
-def _previous_tile(schedule: TileSchedule, b: Any, h: Any, step: Any, entries: Any) -> TileIndex:
+def _previous_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:
     return _current_tile(schedule, b, h, jnp.maximum(step - 1, 0), entries)
 
 
-def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: Any, *refs: Any) -> None:
+def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: Ref, *refs: Ref) -> None:
     """A grid step. ``names`` are those of the first references, the operands."""
     named = dict(zip(names, refs, strict=False))
     out, lse, lse_residual = refs[len(names) : len(names) + 3]
@@ -187,7 +190,7 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: A
 
 
 def _step(
-    plan: Plan, refs: Refs, indices: tuple[TileIndex, TileIndex], state: _State, first: Any, masked: bool
+    plan: Plan, refs: Refs, indices: tuple[TileIndex, TileIndex], state: _State, first: Leaf, masked: bool
 ) -> None:
     """Compute the scores of the current tile, and accumulate those of the previous tile.
 
@@ -245,7 +248,7 @@ def _scores(sub: SubTile, refs: Refs, masked: bool) -> jax.Array:
     return jnp.where(sub.allowed(), s, -jnp.inf) if masked else s
 
 
-def _finish(plan: Plan, out: Any, lse: Any, lse_residual: Any, state: _State, sink: Any) -> None:
+def _finish(plan: Plan, out: Ref, lse: Ref, lse_residual: Ref, state: _State, sink: Ref) -> None:
     """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""
     m, c = _finite(state.m_before[:1]), log2_unit(plan)
     l = state.l[...].sum(axis=0, keepdims=True)

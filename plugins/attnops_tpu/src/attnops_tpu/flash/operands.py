@@ -70,7 +70,7 @@ class Operand:
     name: str
     array: jax.Array
     block: tuple[int | None, ...] = ()
-    block_index: Callable[[TileIndex], tuple[Any, ...]] | None = None
+    block_index: Callable[[TileIndex], tuple[jax.Array | int, ...]] | None = None
 
     def spec(self, tile_at: Callable[..., TileIndex]) -> pl.BlockSpec:
         """The block specification; ``tile_at`` is the tile of a grid step."""
@@ -202,15 +202,15 @@ def pad_last(x: jax.Array, size: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
-def _batch(x: jax.Array, p: TileIndex) -> Any:
+def _batch(x: jax.Array, p: TileIndex) -> jax.Array | int:
     """The index in an array's batch, which has one element if all slices of `jax.vmap` share it."""
     return p.b if x.shape[0] > 1 else 0
 
 
-def _lead(x: jax.Array, p: TileIndex) -> Sequence[Any]:
+def _lead(x: jax.Array, p: TileIndex) -> Sequence[jax.Array | int]:
     return (_batch(x, p), p.h if x.shape[1] > 1 else 0)
 
 
-def _kv_head(plan: Plan, p: TileIndex) -> Any:
+def _kv_head(plan: Plan, p: TileIndex) -> jax.Array | int:
     # Of int32 where x64 is on, too.
     return lax.div(p.h, np.int32(plan.G))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attnops.kernels import Scoring
 from attnops_tpu.flash.tile_sizes import SubTileSizes
+
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +53,10 @@ class Plan:
     bk: int
     forward: SubTileSizes
     backward: SubTileSizes
-    dtype: Any
+    dtype: np.dtype
     is_partial: bool
     scale: float
-    precision: Any
+    precision: jax.lax.PrecisionLike
     scoring: Scoring
     span: int
     split: int
@@ -62,7 +65,7 @@ class Plan:
     vmem: int
 
     @property
-    def out_dtype(self) -> Any:
+    def out_dtype(self) -> np.dtype:
         """The dtype of the output, and of the gradients of keys and values."""
         return np.dtype(np.float32) if self.is_partial else self.dtype
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,15 @@ from attnops_tpu.flash.operands import Arrays, pad_last, value_layout
 from attnops_tpu.flash.plan import Plan
 from attnops_tpu.flash.tile_schedule import TileSchedules, row_chunks, tile_schedule
 
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
+    from attnops_tpu.flash.tile_schedule import TileSchedule
+
 
 def arrays(plan: Plan, call: FlashCall) -> Arrays:
     """The arrays of a call in kernels' layouts. Differentiable; O(T + S) memory, plus that of T × S arrays."""
     scoring, shape = plan.scoring, call.scores_shape
-    bias: Any = elementwise_bias(call.bias)
+    bias: PyTree = elementwise_bias(call.bias)
     result = Arrays(sinks=None if call.sinks is None else call.sinks.astype(jnp.float32)[None])
     if call.mask is not None:
         function, leaves, dense = of_mask(call.mask)
@@ -73,7 +77,7 @@ def count_active_tiles(mask: Mask | None, shape: tuple[int, int, int, int], bloc
     return int(blocks.count(Coverage.PARTIAL) + blocks.count(Coverage.FULL))
 
 
-def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> Any:
+def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> TileSchedule | None:
     """The schedule of the gradient of an array bias."""
     coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), plan.bq, plan.bk).coverage
     coverage = ragged(coverage, 3, plan.S % plan.bk)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,13 @@ from attnops.kernels import Elementwise
 from attnops_tpu.flash.operands import Refs, TileIndex
 from attnops_tpu.flash.plan import Plan
 
+if TYPE_CHECKING:
+    from attnops.typing import Function, Leaf, PyTree
+
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)
 # Primitives that Mosaic lowers only if it knows the TPU, which it does not on a host without one.
-REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
+REPLACEMENTS: Final[Mapping[str, Function]] = {
     "sign": lambda x: jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0)).astype(x.dtype),
 }
 
@@ -56,7 +59,7 @@ class SubTile:
         return slice(self.col, self.col + self.cols)
 
     @property
-    def batch(self) -> Any:
+    def batch(self) -> jax.Array:
         """The index in the batch, without an axis mapped by `jax.vmap`."""
         return self.index.b if self.plan.inner == self.plan.B else lax.rem(self.index.b, np.int32(self.plan.inner))
 
@@ -77,7 +80,7 @@ class SubTile:
             visible = inside if visible is None else visible & inside
         return jnp.ones(shape, jnp.bool_) if visible is None else visible
 
-    def apply_cap_and_bias(self, scores: jax.Array, values: list[Any]) -> jax.Array:
+    def apply_cap_and_bias(self, scores: jax.Array, values: list[Leaf]) -> jax.Array:
         """Scores [rows, cols] with soft cap and bias.
 
         Args:
@@ -98,7 +101,7 @@ class SubTile:
             scores = scores + self._by_score("array")
         return scores
 
-    def bias_values(self) -> list[Any]:
+    def bias_values(self) -> list[PyTree]:
         """The values of an elementwise bias; empty without one."""
         bias = self.plan.scoring.bias
         return [] if bias is None else self.values("bias", bias)
@@ -112,7 +115,7 @@ class SubTile:
         keep = dropout_keep(rows, self._indices()[1], prob, self.plan.scoring.dropout_step)
         return lambda weights: jnp.where(keep, weights * (1 / (1 - prob)), 0.0)
 
-    def values(self, prefix: str, function: Elementwise) -> list[Any]:
+    def values(self, prefix: str, function: Elementwise) -> list[Leaf]:
         """The values of an elementwise function for the sub-tile: [], [1, cols] and [rows, 1]."""
         values = []
         for i, (axes, dtype) in enumerate(zip(function.values, function.dtypes, strict=True)):
@@ -143,7 +146,7 @@ class SubTile:
         rows = jnp.broadcast_to(self.refs["table"][:, pl.ds(self.first_distance(), width)], (self.rows, width))
         return sheared(self.plan, rows, 0)[:, self.rows :]
 
-    def first_distance(self) -> Any:
+    def first_distance(self) -> jax.Array:
         """The start of the sub-tile's slice of the table; score (j, i) has its element ``rows + i - j``."""
         plan = self.plan
         first = self.index.q_tile * plan.bq - self.index.kv_tile * plan.bk + (plan.Sp + self.col - self.row - self.rows)
@@ -182,7 +185,7 @@ def to_row(x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (x.shape[0], 128)).T[:1]
 
 
-def cap_and_bias_vjp(sub: SubTile, s: jax.Array, masked: bool) -> tuple[jax.Array, Any]:
+def cap_and_bias_vjp(sub: SubTile, s: jax.Array, masked: bool) -> tuple[jax.Array, PyTree]:
     """The scores of products, and their pullback to products times the full scale; None without cap and bias."""
     plan = sub.plan
     if not plan.scoring.has_cap_or_bias:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,11 @@ import numpy as np
 
 from attnops.kernels import Foldable
 from attnops.masks import Coverage
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from attnops.typing import Array, Leaf, PyTree, Ref
 
 # An entry is one int32: row of tiles, column, coverage, whether it is the last and the first (bit 0) of its row.
 _ROW, _COLUMN, _KIND, _LAST = 18, 4, 2, 1
@@ -35,11 +40,11 @@ class Entry(NamedTuple):
         last: whether it is the last entry of its row.
     """
 
-    row: Any
-    column: Any
-    kind: Any
-    first: Any
-    last: Any
+    row: jax.Array
+    column: jax.Array
+    kind: jax.Array
+    first: jax.Array
+    last: jax.Array
 
 
 @functools.partial(
@@ -61,24 +66,24 @@ class TileSchedule(Foldable):
         traced: for a traced mask, the grid steps that are needed, int32; else None.
     """
 
-    entries: Any
+    entries: Ref
     map_shape: tuple[int, int]
     longest: int
     kinds: tuple[int, ...]
     rows: tuple[int, int]
-    traced: Any = None
+    traced: Leaf = None
 
     @property
-    def steps(self) -> Any:
+    def steps(self) -> jax.Array | int:
         """Steps of the grid."""
         return self.longest if self.traced is None else self.traced
 
-    def padded(self, longest: int) -> Any:
+    def padded(self, longest: int) -> Array:
         """The entries, each map padded to a length; the padding is never read."""
         by_map = self.entries.reshape(-1, self.longest + 1)
         return jnp.pad(by_map, ((0, 0), (0, longest - self.longest)), mode="edge").reshape(-1)
 
-    def fold(self, batched: Any, n: int, B: int) -> TileSchedule:
+    def fold(self, batched: PyTree, n: int, B: int) -> TileSchedule:
         """See `attnops.kernels.vmap.Foldable.fold`."""
         entries = self.entries.reshape(*([n] if batched.entries else []), self.map_shape[0], -1)
         if not batched.entries and self.map_shape[0] == 1:
@@ -91,13 +96,13 @@ class TileSchedule(Foldable):
             self, entries=folded.reshape(-1), map_shape=(batches, self.map_shape[1]), traced=steps
         )
 
-    def at(self, entries: Any, b: Any, h: Any, step: Any) -> Entry:
+    def at(self, entries: Ref, b: jax.Array, h: jax.Array, step: jax.Array) -> Entry:
         """The entry of a batch and head at a step, read from ``entries`` in scalar memory."""
         m = (b if self.map_shape[0] > 1 else 0) * self.map_shape[1] + (h if self.map_shape[1] > 1 else 0)
         return unpack(entries[m * (self.longest + 1) + step])
 
 
-def unpack(entry: Any) -> Entry:
+def unpack(entry: jax.Array) -> Entry:
     """The fields of a packed entry."""
     return Entry(
         row=entry >> _ROW,
@@ -108,7 +113,7 @@ def unpack(entry: Any) -> Entry:
     )
 
 
-def row_chunks(coverage: Any) -> list[tuple[int, int]]:
+def row_chunks(coverage: Array) -> list[tuple[int, int]]:
     """Chunks of rows, (start, stop), whose entries fit scalar memory: one chunk, except for millions of tiles.
 
     Args:
@@ -127,7 +132,7 @@ def row_chunks(coverage: Any) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in chunks]
 
 
-def tile_schedule(coverage: Any, first_row: int = 0, first_column: int = 0) -> TileSchedule:
+def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0) -> TileSchedule:
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
     Args:
@@ -139,7 +144,7 @@ def tile_schedule(coverage: Any, first_row: int = 0, first_column: int = 0) -> T
     Raises:
         ValueError: there are more tiles than an entry can number.
     """
-    xp: Any = np if isinstance(coverage, np.ndarray) else jnp
+    xp: ModuleType = np if isinstance(coverage, np.ndarray) else jnp
     *maps, rows, columns = coverage.shape
     if first_row + rows > MAX_ROWS or first_column + columns > MAX_COLUMNS:
         raise ValueError(f"{rows} × {columns} tiles are more than {MAX_ROWS} × {MAX_COLUMNS}; make tiles larger")
@@ -156,7 +161,7 @@ def tile_schedule(coverage: Any, first_row: int = 0, first_column: int = 0) -> T
     if xp is np:
         longest = int(count.max())
         order = [np.flatnonzero(d) for d in active]
-        index: Any = np.stack([np.pad(o, (0, longest + 1 - len(o)), mode="edge") for o in order])
+        index: Array = np.stack([np.pad(o, (0, longest + 1 - len(o)), mode="edge") for o in order])
         steps = None
         kinds = tuple(kind for kind in KINDS if (coverage == kind).any())
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from attnops_triton.flash.tile_sizes import choose
 from attnops_triton.language.compat import device_arch
 from attnops_triton.targets import current
 
+if TYPE_CHECKING:
+    from attnops.typing import DType, Leaf, PyTree
+
 
 class TritonFlash(FlashBackend):
     """See `FlashBackend`.
@@ -34,7 +37,7 @@ class TritonFlash(FlashBackend):
         "this kernel's gradients have no derivative, but a second derivative was asked for; vanilla has one"
     )
 
-    def compute_dtype(self, call: FlashCall) -> Any:
+    def compute_dtype(self, call: FlashCall) -> DType:
         same = call.query.dtype == call.key.dtype == call.value.dtype
         return call.query.dtype if same else jnp.dtype(jnp.float32)
 
@@ -70,24 +73,24 @@ class TritonFlash(FlashBackend):
     def schedule(self, plan: Plan, call: FlashCall) -> TileSchedules:
         return tile_schedules(plan, call.mask)
 
-    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, Any]:
+    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, PyTree]:
         query, key, value, arrays, schedules = operands
         out, m, log2_sum = forward(plan, query, key, value, arrays, schedules.forward)
         return out, (m, log2_sum)
 
-    def logsumexp(self, plan: Plan, statistics: Any) -> tuple[jax.Array, jax.Array]:
+    def logsumexp(self, plan: Plan, statistics: PyTree) -> tuple[jax.Array, jax.Array]:
         m, log2_sum = statistics
         m, log_sum = m * plan.score_unit, log2_sum * LN2
         lse = m + log_sum
         return lse, jnp.where(lse == -jnp.inf, 0.0, (m - lse) + log_sum)
 
-    def statistics(self, plan: Plan, lse: jax.Array, lse_residual: jax.Array) -> Any:
+    def statistics(self, plan: Plan, lse: jax.Array, lse_residual: jax.Array) -> PyTree:
         m = lse * (1 / plan.score_unit)
         log2_sum = jnp.where(m == -jnp.inf, 0.0, ((lse - m * plan.score_unit) + lse_residual) * (1 / LN2))
         return m, log2_sum
 
     def gradients(
-        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
+        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
         if plan.dtype != "float16":
             return _gradients(plan, wants_bias, operands, statistics, delta, d_out)
@@ -98,7 +101,7 @@ class TritonFlash(FlashBackend):
         scaled = delta * scale, d_out.astype(jnp.float32) * scale
         dq, dk, dv, d_arrays = _gradients(plan, wants_bias, operands, statistics, *scaled)
 
-        def unscale(d: Any, x: Any) -> Any:
+        def unscale(d: Leaf, x: Leaf) -> Leaf:
             return None if d is None else (d / scale).astype(x.dtype)
 
         d_arrays = jax.tree.map(unscale, d_arrays, operands.arrays, is_leaf=lambda d: d is None)
@@ -106,7 +109,7 @@ class TritonFlash(FlashBackend):
 
 
 def _gradients(
-    plan: Plan, wants_bias: bool, operands: Operands, statistics: Any, delta: jax.Array, d_out: jax.Array
+    plan: Plan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
     query, key, value, arrays, schedules = operands
     m, log2_sum = statistics
@@ -122,7 +125,7 @@ def _gradients(
     d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
     if wants_bias:
         d_values = d_others | d_of_key
-        of_values: Any = (_summed(d_values[i], x) if i in d_values else None for i, x in enumerate(arrays.bias))
+        of_values: PyTree = (_summed(d_values[i], x) if i in d_values else None for i, x in enumerate(arrays.bias))
         d_arrays = d_arrays._replace(bias=tuple(of_values))
         if arrays.table is not None:
             d_arrays = d_arrays._replace(table=table_gradient(plan, inputs, arrays, schedules.by_score))
@@ -132,7 +135,7 @@ def _gradients(
     return dq, dk, dv, d_arrays
 
 
-def _widen(x: Any) -> Any:
+def _widen(x: Leaf) -> Leaf:
     """bfloat16 as float32, since Triton's interpreter has no bfloat16."""
     return x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from attnops.kernels import of_mask
 from attnops.masks import Mask
 from attnops_triton.flash.plan import Plan, Tiles, cdiv
 from attnops_triton.language.translate import PRIMITIVES
+
+if TYPE_CHECKING:
+    from attnops.typing import Array
 
 WORD = 32
 
@@ -46,7 +49,7 @@ def packed_map_shape(mask: Mask, plan: Plan) -> tuple[int, int]:
 def packer(mask: Mask, plan: Plan, tiles: Tiles) -> Pack:
     """The function that computes the bits of a bound mask's tiles."""
 
-    def one(at: tuple[Any, ...]) -> jax.Array:
+    def one(at: tuple[Array, ...]) -> jax.Array:
         b, h, q_tile, kv_tile = (x.reshape(1, 1, 1, 1) for x in at)
         # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
         q = jnp.minimum(q_tile * tiles.bq + np.arange(tiles.bq, dtype=np.int32)[:, None], plan.T - 1)
@@ -57,7 +60,7 @@ def packer(mask: Mask, plan: Plan, tiles: Tiles) -> Pack:
         packed = (bits << np.arange(bits.shape[2], dtype=np.uint32)).sum(axis=2, dtype=jnp.uint32)
         return lax.bitcast_convert_type(packed, jnp.int32)
 
-    def pack(*at: Any) -> jax.Array:
+    def pack(*at: Array) -> jax.Array:
         return lax.map(one, tuple(jnp.asarray(x, jnp.int32) for x in at), batch_size=_BATCH)
 
     return pack

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attnops_triton.flash.plan import Plan
+
+if TYPE_CHECKING:
+    from attnops.typing import Array
 
 
 class Arrays(NamedTuple):
@@ -36,7 +39,7 @@ class Operand(NamedTuple):
     """An argument of a kernel; the parameter's name is ``name`` + ``_ptr``."""
 
     name: str
-    array: Any
+    array: Array
 
 
 def value_layout(x: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +15,16 @@ from attnops_triton.flash.operands import Arrays, value_layout
 from attnops_triton.flash.plan import Plan, Tiles
 from attnops_triton.flash.tile_schedule import TileSchedules, every_tile, tile_schedule
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from attnops.typing import Array, PyTree
+
 
 def arrays(plan: Plan, call: FlashCall) -> Arrays:
     """The arrays of a call in kernels' layouts. Differentiable; O(T + S) memory, plus that of T × S arrays."""
     scoring, shape = plan.scoring, call.scores_shape
-    bias: Any = elementwise_bias(call.bias)
+    bias: PyTree = elementwise_bias(call.bias)
     result = Arrays(sinks=None if call.sinks is None else call.sinks.astype(jnp.float32)[None])
     if call.mask is not None and not plan.packed:
         function, leaves, dense = of_mask(call.mask)
@@ -57,11 +62,11 @@ def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
     return TileSchedules(forward, by_query, tile_schedule(coverage, pack, by_key=True), by_score)
 
 
-def _coverage(mask: Mask | None, plan: Plan, tiles: Tiles) -> tuple[Any, Pack | None]:
+def _coverage(mask: Mask | None, plan: Plan, tiles: Tiles) -> tuple[Array, Pack | None]:
     """The coverage of each tile, and the function that computes the bits of tiles, for a packed mask."""
     coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), tiles.bq, tiles.bk).coverage
     if mask is None or not plan.packed:
         return coverage, None
     lead = [max(sizes) for sizes in zip(coverage.shape, packed_map_shape(mask, plan), strict=False)]
-    xp: Any = np if isinstance(coverage, np.ndarray) else jnp
+    xp: ModuleType = np if isinstance(coverage, np.ndarray) else jnp
     return xp.broadcast_to(coverage, (*lead, *coverage.shape[2:])), packer(mask, plan, tiles)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from attnops_triton.flash.operands import Operand, base
 from attnops_triton.flash.plan import LOG2E, Plan, cdiv
 from attnops_triton.language.source import Writer, number
 from attnops_triton.language.translate import TYPES, derivative, tanh, traced, translate
+
+if TYPE_CHECKING:
+    from attnops.typing import BackendPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,6 +291,6 @@ class Tile:
         return "[:, None]" if (axis == "q") != self.transposed else "[None, :]"
 
 
-def dtype(plan: Any) -> str:
+def dtype(plan: BackendPlan) -> str:
     """The dtype of products' operands."""
     return f"tl.{plan.dtype}"

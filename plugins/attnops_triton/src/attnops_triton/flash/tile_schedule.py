@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ import numpy as np
 from attnops.kernels import Foldable
 from attnops.masks import Coverage
 from attnops_triton.flash.bits import Pack
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, Leaf, NumpyArray, PyTree
 
 
 @functools.partial(
@@ -40,24 +43,24 @@ class TileSchedule(Foldable):
         first: int32 [maps · rows], the index of a row's first PARTIAL tile in ``words``.
     """
 
-    ranges: Any
-    columns: Any
+    ranges: Array | None
+    columns: Array | None
     map_shape: tuple[int, int]
     rows: int
     width: int
     constant: tuple[int, int, int, int] | None
     any_full: bool
     any_partial: bool
-    words: Any = None
-    first: Any = None
+    words: Array | None = None
+    first: Array | None = None
 
-    def fold(self, batched: Any, n: int, B: int) -> TileSchedule:
+    def fold(self, batched: PyTree, n: int, B: int) -> TileSchedule:
         """See `attnops.kernels.vmap.Foldable.fold`."""
         is_shared = not any((batched.ranges, batched.columns, batched.words, batched.first))
         if is_shared and (self.map_shape[0] == 1 or (self.constant is not None and self.words is None)):
             return self
 
-        def folded(x: Any, is_batched: Any) -> Any:
+        def folded(x: Leaf, is_batched: PyTree) -> Leaf:
             if x is None:
                 return None
             x = x.reshape(*([n] if is_batched else []), self.map_shape[0], -1)
@@ -87,12 +90,12 @@ class EveryTile(NamedTuple):
         numbers: int32 [B or 1, H or 1, tiles of q, tiles of kv], the index of a tile in ``words``.
     """
 
-    coverage: Any
-    words: Any
-    numbers: Any
+    coverage: Array
+    words: Array | None
+    numbers: Array | None
 
 
-def tile_schedule(coverage: Any, pack: Pack | None = None, by_key: bool = False) -> TileSchedule:
+def tile_schedule(coverage: Array, pack: Pack | None = None, by_key: bool = False) -> TileSchedule:
     """The schedule of a block map.
 
     Args:
@@ -107,7 +110,7 @@ def tile_schedule(coverage: Any, pack: Pack | None = None, by_key: bool = False)
     return _known(coverage, pack) if isinstance(coverage, np.ndarray) else _traced(coverage, pack)
 
 
-def _known(coverage: Any, pack: Pack | None) -> TileSchedule:
+def _known(coverage: NumpyArray, pack: Pack | None) -> TileSchedule:
     *maps, rows, columns = coverage.shape
     schedule = _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]))
     if pack is None or not schedule.any_partial:
@@ -118,7 +121,7 @@ def _known(coverage: Any, pack: Pack | None) -> TileSchedule:
     return dataclasses.replace(schedule, words=pack(*np.nonzero(is_partial)), first=first)
 
 
-def _traced(coverage: Any, pack: Pack | None) -> TileSchedule:
+def _traced(coverage: Array, pack: Pack | None) -> TileSchedule:
     *maps, rows, columns = coverage.shape
     flat = coverage.reshape(-1, rows, columns)
     n_full = (flat == Coverage.FULL).sum(axis=2, dtype=jnp.int32)
@@ -135,7 +138,7 @@ def _traced(coverage: Any, pack: Pack | None) -> TileSchedule:
     )  # fmt: skip
 
 
-def every_tile(coverage: Any, pack: Pack | None = None) -> EveryTile:
+def every_tile(coverage: Array, pack: Pack | None = None) -> EveryTile:
     """The `EveryTile` of a block map.
 
     Args:
@@ -150,7 +153,7 @@ def every_tile(coverage: Any, pack: Pack | None = None) -> EveryTile:
     return EveryTile(jnp.asarray(coverage), pack(*at), jnp.asarray(numbers, jnp.int32))
 
 
-def _static(coverage: np.ndarray[Any, Any], maps: tuple[int, int]) -> TileSchedule:
+def _static(coverage: NumpyArray, maps: tuple[int, int]) -> TileSchedule:
     rows = coverage.shape[1]
     is_full, is_partial = coverage == Coverage.FULL, coverage == Coverage.PARTIAL
     full, partial = bool(is_full.any()), bool(is_partial.any())
@@ -171,7 +174,7 @@ def _static(coverage: np.ndarray[Any, Any], maps: tuple[int, int]) -> TileSchedu
     return TileSchedule(flat, columns_of, maps, rows, width, None, full, partial)
 
 
-def _column_range(kind: np.ndarray[Any, Any]) -> tuple[Any, Any, bool]:
+def _column_range(kind: NumpyArray) -> tuple[PyTree, PyTree, bool]:
     """The start and stop of the columns of a kind in each row, and whether they are contiguous in all rows."""
     count = kind.sum(axis=2)
     start = np.where(count > 0, kind.argmax(axis=2), 0)
@@ -179,7 +182,7 @@ def _column_range(kind: np.ndarray[Any, Any]) -> tuple[Any, Any, bool]:
     return start, stop, bool((stop - start == count).all())
 
 
-def _rank(coverage: Any) -> Any:
+def _rank(coverage: Array) -> Array:
     """FULL first, then PARTIAL, then EMPTY."""
     return int(Coverage.FULL) - coverage
 

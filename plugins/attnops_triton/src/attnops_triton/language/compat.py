@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnops_triton.language.source import Kernel
 from attnops_triton.versions import release, version_of
 
+if TYPE_CHECKING:
+    import jax
+
+    from attnops.typing import Function, PyTree
+
 
 @functools.lru_cache(maxsize=1024)
-def function(kernel: Kernel) -> Any:
+def function(kernel: Kernel) -> Function:
     """The Python function of a kernel's text, with source that `inspect` finds, which Triton needs."""
     import triton.language as tl
 
@@ -39,9 +44,10 @@ def jit(kernel: Kernel) -> Any:
 
 
 def triton_call(
-    kernel: Any, shapes: tuple[Any, ...], programs: int, name: str, warps: int, stages: int, capability: int | None,
-    *arrays: Any,
-) -> Any:  # fmt: skip
+    kernel: Function, shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int, name: str,
+    warps: int, stages: int, capability: int | None,
+    *arrays: PyTree,
+) -> PyTree:  # fmt: skip
     """`jax_triton.triton_call`, with results of these shapes."""
     import jax_triton
 

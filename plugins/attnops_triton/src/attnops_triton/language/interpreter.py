@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -11,14 +11,17 @@ import numpy as np
 from attnops_triton.language.compat import function
 from attnops_triton.language.source import Kernel
 
+if TYPE_CHECKING:
+    from attnops.typing import NumpyArray, PyTree
+
 # The interpreter patches Triton's functions while it runs.
 _LOCK = threading.Lock()
 
 
-def interpreted(kernel: Kernel, shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int, *arrays: jax.Array) -> Any:
+def interpreted(kernel: Kernel, shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int, *arrays: jax.Array) -> PyTree:
     """A kernel's results. They are initialised to NaN, so that missing stores are noticed."""
 
-    def run(*given: Any) -> tuple[np.ndarray[Any, Any], ...]:
+    def run(*given: PyTree) -> tuple[NumpyArray, ...]:
         results = tuple(_unwritten(shape) for shape in shapes)
         run_on_host(kernel, programs, [np.ascontiguousarray(x) for x in given], list(results))
         return results
@@ -26,9 +29,7 @@ def interpreted(kernel: Kernel, shapes: tuple[jax.ShapeDtypeStruct, ...], progra
     return jax.pure_callback(run, shapes, *arrays, vmap_method="sequential")
 
 
-def run_on_host(
-    kernel: Kernel, programs: int, arrays: list[np.ndarray[Any, Any]], results: list[np.ndarray[Any, Any]]
-) -> None:
+def run_on_host(kernel: Kernel, programs: int, arrays: list[NumpyArray], results: list[NumpyArray]) -> None:
     """Interpret a kernel, which writes to ``results``."""
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -41,7 +42,7 @@ def run_on_host(
 class Buffer:
     """An array with the interface that the interpreter expects: a torch tensor on the host that is its own storage."""
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+    def __init__(self, array: NumpyArray) -> None:
         self.array = array
 
     @property
@@ -60,10 +61,10 @@ class Buffer:
     def cpu(self) -> Buffer:
         return self
 
-    def new_empty(self, *_: Any, **__: Any) -> Buffer:
+    def new_empty(self, *_: object, **__: Any) -> Buffer:
         return Buffer(self.array)
 
-    def set_(self, storage: Buffer, *_: Any) -> None:
+    def set_(self, storage: Buffer, *_: object) -> None:
         self.array = storage.array
 
     def storage_offset(self) -> int:
@@ -79,5 +80,5 @@ class Buffer:
         """Nothing: the kernel wrote in place."""
 
 
-def _unwritten(shape: jax.ShapeDtypeStruct) -> np.ndarray[Any, Any]:
+def _unwritten(shape: jax.ShapeDtypeStruct) -> NumpyArray:
     return np.full(shape.shape, np.nan, shape.dtype)

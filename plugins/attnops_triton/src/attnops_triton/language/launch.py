@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from attnops.kernels import equally_varying
 from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import Plan, Tiles
 from attnops_triton.language.source import Kernel, Writer
+
+if TYPE_CHECKING:
+    from attnops.typing import Function, PyTree
 
 # Part of the key of JAX's cache of traced functions, so that each recording traces again.
 _RECORD = jax.make_user_context(default_value=None)
@@ -78,7 +81,7 @@ def launch(
     if record is not None:
         record.launched.append(Launched(kernel, tuple(x.dtype.name for x in (*arrays, *shapes)), tiles, plan, programs))
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
-    run: Any
+    run: Function
     if plan.interpret:
         run = functools.partial(interpreted, kernel, shapes, programs)
     else:
@@ -93,7 +96,7 @@ def capability(arch: str) -> int | None:
     return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else None
 
 
-def _varying_like(results: Any, arrays: list[Any]) -> list[Any]:
+def _varying_like(results: PyTree, arrays: list[PyTree]) -> list[PyTree]:
     """The results, varying over the same mesh axes as the arrays, as `jax.shard_map` requires."""
     *varying, _ = equally_varying((*results, tuple(arrays)))
     return varying

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from jax.extend import core as jex
 
 from attnops.kernels import Elementwise
 from attnops_triton.language.source import Writer, number
+
+if TYPE_CHECKING:
+    from attnops.typing import Aval, DType, Index, JaxprLike, Leaf, PyTree
 
 _CALLS: Final = frozenset(
     ["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"]
@@ -45,21 +48,21 @@ def _plain(template: str) -> Callable[..., str]:
     return lambda write, params, *x: template.format(*(v.text for v in x))
 
 
-def _divide(write: Writer, params: Any, a: Value, b: Value) -> str:
+def _divide(write: Writer, params: JaxprLike, a: Value, b: Value) -> str:
     return f"{a.text} / {b.text}" if a.floating else f"{a.text} // {b.text}"  # `//` rounds towards 0
 
 
-def _not(write: Writer, params: Any, a: Value) -> str:
+def _not(write: Writer, params: JaxprLike, a: Value) -> str:
     return f"{a.text} == 0" if a.dtype == "bool" else f"~{a.text}"
 
 
-def _select(write: Writer, params: Any, which: Value, *cases: Value) -> str:
+def _select(write: Writer, params: JaxprLike, which: Value, *cases: Value) -> str:
     if which.dtype != "bool":
         raise NotImplementedError("select_n of an integer")
     return f"tl.where({which.text}, {cases[1].text}, {cases[0].text})"
 
 
-def _convert(write: Writer, params: Any, a: Value) -> str:
+def _convert(write: Writer, params: JaxprLike, a: Value) -> str:
     name = jnp.dtype(params["new_dtype"]).name
     if name == "bool":
         return f"{a.text} != 0"
@@ -72,7 +75,7 @@ def _named(write: Writer, text: str) -> str:
     return name
 
 
-def _integer_pow(write: Writer, params: Any, a: Value) -> str:
+def _integer_pow(write: Writer, params: JaxprLike, a: Value) -> str:
     y = int(params["y"])
     power = _power(write, a.text, abs(y)) if y else f"{a.text} * 0 + 1"
     return f"1 / ({power})" if y < 0 else power
@@ -97,11 +100,11 @@ def tanh(write: Writer, x: str) -> str:
     return f"tl.where(tl.abs({x}) < 0.15, {series}, {far})"
 
 
-def _tanh(write: Writer, params: Any, a: Value) -> str:
+def _tanh(write: Writer, params: JaxprLike, a: Value) -> str:
     return tanh(write, a.text)
 
 
-def _log1p(write: Writer, params: Any, a: Value) -> str:
+def _log1p(write: Writer, params: JaxprLike, a: Value) -> str:
     u = _named(write, f"1.0 + {a.text}")
     # The rounding error of 1 + x is divided out (Kahan).
     close = _named(write, f"tl.where({u} == 1.0, 1.0, {u} - 1.0)")
@@ -109,14 +112,14 @@ def _log1p(write: Writer, params: Any, a: Value) -> str:
     return f"tl.where({far}, {a.text} + tl.log({u}) * ({u} == float('inf')), tl.log({u}) * ({a.text} / {close}))"
 
 
-def _expm1(write: Writer, params: Any, a: Value) -> str:
+def _expm1(write: Writer, params: JaxprLike, a: Value) -> str:
     t = _named(write, f"tl.exp({a.text})")
     small = _named(write, f"tl.abs({a.text}) < 0.01")
     series = f"{a.text} * (1.0 + {a.text} * (0.5 + {a.text} * (0.16666666666 + {a.text} * 0.0416666666)))"
     return f"tl.where({small}, {series}, {t} - 1.0)"
 
 
-def _round(write: Writer, params: Any, a: Value) -> str:
+def _round(write: Writer, params: JaxprLike, a: Value) -> str:
     down = _named(write, f"tl.floor({a.text})")
     fraction = _named(write, f"{a.text} - {down}")
     if "EVEN" in str(params["rounding_method"]) or str(params["rounding_method"]) == "1":
@@ -126,7 +129,7 @@ def _round(write: Writer, params: Any, a: Value) -> str:
     return f"tl.where({up}, {down} + 1.0, {down})"
 
 
-def _pow(write: Writer, params: Any, a: Value, b: Value) -> str:
+def _pow(write: Writer, params: JaxprLike, a: Value, b: Value) -> str:
     if not b.floating:
         b = Value(f"({float(b.text.strip('()'))})" if b.literal else f"{b.text}.to(tl.float32)", "float32", b.literal)
     size = _named(write, f"tl.exp2({b.text} * tl.log2(tl.abs({a.text})))")
@@ -160,7 +163,7 @@ _FLOAT32: Final = frozenset(
 PRIMITIVES: Final = frozenset(_TABLE) - {"add_any"} | {"stop_gradient"}
 
 
-def translate(write: Writer, closed: Any, inputs: Sequence[str]) -> list[str]:
+def translate(write: Writer, closed: JaxprLike, inputs: Sequence[str]) -> list[str]:
     """Write a jaxpr of scalars. Returns its results, as expressions without operators outside parentheses.
 
     Args:
@@ -176,7 +179,7 @@ def translate(write: Writer, closed: Any, inputs: Sequence[str]) -> list[str]:
     return [value.text for value in _inline(write, closed.jaxpr, constants, given)]
 
 
-def _literal(value: Any, dtype: Any) -> Value:
+def _literal(value: Leaf, dtype: DType) -> Value:
     scalar = np.asarray(value, dtype)
     if scalar.ndim:
         raise NotImplementedError(f"a constant of shape {scalar.shape}")
@@ -185,10 +188,10 @@ def _literal(value: Any, dtype: Any) -> Value:
     return Value(f"({text})" if text.startswith("-") else text, jnp.dtype(dtype).name, True)
 
 
-def _inline(write: Writer, jaxpr: Any, constants: list[Value], inputs: list[Value]) -> list[Value]:
+def _inline(write: Writer, jaxpr: JaxprLike, constants: list[Value], inputs: list[Value]) -> list[Value]:
     names = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Value:
+    def read(atom: JaxprLike) -> Value:
         # Typed as an abstract value, which has no dtype.
         return _literal(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else names[atom]  # type: ignore[attr-defined]
 
@@ -230,7 +233,7 @@ def _spread(write: Writer, value: Value) -> Value:
     return Value(_named(write, f"tl.full([1, 1], {value.text}, {TYPES[value.dtype]})"), value.dtype)
 
 
-def traced(function: Elementwise, given: int) -> Any:
+def traced(function: Elementwise, given: int) -> JaxprLike:
     """The jaxpr of ``apply(scores, b, h, q, kv, *values, *given)`` on scalars."""
     n = len(function.values)
     return jax.make_jaxpr(lambda s, b, h, q, kv, *arrays: function.apply(s, b, h, q, kv, arrays[:n], arrays[n:]))(
@@ -238,7 +241,7 @@ def traced(function: Elementwise, given: int) -> Any:
     )
 
 
-def derivative(function: Elementwise) -> tuple[Any, list[int]]:
+def derivative(function: Elementwise) -> tuple[JaxprLike, list[int]]:
     """The jaxpr of the derivative of a bias, and the indices of the values whose gradients it computes.
 
     Its inputs are those of `traced` and the gradient of the result; its results are the gradients of the scores and of
@@ -246,10 +249,10 @@ def derivative(function: Elementwise) -> tuple[Any, list[int]]:
     """
     wanted = [i for i, dtype in enumerate(function.dtypes) if jnp.issubdtype(dtype, jnp.floating)]
 
-    def pulled_back(s: Any, b: Any, h: Any, q: Any, kv: Any, *values_and_d: Any) -> Any:
+    def pulled_back(s: jax.Array, b: Index, h: Index, q: Index, kv: Index, *values_and_d: PyTree) -> PyTree:
         *values, d = values_and_d
 
-        def changed(s: Any, some: list[Any]) -> Any:
+        def changed(s: jax.Array, some: list[PyTree]) -> PyTree:
             merged = list(values)
             for i, x in zip(wanted, some, strict=True):
                 merged[i] = x
@@ -260,6 +263,6 @@ def derivative(function: Elementwise) -> tuple[Any, list[int]]:
     return jax.make_jaxpr(pulled_back)(*_scalars(function, 0), jax.ShapeDtypeStruct((), jnp.float32)), wanted
 
 
-def _scalars(function: Elementwise, given: int) -> list[Any]:
+def _scalars(function: Elementwise, given: int) -> list[Aval]:
     dtypes = [jnp.float32, *[jnp.int32] * 4, *function.dtypes, *[jnp.bool_] * given]
     return [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]

@@ -257,6 +257,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+# A parameter for each option of the command line, which typer reads from the signature.
 def main(
     generation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOPOLOGIES)}; may be repeated.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,

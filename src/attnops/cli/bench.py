@@ -37,7 +37,8 @@ _PIPE_WIDTH: Final = 200
 _STYLES: Final = {"wrong": "bold red", "failed": "red", "refused": "yellow"}
 
 
-# A parameter for each option of the command line, which typer reads from the signature.
+# A parameter for each option of the command line, which typer reads from the signature: most of its lines are
+# their help.
 def command(
     operations: Annotated[
         list[str] | None,

@@ -31,6 +31,7 @@ Check = tuple[str, Callable[[], list[Outcome]]]
 COVERAGE: Final = 1 / 4
 
 
+# A parameter for each option of the command line, which typer reads from the signature.
 def command(
     operation: Annotated[str, typer.Argument(help="Name of the operation, or distribution:operation.")],
     platform: Annotated[

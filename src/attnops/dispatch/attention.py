@@ -63,6 +63,7 @@ class OperationImpl(BaseOperation):
         """How good a choice this is for a request that it serves, for the operation `auto`. None: never picked."""
         return Rank.KERNEL if forward_for(cls, request.platform) != "native" else Rank.NATIVE
 
+    # The contract's options, a parameter each.
     def __call__(
         self,
         query: ArrayLike,

@@ -45,6 +45,7 @@ class VanillaAttention(OperationImpl):
         own = super().rank(request)
         return Rank.REFERENCE if own is Rank.NATIVE else own  # else a plugin's kernel, in a subclass
 
+    # The contract's options, a parameter each.
     def forward_native(
         self,
         query: jax.Array,

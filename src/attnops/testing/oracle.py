@@ -76,6 +76,7 @@ def attention(
     return Result(out, f.w, f.logsumexp, magnitude)
 
 
+# The contract's options, a parameter each.
 def _forward(
     query: ArrayLike,
     key: ArrayLike,

@@ -35,6 +35,7 @@ def _arrays(features: str) -> tuple[list[jax.Array], jax.Array, jax.Array | None
     return arrays, d_lse, jnp.asarray(values, jnp.float32)
 
 
+# One comparison: the functions in it share the problem and its options.
 def check_partial(name: str, platform: str, features: str, **fields: Any) -> None:
     """Outputs, logsumexps and every gradient of an operation's partials equal those of `vanilla` over all keys.
 

@@ -131,6 +131,7 @@ class RingAttention(OperationImpl):
                                   "create 'flash'; or set metadata.mesh and AxisRules' kv_length"))  # fmt: skip
         return reasons
 
+    # The contract's options, a parameter each.
     def forward_native(
         self,
         query: jax.Array,
@@ -240,6 +241,7 @@ def _check_heads(boundary: Boundary, request: Any, sizes: list[int], strategy: s
         raise UnsupportedError(f"RingAttention can't serve {request}:{listed}", reasons)
 
 
+# The ring's settings, and the call's operands, a parameter each.
 def _local(
     inner: Inner, axis: tuple[str, ...], hops: int, strategy: str,
     query: jax.Array, key: jax.Array, value: jax.Array, *,

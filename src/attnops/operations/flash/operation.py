@@ -57,6 +57,7 @@ class FlashAttention(OperationImpl):
             return Rank.NATIVE_LAYOUT
         return Rank.LINEAR_MEMORY if isinstance(request, AttentionRequest) and _scores(request) > _LARGE else Rank.LOOP
 
+    # The contract's options, a parameter each.
     def forward_native(
         self,
         query: jax.Array,

@@ -61,6 +61,7 @@ class TPUFlashAttention(FlashAttention):
         """See `attnops.BaseOperation.environment_key`."""
         return super().environment_key(), _is_x64()
 
+    # The contract's options that it has, a parameter each.
     def forward_tpu(
         self,
         query: jax.Array,

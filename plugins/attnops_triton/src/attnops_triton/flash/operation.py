@@ -73,6 +73,7 @@ class TritonFlashAttention(FlashAttention):
             yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
                          "interpret float32 or float16")  # fmt: skip
 
+    # The contract's options that it has, a parameter each.
     def forward_gpu(
         self,
         query: jax.Array,

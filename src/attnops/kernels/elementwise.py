@@ -99,6 +99,7 @@ class Elementwise:
         value = function(*(jnp.arange(sizes[axis], dtype=jnp.int32) for axis in axes))
         return jnp.asarray(value).reshape([sizes[axis] if axis in axes else 1 for axis in AXES])
 
+    # The arguments of a function of scores, and what a kernel gives in place of its arrays, a parameter each.
     def apply(
         self,
         scores: jax.Array | None,

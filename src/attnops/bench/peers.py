@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from attnops.bench.case import Array, Case, Refused
 from attnops.bench.program import RESULTS, Contender, Ready, compile_jax
 from attnops.masks import And, Causal, Full, Mask, Segments, SlidingWindow
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +180,7 @@ def _torch(case: Case) -> Ready:
             out = function(*inputs, attn_mask=mask, is_causal=only_causal, enable_gqa=case.heads != case.K)
             return (out, *torch.autograd.grad(out, inputs, d_out)) if case.backward else (out,)
 
-    def wait(outputs: Any) -> Any:
+    def wait(outputs: PyTree) -> PyTree:
         if device == "cuda":
             torch.cuda.synchronize()
         return outputs

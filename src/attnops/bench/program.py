@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.bench.case import Array, Case
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
 
 RESULTS = ("output", "gradient of query", "gradient of key", "gradient of value")
 
@@ -30,7 +33,7 @@ class Ready:
     """
 
     run: Callable[[], object]
-    wait: Callable[[Any], object]
+    wait: Callable[[PyTree], object]
     results: Callable[[Array], dict[str, Array]]
     what: str
     temp_bytes: int | None = None
@@ -53,7 +56,7 @@ class Contender:
 
 
 def compile_jax(
-    case: Case, attend: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array], extra: object, what: str
+    case: Case, attend: Callable[[jax.Array, jax.Array, jax.Array, PyTree], jax.Array], extra: PyTree, what: str
 ) -> Ready:
     """A JAX function as a program.
 
@@ -68,12 +71,12 @@ def compile_jax(
     """
 
     def both(
-        query: jax.Array, key: jax.Array, value: jax.Array, extra: object, d_out: jax.Array
+        query: jax.Array, key: jax.Array, value: jax.Array, extra: PyTree, d_out: jax.Array
     ) -> tuple[jax.Array, ...]:
         out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, extra), query, key, value)
         return out, *pull_back(d_out)
 
-    def forward(query: jax.Array, key: jax.Array, value: jax.Array, extra: object) -> tuple[jax.Array, ...]:
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array, extra: PyTree) -> tuple[jax.Array, ...]:
         return (attend(query, key, value, extra),)
 
     function: Callable[..., tuple[jax.Array, ...]] = both if case.backward else forward

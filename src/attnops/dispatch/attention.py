@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from attnops.biases import Bias
     from attnops.masks.base import Mask
+    from attnops.typing import PyTree
 
 
 class OperationImpl(BaseOperation):
@@ -229,7 +230,7 @@ class OperationImpl(BaseOperation):
         *,
         wants_bias: bool = False,
         **options: object,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
         """The gradients of the contribution of some keys to a softmax, from its logsumexp over all keys.
 
         Args:
@@ -274,7 +275,7 @@ class OperationImpl(BaseOperation):
 
     def run_partial_vjp(
         self, forward: str, call: Call, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
         """`partial_vjp` by the forward of this name; an implementation may override it."""
 
         def contributed(given: tuple[object, ...]) -> Contribution:

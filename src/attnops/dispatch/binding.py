@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.partition.boundary import Boundary
+    from attnops.typing import Aval, PyTree
 
 _NOT_FLAGS: Final = frozenset({"mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key"})
 
@@ -37,7 +38,7 @@ class Call(NamedTuple):
     """
 
     request: Request
-    args: tuple[Any, ...]
+    args: tuple[PyTree, ...]
     options: dict[str, Any]
     boundary: Boundary | None = None
 
@@ -190,7 +191,7 @@ def _dimensions(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
     return B, T, H, D, S, K, value.shape[3]
 
 
-def check_own_array(name: str, x: Any) -> None:
+def check_own_array(name: str, x: Aval) -> None:
     """Raise a `ValueError` for an array of another library, whose dtype is not numpy's."""
     if isinstance(x, jax.Array):
         return
@@ -203,7 +204,7 @@ def check_own_array(name: str, x: Any) -> None:
         ) from None
 
 
-def _check_floating(name: str, x: Any, hint: str) -> None:
+def _check_floating(name: str, x: Aval, hint: str) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{name} has dtype {x.dtype}, but must be floating-point; {hint}")
     # A float64 host array would otherwise silently become float32 where x64 is off.

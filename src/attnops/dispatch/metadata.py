@@ -22,6 +22,8 @@ from attnops.sharding.rules import DEFAULT_RULES, AxisRules
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
+    from attnops.typing import Aval
+
 Layout = Literal["BTHD", "BHTD"]
 OnUnsupported = Literal["native", "error"]
 
@@ -129,7 +131,9 @@ class OperationMetadata:
                         break
         return cls(**(values | overrides))
 
-    def get_shardings(self, query: Any, key: Any, value: Any = None, *, mode: str | None = None) -> AttentionShardings:
+    def get_shardings(
+        self, query: Aval, key: Aval, value: Aval | None = None, *, mode: str | None = None
+    ) -> AttentionShardings:
         """The partition specs of a call, on the metadata's mesh or the current one, by the axis rules.
 
         Args:
@@ -160,7 +164,7 @@ class OperationMetadata:
         )
         mesh = self.mesh if self.mesh is not None else current_mesh()
 
-        def spec(array: Any, *axes: str) -> PartitionSpec:
+        def spec(array: Aval, *axes: str) -> PartitionSpec:
             batch, length, heads, features = axes
             ordered = (batch, heads, length, features) if swapped else axes
             return self.axis_rules.spec(ordered, array.shape, mesh, chosen)

@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, ClassVar, Final, final
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Final, final
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from attnops.dispatch.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
 from attnops.dispatch.request import AttentionRequest, Request, dtype_name
 from attnops.errors import Reason, UnsupportedError, UnsupportedWarning
 from attnops.kernels.nograd import not_differentiable
+
+if TYPE_CHECKING:
+    from attnops.typing import Function, PyTree
 
 API_VERSION: Final = 1
 """The version of the plugin API, incremented when a plugin written for the previous one would break.
@@ -96,30 +99,30 @@ class BaseOperation(abc.ABC):
         return jax.default_backend()
 
     @abc.abstractmethod
-    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_native(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation in plain JAX, for any platform."""
 
-    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_cpu(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for CPUs; `forward_native` unless overridden."""
         return self.forward_native(*args, **kwargs)
 
-    def forward_gpu(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_gpu(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for NVIDIA and AMD GPUs; `forward_native` unless overridden."""
         return self.forward_native(*args, **kwargs)
 
-    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_cuda(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for NVIDIA GPUs; `forward_gpu` unless overridden."""
         return self.forward_gpu(*args, **kwargs)
 
-    def forward_rocm(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_rocm(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for AMD GPUs; `forward_gpu` unless overridden."""
         return self.forward_gpu(*args, **kwargs)
 
-    def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_tpu(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for TPUs; `forward_native` unless overridden."""
         return self.forward_native(*args, **kwargs)
 
-    def forward_tt(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_tt(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for Tenstorrent devices; `forward_native` unless overridden."""
         return self.forward_native(*args, **kwargs)
 
@@ -142,7 +145,7 @@ class BaseOperation(abc.ABC):
         """Every reason why this operation's forward for the request's platform can't serve it. Traces nothing."""
         return self._reasons(forward_for(type(self), request.platform), request)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run the forward for the platform of the call.
 
         Args:
@@ -160,7 +163,7 @@ class BaseOperation(abc.ABC):
         """
         return self.run(self.prepare(*args, **kwargs))
 
-    def request(self, *args: Any, **kwargs: Any) -> Request:
+    def request(self, *args: PyTree, **kwargs: PyTree) -> Request:
         """The static description of a call with these arguments, which `attnops.explain` takes. Runs nothing.
 
         Any array may be a `jax.ShapeDtypeStruct` instead, which has no platform: then it is the metadata's, or the
@@ -188,13 +191,13 @@ class BaseOperation(abc.ABC):
         return requests[0]
 
     @final
-    def prepare(self, *args: Any, **kwargs: Any) -> Call:
+    def prepare(self, *args: PyTree, **kwargs: PyTree) -> Call:
         """Bind the arguments of a call and find its platform."""
         call = self.bind(*args, **kwargs)
         platform = find_platform(self.metadata.platform, self.metadata.mesh, jax.tree.leaves(call.args))
         return call._replace(request=call.request.replace(platform=platform))
 
-    def bind(self, *args: Any, **kwargs: Any) -> Call:
+    def bind(self, *args: PyTree, **kwargs: PyTree) -> Call:
         """Check the arguments and describe the call. The platform is filled in by `prepare`."""
         args, kwargs = _by_position(type(self), args, kwargs)
         mode = resolve_mode(self.metadata, 0, kwargs.pop("mode", None))
@@ -207,7 +210,7 @@ class BaseOperation(abc.ABC):
         )
         return Call(request, args, options)
 
-    def run(self, call: Call) -> Any:
+    def run(self, call: Call) -> PyTree:
         """Decide which forward serves a call that `prepare` described, and run it."""
         forward = decide(self, call.request)
         try:
@@ -221,8 +224,8 @@ class BaseOperation(abc.ABC):
             _warn_once(f"{type(self).__name__}.forward_{forward}", what, 4)  # past this, run and __call__
         return self.finish(call, result)
 
-    def _run(self, forward: str, call: Call) -> Any:
-        function: Callable[..., Any] = getattr(self, f"forward_{forward}")
+    def _run(self, forward: str, call: Call) -> PyTree:
+        function: Function = getattr(self, f"forward_{forward}")
         if not self._limits(forward).differentiable:
             name = f"{type(self).__name__}.forward_{forward}"
             function = not_differentiable(
@@ -235,11 +238,11 @@ class BaseOperation(abc.ABC):
             options = options | {"mode": call.request.mode}
         return self.invoke(forward, function, call, options)
 
-    def invoke(self, forward: str, function: Callable[..., Any], call: Call, options: Mapping[str, object]) -> Any:
+    def invoke(self, forward: str, function: Function, call: Call, options: Mapping[str, object]) -> PyTree:
         """Run the forward of this name on a call."""
         return function(*call.args, **options)
 
-    def finish(self, call: Call, result: Any) -> Any:
+    def finish(self, call: Call, result: PyTree) -> PyTree:
         """Convert a forward's result to the caller's."""
         return result
 
@@ -322,7 +325,7 @@ def positional_names(cls: type[BaseOperation]) -> tuple[str, ...]:
 
 def _by_position(
     cls: type[BaseOperation], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> tuple[tuple[object, ...], dict[str, Any]]:
+) -> tuple[tuple[object, ...], dict[str, PyTree]]:
     """The positional arguments of a call, including those given by name, and its options."""
     names, options = positional_names(cls), dict(kwargs)
     given = list(args)

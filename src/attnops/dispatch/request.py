@@ -12,8 +12,7 @@ from attnops.masks.structure import MaskStructure
 from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode, printed_mode
 
 if TYPE_CHECKING:
-    import jax
-    import numpy as np
+    from attnops.typing import Aval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +143,6 @@ def is_symbolic(size: object) -> bool:
     return not isinstance(size, int) and hasattr(size, "dimension_as_value")
 
 
-def dtype_name(array: jax.Array | np.ndarray[Any, Any] | jax.ShapeDtypeStruct) -> str:
+def dtype_name(array: Aval) -> str:
     """The name of an array's dtype, such as ``"bfloat16"``."""
     return str(jnp.dtype(array.dtype).name)

@@ -30,6 +30,7 @@ from attnops.testing.tolerance import GRADIENT_FACTOR, assert_close, tolerance
 if TYPE_CHECKING:
     from attnops.biases import Bias
     from attnops.masks.base import Mask
+    from attnops.typing import Function, PyTree
 
 Error = TypeVar("Error", bound=Exception)
 
@@ -56,11 +57,11 @@ def _served(subject: Subject, seed: int = 0) -> tuple[Problem, OperationImpl]:
     return problem, operation
 
 
-def _jit(subject: Subject, function: Callable[..., Any]) -> Callable[..., Any]:
+def _jit(subject: Subject, function: Function) -> Function:
     return jax.jit(function, compiler_options=subject.compiler_options)
 
 
-def _check(subject: Subject, problem: Problem, found: tuple[dict[str, jax.Array], dict[str, Any]]) -> None:
+def _check(subject: Subject, problem: Problem, found: tuple[dict[str, jax.Array], dict[str, PyTree]]) -> None:
     outputs, gradients = found
     problem.check_outputs(outputs)
     if subject.gradients:
@@ -115,7 +116,7 @@ def shard_map(subject: Subject) -> None:
 
     def both(
         inputs: dict[str, jax.Array], cotangents: dict[str, jax.Array], check_vma: bool
-    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    ) -> tuple[dict[str, jax.Array], dict[str, PyTree]]:
         def call(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
             return problem.call(operation, x)
 
@@ -125,7 +126,7 @@ def shard_map(subject: Subject) -> None:
         outputs, pull_back = jax.vjp(attend, inputs)
         return outputs, pull_back(cotangents)[0]
 
-    def run(check_vma: bool) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    def run(check_vma: bool) -> tuple[dict[str, jax.Array], dict[str, PyTree]]:
         return _jit(subject, functools.partial(both, check_vma=check_vma))(inputs, cotangents)
 
     try:
@@ -147,7 +148,7 @@ def checkpoint(subject: Subject) -> None:
 
     def both(
         inputs: dict[str, jax.Array], cotangents: dict[str, jax.Array], mask: Mask | None
-    ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    ) -> tuple[dict[str, jax.Array], dict[str, PyTree]]:
         def layer(x: dict[str, jax.Array]) -> dict[str, jax.Array]:
             return problem.call(operation, x, mask)
 
@@ -326,7 +327,9 @@ def _temporaries(subject: Subject, case: str, T: int) -> int | None:
     array = jax.ShapeDtypeStruct((1, T, 2, max(64, fit.D)), fit.dtype)
     options = MEMORY[case](T)
 
-    def both(query: jax.Array, key: jax.Array, value: jax.Array, d_out: jax.Array, options: dict[str, Any]) -> Any:
+    def both(
+        query: jax.Array, key: jax.Array, value: jax.Array, d_out: jax.Array, options: dict[str, PyTree]
+    ) -> PyTree:
         def attend(inputs: tuple[jax.Array, jax.Array, jax.Array, Bias | None]) -> jax.Array:
             query, key, value, bias = inputs
             return operation(query, key, value, **options, bias=bias).attention_outputs

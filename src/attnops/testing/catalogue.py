@@ -21,6 +21,7 @@ from attnops.masks import Causal, Chunked, Dense, KeyPadding, Lengths, MaskFn, P
 if TYPE_CHECKING:
     from attnops.biases import Bias
     from attnops.masks.base import Mask
+    from attnops.typing import Function, PyTree
 
 Shape = jax.ShapeDtypeStruct
 
@@ -63,7 +64,7 @@ class CompileCase:
         arguments = {"qkv": tuple(Shape(shape, self.dtype) for shape in shapes), "learnt": self.learnt}
         return arguments | ({"sinks": Shape((self.H,), jnp.float32)} if self.sinks else {}), self.traced
 
-    def program(self, name: str, platform: str) -> Callable[..., Any]:
+    def program(self, name: str, platform: str) -> Function:
         """A function of `example` that returns output, logsumexp and all gradients.
 
         Args:
@@ -73,8 +74,8 @@ class CompileCase:
         metadata = OperationMetadata(platform=platform, on_unsupported="error", dropout_prob=self.dropout, mode="train")
         operation: Any = OperationRegistry.create(name, metadata)
 
-        def program(arguments: dict[str, Any], traced: tuple[jax.Array, ...]) -> tuple[object, object]:
-            def run(a: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
+        def program(arguments: dict[str, PyTree], traced: tuple[jax.Array, ...]) -> tuple[object, object]:
+            def run(a: dict[str, PyTree]) -> tuple[jax.Array, jax.Array | None]:
                 output = operation(
                     *a["qkv"], mask=self.mask(*traced) if self.mask else None, sinks=a.get("sinks"), return_lse=True,
                     bias=self.bias(*a["learnt"]) if self.bias else None, logits_soft_cap=self.cap,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.operation import BaseOperation
     from attnops.masks.base import Mask
+    from attnops.typing import PyTree
 
 T, D = 40, 8
 
@@ -47,18 +48,18 @@ def agree(
 ) -> None:
     """``function(operation, *arguments)`` and its gradients are vanilla's; tiles are so many blocks."""
 
-    def run(operation: BaseOperation) -> dict[str, Any]:
+    def run(operation: BaseOperation) -> dict[str, PyTree]:
         def value(*x: jax.Array) -> jax.Array:
             return function(operation, *x)
 
         if not subject.gradients:
             return {"output": jax.jit(value, compiler_options=subject.compiler_options)(*arguments)}
 
-        def both(*x: jax.Array) -> dict[str, Any]:
+        def both(*x: jax.Array) -> dict[str, PyTree]:
             out, pull_back = jax.vjp(value, *x)
             return {"output": out, "gradients": pull_back(2 * out)}
 
-        found: dict[str, Any] = jax.jit(both, compiler_options=subject.compiler_options)(*arguments)
+        found: dict[str, PyTree] = jax.jit(both, compiler_options=subject.compiler_options)(*arguments)
         return found
 
     q, k = (n * subject.block for n in tile)

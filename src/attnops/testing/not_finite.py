@@ -15,7 +15,7 @@ from attnops.testing import oracle
 from attnops.testing.problem import FAST_COMPILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from attnops.typing import Function, PyTree
 
 _ROW: Final = (0, 1, 7)  # batch, head and query of the bias that is not finite
 _KEY: Final = 3  # which that query sees; the second key it does not
@@ -79,16 +79,16 @@ def _mask(S: int) -> Mask:
 
 
 @functools.cache
-def _compiled(operation: OperationImpl, lse: bool, gradients: bool) -> Callable[..., Any]:
+def _compiled(operation: OperationImpl, lse: bool, gradients: bool) -> Function:
     """Output, logsumexp and gradients, compiled once for all cases."""
 
-    def call(given: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
+    def call(given: dict[str, PyTree]) -> tuple[jax.Array, jax.Array | None]:
         q, k, v = (given[name] for name in ("query", "key", "value"))
         options = {name: x for name, x in given.items() if name in ("bias", "sinks")}
         found = operation(q, k, v, mask=_mask(k.shape[1]), return_lse=lse, **options)
         return found.attention_outputs, found.logsumexp
 
-    def both(given: dict[str, Any], d_out: jax.Array) -> Any:
+    def both(given: dict[str, Any], d_out: jax.Array) -> PyTree:
         if not gradients:
             return *call(given), {}
         out, pull_back, rows = jax.vjp(call, given, has_aux=True)

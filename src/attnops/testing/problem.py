@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -24,6 +24,8 @@ from attnops.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_clo
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike, DTypeLike
+
+    from attnops.typing import Function, PyTree
 
 # On a CPU most of a small problem's time is spent in LLVM's optimiser, which does not change what is tested.
 FAST_COMPILE: Final = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -157,10 +159,10 @@ class Problem:
         """Why the operation's forward for the platform can't serve the call."""
         return operation.reasons(self.request(operation))
 
-    def program(self, operation: OperationImpl, gradients: bool = True) -> Callable[..., Any]:
+    def program(self, operation: OperationImpl, gradients: bool = True) -> Function:
         """A function of `arguments` that gives outputs and gradients by name, for `jax.jit` and its like."""
 
-        def both(inputs: dict[str, jax.Array], cotangents: dict[str, jax.Array], mask: Mask | None = None) -> Any:
+        def both(inputs: dict[str, jax.Array], cotangents: dict[str, jax.Array], mask: Mask | None = None) -> PyTree:
             if not gradients:
                 return self.call(operation, inputs, mask), {}
             outputs, pull_back = jax.vjp(lambda x: self.call(operation, x, mask), inputs)
@@ -169,7 +171,7 @@ class Problem:
         return both
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[PyTree, ...]:
         """The arguments of `program`: inputs, cotangents and, if it is traced, the mask."""
         cotangents = {name: jnp.asarray(x) for name, x in self.cotangents.items()}
         mask = self.options.get("mask")
@@ -180,7 +182,7 @@ class Problem:
         operation: OperationImpl,
         gradients: bool = True,
         compiler_options: dict[str, Any] | None = None,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, jax.Array], dict[str, PyTree]]:
         """Outputs and gradients by name, under `jax.jit`."""
         program = jax.jit(self.program(operation, gradients), compiler_options=compiler_options)
         outputs, grads = program(*self.arguments)
@@ -222,7 +224,7 @@ class Problem:
             allowed = tolerance(exact.logsumexp, narrow.logsumexp, finite, dtype, OUTPUT_FACTOR)
             assert_close("logsumexp", outputs["logsumexp"], exact.logsumexp, allowed)
 
-    def check_gradients(self, gradients: dict[str, Any]) -> None:
+    def check_gradients(self, gradients: dict[str, PyTree]) -> None:
         """See `check`."""
         dtype = self.dtype
         query, key, value = self.qkv
@@ -246,7 +248,7 @@ class Problem:
             allowed = tolerance(value, narrow.values[name], exact.magnitudes[name], widest, GRADIENT_FACTOR)
             assert_close(f"gradient of {name}", gradients[name], value, allowed)
 
-    def _structured(self, what: str, *gradient: object) -> Any:
+    def _structured(self, what: str, *gradient: object) -> oracle.Array:
         """The oracle's value of a structured bias: its array, or its parameter's gradient from the array's."""
         bias, (_, _, T, S) = self.options["bias"], self.shape
         if isinstance(bias, ALiBi):

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.testing.oracle import Array
+    from attnops.typing import PyTree
 
     # Outputs, and their gradients, a sequence or None.
-    _Results: TypeAlias = tuple[Sequence[jax.Array], Any]
+    _Results: TypeAlias = tuple[Sequence[jax.Array], PyTree]
 
 # A function of a `numpy.random.Generator` that draws one call: its arguments and its options. Shapes do not depend on
 # the draw; floating-point arrays are cast to the dtype that is checked, and are what gradients are taken of.

@@ -85,10 +85,10 @@ class Elementwise:
     def _one_value(self, i: int, leaves: Sequence[Leaf], sizes: dict[str, int]) -> jax.Array:
         axes = [axis for axis in AXES if axis in self.values[i]]
 
-        def scalar(*indices: Any) -> PyTree:
+        def scalar(*indices: Leaf) -> Leaf:
             at = dict(zip(axes, indices, strict=True))
             names = zip(AXES, self._arguments[1:], strict=True)
-            known: dict[int, Any] = {variable: at.get(name, 0) for name, variable in names if variable is not None}
+            known: dict[int, Leaf] = {variable: at.get(name, 0) for name, variable in names if variable is not None}
             known |= dict(zip(self._leaves, map(jnp.asarray, leaves), strict=True))
             wanted = [self._value_variables[i]]
             return run(needed(self._before, wanted), known, wanted, bind)[0]
@@ -108,7 +108,7 @@ class Elementwise:
         q: Index,
         kv: Index,
         values: Sequence[Leaf] = (),
-        given: Sequence[PyTree] = (),
+        given: Sequence[Leaf] = (),
         instead: Mapping[str, Function] = MappingProxyType({}),
     ) -> jax.Array:
         """The function on a tile.
@@ -185,11 +185,11 @@ def of_mask(mask: Mask) -> MaskParts:
     return MaskParts(split, [*plain, *constants], arrays)
 
 
-def _trace_mask(tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...]) -> tuple[Elementwise, list[PyTree]]:
+def _trace_mask(tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...]) -> tuple[Elementwise, list[Leaf]]:
     """A mask as a function, and the arrays that it closes over."""
     n = len(avals)
 
-    def function(b: Index, h: Index, q: Index, kv: Index, *arrays: PyTree) -> PyTree:
+    def function(b: Index, h: Index, q: Index, kv: Index, *arrays: Leaf) -> PyTree:
         own, given = iter(arrays[:n]), iter(arrays[n:])
         parts = [_Given(next(given)) if is_tiled else next(own) for is_tiled in tiled]
         return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)

@@ -75,7 +75,7 @@ class Mask(abc.ABC):
 
         For `allowed` only: the coverage of such a mask's tiles is not known when tracing.
         """
-        changes: dict[str, Any] = {}
+        changes: dict[str, Leaf] = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(value, Mask):

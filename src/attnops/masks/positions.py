@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +61,7 @@ class _Positional(Mask):
     offset: Leaf
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        values: dict[str, Any] = {"offset": S - T if self.offset is None else self.offset}
+        values: dict[str, Leaf] = {"offset": S - T if self.offset is None else self.offset}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = values.get(field.name, getattr(self, field.name))
             number = _number(f"{type(self).__name__}'s {field.name}", value, B, H)

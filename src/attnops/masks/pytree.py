@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ def register(cls: type[Mask]) -> None:
     jax.tree_util.register_pytree_node(cls, _flatten, lambda static, leaves: _unflatten(cls, static, leaves))
 
 
-def replaced(mask: Mask, changes: Mapping[str, Any]) -> Mask:
+def replaced(mask: Mask, changes: Mapping[str, Leaf]) -> Mask:
     """A copy with other fields; ``__init__``, which may require a number, is not called."""
     copy: Mask = object.__new__(type(mask))
     for field in dataclasses.fields(mask):  # type: ignore[arg-type]

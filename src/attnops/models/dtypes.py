@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
 
-def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> DTypeLike:
+
+def canonicalize_dtype(*args: Leaf, dtype: DTypeLike | None = None, inexact: bool = True) -> DTypeLike:
     """The dtype that ``args`` should be cast to: ``dtype`` if given, else their common promoted dtype.
 
     Only dtypes are read: nothing is computed, copied or moved to a device. Promotion is JAX's own
@@ -41,7 +44,7 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
     return dtype
 
 
-def _typed(x: Any) -> Any:
+def _typed(x: Leaf) -> Leaf:
     """``x``; for a sequence, the shape and dtype of the array that it would become."""
     return jax.eval_shape(jnp.asarray, x) if isinstance(x, (list, tuple)) else x
 

@@ -19,10 +19,13 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 OUTPUT_NAME = "attnops_output"
 LOGSUMEXP_NAME = "attnops_logsumexp"
@@ -113,7 +116,7 @@ def get_gradient_checkpoint_policy(name: str, *args: Any, **kwargs: Any) -> Poli
     return policy
 
 
-def _require_names(factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _require_names(factory: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Raise a `TypeError` for arguments that JAX would accept as names of no value, and so save nothing."""
     if factory == "save_and_offload_only_these_names":
         if bare := [k for k, v in kwargs.items() if k.startswith("names_") and isinstance(v, str)]:
@@ -128,5 +131,5 @@ def _listed(names: Any) -> str:
     return ", ".join(f'"{n}"' for n in names)
 
 
-def _shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _shown(args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
     return f"({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"

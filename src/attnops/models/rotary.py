@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from attnops.models.configs import read, text_config
+
+if TYPE_CHECKING:
+    from attnops.typing import Array
 
 Frequencies = npt.NDArray[np.float64]
 
@@ -288,9 +291,7 @@ def inverse_frequencies(config: RotaryConfig, *, seq_len: int | None = None) -> 
     return frequencies.astype(np.float32), config.scaling.attention_scaling()
 
 
-def rotary_tables(
-    config: RotaryConfig, positions: jax.Array | npt.NDArray[Any], *, seq_len: int | None = None
-) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(config: RotaryConfig, positions: Array, *, seq_len: int | None = None) -> tuple[jax.Array, jax.Array]:
     """``(sin, cos)`` of every pair's angle, each ``[B, T, R // 2]`` float32 and multiplied by the attention scaling.
 
     Args:
@@ -383,7 +384,7 @@ def apply_rotary_pos_emb(tensor: jax.Array, sin: jax.Array, cos: jax.Array) -> j
     return (wide * cos + rotate_half(wide) * sin).astype(tensor.dtype)
 
 
-def _wide(x: jax.Array) -> Any:
+def _wide(x: jax.Array) -> Array:
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
 
 

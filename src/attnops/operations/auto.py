@@ -16,7 +16,7 @@ from attnops.dispatch.request import AttentionRequest, Request
 from attnops.operations.vanilla import VanillaAttention
 
 if TYPE_CHECKING:
-    from attnops.typing import PyTree
+    from attnops.output import OperationOutput
 
 
 class AutoAttention(VanillaAttention):
@@ -35,7 +35,7 @@ class AutoAttention(VanillaAttention):
     def rank(cls, request: Request) -> Rank | None:
         return None
 
-    def run(self, call: Call) -> PyTree:
+    def run(self, call: Call) -> OperationOutput:
         """Run the call on the implementation picked for it.
 
         Raises:

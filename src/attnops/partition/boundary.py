@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -172,7 +172,7 @@ def _results(
     }
 
 
-def _mesh_of(mesh: MeshLike | None, ambient: Any, typed: MeshLike | None) -> MeshLike | None:
+def _mesh_of(mesh: MeshLike | None, ambient: MeshLike, typed: MeshLike | None) -> MeshLike | None:
     """The mesh that a call runs on.
 
     Raises:

@@ -11,6 +11,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 if TYPE_CHECKING:
+    from jax.tree_util import PyTreeDef
+
     from attnops.typing import Leaf, Options, PyTree
 
 # Types of leaves that may be part of a cache key: compared by value.
@@ -27,7 +29,7 @@ class Template:
         places: by leaf, the index of its operand; None for a leaf that is no operand.
     """
 
-    tree: PyTree
+    tree: PyTreeDef
     leaves: tuple[Leaf, ...]
     places: tuple[int | None, ...]
 
@@ -60,7 +62,7 @@ class Operands:
         template: the arguments of the call without them.
     """
 
-    def __init__(self, args: tuple[Leaf, Leaf, Leaf], options: Options, specs: Mapping[str, Any]) -> None:
+    def __init__(self, args: tuple[Leaf, Leaf, Leaf], options: Options, specs: Mapping[str, PyTree]) -> None:
         """Take the arrays out.
 
         Args:

@@ -28,7 +28,7 @@ from attnops.partition.shards import Shard, shard_of, specs_of
 from attnops.programs.functions import holds_function
 
 if TYPE_CHECKING:
-    from attnops.typing import Function, Leaf, Options
+    from attnops.typing import Function, Index, Leaf, Options, PyTree
 
 
 def run_sharded(
@@ -228,7 +228,7 @@ def _specs(
         sized = zip(letters, shape, strict=False)
         return PartitionSpec(*(entries.get(letter) if size > 1 else None for letter, size in sized))
 
-    specs: dict[str, Any] = {}
+    specs: dict[str, PyTree] = {}
     for name, option in options.items():
         if name in ("mask", "bias"):
             specs[name] = specs_of(option, spec_of)
@@ -259,7 +259,7 @@ def _where(boundary: Boundary) -> dict[str, Any]:
     return {"axis_names": set(boundary.mesh.axis_names) - manual} if manual else {}
 
 
-def _first(entry: Entry, size: int) -> Any:
+def _first(entry: Entry, size: int) -> Index:
     """The first index of this device's shard of a dimension, of ``size`` indices."""
     return jnp.int32(0) if entry is None else lax.axis_index(entry) * size
 

@@ -13,7 +13,7 @@ from attnops.programs.tracing import CALLS, closed_program
 from attnops.programs.varying import equally_varying
 
 if TYPE_CHECKING:
-    from attnops.typing import JaxprLike, Leaf, PyTree
+    from attnops.typing import JaxprLike, PyTree
 
 
 def control_flow(name: str, params: dict[str, Any], inputs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -36,7 +36,7 @@ def control_flow(name: str, params: dict[str, Any], inputs: Sequence[jax.Array])
     consts, start, slices = inputs[:n], list(inputs[n : n + m]), list(inputs[n + m :])
     body = _function(params["jaxpr"], inputs)
 
-    def one(carry: PyTree, xs: PyTree) -> tuple[Leaf, Leaf]:
+    def one(carry: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
         results = body(*consts, *carry, *xs)
         return results[:m], results[m:]
 

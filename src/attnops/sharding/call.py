@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -11,6 +11,7 @@ from attnops.sharding.mesh import get_names_from_partition_spec
 from attnops.sharding.specs import MeshLike, correct_spec
 
 if TYPE_CHECKING:
+    from attnops.sharding.rules import MeshAxes
     from attnops.typing import Leaf
 
 
@@ -91,21 +92,21 @@ class AttentionShardings:
         return NamedSharding(self.mesh, spec)
 
     @property
-    def _batch(self) -> Any:
+    def _batch(self) -> MeshAxes:
         return _four(self.query)[0]
 
     @property
-    def _heads(self) -> Any:
+    def _heads(self) -> MeshAxes:
         return _four(self.query)[2 if self.layout == "BTHD" else 1]
 
     @property
-    def _queries(self) -> Any:
+    def _queries(self) -> MeshAxes:
         return _four(self.query)[1 if self.layout == "BTHD" else 2]
 
     @property
-    def _keys(self) -> Any:
+    def _keys(self) -> MeshAxes:
         return _four(self.key)[1 if self.layout == "BTHD" else 2]
 
 
-def _four(spec: PartitionSpec) -> tuple[Any, ...]:
+def _four(spec: PartitionSpec) -> tuple[MeshAxes, ...]:
     return (*spec, *(None,) * (4 - len(spec)))

@@ -181,7 +181,7 @@ def sees_any(mask: Mask | None, t: int, s: int) -> BoolArray:
     return jnp.asarray(mask.coverage_bounds(Grid.make([0], t, t, [0], s, s)).some).any()
 
 
-def _tokens(x: Leaf, chunk: Chunk, axis: int) -> PyTree:
+def _tokens(x: Leaf, chunk: Chunk, axis: int) -> Leaf:
     """A chunk's tokens of an array along an axis; an array that is broadcast along it, of size 1, is unchanged."""
     if x is None or (x.shape[axis] == 1 and chunk.length > 1):
         return x

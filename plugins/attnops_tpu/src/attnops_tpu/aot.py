@@ -9,10 +9,12 @@ Needs the extra ``attnops-tpu[aot]``, which exists for Linux on x86.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import jax
+
+if TYPE_CHECKING:
+    from attnops.typing import Function, PyTree
 
 # The smallest slice of each generation.
 TOPOLOGIES: Final = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -31,7 +33,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def devices(generation: str, topology: str | None = None) -> list[Any]:
+def devices(generation: str, topology: str | None = None) -> list[jax.Device]:
     """The devices of a slice, for compilation only.
 
     Args:
@@ -54,7 +56,7 @@ def devices(generation: str, topology: str | None = None) -> list[Any]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
 
 
-def compile_for(function: Callable[..., Any], arguments: Any, generation: str) -> Any:
+def compile_for(function: Function, arguments: PyTree, generation: str) -> jax.stages.Compiled:
     """A function compiled for one TPU, a `jax.stages.Compiled`.
 
     Args:

@@ -13,9 +13,12 @@ import functools
 import re
 import tempfile
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnops_tpu.generations import target
+
+if TYPE_CHECKING:
+    import jax
 
 _HEAD: Final = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME: Final = re.compile(r"^(?:ROOT )?%([\w.\-]+) = ")
@@ -43,7 +46,7 @@ class Event(NamedTuple):
         return f"{self.kind} {self.what}"
 
 
-def scheduled(lowered: Any, generation: str) -> tuple[Any, str]:
+def scheduled(lowered: jax.stages.Lowered, generation: str) -> tuple[jax.stages.Compiled, str]:
     """A lowered program compiled for TPUs, and its instructions as text, in the order in which they run.
 
     Args:

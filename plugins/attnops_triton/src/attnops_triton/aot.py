@@ -11,14 +11,17 @@ import dataclasses
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
 from attnops_triton.language.launch import Launched, recording
 from attnops_triton.targets import SHARED_MEMORY, target
+
+if TYPE_CHECKING:
+    from attnops.typing import Function, PyTree
 
 _TYPES: Final = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
@@ -53,7 +56,7 @@ class Binary:
         return sum(self.instructions[name] for name in names)
 
 
-def kernels(function: Callable[..., Any], arguments: Sequence[Any], arch: str) -> list[Launched]:
+def kernels(function: Function, arguments: Sequence[PyTree], arch: str) -> list[Launched]:
     """The distinct kernels that a function launches, in order.
 
     Args:

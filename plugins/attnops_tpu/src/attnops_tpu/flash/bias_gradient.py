@@ -23,7 +23,7 @@ from attnops_tpu.flash.tile_schedule import TileSchedule
 from attnops_tpu.interpreter import interpret_params
 
 if TYPE_CHECKING:
-    from attnops.typing import PyTree, Ref
+    from attnops.typing import Leaf, PyTree, Ref
 
 
 def bias_gradients(
@@ -161,14 +161,14 @@ def _value_kernel(
         pl.when(entry.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
 
 
-def _sub_tile_gradients(sub: SubTile, refs: Refs, wanted: _Wanted, masked: bool) -> tuple[dict[int, PyTree], jax.Array]:
+def _sub_tile_gradients(sub: SubTile, refs: Refs, wanted: _Wanted, masked: bool) -> tuple[dict[int, Leaf], jax.Array]:
     """The gradients of the wanted values, by index, and of the scores [rows, cols]."""
     s, d_weights = products(sub, refs)
     s = zero_masked_scores(sub, s, masked)
     values = [jnp.broadcast_to(x, (1, sub.cols)) if jnp.ndim(x) == 0 else x for x in sub.bias_values()]
     indices = sorted([*wanted.by_query, *wanted.by_key])
 
-    def changed(inexact: list[PyTree]) -> PyTree:
+    def changed(inexact: list[Leaf]) -> PyTree:
         merged = list(values)
         for i, x in zip(indices, inexact, strict=True):
             merged[i] = x

@@ -101,7 +101,7 @@ class SubTile:
             scores = scores + self._by_score("array")
         return scores
 
-    def bias_values(self) -> list[PyTree]:
+    def bias_values(self) -> list[Leaf]:
         """The values of an elementwise bias; empty without one."""
         bias = self.plan.scoring.bias
         return [] if bias is None else self.values("bias", bias)

@@ -174,7 +174,7 @@ def _static(coverage: NumpyArray, maps: tuple[int, int]) -> TileSchedule:
     return TileSchedule(flat, columns_of, maps, rows, width, None, full, partial)
 
 
-def _column_range(kind: NumpyArray) -> tuple[PyTree, PyTree, bool]:
+def _column_range(kind: NumpyArray) -> tuple[NumpyArray, NumpyArray, bool]:
     """The start and stop of the columns of a kind in each row, and whether they are contiguous in all rows."""
     count = kind.sum(axis=2)
     start = np.where(count > 0, kind.argmax(axis=2), 0)

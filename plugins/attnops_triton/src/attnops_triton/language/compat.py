@@ -46,7 +46,7 @@ def jit(kernel: Kernel) -> Any:
 def triton_call(
     kernel: Function, shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int, name: str,
     warps: int, stages: int, capability: int | None,
-    *arrays: PyTree,
+    *arrays: jax.Array,
 ) -> PyTree:  # fmt: skip
     """`jax_triton.triton_call`, with results of these shapes."""
     import jax_triton

@@ -17,7 +17,7 @@ from attnops_triton.flash.plan import Plan, Tiles
 from attnops_triton.language.source import Kernel, Writer
 
 if TYPE_CHECKING:
-    from attnops.typing import Function, PyTree
+    from attnops.typing import Array, Function, PyTree
 
 # Part of the key of JAX's cache of traced functions, so that each recording traces again.
 _RECORD = jax.make_user_context(default_value=None)
@@ -96,7 +96,7 @@ def capability(arch: str) -> int | None:
     return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else None
 
 
-def _varying_like(results: PyTree, arrays: list[PyTree]) -> list[PyTree]:
+def _varying_like(results: PyTree, arrays: list[Array]) -> list[jax.Array]:
     """The results, varying over the same mesh axes as the arrays, as `jax.shard_map` requires."""
     *varying, _ = equally_varying((*results, tuple(arrays)))
     return varying

@@ -249,10 +249,10 @@ def derivative(function: Elementwise) -> tuple[JaxprLike, list[int]]:
     """
     wanted = [i for i, dtype in enumerate(function.dtypes) if jnp.issubdtype(dtype, jnp.floating)]
 
-    def pulled_back(s: jax.Array, b: Index, h: Index, q: Index, kv: Index, *values_and_d: PyTree) -> PyTree:
+    def pulled_back(s: jax.Array, b: Index, h: Index, q: Index, kv: Index, *values_and_d: Leaf) -> PyTree:
         *values, d = values_and_d
 
-        def changed(s: jax.Array, some: list[PyTree]) -> PyTree:
+        def changed(s: jax.Array, some: list[Leaf]) -> PyTree:
             merged = list(values)
             for i, x in zip(wanted, some, strict=True):
                 merged[i] = x

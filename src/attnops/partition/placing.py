@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def mesh_of_types(arrays: Iterable[Leaf]) -> MeshLike | None:
     """The mesh with explicit axes that the type of an array names; None where no type names one."""
     for x in arrays:
         if isinstance(x, jax.Array):
-            mesh: Any = jax.typeof(x).sharding.mesh
+            mesh: MeshLike = jax.typeof(x).sharding.mesh
             if explicit_names(mesh):
                 array = concrete(x)
                 sharding = None if array is None else array.sharding

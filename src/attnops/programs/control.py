@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax import lax
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attnops.typing import JaxprLike, PyTree
 
 
-def control_flow(name: str, params: dict[str, Any], inputs: Sequence[jax.Array]) -> list[jax.Array]:
+def control_flow(name: str, params: dict[str, JaxprLike], inputs: Sequence[jax.Array]) -> list[jax.Array]:
     """The results of a ``cond``, ``while`` or ``scan``, whose bodies are traced again.
 
     Args:

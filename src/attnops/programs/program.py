@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ class Equation:
     """
 
     primitive: JaxprLike
-    params: dict[str, Any] = dataclasses.field(compare=False)
+    params: dict[str, JaxprLike] = dataclasses.field(compare=False)
     key: Hashable
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]

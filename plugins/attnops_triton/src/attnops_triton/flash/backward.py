@@ -6,7 +6,7 @@ elementwise bias's values by query, key or head.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ from attnops_triton.flash.tile import Tile, dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.launch import launch
 from attnops_triton.language.source import Writer, number
-
-if TYPE_CHECKING:
-    from attnops.typing import PyTree
 
 
 class Inputs(NamedTuple):
@@ -83,9 +80,11 @@ def by_key(
     return dk, dv, dict(zip(wanted, d_values, strict=True))
 
 
-def _by_query(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]) -> PyTree:
+def _by_query(
+    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+) -> tuple[jax.Array, ...]:
     @folds_batch
-    def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> PyTree:
+    def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
@@ -97,9 +96,11 @@ def _by_query(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule
     return run(plan, inputs, arrays, schedule)
 
 
-def _by_key(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]) -> PyTree:
+def _by_key(
+    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+) -> tuple[jax.Array, ...]:
     @folds_batch
-    def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> PyTree:
+    def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         shapes = {"dk": (plan.B, plan.S, plan.K, plan.D), "dv": (plan.B, plan.S, plan.K, plan.Dv)}
         outputs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(plan.gradient_dtype)) for name, shape in shapes.items()}

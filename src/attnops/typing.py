@@ -9,6 +9,22 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+__all__ = [
+    "Array",
+    "Aval",
+    "BackendPlan",
+    "BoolArray",
+    "DType",
+    "Function",
+    "Index",
+    "JaxprLike",
+    "Leaf",
+    "NumpyArray",
+    "Options",
+    "PyTree",
+    "Ref",
+]
+
 NumpyArray: TypeAlias = np.ndarray[Any, Any]
 """A NumPy array of any shape and dtype: its values are known when JAX traces."""
 

@@ -32,7 +32,7 @@ def control_flow(name: str, params: dict[str, JaxprLike], inputs: Sequence[jax.A
         cond_consts, body_consts, carry = inputs[:n], inputs[n : n + m], list(inputs[n + m :])
         proceed, step = (_function(params[key], inputs) for key in ("cond_jaxpr", "body_jaxpr"))
         return lax.while_loop(lambda x: proceed(*cond_consts, *x)[0], lambda x: step(*body_consts, *x), carry)
-    n, m = params["num_consts"], params["num_carry"]
+    n, m = _scan_counts(params)
     consts, start, slices = inputs[:n], list(inputs[n : n + m]), list(inputs[n + m :])
     body = _function(params["jaxpr"], inputs)
 
@@ -42,6 +42,15 @@ def control_flow(name: str, params: dict[str, JaxprLike], inputs: Sequence[jax.A
 
     last, stacked = lax.scan(one, start, slices, length=params["length"], reverse=params["reverse"])
     return [*last, *stacked]
+
+
+def _scan_counts(params: dict[str, JaxprLike]) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # Since JAX 0.12 the operands are described by a tree: constants, carry, slices.
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def _function(closed: JaxprLike, like: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:

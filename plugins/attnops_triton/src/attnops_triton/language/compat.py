@@ -7,8 +7,8 @@ import hashlib
 import linecache
 from typing import TYPE_CHECKING, Any
 
+from attnops_triton import versions
 from attnops_triton.language.source import Kernel
-from attnops_triton.versions import release, version_of
 
 if TYPE_CHECKING:
     import jax
@@ -53,7 +53,7 @@ def triton_call(
 
     # Off by default from Triton 3.10 on; without it every multiply-add is two instructions.
     fusion = {"enable_fp_fusion": True}
-    if release(version_of("jax-triton") or "0") < (0, 4):
+    if versions.release(versions.version_of("jax-triton") or "0") < (0, 4):
         given: dict[str, Any] = {"out_shape": shapes, **fusion}
     else:
         # In this version an unknown keyword becomes a parameter of the kernel.

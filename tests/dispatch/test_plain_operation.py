@@ -25,7 +25,7 @@ NORMED = np.asarray([[3.0 * 2, 4.0]]) / np.sqrt(12.5)
 
 
 def rms_norm(**members: Any) -> type[BaseOperation]:
-    """A norm whose forward for TPUs gives the negative, so that it is told apart."""
+    """A norm whose forward for TPUs gives the negative, which shows that it ran."""
 
     class RMSNorm(BaseOperation):
         @classmethod

@@ -8,7 +8,6 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,7 @@ from attnops.masks import Causal, KeyPadding, Mask, PrefixLM, Segments, SlidingW
 from attnops.operations.vanilla import VanillaAttention
 
 SMALL = ("-T", "16,32", "-H", "2", "-K", "1", "-D", "8", "--repeats", "2")
-
-
-@pytest.fixture(autouse=True)
-def _core_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever else is installed here is not what is tested."""
-    monkeypatch.setenv("ATTNOPS_NO_AUTOLOAD", "1")
-    OperationRegistry.refresh()
-    registered = OperationRegistry._registered[:]
-    yield
-    OperationRegistry._registered[:] = registered
-    monkeypatch.undo()
-    OperationRegistry.refresh()
+pytestmark = pytest.mark.usefixtures("core_alone")
 
 
 def run(*arguments: str) -> Result:

@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import builtins
-import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import attnops
 from attnops import OperationRegistry, cli
-from attnops.operations.vanilla import VanillaAttention
 
 CORE = {"attnops:auto", "attnops:sdpa", "attnops:vanilla"}
-
-
-@pytest.fixture(autouse=True)
-def _core_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Whatever else is installed here is not what is tested."""
-    monkeypatch.setenv("ATTNOPS_NO_AUTOLOAD", "1")
-    registered = OperationRegistry._registered[:]
-    yield
-    OperationRegistry._registered[:] = registered
-    monkeypatch.undo()
-    OperationRegistry.refresh()
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.make_app(), list(arguments))
-
-
-def run_json(*arguments: str, status: int = 0) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == status, result.output
-    return json.loads(result.stdout)
-
-
-def register(**body: Any) -> None:
-    """Register an operation "zeta" of a distribution "acme"."""
-    name = {"get_impl_name": classmethod(lambda cls: "zeta"), "__module__": "acme.zeta"}
-    OperationRegistry.register(type("Zeta", (VanillaAttention,), name | body))
-
-
-def forward(self: Any, query: Any, key: Any, value: Any) -> Any:
-    """A forward without options."""
+pytestmark = pytest.mark.usefixtures("core_alone")
 
 
 def core_of(plugins: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -56,7 +23,7 @@ def core_of(plugins: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 # main
 
 
-def test_every_command_is_there() -> None:
+def test_every_command_is_there(run: Any) -> None:
     result = run("--help")
     assert result.exit_code == 0
     for command in cli.COMMANDS:
@@ -64,7 +31,7 @@ def test_every_command_is_there() -> None:
         assert run(command, "--help").exit_code == 0
 
 
-def test_version_is_printed() -> None:
+def test_version_is_printed(run: Any) -> None:
     assert (run("--version").exit_code, run("--version").output) == (0, f"{attnops.__version__}\n")
 
 
@@ -108,7 +75,7 @@ def test_python_m_attnops_and_what_import_needs() -> None:
 # list
 
 
-def test_list_shows_what_is_known_without_an_import() -> None:
+def test_list_shows_what_is_known_without_an_import(run_json: Any) -> None:
     found = core_of(run_json("list", "--no-load"))
     assert set(found) >= CORE
     assert found["attnops:vanilla"] == {
@@ -126,8 +93,8 @@ def test_list_shows_what_is_known_without_an_import() -> None:
     }
 
 
-def test_list_shows_what_serves_which_platform() -> None:
-    register(forward_gpu=forward, priority=3)
+def test_list_shows_what_serves_which_platform(run: Any, run_json: Any, register: Any) -> None:
+    register("forward_gpu", priority=3)
     found = {plugin["name"]: plugin for plugin in run_json("list")}
     assert found["attnops:vanilla"]["state"] == "loaded"
     assert found["attnops:vanilla"]["platforms"] == ["any"]
@@ -138,15 +105,14 @@ def test_list_shows_what_serves_which_platform() -> None:
     assert ["zeta", "attention", "cuda,", "rocm", "acme", "loaded"] in table
 
 
-def test_list_does_not_count_what_is_the_cores() -> None:
+def test_list_does_not_count_what_is_the_cores(run_json: Any, register: Any) -> None:
     sdpa = OperationRegistry.get("sdpa", "cpu")
-    name = {"get_impl_name": classmethod(lambda cls: "sdpa"), "__module__": "acme.sdpa", "forward_tpu": forward}
-    OperationRegistry.register(type("Sdpa", (sdpa,), name))
+    register("forward_tpu", base=sdpa, get_impl_name=classmethod(lambda cls: "sdpa"), __module__="acme.sdpa")
     found = {plugin["name"]: plugin for plugin in run_json("list")}
     assert found["acme:sdpa"]["platforms"] == ["tpu"]
 
 
-def test_list_gives_the_cause_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_gives_the_cause_below(run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNOPS_DISABLE", "attnops:sdpa")
     result = run("list")
     assert result.exit_code == 0

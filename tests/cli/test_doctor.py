@@ -3,58 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from typer.testing import CliRunner, Result
 
 import attnops
-from attnops import OperationRegistry, cli
 from attnops.cli import doctor
 from attnops.cli.known_bad import known_problems
-from attnops.operations.vanilla import VanillaAttention
+
+pytestmark = pytest.mark.usefixtures("core_alone")
 
 
-@pytest.fixture(autouse=True)
-def _core_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Whatever else is installed here is not what is tested."""
-    monkeypatch.setenv("ATTNOPS_NO_AUTOLOAD", "1")
-    registered = OperationRegistry._registered[:]
-    yield
-    OperationRegistry._registered[:] = registered
-    monkeypatch.undo()
-    OperationRegistry.refresh()
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.make_app(), list(arguments))
-
-
-def run_json(*arguments: str, status: int = 0) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == status, result.output
-    return json.loads(result.stdout)
-
-
-def register(**body: Any) -> None:
-    """Register an operation "zeta" of a distribution "acme"."""
-    name = {"get_impl_name": classmethod(lambda cls: "zeta"), "__module__": "acme.zeta"}
-    OperationRegistry.register(type("Zeta", (VanillaAttention,), name | body))
-
-
-def forward(self: Any, query: Any, key: Any, value: Any) -> Any:
-    """A forward without options."""
-
-
-def core_of(plugins: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {plugin["name"]: plugin for plugin in plugins if plugin["distribution"] == "attnops"}
-
-
-def test_doctor_on_a_sound_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_on_a_sound_installation(run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "DEVICE_FILES", {})
     found = run_json("doctor")
     assert found["problems"] == [dataclasses.asdict(problem) for problem in known_problems(found["versions"])]
@@ -63,15 +26,16 @@ def test_doctor_on_a_sound_installation(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert (found["backend"], found["devices"]) == ("cpu", [str(device) for device in jax.devices()])
     assert found["requirement_checker"] == "packaging.requirements"
-    assert {plugin["state"] for plugin in core_of(found["installed"]).values()} == {"loaded"}
+    states = {plugin["state"] for plugin in found["installed"] if plugin["distribution"] == "attnops"}
+    assert states == {"loaded"}
     monkeypatch.setattr(doctor, "known_problems", lambda versions: [])
     assert run("doctor").exit_code == 0
     assert run("doctor").output.endswith("Nothing is wrong.\n")
 
 
-def test_doctor_names_ambiguity_once() -> None:
+def test_doctor_names_ambiguity_once(run: Any, run_json: Any, register: Any) -> None:
     for module in ("acme.zeta", "other.zeta"):
-        register(forward_gpu=forward, __module__=module, get_impl_name=classmethod(lambda cls: "vanilla"))
+        register("forward_gpu", __module__=module, get_impl_name=classmethod(lambda cls: "vanilla"))
     found = run_json("doctor", status=1)
     assert [problem["what"] for problem in found["problems"]] == [
         "'vanilla' on cuda is served by acme:vanilla and other:vanilla with the same priority=0; use one of these "
@@ -83,7 +47,9 @@ def test_doctor_names_ambiguity_once() -> None:
     assert "'vanilla' on cuda is served by acme:vanilla and other:vanilla" in run("list").output
 
 
-def test_a_distribution_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_distribution_that_cannot_be_read(
+    run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     info = tmp_path / "acme_nameless-1.0.dist-info"
     info.mkdir()
     (info / "entry_points.txt").write_text("[attnops.operations]\nzeta = acme:Zeta\n")
@@ -98,7 +64,7 @@ def test_a_distribution_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp
     )
 
 
-def test_doctor_reports_that_jax_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_that_jax_cannot_start(run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot_start() -> None:
         raise RuntimeError("Unable to initialize backend 'cuda'")
 
@@ -110,7 +76,7 @@ def test_doctor_reports_that_jax_cannot_start(monkeypatch: pytest.MonkeyPatch) -
     assert (found["backend"], found["devices"]) == ("", [])
 
 
-def test_doctor_reports_that_requirements_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_that_requirements_are_not_checked(run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attnops.dispatch.plugins, "requirement_parser", lambda: attnops.dispatch.plugins._Unchecked)
     found = run_json("doctor", status=1)
     assert {"what": "requirements of distributions are not checked", "install": "pip install packaging"} in found[

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import jax
 import pytest
-from typer.testing import CliRunner, Result
 
 import attnops
-from attnops import OperationMetadata, OperationRegistry, cli
+from attnops import OperationMetadata, OperationRegistry
 from attnops.cli.masks import parse_mask, parse_shape
 from attnops.masks import Causal, Dense
-from attnops.operations.vanilla import VanillaAttention
+
+pytestmark = pytest.mark.usefixtures("core_alone")
 
 
-@pytest.fixture(autouse=True)
-def _core_alone(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Whatever else is installed here is not what is tested."""
-    monkeypatch.setenv("ATTNOPS_NO_AUTOLOAD", "1")
-    registered = OperationRegistry._registered[:]
-    yield
-    OperationRegistry._registered[:] = registered
-    monkeypatch.undo()
-    OperationRegistry.refresh()
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.make_app(), list(arguments))
-
-
-def run_json(*arguments: str, status: int = 0) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == status, result.output
-    return json.loads(result.stdout)
-
-
-def register(**body: Any) -> None:
-    """Register an operation "zeta" of a distribution "acme"."""
-    name = {"get_impl_name": classmethod(lambda cls: "zeta"), "__module__": "acme.zeta"}
-    OperationRegistry.register(type("Zeta", (VanillaAttention,), name | body))
-
-
-def forward(self: Any, query: Any, key: Any, value: Any) -> Any:
-    """A forward without options."""
-
-
-def test_explain_has_sensible_defaults() -> None:
+def test_explain_has_sensible_defaults(run_json: Any) -> None:
     found = run_json("explain", "vanilla", "-T", "32", "-H", "6", "-D", "80")
     shape = ("batch", "query_length", "key_length", "heads", "kv_heads", "head_dim", "value_head_dim")
     assert [found["request"][name] for name in shape] == [1, 32, 32, 6, 6, 80, 80]
@@ -56,7 +24,7 @@ def test_explain_has_sensible_defaults() -> None:
     assert run_json("explain", "--query-length", "1")["request"]["mode"] == "decode"
 
 
-def test_explain_knows_every_option() -> None:
+def test_explain_knows_every_option(run_json: Any) -> None:
     found = run_json(
         "explain", "vanilla", "--batch", "2", "--query-length", "16", "--key-length", "24", "--heads", "4",
         "--kv-heads", "2", "--head-dim", "8", "--value-head-dim", "12", "--dtype", "bfloat16", "--platform", "tpu",
@@ -73,7 +41,7 @@ def test_explain_knows_every_option() -> None:
     assert {name: found["request"][name] for name in expected} == expected
 
 
-def test_explain_asks_what_the_library_asks() -> None:
+def test_explain_asks_what_the_library_asks(run: Any) -> None:
     q = jax.numpy.zeros((1, 64, 8, 64))
     operation = OperationRegistry.create("sdpa", OperationMetadata(platform="cuda"))
     expected = str(attnops.explain(operation.request(q, q, q, mask=Causal()), "sdpa"))
@@ -82,13 +50,13 @@ def test_explain_asks_what_the_library_asks() -> None:
     assert "although dtype=float32: must be one of ['bfloat16', 'float16']" in result.output
 
 
-def test_explain_makes_no_array() -> None:
+def test_explain_makes_no_array(run_json: Any) -> None:
     """A million tokens, whose mask alone would be a terabyte."""
     found = run_json("explain", "--query-length", str(2**20), "--mask", f"1x1x{2**20}x{2**20}")
     assert found["request"]["mask_shape"] == [1, 1, 2**20, 2**20]
 
 
-def test_explain_gives_every_reason_of_a_refusal() -> None:
+def test_explain_gives_every_reason_of_a_refusal(run: Any, run_json: Any) -> None:
     arguments = ("explain", "sdpa", "--sinks", "--soft-cap", "30", "--platform", "cpu", "--strict")
     result = run(*arguments)
     assert result.exit_code == 1
@@ -109,7 +77,7 @@ def test_explain_gives_every_reason_of_a_refusal() -> None:
     assert "attnops:vanilla" in {other["name"] for other in found["others"] if other["serves"]}
 
 
-def test_explain_gives_ranks_in_json() -> None:
+def test_explain_gives_ranks_in_json(run_json: Any) -> None:
     found = run_json("explain", "--platform", "cpu")
     reason = "plain JAX that is laid out for this platform"
     assert found["chosen"]["rank"] == {"name": "NATIVE_LAYOUT", "place": 5, "reason": reason}
@@ -117,14 +85,14 @@ def test_explain_gives_ranks_in_json() -> None:
     assert (vanilla["rank"]["name"], vanilla["rank"]["place"]) == ("REFERENCE", 10)
 
 
-def test_explain_keeps_what_plugins_print_out_of_its_output() -> None:
+def test_explain_keeps_what_plugins_print_out_of_its_output(run: Any, run_json: Any, register: Any) -> None:
     register(rank=classmethod(lambda cls, request: print("hello")))
     assert run_json("explain", "vanilla")["chosen"]["name"] == "attnops:vanilla"
     assert run("explain", "vanilla").stderr == "hello\n"
 
 
-def test_explain_gives_the_reasons_of_the_others() -> None:
-    register(forward_cpu=forward)
+def test_explain_gives_the_reasons_of_the_others(run: Any, register: Any) -> None:
+    register("forward_cpu")
     result = run("explain", "vanilla", "--mask", "causal", "--return-lse")
     assert "\nacme:zeta: can't serve it\n  - mask=" in result.output
     assert "\n  - return_lse=True: forward_cpu has no such option" in result.output
@@ -148,7 +116,7 @@ def test_explain_gives_the_reasons_of_the_others() -> None:
         (["--soft-cap", "-1"], "logits_soft_cap=-1.0 must be positive, from"),
     ],
 )
-def test_explain_prints_an_error_as_a_sentence(arguments: list[str], sentence: str) -> None:
+def test_explain_prints_an_error_as_a_sentence(run: Any, arguments: list[str], sentence: str) -> None:
     result = run("explain", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("attnops: ")

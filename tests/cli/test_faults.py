@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,32 +10,11 @@ from typing import Any
 
 import jax
 import pytest
-from typer.testing import CliRunner, Result
 
-from attnops import OperationImpl, OperationRegistry, Reason, cli
+from attnops import OperationImpl, Reason, cli
 from attnops.cli import doctor
-from attnops.operations.vanilla import VanillaAttention
 
-
-@pytest.fixture(autouse=True)
-def _core_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ATTNOPS_NO_AUTOLOAD", "1")
-    before = OperationRegistry._registered[:]
-    yield
-    OperationRegistry._registered[:] = before
-    monkeypatch.undo()
-    OperationRegistry.refresh()
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.make_app(), list(arguments))
-
-
-def register(base: type = VanillaAttention, **members: Any) -> None:
-    def forward_cpu(self: Any, query: Any, key: Any, value: Any) -> Any: ...
-
-    name = {"get_impl_name": classmethod(lambda cls: "zeta"), "__module__": "acme.zeta", "__qualname__": "Zeta"}
-    OperationRegistry.register(type("Zeta", (base,), {**name, "forward_cpu": forward_cpu, **members}))
+pytestmark = pytest.mark.usefixtures("core_alone")
 
 
 class Unprintable:
@@ -52,8 +30,8 @@ class Unprintable:
 FAULT = "acme.zeta:Zeta.unsupported returned None, but must return or yield attnops.Reason; return () for none"
 
 
-def test_list_doctor_and_explain_name_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(unsupported=lambda self, request: None)
+def test_list_doctor_and_explain_name_a_fault(run: Any, register: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    register("forward_cpu", unsupported=lambda self, request: None)
     assert f"\nacme:zeta is faulty: {FAULT}\n" in run("list").stdout
     monkeypatch.setattr(doctor, "known_problems", lambda versions: [])
     result = run("doctor")
@@ -68,26 +46,24 @@ def test_list_doctor_and_explain_name_a_fault(monkeypatch: pytest.MonkeyPatch) -
     assert f"acme:zeta can't serve B1 T1024 S1024 H8 K8 D64 Dv64 float32 train on cpu: failed: {FAULT}" in named.stdout
 
 
-def test_explain_prints_a_reason_whose_value_cannot_be_printed() -> None:
-    register(unsupported=lambda self, request: [Reason("pages", Unprintable(), "must be even")])
+def test_explain_prints_a_reason_whose_value_cannot_be_printed(run: Any, run_json: Any, register: Any) -> None:
+    register("forward_cpu", unsupported=lambda self, request: [Reason("pages", Unprintable(), "must be even")])
     text = "<a Unprintable, whose printing raised RuntimeError>"
     assert f"pages={text}: must be even" in run("explain", "--platform", "cpu").stdout
-    found = json.loads(run("explain", "--platform", "cpu", "--json").stdout)
+    found = run_json("explain", "--platform", "cpu")
     (other,) = (other for other in found["others"] if other["name"] == "acme:zeta")
     assert other["reasons"] == [{"argument": "pages", "value": text, "limit": "must be even", "hint": ""}]
 
 
-def test_list_shows_what_computes_attention() -> None:
-    def forward_native(self: Any, query: Any, key: Any, value: Any) -> Any: ...
-
-    register(OperationImpl, forward_native=forward_native)
+def test_list_shows_what_computes_attention(run: Any, run_json: Any, register: Any) -> None:
+    register("forward_cpu", "forward_native", base=OperationImpl)
     rows = {tuple(line.split()[:2]) for line in run("list").stdout.splitlines() if line}
     assert {("zeta", "other"), ("vanilla", "attention"), ("sdpa", "attention")} <= rows
-    found = json.loads(run("list", "--json").stdout)
+    found = run_json("list")
     assert {x["operation"]: x["computes"] for x in found if x["state"] == "loaded"}["zeta"] == "other"
 
 
-def test_what_the_environment_disables_in_vain_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_environment_disables_in_vain_is_reported(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNOPS_DISABLE", "vanilla")
     text = "ATTNOPS_DISABLE names 'vanilla', which is not an installed distribution with operations"
     assert text in run("list").stdout

@@ -1,7 +1,7 @@
 """The distributions in this file's folder, built as wheels and pip-installed into one environment.
 
 The fixtures examine that environment once; the tests check the results.
-`dispatch/test_registry.py` has the state machine in full, in process.
+`dispatch/test_plugins.py` has every state of a distribution, in process.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-import types
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,139 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from page_pool_model import OPERATIONS, PAGE, Contents, M, Model, N, P, R, draw
+from page_pool_mutants import MUTANTS, QUICK, mutant
 
 from attnops.caches import pool as pool_module
 from attnops.caches.pool import PageCopies, PagePool
-
-P, PAGE, R, M, N = 9, 3, 5, 4, 5
-OPERATIONS = ("reserve", "release", "truncate", "fork")
-
-
-class Model:
-    """What a pool must do, row by row, and the tokens that each row holds."""
-
-    def __init__(self) -> None:
-        self.tables: list[list[int]] = [[] for _ in range(R)]
-        self.free = list(range(P - 1, -1, -1))
-        self.references = [0] * P
-        self.tokens: list[list[int]] = [[] for _ in range(R)]
-        self.ok = [True] * R
-        self.clock = 0
-
-    def take(self) -> int:
-        page = self.free.pop()
-        self.references[page] = 1
-        return page
-
-    def drop(self, pages: list[int]) -> list[int]:
-        freed = []
-        for page in pages:
-            self.references[page] -= 1
-            assert self.references[page] >= 0
-            if self.references[page] == 0:
-                freed.append(page)
-        return freed
-
-    def reserve(self, lengths: list[int]) -> None:
-        for r, length in enumerate(lengths):
-            more = max(0, -(-length // PAGE) - len(self.tables[r]))
-            self.ok[r] = length >= 0 and more <= len(self.free) and more + len(self.tables[r]) <= M
-            if self.ok[r]:
-                self.tables[r] += [self.take() for _ in range(more)]
-                for _ in range(length - len(self.tokens[r])):
-                    self.clock += 1
-                    self.tokens[r].append(self.clock)
-
-    def release(self, rows: list[bool]) -> None:
-        freed = []
-        for r in range(R):
-            if rows[r]:
-                freed += self.drop(self.tables[r])
-                self.tables[r], self.tokens[r] = [], []
-        self.free += sorted(freed)
-        self.ok = [True] * R
-
-    def truncate(self, lengths: list[int]) -> None:
-        for r, length in enumerate(lengths):
-            self.ok[r] = length >= 0
-            if not 0 <= length < len(self.tokens[r]):
-                continue
-            kept = -(-length // PAGE)
-            beyond = self.tables[r][kept:]
-            copied = length % PAGE > 0 and self.references[self.tables[r][kept - 1]] > 1
-            if copied and not self.free and all(self.references[page] > 1 for page in beyond):
-                self.ok[r] = False
-                continue
-            self.free += self.drop(beyond)
-            self.tables[r], self.tokens[r] = self.tables[r][:kept], self.tokens[r][:length]
-            if copied:
-                self.drop(self.tables[r][-1:])
-                self.tables[r][-1] = self.take()
-
-    def fork(self, source: list[int], target: list[int]) -> None:
-        self.ok = [True] * R
-        for s, t in zip(source, target, strict=True):
-            if s == -1 or t == -1 or not 0 <= t < R:
-                continue
-            self.ok[t] = s != t and 0 <= s < R and self.ok[s]
-            if s == t or not 0 <= s < R:
-                continue
-            self.free += self.drop(self.tables[t])
-            self.tables[t], self.tokens[t] = [], []
-            full, rest = divmod(len(self.tokens[s]), PAGE)
-            self.ok[t] = self.ok[t] and (rest == 0 or len(self.free) > 0)
-            if self.ok[t]:
-                self.tokens[t] = list(self.tokens[s])
-                self.tables[t] = self.tables[s][:full]
-                for page in self.tables[t]:
-                    self.references[page] += 1
-                if rest:
-                    self.tables[t].append(self.take())
-
-
-class Contents:
-    """The tokens in the pages, written as `PagePool` tells: by its tables and copies alone."""
-
-    def __init__(self) -> None:
-        self.pages = [[0] * PAGE for _ in range(P)]
-
-    def copy(self, source: list[int], target: list[int], references: list[int]) -> None:
-        assert all(references[t] > 0 for t in target if t >= 0), "a page is copied that no row holds"
-        assert [s >= 0 for s in source] == [t >= 0 for t in target]
-        targets = [t for t in target if t >= 0]
-        assert len(set(targets)) == len(targets)
-        read = [list(self.pages[s]) for s in source]
-        for t, tokens in zip(target, read, strict=True):
-            if t >= 0:
-                self.pages[t] = tokens
-
-    def append(self, table: list[int], references: list[int], first: int, tokens: list[int]) -> None:
-        for i, token in enumerate(tokens, first):
-            page = table[i // PAGE]
-            assert references[page] == 1
-            self.pages[page][i % PAGE] = token
-
-    def read(self, table: list[int], length: int) -> list[int]:
-        return [self.pages[table[i // PAGE]][i % PAGE] for i in range(length)]
-
-
-def draw(count: int, seed: int = 0) -> dict[str, Any]:
-    """Random operations and their arguments, wrong ones among them."""
-    rng = np.random.default_rng(seed)
-    operation = rng.choice(4, count, p=[0.4, 0.1, 0.2, 0.3])
-    longer = np.where(rng.random((count, R)) < 0.6, 0, rng.integers(-1, M * PAGE + 3, (count, R)))
-    shorter = np.where(rng.random((count, R)) < 0.6, M * PAGE, rng.integers(-1, M * PAGE, (count, R)))
-    ids = np.where(rng.random((2, count, N)) < 0.3, -1, rng.integers(0, R, (2, count, N)))
-    ids = np.where(rng.random((2, count, N)) < 0.03, rng.choice([-7, R, R + 9], (2, count, N)), ids)
-    numbers = {
-        "lengths": np.where((operation == 0)[:, None], longer, shorter),
-        "source": ids[0],
-        "target": ids[1],
-    }
-    return {name: x.astype(np.int32) for name, x in numbers.items()} | {
-        "operation": operation.astype(np.int32),
-        "rows": rng.random((count, R)) < 0.4,
-    }
 
 
 def run(schedule: dict[str, Any], pool: Any) -> Any:
@@ -221,53 +90,6 @@ def test_every_state_agrees_with_the_model() -> None:
 @pytest.mark.slow
 def test_every_state_of_100_000_operations_agrees_with_the_model() -> None:
     check(100_000)
-
-
-# Each is a change of the source, old and new. The first three are caught by a run of the quick tests.
-MUTANTS = {
-    "a reference is not given back": ("ids, pool.pages)].add(-1, mode", "ids, pool.pages)].add(0, mode"),
-    "a shared page is not counted": ("pool.pages)].add(1, mode", "pool.pages)].add(0, mode"),
-    "forks of forks copy from pages not yet written": ("origin[last], -1)", "last, -1)"),
-    "released pages are lost": ("pool = _push(dataclasses", "_push(dataclasses"),
-    "a released page is free while others hold it": ("& (references == 0)", "& (references < pool.references)"),
-    "a dropped page is free while others hold it": ("given & (references[ids] == 0)", "given"),
-    "released rows keep their length": ("jnp.where(rows, 0, pool.lengths)", "pool.lengths"),
-    "released rows keep their table": ("jnp.where(rows[:, None], -1, pool.table)", "pool.table"),
-    "a truncated row writes to a shared page": ("& (pool.references[last] > 1)", "& False"),
-    "a truncated row always copies": ("& (pool.references[last] > 1)", ""),
-    "a copy pops an empty stack": ("(~copied | (pool.free_count + freed > 0))", "True"),
-    "a row's own pages are not there for its copy": ("pool.free_count + freed > 0", "pool.free_count > 0"),
-    "a refused truncation shrinks": (
-        "shrinks, copied, beyond = shrinks & ok, copied & ok, beyond & ok",
-        "copied &= ok",
-    ),
-    "a partial page is shared": ("slot < full)", "slot <= full)"),
-    "a fork pops an empty stack": ("(~partial | (pool.free_count > 0))", "True"),
-    "a fork's full row asks for a page": ("~partial | (pool", "False | (pool"),
-    "a fork of a refused fork is served": ("pool.ok[s] & ", ""),
-    "a fork keeps its target's old pages": ("pool = _drop(pool, old, valid & (old >= 0))", ""),
-    "a row that is its own source is emptied": (" & (s != t)", ""),
-    "a row out of range is a source": ("(s >= 0) & (s < R)", "True"),
-    "two copies to one page": ("& (last[target] == entry)", ""),
-    "a page that no row holds is copied": ("& (pool.references[target] > 0)", ""),
-    "a reservation gives more pages than there are": ("(more <= left)", "True"),
-    "no later row is served": ("left - jnp.where(ok, more, 0), ok", "jnp.where(ok, left - more, 0), ok"),
-    "a row of too many pages is served": (" & (needed[:, 0] <= pool.max_pages)", ""),
-    "a reservation shrinks": ("jnp.maximum(lengths, pool.lengths)", "lengths"),
-    "two rows get one page": (" - popped_before", ""),
-    "pages given out stay on the stack": ("free_count=left", "free_count=pool.free_count"),
-}
-QUICK = list(MUTANTS)[:3]
-
-
-def mutant(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module with one change of its source."""
-    text = Path(pool_module.__file__).read_text()
-    assert old in text
-    module = types.ModuleType("mutant_of_pool")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(text.replace(old, new), module.__name__, "exec"), module.__dict__)
-    return module
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in MUTANTS])
@@ -507,3 +329,37 @@ def test_a_donated_pool_is_the_carry_of_a_scan() -> None:
     # At length 5 row 0 takes the last of the five pages.
     assert ok.tolist() == [[True, True]] * 5 + [[True, False]] * 2 + [[False, False]]
     assert last.lengths.tolist() == [6, 4]
+
+
+def test_each_device_has_a_pool_of_its_own_in_a_shard_map() -> None:
+    def serve(lengths: Any, source: Any, target: Any) -> Any:
+        def step(pool: PagePool, _: None) -> Any:
+            pool = pool.release(lengths > 4).reserve(lengths)
+            pool, forked = pool.fork(source, target)
+            pool, truncated = pool.truncate(lengths)
+            return pool, (forked, truncated)
+
+        pool = PagePool.create(pages=5, page_size=2, rows=2, max_pages=4)
+        pool, copies = lax.scan(step, pool.release(lengths > 9), None, length=2)
+        return pool.table[None], pool.ok[None], jax.tree.map(lambda x: x[None], copies)
+
+    arguments = np.array([[3, 0], [5, 1]]), np.array([[0], [1]]), np.array([[1], [0]])
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    local = jax.shard_map(lambda *xs: serve(*(x[0] for x in xs)), mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+    found = jax.jit(local)(*map(jnp.asarray, arguments))
+    alone = [serve(*(jnp.asarray(x[i]) for x in arguments)) for i in range(2)]
+    expected = jax.tree.map(lambda *xs: np.concatenate(xs), *alone)
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+
+
+@pytest.mark.parametrize("method", ["reserve", "release", "truncate", "fork"])
+def test_a_pool_made_in_a_shard_map_serves_numbers_that_differ_by_device(method: str) -> None:
+    def serve(numbers: Any) -> Any:
+        pool = PagePool.create(pages=5, page_size=2, rows=2, max_pages=4)
+        arguments = {"release": [numbers > 4], "fork": [numbers, numbers[::-1]]}.get(method, [numbers])
+        return jax.tree.map(lambda x: x[None], getattr(pool, method)(*arguments))
+
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    found = jax.jit(jax.shard_map(serve, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x")))(jnp.arange(4))
+    expected = jax.tree.map(lambda *xs: np.concatenate(xs), *(serve(jnp.arange(2) + i) for i in (0, 2)))
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))

@@ -7,18 +7,18 @@ partial pages alone. Which requests are served, evicted or share a prefix is the
 from __future__ import annotations
 
 import dataclasses
-import operator
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from attnops.caches.integers import LARGEST, array, at_least_one, int32, integers
+from attnops.programs.varying import equally_varying
+
 if TYPE_CHECKING:
     from attnops.typing import Array, Leaf
-
-_LARGEST = 2**31 - 1
 
 
 class PageCopies(NamedTuple):
@@ -82,14 +82,14 @@ class PagePool:
             TypeError: a number is not an integer.
             ValueError: a number is below 1, or int32 does not hold the ids of all pages or the length of a row.
         """
-        pages, page_size = _at_least_one("pages", pages), _at_least_one("page_size", page_size)
-        rows, max_pages = _at_least_one("rows", rows), _at_least_one("max_pages", max_pages)
-        if pages > _LARGEST:
-            raise ValueError(f"pages={pages} must be at most {_LARGEST}, so that int32 holds their ids")
-        if max_pages * page_size > _LARGEST:
+        pages, page_size = at_least_one("pages", pages), at_least_one("page_size", page_size)
+        rows, max_pages = at_least_one("rows", rows), at_least_one("max_pages", max_pages)
+        if pages > LARGEST:
+            raise ValueError(f"pages={pages} must be at most {LARGEST}, so that int32 holds their ids")
+        if max_pages * page_size > LARGEST:
             raise ValueError(
                 f"max_pages={max_pages} of page_size={page_size} are {max_pages * page_size} tokens a row, but must be "
-                f"at most {_LARGEST}, so that int32 holds a row's length; take fewer pages a row"
+                f"at most {LARGEST}, so that int32 holds a row's length; take fewer pages a row"
             )
         return cls(
             table=jnp.full((rows, max_pages), -1, jnp.int32),
@@ -146,7 +146,7 @@ class PagePool:
             TypeError: they are not booleans.
             ValueError: they are not of shape [R].
         """
-        rows = _array(rows)
+        rows = array(rows)
         if rows.dtype != bool:
             raise TypeError(
                 f"rows has dtype {rows.dtype}, but must be bool [R={self.rows}]: True for each row to empty"
@@ -196,7 +196,7 @@ class PagePool:
             ValueError: they are not of one shape [N]; or, of ids known when tracing, one is neither -1 nor a row, or a
                 row is its own source.
         """
-        source, target = _integers("source", source), _integers("target", target)
+        source, target = integers("source", source), integers("target", target)
         if source.ndim != 1 or source.shape != target.shape:
             raise ValueError(
                 f"source has shape {source.shape} and target {target.shape}, but both must have shape [N]: entry i "
@@ -214,14 +214,14 @@ class PagePool:
                     f"source[{i}]={source[i]} and target[{i}]={target[i]} are one row, which can't be a copy of "
                     f"itself; pass -1 for an entry that does nothing"
                 )
-        return _fork(self, _int32(source), _int32(target))
+        return _fork(self, int32(source), int32(target))
 
     def _lengths(self, lengths: Array) -> jax.Array:
-        lengths = _integers("lengths", lengths)
+        lengths = integers("lengths", lengths)
         self._check_shape("lengths", lengths)
         for r in np.flatnonzero(lengths < 0) if isinstance(lengths, np.ndarray) else ():
             raise ValueError(f"lengths[{r}]={lengths[r]} must be >= 0: it counts the tokens of row {r}")
-        return _int32(lengths)
+        return int32(lengths)
 
     def _check_shape(self, name: str, values: Array) -> None:
         if values.shape != (self.rows,):
@@ -232,6 +232,7 @@ class PagePool:
 
 @jax.jit
 def _reserve(pool: PagePool, lengths: jax.Array) -> PagePool:
+    pool, lengths = equally_varying((pool, lengths))
     held, needed = (_page_count(x, pool.page_size)[:, None] for x in (pool.lengths, lengths))
     more = jnp.maximum(needed - held, 0)
     possible = (lengths >= 0) & (needed[:, 0] <= pool.max_pages)
@@ -260,6 +261,7 @@ def _reserve(pool: PagePool, lengths: jax.Array) -> PagePool:
 
 @jax.jit
 def _release(pool: PagePool, rows: jax.Array) -> PagePool:
+    pool, rows = equally_varying((pool, rows))
     given = rows[:, None] & (pool.table >= 0)
     references = pool.references.at[jnp.where(given, pool.table, pool.pages)].add(-1, mode="drop")
     freed = (pool.references > 0) & (references == 0)
@@ -268,12 +270,13 @@ def _release(pool: PagePool, rows: jax.Array) -> PagePool:
         pool,
         table=jnp.where(rows[:, None], -1, pool.table),
         lengths=jnp.where(rows, 0, pool.lengths),
-        ok=jnp.ones_like(pool.ok),
+        ok=pool.ok | True,  # not ones_like, which varies over no mesh axis
     )
 
 
 @jax.jit
 def _truncate(pool: PagePool, lengths: jax.Array) -> tuple[PagePool, PageCopies]:
+    pool, lengths = equally_varying((pool, lengths))
     slot = _range(pool.max_pages)
 
     def serve(pool: PagePool, row: tuple[jax.Array, jax.Array]) -> tuple[PagePool, PageCopies]:
@@ -339,7 +342,8 @@ def _fork(pool: PagePool, source: jax.Array, target: jax.Array) -> tuple[PagePoo
     # origin[p] is the page that had, before this call, what page p is to hold after its copy: chains of forks all copy
     # from pages that no copy has written.
     pool = dataclasses.replace(pool, ok=jnp.ones_like(pool.ok))
-    (pool, _), copies = lax.scan(serve, (pool, _range(pool.pages)), (source, target))
+    pool, origin, source, target = equally_varying((pool, _range(pool.pages), source, target))
+    (pool, _), copies = lax.scan(serve, (pool, origin), (source, target))
     # A later entry may release a page that an earlier one has copied to, and copy something else to it.
     entry, target = _range(len(source)), copies.target
     last = jnp.full(pool.pages, -1, jnp.int32).at[jnp.where(target >= 0, target, pool.pages)].max(entry, mode="drop")
@@ -381,34 +385,3 @@ def _page_count(lengths: jax.Array, page_size: int) -> jax.Array:
 
 def _range(n: int) -> jax.Array:
     return jnp.arange(n, dtype=jnp.int32)
-
-
-def _at_least_one(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} of type {type(value).__name__} must be an int >= 1") from None
-    if number < 1:
-        raise ValueError(f"{name}={number} must be >= 1")
-    return number
-
-
-def _array(values: Leaf) -> Any:
-    """An array of JAX's as it is; else, whose values are known when tracing, one of numpy's."""
-    return values if isinstance(values, jax.Array) else np.asarray(values)
-
-
-def _integers(name: str, values: Leaf) -> Any:
-    values = _array(values)
-    if not jnp.issubdtype(values.dtype, jnp.integer) and values.size:
-        raise TypeError(f"{name} has dtype {values.dtype}, but must be integers")
-    return values
-
-
-def _int32(values: Array) -> jax.Array:
-    """Integers as int32; those that it does not hold become its largest number, or -2, as good as any below -1."""
-    if not np.can_cast(values.dtype, np.int32):
-        where = np if isinstance(values, np.ndarray) else jnp
-        low = -2 if np.issubdtype(values.dtype, np.signedinteger) else 0
-        values = where.clip(values, low, _LARGEST)
-    return jnp.asarray(values).astype(jnp.int32)

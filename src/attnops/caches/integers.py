@@ -1,0 +1,48 @@
+"""Counts, lengths and ids that callers give: checked where they are known when tracing, and brought to int32."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, Leaf
+
+LARGEST = 2**31 - 1
+
+
+def at_least_one(name: str, value: int) -> int:
+    """A count that must be static."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} of type {type(value).__name__} must be an int >= 1") from None
+    if number < 1:
+        raise ValueError(f"{name}={number} must be >= 1")
+    return number
+
+
+def array(values: Leaf) -> Any:
+    """An array of JAX's as it is; else, whose values are known when tracing, one of numpy's."""
+    return values if isinstance(values, jax.Array) else np.asarray(values)
+
+
+def integers(name: str, values: Leaf) -> Any:
+    """An array of integers, see `array`; an empty list is one too."""
+    values = array(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer) and values.size:
+        raise TypeError(f"{name} has dtype {values.dtype}, but must be integers")
+    return values
+
+
+def int32(values: Array) -> jax.Array:
+    """Integers as int32; those that it does not hold become its largest number, or -2, as good as any below -1."""
+    if not np.can_cast(values.dtype, np.int32):
+        where = np if isinstance(values, np.ndarray) else jnp
+        low = -2 if np.issubdtype(values.dtype, np.signedinteger) else 0
+        values = where.clip(values, low, LARGEST)
+    return jnp.asarray(values).astype(jnp.int32)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -275,6 +278,40 @@ def test_nothing_keeps_what_a_function_closed_over(backend: str, staged: bool) -
         del table, options, run
     gc.collect()
     assert [ref() is None for ref in alive] == [True] * len(alive)
+
+
+def resident_memory() -> int:
+    """Of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [False, True])
+def test_eager_calls_over_fresh_tables_keep_neither_tables_nor_memory(kept: bool) -> None:
+    """800 MB of tables; with ``kept`` the test itself keeps them, which the measurement must show."""
+    operation, x, size = make("flash"), jnp.ones((1, 4, 1, 4)), 1 << 22
+
+    def call(i: int) -> jax.Array:
+        table = jnp.full((size // 4,), i / 8)
+        out = operation(x, x, x, **functions_over(table)[i % 2]).attention_outputs
+        jax.block_until_ready(out)
+        return table
+
+    for i in range(2):
+        call(i)
+    gc.collect()
+    measured = sys.platform == "linux"
+    before, alive, tables = resident_memory() if measured else 0, [], []
+    for i in range(200):
+        table = call(i)
+        alive.append(weakref.ref(table))
+        tables += [table] * kept
+        del table
+    gc.collect()
+    assert [ref() is None for ref in alive] == [not kept] * 200
+    if measured:
+        grown = resident_memory() - before
+        assert grown > 700e6 if kept else grown < 100e6, f"{grown / 1e6:.0f} MB"
 
 
 @pytest.mark.parametrize("backend", ["flash", "vanilla"])

@@ -135,6 +135,67 @@ def test_an_offset_is_a_position_too():
         check(PrefixLM(2, far), np.broadcast_to((np.arange(5) < 2) | (far > 0), (3, 5)))
 
 
+END = 2**31 - 1
+
+
+def rows(T, S, offset):
+    """``q - kv`` with the queries from this offset on, exactly."""
+    return np.arange(T, dtype=object)[:, None] + offset - np.arange(S, dtype=object)
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, lambda x: np.array([[x]]), lambda x: jnp.array([[x]], jnp.int32)])
+@pytest.mark.parametrize("window", [END - 2**27 - 1, END - 2, END, END + 2, 2**33])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_windows_and_offsets_near_the_end_of_int32(kind, window, sign):
+    traced = isinstance(kind(0), jax.Array)
+    for offset in (0, END - 2**27, END - 2**27 + 2, END - 5, END, END + 3, 2**33 - 1):
+        if traced and max(window, offset + 2) > END:
+            continue  # int32 does not hold them
+        difference = rows(3, 5, sign * offset)
+        for given in (window, kind(window)):
+            left, right = (given, 0) if sign > 0 else (0, given)
+            lowest, highest = (0, window) if sign > 0 else (-window, 0)
+            expected = ((lowest <= difference) & (difference <= highest)).astype(bool)
+            check(SlidingWindow(left, right, kind(sign * offset)), expected)
+        if sign > 0:
+            check(SlidingWindow(kind(window), None, kind(offset)), (difference <= window).astype(bool))
+        check(Causal(kind(sign * offset)), (difference >= 0).astype(bool))
+
+
+def test_windows_that_are_not_below_the_end_of_int32_are_no_limit():
+    for window in (END - 1, END, END + 1, 2**40):
+        for mask in (SlidingWindow(window, 0), SlidingWindow(np.array([[window]]), 0)):
+            check(mask, np.arange(3)[:, None] + 2 >= np.arange(5))
+
+
+def test_a_window_of_some_batches_at_offsets_of_others():
+    mask = SlidingWindow(np.array([[END, 2**40]]), None, np.array([[3], [2**40 - 1]]))
+    found = np.broadcast_to(mask.dense(2, 2, 3, 5), (2, 2, 3, 5))
+    for b, offset in enumerate((3, 2**40 - 1)):
+        for h, window in enumerate((END, 2**40)):
+            np.testing.assert_array_equal(found[b, h], rows(3, 5, offset) <= window)
+
+
+def test_a_window_that_int32_does_not_hold_is_refused_where_it_would_count():
+    t = np.array([-(2**31), 0, 2**31 - 1])
+    for window in (END, 2**32 - 2):
+        text = f"={window} with positions that are 4294967295 apart: int32, .* holds windows below 2147483647; give No"
+        for mask in (SlidingWindow(window, 0), SlidingWindow(0, np.array([[window]]))):
+            with pytest.raises(ValueError, match=text):
+                mask.at(t, t).bind(1, 1, 3, 3)
+    check(SlidingWindow(2**32 - 1, 0).at(t, t), np.tri(3, dtype=bool))
+    check(SlidingWindow(END, 0).at(t[1:], t[1:]), np.tri(2, dtype=bool))
+
+
+def test_chunks_at_an_offset_that_int32_does_not_hold():
+    text = r"Chunked's size=2147483647 and offset=2147483646: where int32 .* must not exceed 536870912; count positions"
+    with pytest.raises(ValueError, match=text):
+        Chunked(END, END - 1).bind(1, 1, 3, 5)
+    for size, offset in ((2**29, END), (END, 2**30), (2**40, END - 2**27), (END, -1), (2**40, -(2**40)), (7, 2**40)):
+        positions = np.arange(3, dtype=object) + offset
+        check(Chunked(size, offset), (positions[:, None] // size == np.arange(5) // size).astype(bool))
+
+
 def test_positions_that_can_not_be_moved_are_refused():
     t = np.array([0, 1]) + 1000 * NOW
     refused = {

@@ -12,7 +12,7 @@ from jax import lax
 
 from attnops.masks.base import Mask
 from attnops.masks.grid import CoverageBounds, Grid, check_by_token
-from attnops.masks.integers import positions_as_int32
+from attnops.masks.integers import LARGEST, extent, positions_as_int32
 from attnops.masks.picture import text
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ class At(Mask):
         unit = mask.position_unit() if hasattr(mask, "position_unit") else None
         q, kv, moved = positions_as_int32(q, kv, S - T if offset is None else offset, T, unit)
         mask = mask.moved(moved) if moved else mask
+        if isinstance(q, np.ndarray) and isinstance(kv, np.ndarray):
+            (q_least, q_most), (least, most) = extent(q), extent(kv)
+            _check_window("SlidingWindow's left", getattr(mask, "left", None), q_most - least)
+            _check_window("SlidingWindow's right", getattr(mask, "right", None), most - q_least)
         return type(self)((mask if q is None else mask.with_offset(0)).bind(B, H, T, S), q, kv)
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
@@ -92,6 +96,17 @@ def at(mask: Mask, q_positions: Array | None, kv_positions: Array | None) -> Mas
             f"queries; give only one"
         )
     return At(mask, q_positions, kv_positions)
+
+
+def _check_window(name: str, limit: Leaf, distance: int) -> None:
+    """Raise a `ValueError` where a window, of `LARGEST` and more, is no limit though positions are farther apart."""
+    if isinstance(limit, (int, np.ndarray, np.generic)):
+        wide = [int(x) for x in np.asarray(limit).reshape(-1) if LARGEST <= x < distance]
+        if wide:
+            raise ValueError(
+                f"{name}={wide[0]} with positions that are {distance} apart: int32, which kernels compute with, holds "
+                f"windows below {LARGEST}; give None for no limit, or count positions in a coarser unit"
+            )
 
 
 def token_array(name: str, values: Leaf, B: int, length: int) -> Array:

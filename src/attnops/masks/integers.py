@@ -63,6 +63,14 @@ def clip_offset(value: Leaf) -> Leaf:
     return xp.clip(value, -_FARTHEST_OFFSET, _FARTHEST_OFFSET)
 
 
+def excess(offset: Leaf) -> Leaf:
+    """A known offset minus `clip_offset` of it: an int, or an array of Python's integers."""
+    if isinstance(offset, int):
+        return offset - clip_offset(offset)
+    host = np.asarray(offset).astype(object)
+    return host - np.clip(host, -_FARTHEST_OFFSET, _FARTHEST_OFFSET)
+
+
 def minus(a: Leaf, b: Index) -> Leaf:
     """``a − b`` for int32 or ints, saturating."""
     if isinstance(b, int):
@@ -98,7 +106,7 @@ def positions_as_int32(q: Leaf, kv: Leaf, offset: Leaf, length: int, unit: int |
     given = {name: x for name, x in (("q_positions", q), ("kv_positions", kv)) if x is not None}
     for name, values in given.items():
         check_integers(name, values)
-    is_far = isinstance(offset, int) and not -_FARTHEST_OFFSET <= offset <= _FARTHEST_OFFSET
+    is_far = isinstance(offset, int) and excess(offset) != 0
     if all(map(fits, given.values())) and not (is_far and q is None and kv is not None):
         q, kv = (None if x is None else x.astype(np.int32) for x in (q, kv))
         return q, kv, 0
@@ -212,12 +220,21 @@ def _like(values: Leaf, host: Leaf) -> Leaf:
     return jnp.asarray(host) if isinstance(values, jax.Array) else host
 
 
-def less(limits: Leaf, by: int) -> Leaf:
-    """Known limits minus a number, clipped as by `as_limits`."""
-    if isinstance(limits, int):
+def less(limits: Leaf, by: Leaf) -> Leaf:
+    """Known limits minus a number, or an array of Python's integers, clipped as by `as_limits`."""
+    if isinstance(limits, int) and isinstance(by, int):
         return clip_limit(limits - by)
     host = np.asarray(np.asarray(limits).astype(object) - by)
     return _like(limits, np.clip(host, -LARGEST, LARGEST).astype(np.int32))
+
+
+def window_less(limit: Leaf, by: Leaf) -> Leaf:
+    """A window's limit minus a number or an array of Python's integers: at least 0, clipped as by `as_limits`."""
+    if isinstance(limit, jax.Array):
+        by = np.clip(np.asarray(by, object), -LARGEST, LARGEST).astype(np.int32)
+        return jnp.maximum(minus(as_limits("a window's limit", limit), by), 0)
+    left = less(limit if np.shape(limit) else int(limit), by)
+    return max(left, 0) if isinstance(left, int) else np.maximum(left, np.int32(0))
 
 
 def common_unit(sizes: Leaf) -> int | None:

@@ -19,10 +19,12 @@ from attnops.masks.integers import (
     clip_offset,
     common_unit,
     edge_of,
+    excess,
     farthest,
     is_known,
     less,
     near,
+    window_less,
 )
 from attnops.masks.picture import text
 
@@ -62,11 +64,23 @@ class _Positional(Mask):
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         values: dict[str, Leaf] = {"offset": S - T if self.offset is None else self.offset}
+        numbers: dict[str, Leaf] = {}
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = values.get(field.name, getattr(self, field.name))
-            number = _number(f"{type(self).__name__}'s {field.name}", value, B, H)
-            values[field.name] = clip_offset(number) if field.name == "offset" else number
-        return type(self)(**values)
+            value = values.setdefault(field.name, getattr(self, field.name))
+            numbers[field.name] = _number(f"{type(self).__name__}'s {field.name}", value, B, H)
+        if _is_far(values["offset"]):
+            numbers |= self._limits_at(values["offset"])
+            numbers["offset"] = clip_offset(numbers["offset"])
+        numbers["offset"] = self._clipped(numbers["offset"])
+        return type(self)(**numbers)
+
+    def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
+        """The limits that mean with `clip_offset` of an offset, known when tracing, what these mean with the offset."""
+        return {}
+
+    def _clipped(self, offset: Leaf) -> Leaf:
+        """An offset, an int or int32, that is far enough from the end of int32 for this mask's arithmetic."""
+        return clip_offset(offset)
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         return at(self, q_positions, kv_positions)
@@ -118,6 +132,11 @@ def _number(name: str, value: Leaf, B: int, H: int) -> Leaf:
     return value
 
 
+def _is_far(offset: Leaf) -> bool:
+    """Whether `clip_offset` changes an offset that is known without waiting for a device."""
+    return isinstance(offset, (int, np.ndarray, np.generic)) and bool(np.any(excess(offset)))
+
+
 def _pick(value: Leaf, b: Index, h: Index) -> Leaf:
     """``value[b, h]`` of a number or an array [B or 1, H or 1]."""
     if getattr(value, "ndim", 0) == 0:
@@ -146,6 +165,10 @@ def _check_least(name: str, value: Leaf, least: int, hint: str = "") -> None:
 
 class _Band(_Positional):
     """A mask of ``q - kv`` alone: between two numbers, both included."""
+
+    def _clipped(self, offset: Leaf) -> Leaf:
+        # No index is added to it, and `edge_of` saturates.
+        return clip_offset(offset) if isinstance(offset, int) else offset
 
     def _limits(self) -> tuple[Index | None, Index | None]:
         """The lowest and the highest ``q + offset - kv`` that is seen, before the offset; None where there is none."""
@@ -257,6 +280,11 @@ class SlidingWindow(_Band):
     def _limits(self) -> tuple[Index | None, Index | None]:
         return None if self.right is None else -self.right, self.left
 
+    def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
+        # Only the window's ends count: the query's position minus left, and plus right.
+        beyond, limits = excess(offset), (("left", self.left, 1), ("right", self.right, -1))
+        return {name: window_less(value, sign * beyond) for name, value, sign in limits if value is not None}
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Chunked(_Positional):
@@ -290,6 +318,16 @@ class Chunked(_Positional):
 
     def sees_itself(self) -> bool:
         return isinstance(self.offset, int) and self.offset == 0
+
+    def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
+        # With smaller chunks no query at a far offset shares one with a key.
+        size = int(np.max(self.size)) if isinstance(self.size, (int, np.ndarray, np.generic)) else 0
+        if size > FAR and np.max(excess(offset)) > 0:
+            raise ValueError(
+                f"Chunked's size={size} and offset={np.max(offset)}: where int32 has no room for the offset and an "
+                f"index, chunks must not exceed {FAR}; count positions from the start of a chunk"
+            )
+        return {}
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         size, offset = _pick(self.size, b, h), _pick(self._bound_offset(), b, h)

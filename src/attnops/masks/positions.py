@@ -70,17 +70,12 @@ class _Positional(Mask):
             numbers[field.name] = _number(f"{type(self).__name__}'s {field.name}", value, B, H)
         if _is_far(values["offset"]):
             numbers |= self._limits_at(values["offset"])
-            numbers["offset"] = clip_offset(numbers["offset"])
-        numbers["offset"] = self._clipped(numbers["offset"])
+        numbers["offset"] = clip_offset(numbers["offset"])
         return type(self)(**numbers)
 
     def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
         """The limits that mean with `clip_offset` of an offset, known when tracing, what these mean with the offset."""
         return {}
-
-    def _clipped(self, offset: Leaf) -> Leaf:
-        """An offset, an int or int32, that is far enough from the end of int32 for this mask's arithmetic."""
-        return clip_offset(offset)
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         return at(self, q_positions, kv_positions)
@@ -165,10 +160,6 @@ def _check_least(name: str, value: Leaf, least: int, hint: str = "") -> None:
 
 class _Band(_Positional):
     """A mask of ``q - kv`` alone: between two numbers, both included."""
-
-    def _clipped(self, offset: Leaf) -> Leaf:
-        # No index is added to it, and `edge_of` saturates.
-        return clip_offset(offset) if isinstance(offset, int) else offset
 
     def _limits(self) -> tuple[Index | None, Index | None]:
         """The lowest and the highest ``q + offset - kv`` that is seen, before the offset; None where there is none."""

@@ -11,7 +11,19 @@ import pytest
 
 from attnops import AttentionRequest, Limits, OperationMetadata
 from attnops.biases import ALiBi
-from attnops.masks import Causal, Chunked, Dense, Full, KeyPadding, Lengths, MaskFn, PrefixLM, Segments, SlidingWindow
+from attnops.masks import (
+    Ancestors,
+    Causal,
+    Chunked,
+    Dense,
+    Full,
+    KeyPadding,
+    Lengths,
+    MaskFn,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+)
 from attnops.operations.vanilla import VanillaAttention
 
 REQUEST = AttentionRequest(
@@ -45,6 +57,7 @@ def test_every_kind_of_the_contract_is_known() -> None:
         (Causal() & SlidingWindow(1, 0)) | ~Segments(np.zeros((1, 4), np.int32)) | Chunked(2) | PrefixLM(1) | Full()
         | Lengths(np.array([2])) | KeyPadding(np.ones((1, 4), bool)) | Dense(np.ones((1, 1, 4, 4), bool))
         | MaskFn(lambda b, h, q, k: q >= k) | Causal().at(np.arange(4), np.arange(4))
+        | Ancestors([-1, 0, 0, 1])
     )  # fmt: skip
     kinds = masks.kinds()
     assert Limits(mask_kinds=kinds).mask_kinds == kinds

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from attnops.masks import (
+    Ancestors,
     Causal,
     Chunked,
     Dense,
@@ -23,7 +24,7 @@ from attnops.masks import (
 )
 
 # Without `MaskFn`, whose function no expression can give.
-_PRIMITIVES = (Causal, Chunked, Dense, Full, KeyPadding, Lengths, PrefixLM, Segments, SlidingWindow)
+_PRIMITIVES = (Ancestors, Causal, Chunked, Dense, Full, KeyPadding, Lengths, PrefixLM, Segments, SlidingWindow)
 _BY_NAME: dict[str, type[Mask]] = {cls.__name__.lower(): cls for cls in _PRIMITIVES}
 _BINARY = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
 

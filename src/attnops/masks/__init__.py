@@ -3,6 +3,7 @@
 ``Causal() & SlidingWindow(4095, 0) & Segments(ids)``; the primitives combine with ``&``, ``|`` and ``~``.
 """
 
+from attnops.masks.ancestors import Ancestors
 from attnops.masks.at import At
 from attnops.masks.base import And, Dense, Mask, Not, Or
 from attnops.masks.blocks import BlockMap, block_map
@@ -14,6 +15,7 @@ from attnops.masks.structure import Band, MaskStructure, Split
 from attnops.masks.tokens import KeyPadding, Lengths, Segments
 
 __all__ = [
+    "Ancestors",
     "And",
     "At",
     "Band",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class At(Mask):
 
     axes: ClassVar = {"q_positions": "bt", "kv_positions": "bs"}
 
-    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+    def bind(self, B: int, H: int, T: int, S: int) -> Mask:  # type: ignore[override]
         given = (("q_positions", self.q_positions, T), ("kv_positions", self.kv_positions, S))
         q, kv = (None if x is None else token_array(name, x, B, n) for name, x, n in given)
         mask: Any = self.mask
@@ -46,6 +46,9 @@ class At(Mask):
         unit = mask.position_unit() if hasattr(mask, "position_unit") else None
         q, kv, moved = positions_as_int32(q, kv, S - T if offset is None else offset, T, unit)
         mask = mask.moved(moved) if moved else mask
+        if hasattr(mask, "bind_at"):  # it does not take each query's position for its index
+            bound: Mask = mask.bind_at(B, H, T, S, q, kv)
+            return bound
         if isinstance(q, np.ndarray) and isinstance(kv, np.ndarray):
             (q_least, q_most), (least, most) = extent(q), extent(kv)
             _check_window("SlidingWindow's left", getattr(mask, "left", None), q_most - least)

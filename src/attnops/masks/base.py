@@ -87,12 +87,14 @@ class Mask(abc.ABC):
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         """This mask for tokens at positions other than their index: packed, shifted or permuted ones.
 
-        Masks of positions (causal, window, chunk, prefix, lengths, `MaskFn`) read them; masks of tokens (segments,
-        padding, dense arrays) are unchanged. Where an argument is None, positions of an earlier `at` are kept.
+        Masks of positions (causal, window, chunk, prefix, lengths, ancestors, `MaskFn`) read them; masks of tokens
+        (segments, padding, dense arrays) are unchanged. Where an argument is None, positions of an earlier `at` are
+        kept.
 
         Args:
             q_positions: integers [T] or [B, T]. None leaves queries where they are: at ``i + offset`` by the mask's own
                 offset, which defaults to ``S - T``; at ``i`` for `Lengths` and `MaskFn`, which have no offset.
+                `Ancestors` reads only a row's first.
             kv_positions: integers [S] or [B, S]; None for ``j``.
 
         Raises:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from attnops.masks import (
+    Ancestors,
     Causal,
     Chunked,
     Dense,
@@ -115,6 +116,40 @@ def _dense_broadcast(B: int, H: int, T: int, S: int) -> ExpectedMask:
     return ExpectedMask(Dense(array), array)
 
 
+def _tree(B: int, T: int) -> Array:
+    """The parents of drafted tokens, with several roots, deep and shallow branches, [B, T]."""
+    rng = np.random.default_rng(12)
+    recent = np.arange(T) - 1 - rng.integers(0, 3, (B, T))
+    return np.maximum(
+        np.where(rng.random((B, T)) < 0.3, rng.integers(-1, T, (B, T)) % (np.arange(T) + 1) - 1, recent), -1
+    )
+
+
+def _descends(parents: Array, offset: Array, S: int) -> Array:
+    """Who sees whom by walking up from each drafted token, [B, 1, T, S]."""
+    B, T = parents.shape
+    seen = np.broadcast_to(np.arange(S) < offset[:, None, None], (B, T, S)).copy()
+    for b, i in np.ndindex(B, T):
+        token = i
+        while token >= 0:
+            if 0 <= token + offset[b] < S:
+                seen[b, i, token + offset[b]] = True
+            token = parents[b, token]
+    return seen[:, None]
+
+
+def _ancestors(B: int, H: int, T: int, S: int) -> ExpectedMask:
+    parents = _tree(B, T)
+    return ExpectedMask(Ancestors(parents), _descends(parents, np.full(B, S - T), S))
+
+
+def _ancestors_at(B: int, H: int, T: int, S: int) -> ExpectedMask:
+    """As over a cache whose rows have other lengths: keys after the drafted ones are seen by none."""
+    parents, committed = _tree(B, T), np.maximum(S // 2 - 3 * np.arange(B), 0)
+    mask = Ancestors(parents).at(committed[:, None] + np.arange(T))
+    return ExpectedMask(mask, _descends(parents, committed, S))
+
+
 def _third(b: Array, h: Array, q: Array, kv: Array) -> Array:
     return (b + h + q + 2 * kv) % 3 != 0
 
@@ -167,6 +202,7 @@ MASKS: Final[dict[str, MaskCase]] = {
     "KeyPadding": _key_padding,
     "Dense": _dense,
     "Dense, broadcast": _dense_broadcast,
+    "Ancestors": _ancestors,
     "MaskFn": _function,
     "mask & mask": _and,
     "mask | mask": _or,
@@ -181,6 +217,7 @@ TRACED_MASKS: Final[dict[str, MaskCase]] = {
     "traced Causal(offset)": _per_batch,
     "traced Segments": _and,
     "traced Lengths": _lengths,
+    "traced Ancestors": _ancestors_at,
 }
 
 

@@ -13,6 +13,7 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.request import AttentionRequest
 from attnops.masks import (
+    Ancestors,
     Causal,
     Chunked,
     Dense,
@@ -150,6 +151,10 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
             mask = Lengths(rng.integers(0, S + 1, B), rng.integers(0, T + 1, B) if draw(st.booleans()) else None)
         case "KeyPadding":
             mask = KeyPadding(tokens(S, 2))
+        case "Ancestors":
+            parents = rng.integers(0, 2**31, (draw(st.sampled_from([1, B])), T)) % (np.arange(T) + 1) - 1
+            of_rows = draw(st.booleans()) and offset is not None
+            mask = Ancestors(parents, rng.integers(-T, S + 1, (B, 1)) if of_rows else _first(offset))
         case "Dense":
             mask = Dense(rng.random(draw(broadcastable((B, H, T, S)))) < 0.6)
         case _:
@@ -164,8 +169,14 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
 
 
 _LEAVES = (
-    "Full", "Causal", "SlidingWindow", "Chunked", "PrefixLM", "Segments", "Lengths", "KeyPadding", "Dense", "MaskFn",
+    "Full", "Causal", "SlidingWindow", "Chunked", "PrefixLM", "Segments", "Lengths", "KeyPadding", "Ancestors", "Dense",
+    "MaskFn",
 )  # fmt: skip
+
+
+def _first(offset: int | Array | None) -> int | None:
+    """One number for all batches and heads."""
+    return offset if offset is None else int(np.ravel(offset)[0])
 
 
 def _is_even(b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array) -> jax.Array:

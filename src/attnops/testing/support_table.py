@@ -36,7 +36,10 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
         "mask_structure": MaskStructure(band=(0, None)),
     },
     "windows, chunks, prefixes": {"mask": "…", "mask_kinds": frozenset({"SlidingWindow", "Chunked", "PrefixLM", "|"})},
-    "segments, lengths, padding": {"mask": "…", "mask_kinds": frozenset({"Segments", "Lengths", "KeyPadding", "&"})},
+    "segments, lengths, padding, trees of drafts": {
+        "mask": "…",
+        "mask_kinds": frozenset({"Segments", "Lengths", "KeyPadding", "Ancestors", "&"}),
+    },
     "`MaskFn`, `~`, positions": {"mask": "…", "mask_kinds": frozenset({"MaskFn", "~", "at"})},
     "array bias": {"bias_kind": "array", "bias_shape": (1, 8, 1024, 1024), "bias_dtype": "bfloat16"},
     "`ALiBi`, `RelativePosition`": {"bias_kind": "RelativePosition"},

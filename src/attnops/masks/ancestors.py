@@ -79,8 +79,9 @@ class Ancestors(Mask):
         first, last = _intervals(parents, T)
         positions = np.arange(S, dtype=np.int32) if isinstance(S, int) else jnp.arange(S, dtype=np.int32)
         low, high = _of_keys(first, last, minus(positions[None] if kv is None else kv, offset), T)
-        expression = self if q is kv is None else at(self.with_offset(None) if q is not None else self, q, kv)
-        bound = _Intervals(repr(expression), expression.kinds(), first, low, high)
+        placed = q is not None or kv is not None
+        expression = at(self if q is None else self.with_offset(None), q, kv) if placed else self
+        bound = _Intervals(repr(expression), placed, first, low, high)
         if type(offset) is int and kv is None:
             object.__setattr__(bound, "known_offset", offset)
         return bound
@@ -132,7 +133,7 @@ class _Intervals(Mask):
 
     Attributes:
         expression: the mask that was bound.
-        names: its kinds.
+        placed: whether it had positions.
         order: the number of each query, int32 [B or 1, T].
         low: the least number that sees a key, int32 [B or 1, S].
         high: the greatest number that sees a key, int32 [B or 1, S].
@@ -140,7 +141,7 @@ class _Intervals(Mask):
     """
 
     expression: str
-    names: frozenset[str]
+    placed: bool
     order: Array
     low: Array
     high: Array
@@ -163,7 +164,7 @@ class _Intervals(Mask):
         raise ValueError(f"{self!r} is bound already; give it positions with mask.at(...) before mask.bind(...)")
 
     def kinds(self) -> frozenset[str]:
-        return self.names
+        return frozenset({"Ancestors", "at"} if self.placed else {"Ancestors"})
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         order = take(self.order, b, q)

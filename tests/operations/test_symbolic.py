@@ -10,7 +10,7 @@ from jax import export
 
 from attnops import Limits, OperationMetadata, OperationRegistry, UnsupportedError, UnsupportedWarning, explain
 from attnops.biases import ALiBi
-from attnops.masks import Causal, Lengths, Segments, SlidingWindow
+from attnops.masks import Ancestors, Causal, Lengths, Segments, SlidingWindow
 
 B, T, H, K, D = 3, 10, 4, 2, 8
 # The platforms that an installed plugin has kernels for.
@@ -28,6 +28,7 @@ CASES = {
     "Causal": ((), lambda: {"mask": Causal() & SlidingWindow(5, 0)}),
     "Segments": ((jnp.arange(B * T).reshape(B, T) % 10 // 4,), lambda ids: {"mask": Causal() & Segments(ids)}),
     "Lengths": ((jnp.array([4, 10, 0]),), lambda n: {"mask": Lengths(n)}),
+    "Ancestors": ((jnp.arange(B * T).reshape(B, T) % 10 // 2 - 1,), lambda parents: {"mask": Ancestors(parents)}),
     "bias by batch": ((draw(B, 1, T, T),), lambda bias: {"bias": bias}),
     "ALiBi and sinks": ((), lambda: {"bias": ALiBi(np.ones(H)), "sinks": jnp.ones(H)}),
 }
@@ -83,6 +84,18 @@ def test_symbolic_lengths_run_on_vanilla_and_have_a_reason_on_flash(shapes):
         exported(call(flash), [of_query, of_key], q, k)
     request = auto.request(*(jax.ShapeDtypeStruct(x, q.dtype) for x in (of_query, of_key, of_key)))
     assert "query_length=t: must be a number when tracing, not symbolic" in str(explain(request))
+
+
+def test_a_tree_of_symbolic_many_drafts():
+    t, s = export.symbolic_shape("t, s")
+    q, k, parents = draw(2, 5, H, D), draw(2, 9, K, D), jnp.array([[-1, 0, 0, 1, 3], [-1, -1, 0, 1, 2]])
+    vanilla = OperationRegistry.create("vanilla", TRAIN)
+
+    def call(q, k, parents):
+        return vanilla(q, k, k, mask=Ancestors(parents)).attention_outputs
+
+    found = exported(call, [(2, t, H, D), (2, s, K, D), (2, t)], q, k, parents)
+    np.testing.assert_allclose(found, call(q, k, parents), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["vanilla", "flash", "auto"])

@@ -38,6 +38,7 @@ CASES = {
     "dropout": ("Causal", "dropout", "GQA"),
     "rows that see nothing": ("fully masked rows", "GQA", "logsumexp"),
     "heads first": ("layout BHTD", "Causal"),
+    "drafts": ("traced Ancestors", "T < S", "GQA"),
 }
 
 

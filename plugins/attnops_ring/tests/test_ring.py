@@ -70,6 +70,7 @@ FEATURES = {
     "function": ("MaskFn", "RelativePosition", "D ≠ Dv"),
     "lengths": ("Lengths", "bias [B, 1, 1, S]"),
     "positions": ("mask.at(positions)", "logsumexp"),
+    "drafts": ("traced Ancestors", "GQA"),
     "dense": ("Dense", "bias [B, H, T, S]"),
     "rows that see nothing": ("fully masked rows", "sinks", "logsumexp"),
     "tiles that see nothing": ("fully masked tiles", "GQA"),

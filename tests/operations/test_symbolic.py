@@ -86,7 +86,8 @@ def test_symbolic_lengths_run_on_vanilla_and_have_a_reason_on_flash(shapes):
     assert "query_length=t: must be a number when tracing, not symbolic" in str(explain(request))
 
 
-def test_a_tree_of_symbolic_many_drafts():
+@pytest.mark.slow
+def test_a_tree_of_symbolically_many_drafts():
     t, s = export.symbolic_shape("t, s")
     q, k, parents = draw(2, 5, H, D), draw(2, 9, K, D), jnp.array([[-1, 0, 0, 1, 3], [-1, -1, 0, 1, 2]])
     vanilla = OperationRegistry.create("vanilla", TRAIN)

@@ -11,7 +11,7 @@ import pytest
 
 from attnops import Limits, OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, ScoreFn, alibi_slopes
-from attnops.kernels.elementwise import of_bias, of_mask
+from attnops.kernels.parts import of_bias, of_mask
 from attnops.masks import Causal, MaskFn, Segments, SlidingWindow
 from attnops.testing.feature_masks import MASKS, TRACED_MASKS
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnops import OperationRegistry
-from attnops.kernels.elementwise import of_mask
+from attnops.kernels.parts import of_mask
 from attnops.masks import Causal, Chunked, Coverage, Lengths, MaskFn, PrefixLM, Segments, SlidingWindow, block_map
 
 FAR = 2**32

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from attnops.kernels.coverage import map_shape, merged, ragged
-    from attnops.kernels.elementwise import Elementwise, of_bias, of_mask
+    from attnops.kernels.elementwise import Elementwise
     from attnops.kernels.flash import FlashBackend, FlashCall
     from attnops.kernels.nograd import not_differentiable, once_differentiable
     from attnops.kernels.outputs import output_like
     from attnops.kernels.padding import Padded, pad_to_multiple, unpad
+    from attnops.kernels.parts import of_bias, of_mask
     from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
     from attnops.kernels.rules import cotangents, inexact_vjp, is_differentiated
     from attnops.kernels.scoring import Scoring, describe, elementwise_bias
@@ -71,9 +72,8 @@ __all__ = [
 
 # Imported at the first use: the dispatcher imports a module of this package, and other modules import the dispatcher.
 _MODULES: Final = (
-    "coverage", "elementwise", "flash", "nograd", "outputs", "padding", "reverse", "rules", "scoring", "unseen",
-    "varying", "vjp", "vmap",
-
+    "coverage", "elementwise", "flash", "nograd", "outputs", "padding", "parts", "reverse", "rules", "scoring",
+    "unseen", "varying", "vjp", "vmap",
 )  # fmt: skip
 
 

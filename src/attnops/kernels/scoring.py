@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 
 from attnops.biases import ALiBi, Bias, RelativeBias
-from attnops.kernels.elementwise import Elementwise, of_bias, of_mask
+from attnops.kernels.elementwise import Elementwise
+from attnops.kernels.parts import of_bias, of_mask
 from attnops.masks import Mask
 
 if TYPE_CHECKING:

@@ -1,0 +1,133 @@
+"""Masks and biases as functions of scores, and the arrays that go with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.biases import Bias, function_of
+from attnops.kernels.elementwise import ARGUMENTS, AXES, Elementwise, split_program
+from attnops.masks.base import Dense, Mask
+from attnops.masks.functions import MaskFn
+from attnops.programs.functions import INDEX, SCORE, Bound
+from attnops.programs.tracing import CALLS, WITH_DERIVATIVES, trace
+
+if TYPE_CHECKING:
+    from jax.tree_util import PyTreeDef
+
+    from attnops.masks import CoverageBounds, Grid
+    from attnops.typing import Aval, BoolArray, Index, Leaf, PyTree
+
+
+class MaskParts(NamedTuple):
+    """A bound mask split for kernels.
+
+    Attributes:
+        function: the mask as a function.
+        leaves: the argument of `Elementwise.compute`.
+        dense: the mask's arrays of T × S elements, [B or 1, H or 1, T, S] booleans, whose tiles are arguments of
+            `Elementwise.apply`.
+    """
+
+    function: Elementwise
+    leaves: list[Leaf]
+    dense: list[Leaf]
+
+
+class BiasParts(NamedTuple):
+    """A bound bias split for kernels.
+
+    Attributes:
+        function: the bias as a function.
+        leaves: the argument of `Elementwise.compute`.
+    """
+
+    function: Elementwise
+    leaves: list[Leaf]
+
+
+def of_mask(mask: Mask) -> MaskParts:
+    """A bound mask split for kernels. Traces it, unless an equal one was traced."""
+    leaves, tree = jax.tree.flatten(mask, is_leaf=_is_tiled)
+    tiled = [isinstance(leaf, Dense) for leaf in leaves]
+    plain = [leaf for leaf, is_tiled in zip(leaves, tiled, strict=True) if not is_tiled]
+    arrays = [leaf.array for leaf, is_tiled in zip(leaves, tiled, strict=True) if is_tiled]
+
+    avals = _avals(plain)
+    wide = jax.dtypes.canonicalize_dtype(np.int64)
+    kept = _kept_mask(tree, tuple(tiled), avals, wide) if _is_structural(mask) else None
+    if kept is not None:
+        return MaskParts(kept, plain, arrays)
+    split, constants = _trace_mask(tree, tuple(tiled), avals)
+    return MaskParts(split, [*plain, *constants], arrays)
+
+
+def _trace_mask(tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...]) -> tuple[Elementwise, list[Leaf]]:
+    """A mask as a function, and the arrays that it closes over."""
+    n = len(avals)
+
+    def function(b: Index, h: Index, q: Index, kv: Index, *arrays: Leaf) -> PyTree:
+        own, given = iter(arrays[:n]), iter(arrays[n:])
+        parts = [_Given(next(given)) if is_tiled else next(own) for is_tiled in tiled]
+        return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
+
+    scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * sum(tiled)
+    traced = trace(function, [*(INDEX,) * 4, *avals, *scores], CALLS | WITH_DERIVATIVES)
+    return split_program(traced.program, AXES, [*avals, *_avals(traced.constants)], len(scores)), traced.constants
+
+
+@functools.lru_cache(maxsize=512)
+def _kept_mask(tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...], wide: Aval) -> Elementwise | None:
+    """A mask that its structure determines; None if it closes over arrays. ``wide`` is JAX's widest integer dtype."""
+    split, constants = _trace_mask(tree, tiled, avals)
+    return None if constants else split
+
+
+def _is_structural(mask: Mask) -> bool:
+    """Whether masks with the structure of this one compute the same: whether it consists of the core's masks alone."""
+    is_own = type(mask).__module__.startswith("attnops.") and not isinstance(mask, MaskFn)
+    return is_own and all(_is_structural(x) for x in vars(mask).values() if isinstance(x, Mask))
+
+
+def of_bias(bias: Bias) -> BiasParts:
+    """A bound bias split for kernels. Traces it, unless it is a traced `attnops.biases.ScoreFn`."""
+    function = function_of(bias)
+    if isinstance(function, Bound):
+        return BiasParts(split_program(function.program, ARGUMENTS, _avals(function.data)), [*function.data])
+    leaves, tree = jax.tree.flatten(bias)
+    traced = trace(
+        lambda scores, b, h, q, kv, *own: jax.tree.unflatten(tree, own).apply(scores, b, h, q, kv),
+        [SCORE, *(INDEX,) * 4, *_avals(leaves)], CALLS,
+    )  # fmt: skip
+    every = [*leaves, *traced.constants]
+    return BiasParts(split_program(traced.program, ARGUMENTS, _avals(every)), every)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Given(Mask):
+    """A placeholder for a dense array: its value at one score."""
+
+    seen: BoolArray
+
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
+        return self.seen
+
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "Dense"
+
+
+def _is_tiled(leaf: Leaf) -> bool:
+    return isinstance(leaf, Dense) and min(leaf.array.shape[2:]) > 1
+
+
+def _avals(leaves: Sequence[Leaf]) -> tuple[Aval, ...]:
+    return tuple(jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)

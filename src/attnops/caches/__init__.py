@@ -1,5 +1,25 @@
-"""Caches of keys and values."""
+"""Caches: the keys and values of earlier tokens, for decoding and for prompts in chunks.
 
-from attnops.caches.pool import PagePool
+Storage (`DenseCache`, `WindowCache`, `PagedCache`), codec (`Quantized`, or as they are) and content (keys and values,
+or a latent) combine freely. Every operation serves every cache: ``op(query, cache, mask=...)``.
+"""
 
-__all__ = ["PagePool"]
+from attnops.caches.base import Cache, Contents
+from attnops.caches.codec import Quantized
+from attnops.caches.dense import DenseCache
+from attnops.caches.packed import Rows
+from attnops.caches.paged import PagedCache
+from attnops.caches.pool import PageCopies, PagePool
+from attnops.caches.window import WindowCache
+
+__all__ = [
+    "Cache",
+    "Contents",
+    "DenseCache",
+    "PageCopies",
+    "PagePool",
+    "PagedCache",
+    "Quantized",
+    "Rows",
+    "WindowCache",
+]

@@ -1,0 +1,343 @@
+"""Cache: keys and values of earlier tokens, one row a sequence."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.caches.codec import Quantized
+from attnops.caches.store import Pieces, Store
+from attnops.masks.base import Mask
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.typing import DType
+
+
+class Contents(NamedTuple):
+    """What a cache holds, by slot.
+
+    Attributes:
+        keys: [B, S, K, D], dequantised.
+        values: [B, S, K, Dv].
+        positions: of the tokens in their sequences, int32 [B, S].
+        held: whether the slot holds a token, bool [B, S]; the others may hold anything, NaN too.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    positions: jax.Array
+    held: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache(abc.ABC):
+    """Keys and values of earlier tokens, one row a sequence: a pytree of static shapes.
+
+    Tokens of a row are numbered in the order they were appended: the *index* of a token, from 0. The first
+    ``starts[b]`` are left padding, which is never seen; the *position* of a token is its index minus ``starts[b]``, and
+    masks and biases go by positions. Attention over a cache is that over the tokens that it holds::
+
+        op(query, cache, mask=mask)  ==  vanilla(query, keys, values, mask=mask.at(query_positions, positions) & held)
+
+    with ``keys, values, positions, held = cache.read()``. All methods return a new cache and leave the old one as it
+    is; where its buffers are donated they are updated in place.
+
+    A layer axis may be in front of every array (``create(layers=L)``): scan over the cache with `jax.lax.scan`, or take
+    one layer by ``jax.tree.map(lambda x: x[layer], cache)``. Methods are for one layer.
+
+    Attributes:
+        store: the arrays of the tokens.
+        lengths: indices in use, left padding included, int32 [B].
+        starts: tokens of left padding, int32 [B].
+        overflowed: whether tokens were dropped because they did not fit, bool [B]; it stays True.
+    """
+
+    store: Store
+    lengths: jax.Array
+    starts: jax.Array
+    overflowed: jax.Array
+
+    # Its name in requests and limits.
+    storage: ClassVar[str]
+    # Whether positions may exceed the number of slots, so that masks and biases with an array by key have no meaning.
+    unbounded: ClassVar[bool] = False
+
+    @property
+    def batch(self) -> int:
+        """B, the rows."""
+        return self.lengths.shape[-1]
+
+    @property
+    @abc.abstractmethod
+    def length(self) -> int:
+        """S, the slots of a row."""
+
+    @property
+    def kv_heads(self) -> int:
+        """K."""
+        return self.store.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """D, of keys."""
+        return self.store.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Dv, of values."""
+        return self.store.value_head_dim
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of keys and values as they are appended and read."""
+        return self.store.dtype
+
+    @property
+    def codec(self) -> Quantized | None:
+        """How tokens are stored; None: as they are."""
+        return self.store.codec
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of one token of one layer, scales included."""
+        store, total = self.store, 0
+        for x, scale in ((store.key, store.key_scale), (store.value, store.value_scale)):
+            if x is not None:
+                by_token = scale is not None and store.codec is not None and store.codec.scales == "token_head"
+                total += store.kv_heads * (x.shape[-1] * x.dtype.itemsize + 4 * by_token)
+        return total
+
+    def append(self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None) -> Self:
+        """The cache with new tokens after those of each row.
+
+        Args:
+            key: [B, T, K, D], of the cache's dtype.
+            value: [B, T, K, Dv], of the cache's dtype; None for latent content.
+            lengths: integers [B]: of row b the first ``lengths[b]`` tokens are real. None: all T.
+
+        Tokens that don't fit are dropped and set ``overflowed``; nothing else is changed by them.
+
+        Raises:
+            ValueError: another shape or dtype.
+        """
+        key, value = self._tokens("key", key, self.head_dim), self._value(value)
+        if value is not None and value.shape[1] != key.shape[1]:
+            raise ValueError(f"value has length {value.shape[1]}, but key has length {key.shape[1]}: they must be equal")
+        T = key.shape[1]
+        count = self.row_lengths("lengths", lengths, T)
+        pieces, fit = self.place(T, count)
+        return self._appended(self.store.write(key, value, pieces), self.lengths + fit, fit < count)
+
+    def _appended(self, store: Store, lengths: jax.Array, dropped: jax.Array) -> Self:
+        """This cache with another store after an append."""
+        return dataclasses.replace(self, store=store, lengths=lengths, overflowed=self.overflowed | dropped)
+
+    @abc.abstractmethod
+    def place(self, T: int, count: jax.Array) -> tuple[Pieces, jax.Array]:
+        """Where the next ``count[b]`` of T tokens of each row go, and how many of them fit, int32 [B]."""
+
+    @abc.abstractmethod
+    def read(self) -> Contents:
+        """All slots: keys and values dequantised, positions, and whether the slot holds a token.
+
+        O(B · S) memory: for operations that don't read the storage in place.
+        """
+
+    @abc.abstractmethod
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        """The last two of `read`: positions int32 [B, S] and held bool [B, S]."""
+
+    def truncate(self, lengths: ArrayLike) -> Self:
+        """The cache with the last tokens taken back, such as rejected drafts.
+
+        Args:
+            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices; more than it has keeps all.
+        """
+        self._check_layer()
+        kept = jnp.minimum(self.lengths, jnp.maximum(_integers("lengths", lengths, self.batch), 0))
+        return dataclasses.replace(self, lengths=kept)
+
+    def reset(self, rows: ArrayLike) -> Self:
+        """The cache with some rows emptied, for new sequences: no tokens, no padding, not overflowed.
+
+        Args:
+            rows: bool [B], True for those to be emptied.
+        """
+        self._check_layer()
+        chosen = jnp.asarray(rows)
+        if chosen.dtype != np.bool_ or chosen.shape != (self.batch,):
+            raise ValueError(f"rows is {chosen.dtype} {chosen.shape}, but must be bool [B]=({self.batch},)")
+        names = ("lengths", "starts", "overflowed", "written")
+        fields = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        changes = {name: jnp.where(chosen, jnp.zeros((), x.dtype), x) for name, x in fields.items()}
+        return dataclasses.replace(self, **changes)
+
+    def mask(self, mask: Mask | None) -> Mask | None:
+        """The mask of a call over this cache; a storage may add its own."""
+        return mask
+
+    def query_positions(self, T: int, query_lengths: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        """The positions of the last ``query_lengths[b]`` tokens of each row, int32 [B, T]; −1 for padding.
+
+        Args:
+            T: queries a row.
+            query_lengths: int32 [B]; query i is padding from this one on.
+            lengths: of the rows, queries included, int32 [B]; None for the cache's.
+        """
+        lengths = self.lengths if lengths is None else lengths
+        place = jnp.arange(T, dtype=jnp.int32)
+        position = (lengths - self.starts - query_lengths)[:, None] + place
+        return jnp.where((place < query_lengths[:, None]) & (position >= 0), position, -1)
+
+    def row_lengths(self, name: str, lengths: ArrayLike | None, T: int) -> jax.Array:
+        """How many of T tokens of each row are real, int32 [B], at most T.
+
+        Raises:
+            ValueError: they are not integers [B], or known to be outside 0 … T.
+        """
+        self._check_layer()
+        if lengths is None:
+            return jnp.full((self.batch,), T, jnp.int32)
+        if isinstance(lengths, (int, list, tuple, np.ndarray, np.generic)):
+            known = np.asarray(lengths)
+            if known.dtype.kind in "iu" and ((known < 0) | (known > T)).any():
+                raise ValueError(f"{name}={known.tolist()} must be from 0 to T={T}, the tokens that were given")
+        return jnp.clip(_integers(name, lengths, self.batch), 0, T)
+
+    def _check_layer(self) -> None:
+        if self.lengths.ndim != 1:
+            raise ValueError(
+                f"{type(self).__name__}'s lengths have shape {self.lengths.shape}, but must have shape [B]: it has a "
+                f"layer axis in front; scan over it, or take a layer by jax.tree.map(lambda x: x[layer], cache)"
+            )
+
+    def _value(self, value: ArrayLike | None) -> jax.Array | None:
+        latent = self.store.latent
+        if latent is not None:
+            if value is not None:
+                raise ValueError(
+                    f"value is given, but the cache has latent content: its value is the first {latent} features of "
+                    f"the key; leave value out"
+                )
+            return None
+        if value is None:
+            raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
+        return self._tokens("value", value, self.value_head_dim)
+
+    def _tokens(self, name: str, x: Any, d: int) -> jax.Array:
+        self._check_layer()
+        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            raise ValueError(f"{name} is a {type(x).__name__}, but must be an array [B, T, K, head_dim]")
+        wanted = (self.batch, x.shape[1] if len(x.shape) == 4 else "T", self.kv_heads, d)
+        if len(x.shape) != 4 or tuple(x.shape) != wanted or not x.shape[1]:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, but the cache takes [B, T, K, head_dim]="
+                f"[{self.batch}, T, {self.kv_heads}, {d}] with T of at least 1"
+            )
+        if jnp.dtype(x.dtype) != jnp.dtype(self.dtype):
+            raise ValueError(
+                f"{name} has dtype {x.dtype}, but the cache was created for {jnp.dtype(self.dtype).name}: cast it, or "
+                f"create the cache with dtype={x.dtype}"
+            )
+        return jnp.asarray(x)
+
+
+def create_store(
+    blocks: int,
+    slots: int,
+    kv_heads: int,
+    head_dim: int,
+    value_head_dim: int | None,
+    dtype: DType,
+    codec: Quantized | None,
+    latent: int | None,
+    key_scale: ArrayLike | None,
+    value_scale: ArrayLike | None,
+    layers: int | None,
+) -> Store:
+    """An empty store, its arguments checked; see `DenseCache.create`."""
+    for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim)):
+        check_size(name, size)
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize not in (2, 4):
+        raise ValueError(f"dtype={jnp.dtype(dtype).name} must be float32, bfloat16 or float16: what op takes")
+    if codec is not None and not isinstance(codec, Quantized):
+        raise ValueError(f"codec={codec!r} must be None or an attnops.caches.Quantized")
+    if latent is not None:
+        check_size("latent", latent)
+        if latent > head_dim or value_head_dim not in (None, latent):
+            raise ValueError(
+                f"latent={latent} must be at most head_dim={head_dim}, and value_head_dim={value_head_dim} None or "
+                f"equal to it: the value is the first latent features of the key"
+            )
+    elif value_head_dim is not None:
+        check_size("value_head_dim", value_head_dim)
+    lead = () if layers is None else (check_size("layers", layers),)
+    dv = head_dim if value_head_dim is None else value_head_dim
+    stored = jnp.dtype(dtype) if codec is None else codec.stored_dtype
+
+    def tokens(d: int) -> jax.Array:
+        return jnp.zeros((*lead, blocks, kv_heads, slots, d), stored)
+
+    def scales(name: str, given: ArrayLike | None) -> jax.Array | None:
+        if codec is None or codec.scales == "token_head":
+            if given is not None:
+                why = "has no codec" if codec is None else "computes scales by token and head itself"
+                raise ValueError(f"{name} is given, but the cache {why}; leave it out")
+            return None if codec is None else jnp.zeros((*lead, blocks, kv_heads, slots), jnp.float32)
+        shape = () if codec.scales == "tensor" else (kv_heads,)
+        if given is None:
+            raise ValueError(f"{name} is missing: with scales={codec.scales!r} it must be given, float32 {list(shape)}")
+        array = jnp.asarray(given, jnp.float32)
+        if array.shape not in (shape, (*lead, *shape)):
+            raise ValueError(f"{name} has shape {array.shape}, but must have shape {(*lead, *shape)} or {shape}")
+        return jnp.broadcast_to(array, (*lead, *shape)) * jnp.float32(1)  # a buffer of its own, which can be donated
+
+    if latent is not None and value_scale is not None:
+        raise ValueError("value_scale is given, but the cache has latent content, which has no values of its own")
+    return Store(
+        key=tokens(head_dim),
+        value=None if latent is not None else tokens(dv),
+        key_scale=scales("key_scale", key_scale),
+        value_scale=None if latent is not None else scales("value_scale", value_scale),
+        dtype=jnp.dtype(dtype),
+        codec=codec,
+        latent=latent,
+    )
+
+
+def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dict[str, jax.Array]:
+    """``lengths``, ``starts`` and ``overflowed`` of an empty cache."""
+    check_size("batch", batch)
+    lead = () if layers is None else (layers,)
+    first = jnp.zeros((batch,), jnp.int32) if starts is None else _integers("starts", starts, batch)
+    if isinstance(starts, (int, list, tuple, np.ndarray)) and (np.asarray(starts) < 0).any():
+        raise ValueError(f"starts={starts} must be at least 0: how many tokens of left padding each row has")
+    return {
+        "lengths": jnp.zeros((*lead, batch), jnp.int32),
+        "starts": jnp.broadcast_to(first, (*lead, batch)) + jnp.int32(0),
+        "overflowed": jnp.zeros((*lead, batch), bool),
+    }
+
+
+def check_size(name: str, size: object) -> int:
+    """``size``; raises a `ValueError` unless it is an int of at least 1."""
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+        raise ValueError(f"{name}={size!r} must be an int of at least 1")
+    return int(size)
+
+
+def _integers(name: str, values: Any, batch: int) -> jax.Array:
+    """Integers [B] as int32."""
+    array = values if hasattr(values, "dtype") else np.asarray(values)
+    if np.dtype(array.dtype).kind not in "iu" or array.shape != (batch,):
+        raise ValueError(f"{name} is {array.dtype} {tuple(array.shape)}, but must be integers [B]=({batch},)")
+    if isinstance(array, np.ndarray) and array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
+        raise ValueError(f"{name} is from {array.min()} to {array.max()}, but must fit int32")
+    return jnp.asarray(array, jnp.int32)

@@ -1,0 +1,86 @@
+"""How tokens are stored: as they are, or quantised with scales."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Final
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from attnops.typing import DType
+
+# The largest magnitude that is stored; int8 leaves out −128, so that the range is symmetric.
+LARGEST: Final = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+SCALES: Final = ("tensor", "head", "token_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """Tokens are stored in 8 bits, as ``x / scale``; scales are float32 arrays, and may be traced.
+
+    Attributes:
+        dtype: ``"int8"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``. int8 is rounded half to even and clipped at ±127;
+            8-bit floats are clipped at their largest finite number.
+        scales: what has a scale of its own. ``"token_head"``: each token of each kv head, ``max|x| / largest``, which is
+            computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"`` and
+            ``"tensor"``: each kv head, or all tokens; the scales are given when the cache is created, and what exceeds
+            them is clipped.
+
+    A stored token is never quantised again. The error of one element is at most half a step: ``scale / 2`` for int8,
+    ``2 ** -4`` and ``2 ** -3`` of its magnitude for e4m3 and e5m2 (and for magnitudes below the least normal number,
+    ``2 ** -10`` and ``2 ** -17`` times the scale).
+
+    Raises:
+        ValueError: an unknown dtype, or unknown scales.
+    """
+
+    dtype: str
+    scales: str = "token_head"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", str(jnp.dtype(self.dtype).name))
+        if self.dtype not in LARGEST:
+            raise ValueError(f"Quantized's dtype={self.dtype!r} must be one of {sorted(LARGEST)}")
+        if self.scales not in SCALES:
+            raise ValueError(f"Quantized's scales={self.scales!r} must be one of {list(SCALES)}")
+
+    def __str__(self) -> str:
+        return f"{self.dtype} by {self.scales}"
+
+    @property
+    def stored_dtype(self) -> DType:
+        """The dtype of stored tokens."""
+        return jnp.dtype(self.dtype)
+
+    def encode(self, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Tokens as they are stored, and their scales.
+
+        Args:
+            x: [..., K, n, d].
+            scale: [] or [K], float32; None for scales by token and head.
+
+        Returns:
+            The stored tokens, of the shape of ``x``; their scales [..., K, n] float32, or ``scale``.
+        """
+        wide = x.astype(jnp.float32)
+        if scale is None:
+            scale = jnp.abs(wide).max(-1) / LARGEST[self.dtype]
+            # A denormal scale would lose bits, and its reciprocal is infinite.
+            scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0.0, scale)
+        spread = self.spread(scale)
+        scaled = jnp.where(spread == 0, 0.0, wide / jnp.where(spread == 0, 1.0, spread))
+        largest = LARGEST[self.dtype]
+        scaled = jnp.clip(scaled, -largest, largest)
+        return (jnp.round(scaled) if self.dtype == "int8" else scaled).astype(self.stored_dtype), scale
+
+    def decode(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
+        """Stored tokens [..., K, n, d] as float32."""
+        return stored.astype(jnp.float32) * self.spread(scale)
+
+    def spread(self, scale: jax.Array) -> jax.Array:
+        """Scales that broadcast with tokens [..., K, n, d]."""
+        if self.scales == "tensor":
+            return scale
+        return scale[..., :, None, None] if self.scales == "head" else scale[..., None]

@@ -1,0 +1,119 @@
+"""DenseCache: a row of slots for each sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
+from attnops.caches.codec import Quantized
+from attnops.caches.store import Pieces
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.typing import DType
+
+
+CacheType = TypeVar("CacheType", bound=Cache)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseCache(Cache):
+    """A row of S slots for each sequence; the token of index i is in slot i. See `Cache`."""
+
+    storage: ClassVar[str] = "DenseCache"
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: DType = jnp.bfloat16,
+        codec: Quantized | None = None,
+        latent: int | None = None,
+        key_scale: ArrayLike | None = None,
+        value_scale: ArrayLike | None = None,
+        starts: ArrayLike | None = None,
+        layers: int | None = None,
+    ) -> DenseCache:
+        """An empty cache.
+
+        Args:
+            batch: B, the rows.
+            length: S, the slots of a row.
+            kv_heads: K.
+            head_dim: D, of keys.
+            value_head_dim: Dv, of values; None for D.
+            dtype: of keys and values as they are appended and read; the queries' dtype.
+            codec: how tokens are stored; None: as they are.
+            latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
+                features of the key, and is not stored again.
+            key_scale: with scales by tensor, float32 []; by head, [K].
+            value_scale: likewise of the values.
+            starts: how many tokens of left padding each row begins with, integers [B]; None for none.
+            layers: L, for a layer axis in front of every array; None for none.
+
+        Memory: B · S tokens of ``bytes_per_token``, times L.
+
+        Raises:
+            ValueError: a size below 1, or scales that the codec has not.
+        """
+        check_size("batch", batch)
+        store = create_store(
+            batch, check_size("length", length), kv_heads, head_dim, value_head_dim, dtype, codec, latent,
+            key_scale, value_scale, layers,
+        )  # fmt: skip
+        return cls(store=store, **create_rows(batch, starts, layers))
+
+    @property
+    def length(self) -> int:
+        return self.store.key.shape[-2]
+
+    def place(self, T: int, count: jax.Array) -> tuple[Pieces, jax.Array]:
+        fit = jnp.clip(self.length - self.lengths, 0, count)
+        rows = jnp.arange(self.batch, dtype=jnp.int32)
+        return Pieces(rows, jnp.zeros_like(rows), fit, rows, self.lengths), fit
+
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        index = jnp.arange(self.length, dtype=jnp.int32)
+        position = index - self.starts[:, None]
+        return position, (position >= 0) & (index < self.lengths[:, None])
+
+    def read(self) -> Contents:
+        self._check_layer()
+        return Contents(*read_blocks(self), *self.positions())
+
+    def take_rows(self, rows: ArrayLike) -> Self:
+        """The cache with row ``rows[b]`` in place of row b, as beam search reorders them; integers [B']."""
+        return take_rows(self, rows)
+
+
+def read_blocks(cache: Cache) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B, n, K, d] of a cache whose blocks are its rows."""
+    store = cache.store
+    key, value = store.decoded(store.key, store.value, store.key_scale, store.value_scale)
+    return key.swapaxes(1, 2).astype(store.dtype), value.swapaxes(1, 2).astype(store.dtype)
+
+
+def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
+    """A cache whose blocks are its rows with other rows; see `DenseCache.take_rows`."""
+    cache._check_layer()
+    index = jnp.asarray(rows, jnp.int32)
+    by_token = cache.codec is not None and cache.codec.scales == "token_head"
+    is_fixed = {"key_scale", "value_scale"} if not by_token else set()
+
+    def taken(path: tuple[jax.tree_util.KeyEntry, ...], x: jax.Array) -> jax.Array:
+        name = getattr(path[-1], "name", "")
+        return x if name in is_fixed else x[index]
+
+    result: CacheType = jax.tree_util.tree_map_with_path(taken, cache)
+    return result

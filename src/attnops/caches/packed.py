@@ -1,0 +1,87 @@
+"""Rows: ragged rows of a serving batch, packed one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which of N packed queries belong to which row of a cache: prompts and single tokens mixed.
+
+    Queries ``starts[r] … starts[r + 1] − 1`` are the last tokens of the cache's row ``slots[r]``; queries before
+    ``starts[0]`` and from ``starts[R]`` on are padding.
+
+    Attributes:
+        starts: integers [R + 1], not decreasing.
+        slots: integers [R], different from each other; the rows of the cache. Where a run is empty, any.
+    """
+
+    starts: Leaf
+    slots: Leaf
+
+    def checked(self, N: int, batch: int) -> Rows:
+        """These rows as int32 arrays.
+
+        Args:
+            N: packed queries.
+            batch: rows of the cache.
+
+        Raises:
+            ValueError: another shape or dtype; known runs that overlap, or that the queries or the cache do not hold.
+        """
+        starts, slots = (x if hasattr(x, "dtype") else np.asarray(x) for x in (self.starts, self.slots))
+        for name, x in (("starts", starts), ("slots", slots)):
+            if np.dtype(x.dtype).kind not in "iu" or x.ndim != 1:
+                raise ValueError(f"Rows' {name} is {x.dtype} {tuple(x.shape)}, but must be integers of rank 1")
+        if starts.shape[0] != slots.shape[0] + 1:
+            raise ValueError(
+                f"Rows has {starts.shape[0]} starts and {slots.shape[0]} slots, but must have one more start than slots"
+            )
+        if isinstance(starts, np.ndarray):
+            _check_starts(starts.astype(np.int64), N)
+        if isinstance(slots, np.ndarray):
+            runs = np.diff(starts.astype(np.int64)) > 0 if isinstance(starts, np.ndarray) else np.ones(len(slots), bool)
+            _check_slots(slots.astype(np.int64)[runs], batch)
+        return Rows(jnp.asarray(starts, jnp.int32), jnp.asarray(slots, jnp.int32))
+
+    def of_queries(self, N: int, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The cache's row of each query, and its index in that row; int32 [N], −1 for padding.
+
+        Args:
+            N: packed queries.
+            lengths: of the cache's rows, these queries included, int32 [B].
+        """
+        place = jnp.arange(N, dtype=jnp.int32)
+        starts, slots = jnp.asarray(self.starts), jnp.asarray(self.slots)
+        run = jnp.searchsorted(starts, place, side="right").astype(jnp.int32) - 1
+        is_real = (run >= 0) & (run < slots.shape[0])
+        run = jnp.clip(run, 0, slots.shape[0] - 1)
+        row = slots[run]
+        is_real &= (row >= 0) & (row < lengths.shape[0])
+        row = jnp.clip(row, 0, lengths.shape[0] - 1)
+        index = lengths[row] - (starts[run + 1] - place)
+        return jnp.where(is_real, row, -1), jnp.where(is_real, index, -1)
+
+
+def _check_starts(starts: Any, N: int) -> None:
+    if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > N:
+        raise ValueError(f"Rows' starts={starts.tolist()} must not decrease, from 0 at least to the {N} queries at most")
+
+
+def _check_slots(slots: Any, batch: int) -> None:
+    if len(set(slots.tolist())) != len(slots):
+        raise ValueError(
+            f"Rows' slots={slots.tolist()} overlap: each row of the cache may have one run of queries; join its runs"
+        )
+    if slots.size and (slots.min() < 0 or slots.max() >= batch):
+        raise ValueError(f"Rows' slots={slots.tolist()} must be rows of the cache, 0 to {batch - 1}")

@@ -1,0 +1,219 @@
+"""PagedCache: pages that belong to rows by a table, so that rows grow without a maximum of their own and share pages."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
+from attnops.caches.codec import Quantized
+from attnops.caches.store import Pieces
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.caches.pool import PageCopies
+    from attnops.typing import DType
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache(Cache):
+    """Pages of ``page_size`` slots, and a table of the pages of each row (Kwon et al. 2023, arXiv:2309.06180).
+
+    The token of index i of row b is in slot ``i % page_size`` of page ``table[b, i // page_size]``. Which pages belong
+    to which row is decided outside, by `PagePool` or by whoever serves; pages may be shared by rows that have the same
+    tokens in them. A token whose page is not in the table (−1, or not below the number of pages) does not fit.
+
+    Attributes:
+        table: the pages of each row, int32 [B, M]; −1 where there is none.
+    """
+
+    table: jax.Array
+
+    storage: ClassVar[str] = "PagedCache"
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        batch: int,
+        pages: int,
+        page_size: int,
+        max_pages: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: DType = jnp.bfloat16,
+        codec: Quantized | None = None,
+        latent: int | None = None,
+        key_scale: ArrayLike | None = None,
+        value_scale: ArrayLike | None = None,
+        starts: ArrayLike | None = None,
+        table: ArrayLike | None = None,
+        layers: int | None = None,
+    ) -> PagedCache:
+        """An empty cache.
+
+        Args:
+            batch: B, the rows.
+            pages: P, the pages of all rows together.
+            page_size: slots a page.
+            max_pages: M, most pages a row.
+            table: see `with_table`; None for no pages.
+            kv_heads, head_dim, value_head_dim, dtype, codec, latent, key_scale, value_scale, starts, layers: see
+                `DenseCache.create`.
+
+        Memory: ``pages * page_size`` tokens of ``bytes_per_token``, times L.
+
+        Raises:
+            ValueError: see `DenseCache.create` and `with_table`.
+        """
+        store = create_store(
+            check_size("pages", pages), check_size("page_size", page_size), kv_heads, head_dim, value_head_dim, dtype,
+            codec, latent, key_scale, value_scale, layers,
+        )  # fmt: skip
+        lead = () if layers is None else (layers,)
+        empty = jnp.full((*lead, check_size("batch", batch), check_size("max_pages", max_pages)), -1, jnp.int32)
+        cache = cls(store=store, **create_rows(batch, starts, layers), table=empty)
+        return cache if table is None else cache.with_table(table)
+
+    @property
+    def pages(self) -> int:
+        """P, the pages of all rows together."""
+        return self.store.key.shape[-4]
+
+    @property
+    def page_size(self) -> int:
+        """Slots a page."""
+        return self.store.key.shape[-2]
+
+    @property
+    def max_pages(self) -> int:
+        """M, most pages a row."""
+        return self.table.shape[-1]
+
+    @property
+    def length(self) -> int:
+        return self.max_pages * self.page_size
+
+    def with_table(self, table: ArrayLike) -> Self:
+        """The cache with another table, such as a `PagePool`'s; with a layer axis, of all layers.
+
+        Args:
+            table: integers [B, M]; −1 where there is no page. Known values are checked; of traced ones a token whose
+                page is out of range does not fit, and is not read.
+
+        Raises:
+            ValueError: another shape or dtype, or a known page that the cache has not.
+        """
+        array: Any = table if hasattr(table, "dtype") else np.asarray(table)
+        shape = self.table.shape[-2:]
+        if np.dtype(array.dtype).kind not in "iu" or array.shape not in (shape, self.table.shape):
+            raise ValueError(
+                f"table is {array.dtype} {tuple(array.shape)}, but must be integers [B, max_pages]={shape}: the batch "
+                f"and max_pages of the cache"
+            )
+        if isinstance(array, np.ndarray) and array.size and (array.min() < -1 or array.max() >= self.pages):
+            raise ValueError(
+                f"table has pages from {array.min()} to {array.max()}, but the cache has pages 0 to {self.pages - 1}, "
+                f"and -1 means no page"
+            )
+        return dataclasses.replace(self, table=jnp.broadcast_to(jnp.asarray(array, jnp.int32), self.table.shape))
+
+    def place(self, T: int, count: jax.Array) -> tuple[Pieces, jax.Array]:
+        p, rows = self.page_size, jnp.arange(self.batch, dtype=jnp.int32)
+        most = 1 if T == 1 else (T - 1) // p + 2  # pages that T tokens may lie in
+        number = self.lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [B, most], of the row's pages
+        page = jnp.take_along_axis(self.table, jnp.minimum(number, self.max_pages - 1), axis=1)
+        exists = (number < self.max_pages) & (page >= 0) & (page < self.pages)
+        begin = jnp.maximum(self.lengths[:, None], number * p)  # indices of the first and last token in the page
+        end = jnp.minimum((self.lengths + count)[:, None], number * p + p)
+        wanted = jnp.maximum(end - begin, 0)
+        # What comes after a token that has no page does not fit either.
+        kept = jnp.where(jnp.cumprod(exists, axis=1) > 0, wanted, 0)
+        pieces = Pieces(
+            row=jnp.broadcast_to(rows[:, None], page.shape),
+            first=begin - self.lengths[:, None],
+            count=kept,
+            block=jnp.clip(page, 0, self.pages - 1),
+            slot=begin % p,
+        )
+        return Pieces(*(x.reshape(-1) for x in pieces)), kept.sum(1).astype(jnp.int32)
+
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        index = jnp.arange(self.length, dtype=jnp.int32)
+        position = index - self.starts[:, None]
+        exists = jnp.repeat((self.table >= 0) & (self.table < self.pages), self.page_size, axis=1)
+        return position, exists & (position >= 0) & (index < self.lengths[:, None])
+
+    def read(self) -> Contents:
+        self._check_layer()
+        store, table = self.store, jnp.clip(self.table, 0, self.pages - 1)
+        by_token = store.codec is not None and store.codec.scales == "token_head"
+
+        def gathered(x: jax.Array | None, is_gathered: bool = True) -> jax.Array | None:
+            return x[table] if x is not None and is_gathered else x  # [B, M, K, page, d]
+
+        key, value = store.decoded(
+            store.key[table], gathered(store.value), gathered(store.key_scale, by_token),
+            gathered(store.value_scale, by_token),
+        )  # fmt: skip
+
+        def rows(x: jax.Array) -> jax.Array:
+            return x.swapaxes(2, 3).reshape(self.batch, self.length, self.kv_heads, x.shape[-1]).astype(store.dtype)
+
+        return Contents(rows(key), rows(value), *self.positions())
+
+    def fork(self, source: ArrayLike, target: ArrayLike, table: ArrayLike, copies: PageCopies) -> Self:
+        """Rows that become copies of others, as `PagePool.fork` decided: their pages are shared, the last one copied.
+
+        Args:
+            source: integers [N], −1 for none.
+            target: integers [N].
+            table: the pool's table, afterwards.
+            copies: which pages are copied, from `PagePool.fork`.
+        """
+        self._check_layer()
+        source, target = (jnp.asarray(x, jnp.int32) for x in (source, target))
+        fields = {"lengths": self.lengths, "starts": self.starts, "overflowed": self.overflowed}
+        for i in range(source.shape[0]):  # in order: a target may be a later source
+            is_copied = (source[i] >= 0) & (target[i] >= 0)
+            to = jnp.where(is_copied, target[i], self.batch)
+            fields = {name: x.at[to].set(x[jnp.maximum(source[i], 0)], mode="drop") for name, x in fields.items()}
+        return dataclasses.replace(self.copy_pages(copies).with_table(table), **fields)
+
+    def copy_pages(self, copies: PageCopies) -> Self:
+        """The cache with pages copied, in order; with a layer axis, of every layer.
+
+        Args:
+            copies: ``source`` and ``target``, int32 [N]; −1 for none.
+        """
+        source, target = (jnp.asarray(x, jnp.int32) for x in copies)
+        by_token = self.codec is not None and self.codec.scales == "token_head"
+        axis = self.lengths.ndim - 1
+
+        def copied(x: jax.Array) -> jax.Array:
+            def one(i: jax.Array, x: jax.Array) -> jax.Array:
+                to = jnp.where(source[i] >= 0, target[i], -1)
+                old = lax.dynamic_index_in_dim(x, jnp.maximum(to, 0), axis)
+                new = lax.dynamic_index_in_dim(x, jnp.maximum(source[i], 0), axis)
+                return lax.dynamic_update_slice_in_dim(x, jnp.where(to >= 0, new, old), jnp.maximum(to, 0), axis)
+
+            return lax.fori_loop(jnp.int32(0), jnp.int32(source.shape[0]), one, x)
+
+        store = self.store
+        changes: dict[str, Any] = {"key": copied(store.key)}
+        if store.value is not None:
+            changes["value"] = copied(store.value)
+        for name in ("key_scale", "value_scale"):
+            if by_token and getattr(store, name) is not None:
+                changes[name] = copied(getattr(store, name))
+        return dataclasses.replace(self, store=dataclasses.replace(store, **changes))
+
+

@@ -1,0 +1,170 @@
+"""The arrays that hold the tokens of a cache, in blocks; what is common to all storages.
+
+A block is a row of a `DenseCache`, the ring of a row, or a page. Heads come before tokens in a block, so that a tile of
+one head is contiguous.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.caches.codec import Quantized
+
+if TYPE_CHECKING:
+    from attnops.typing import DType
+
+
+class Pieces(NamedTuple):
+    """Runs of new tokens, each in consecutive slots of one block; int32 arrays [N].
+
+    Attributes:
+        row: the row of the new tokens.
+        first: the first of the row's new tokens.
+        count: how many; 0 for none.
+        block: the block that they are written to.
+        slot: the slot of the first.
+    """
+
+    row: jax.Array
+    first: jax.Array
+    count: jax.Array
+    block: jax.Array
+    slot: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """Keys and values of tokens in blocks of n slots.
+
+    Attributes:
+        key: [blocks, K, n, D], in the codec's dtype.
+        value: [blocks, K, n, Dv]; None for latent content, whose value is a part of the key.
+        key_scale: float32 [], [K] or [blocks, K, n], by the codec; None without one.
+        value_scale: likewise of the values.
+        dtype: of keys and values as they are appended and read.
+        codec: None: tokens are stored as they are.
+        latent: the value is the first so many features of the key; None where values are stored.
+    """
+
+    key: jax.Array
+    value: jax.Array | None
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
+    dtype: DType = dataclasses.field(metadata={"static": True})
+    codec: Quantized | None = dataclasses.field(metadata={"static": True})
+    latent: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def kv_heads(self) -> int:
+        """K."""
+        return self.key.shape[-3]
+
+    @property
+    def head_dim(self) -> int:
+        """D, of keys."""
+        return self.key.shape[-1]
+
+    @property
+    def value_head_dim(self) -> int:
+        """Dv, of values."""
+        if self.latent is not None:
+            return self.latent
+        assert self.value is not None
+        return self.value.shape[-1]
+
+    def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces) -> Store:
+        """This store with new tokens; every other slot is unchanged.
+
+        Args:
+            key: [B, T, K, D].
+            value: [B, T, K, Dv]; None for latent content.
+            pieces: where they go.
+
+        Memory: O(new tokens) of temporaries; the store itself is updated in place where its buffer is donated.
+        """
+        stored = [(self.key, *self._encoded(key, self.key_scale))]
+        if self.value is not None and value is not None:
+            stored.append((self.value, *self._encoded(value, self.value_scale)))
+        scales = [self.key_scale, self.value_scale][: len(stored)]
+        by_token = self.codec is not None and self.codec.scales == "token_head"
+        targets = [old for old, _, _ in stored]
+        tokens = [new for _, new, _ in stored]
+        if by_token:
+            targets += [scale[..., None] for scale in scales if scale is not None]
+            tokens += [scale[..., None] for _, _, scale in stored if scale is not None]
+        written = _write(targets, tokens, pieces)
+        changes: dict[str, jax.Array] = dict(zip(("key", "value"), written[: len(stored)], strict=False))
+        if by_token:
+            new = (scale[..., 0] for scale in written[len(stored) :])
+            changes |= dict(zip(("key_scale", "value_scale"), new, strict=False))
+        return dataclasses.replace(self, **changes)
+
+    def _encoded(self, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """New tokens [B, T, K, d] as they are stored, [B, K, T, d], and their scales."""
+        x = x.swapaxes(1, 2)
+        if self.codec is None:
+            return x, None
+        return self.codec.encode(x, None if self.codec.scales == "token_head" else scale)
+
+    def decoded(
+        self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Stored tokens [..., K, n, d] and their scales as keys and values, float32 with a codec."""
+        if self.codec is not None:
+            assert key_scale is not None
+            key = self.codec.decode(key, key_scale)
+            if value is not None:
+                assert value_scale is not None
+                value = self.codec.decode(value, value_scale)
+        if value is None:
+            value = key[..., : self.latent]
+        return key, value
+
+
+def _write(targets: list[jax.Array], tokens: list[jax.Array], pieces: Pieces) -> list[jax.Array]:
+    """Each target [blocks, K, n, d] with the pieces of its new tokens [B, K, T, d] written."""
+    T, n = tokens[0].shape[2], targets[0].shape[2]
+    window = min(T, n)
+    dtypes = [target.dtype for target in targets]
+    # A window of a row's new tokens may begin before the first and end after the last of them.
+    padded = [_bits(x if T == 1 else jnp.pad(x, ((0, 0), (0, 0), (window, window), (0, 0)))) for x in tokens]
+    before = 0 if T == 1 else window
+    place = jnp.arange(window, dtype=jnp.int32)
+
+    def piece(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+        row, first, count, block, slot = (x[i] for x in pieces)
+        start = jnp.clip(slot, 0, n - window)
+        shift = slot - start
+        is_new = (place >= shift) & (place < shift + count)
+        zero = jnp.int32(0)
+        results = []
+        for array, new in zip(arrays, padded, strict=True):
+            sizes = (1, array.shape[1], window, array.shape[3])
+            given = lax.dynamic_slice(new, (row, zero, zero if T == 1 else first - shift + before, zero), sizes)
+            old = lax.dynamic_slice(array, (block, zero, start, zero), sizes)
+            results.append(
+                lax.dynamic_update_slice(array, jnp.where(is_new[:, None], given, old), (block, zero, start, zero))
+            )
+        return results
+
+    count = pieces.row.shape[0]
+    arrays = [_bits(target) for target in targets]
+    arrays = piece(jnp.int32(0), arrays) if count == 1 else lax.fori_loop(jnp.int32(0), jnp.int32(count), piece, arrays)
+    return [_floats(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Narrow floats as unsigned integers: XLA's CPU backend widens such arrays in a loop that updates them."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+        return x
+    return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)
+
+
+def _floats(x: jax.Array, dtype: DType) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

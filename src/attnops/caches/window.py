@@ -1,0 +1,135 @@
+"""WindowCache: a ring of the last tokens of each sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
+from attnops.caches.codec import Quantized
+from attnops.caches.dense import read_blocks, take_rows
+from attnops.caches.store import Pieces, Store
+from attnops.masks.base import Mask
+from attnops.masks.positions import SlidingWindow
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.typing import DType
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowCache(Cache):
+    """A ring of R slots for each sequence; the token of index i is in slot i mod R. See `Cache`.
+
+    A query sees the last ``window`` tokens, itself included: the window belongs to every call over this cache, as if
+    ``mask & SlidingWindow(window - 1, None)`` were given over a `DenseCache`. Masks and biases with an array by key are
+    refused, since positions grow beyond the slots.
+
+    Attributes:
+        written: one more than the largest index that was ever written, int32 [B].
+        window: tokens that a query sees.
+        max_append: most tokens an append.
+    """
+
+    written: jax.Array
+    window: int = dataclasses.field(metadata={"static": True})
+    max_append: int = dataclasses.field(metadata={"static": True})
+
+    storage: ClassVar[str] = "WindowCache"
+    unbounded: ClassVar[bool] = True
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        batch: int,
+        window: int,
+        max_append: int = 1,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: DType = jnp.bfloat16,
+        codec: Quantized | None = None,
+        latent: int | None = None,
+        key_scale: ArrayLike | None = None,
+        value_scale: ArrayLike | None = None,
+        starts: ArrayLike | None = None,
+        layers: int | None = None,
+    ) -> WindowCache:
+        """An empty cache of R = ``window - 1 + max_append`` slots a row.
+
+        Args:
+            batch: B, the rows.
+            window: tokens that a query sees, itself included.
+            max_append: most tokens an append: a longer prompt is appended in chunks. So many tokens can also be taken
+                back by `truncate`.
+            kv_heads, head_dim, value_head_dim, dtype, codec, latent, key_scale, value_scale, starts, layers: see
+                `DenseCache.create`.
+
+        Raises:
+            ValueError: see `DenseCache.create`.
+        """
+        slots = check_size("window", window) - 1 + check_size("max_append", max_append)
+        store = create_store(
+            check_size("batch", batch), slots, kv_heads, head_dim, value_head_dim, dtype, codec, latent,
+            key_scale, value_scale, layers,
+        )  # fmt: skip
+        rows = create_rows(batch, starts, layers)
+        return cls(store=store, **rows, written=jnp.zeros_like(rows["lengths"]), window=window, max_append=max_append)
+
+    @property
+    def length(self) -> int:
+        return self.store.key.shape[-2]
+
+    def place(self, T: int, count: jax.Array) -> tuple[Pieces, jax.Array]:
+        if self.max_append < T:
+            raise ValueError(
+                f"{T} tokens are appended at once, but the cache was created with max_append={self.max_append}: more "
+                f"would overwrite tokens that a query still sees; append in chunks, or create it with more"
+            )
+        R, rows = self.length, jnp.arange(self.batch, dtype=jnp.int32)
+        # int32 holds no index beyond 2³¹ − 1.
+        fit = jnp.clip(jnp.int32(2**31 - 1) - self.lengths, 0, count)
+        slot, zero = self.lengths % R, jnp.zeros_like(rows)
+        before = jnp.minimum(fit, R - slot)
+        if T == 1:
+            return Pieces(rows, zero, fit, rows, slot), fit
+        pieces = Pieces(rows, zero, before, rows, slot), Pieces(rows, before, fit - before, rows, zero)
+        return Pieces(*(jnp.concatenate(x) for x in zip(*pieces, strict=True))), fit
+
+    def _appended(self, store: Store, lengths: jax.Array, dropped: jax.Array) -> Self:
+        cache = super()._appended(store, lengths, dropped)
+        return dataclasses.replace(cache, written=jnp.maximum(self.written, lengths))
+
+    def truncate(self, lengths: ArrayLike) -> Self:
+        """See `Cache.truncate`. Taking back more than ``max_append`` tokens sets ``overflowed`` where the ring lost
+        tokens that the next query sees.
+        """
+        cache = super().truncate(lengths)
+        oldest = self.written - self.length  # the first index that the ring still has
+        lost = (cache.lengths < self.lengths) & (oldest > jnp.maximum(cache.lengths - self.window + 1, 0))
+        return dataclasses.replace(cache, overflowed=cache.overflowed | lost)
+
+    def mask(self, mask: Mask | None) -> Mask | None:
+        window = SlidingWindow(self.window - 1, None)
+        return window if mask is None else mask & window
+
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        slot = jnp.arange(self.length, dtype=jnp.int32)
+        last = self.written[:, None] - 1
+        index = last - (last - slot) % self.length  # the largest below `written` that lies in the slot
+        position = index - self.starts[:, None]
+        return position, (index >= 0) & (position >= 0) & (index < self.lengths[:, None])
+
+    def read(self) -> Contents:
+        self._check_layer()
+        return Contents(*read_blocks(self), *self.positions())
+
+    def take_rows(self, rows: ArrayLike) -> Self:
+        """See `DenseCache.take_rows`."""
+        return take_rows(self, rows)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.caches.codec import Quantized
+from attnops.caches.packed import Rows
 from attnops.caches.store import Pieces, Store
 from attnops.masks.base import Mask
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.typing import DType
+
+
+CacheType = TypeVar("CacheType", bound="Cache")
 
 
 class Contents(NamedTuple):
@@ -114,34 +118,61 @@ class Cache(abc.ABC):
                 total += store.kv_heads * (x.shape[-1] * x.dtype.itemsize + 4 * by_token)
         return total
 
-    def append(self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None) -> Self:
+    def append(
+        self,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
+    ) -> Self:
         """The cache with new tokens after those of each row.
 
         Args:
-            key: [B, T, K, D], of the cache's dtype.
+            key: [B, T, K, D], of the cache's dtype; [1, N, K, D] with ``rows``.
             value: [B, T, K, Dv], of the cache's dtype; None for latent content.
             lengths: integers [B]: of row b the first ``lengths[b]`` tokens are real. None: all T.
+            rows: which packed tokens belong to which row; None for a batch [B, T].
 
-        Tokens that don't fit are dropped and set ``overflowed``; nothing else is changed by them.
+        Tokens that don't fit are dropped and set ``overflowed``; nothing else is changed by them. So are those of
+        a run whose row has another run before it.
 
         Raises:
             ValueError: another shape or dtype.
         """
-        key, value = self._tokens("key", key, self.head_dim), self._value(value)
+        self._check_layer()
+        batch = self.batch if rows is None else 1
+        key, value = self._tokens("key", key, self.head_dim, batch), self._value(value, batch)
         if value is not None and value.shape[1] != key.shape[1]:
             raise ValueError(f"value has length {value.shape[1]}, but key has length {key.shape[1]}: they must be equal")
         T = key.shape[1]
-        count = self.row_lengths("lengths", lengths, T)
-        pieces, fit = self.place(T, count)
-        return self._appended(self.store.write(key, value, pieces), self.lengths + fit, fit < count)
+        if rows is None:
+            every = jnp.arange(self.batch, dtype=jnp.int32)
+            count = self.row_lengths("lengths", lengths, T)
+            pieces, fit = self.place(T, count, every)
+            return self._appended(self.store.write(key, value, pieces), self.lengths + fit, fit < count)
+        if lengths is not None:
+            raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
+        rows = rows.checked(T, self.batch)
+        wanted = rows.counts(T, self.batch)
+        count = jnp.where(rows.is_first(wanted), wanted, 0)
+        slots = jnp.clip(rows.slots, 0, self.batch - 1)
+        pieces, fit = self.place(T, count, slots)
+        pieces = pieces._replace(first=pieces.first + rows.starts[pieces.row], row=jnp.zeros_like(pieces.row))
+        grown = self.lengths.at[slots].add(fit)
+        dropped = jnp.zeros_like(self.overflowed).at[slots].max(fit < wanted)
+        return self._appended(self.store.write(key, value, pieces), grown, dropped)
 
     def _appended(self, store: Store, lengths: jax.Array, dropped: jax.Array) -> Self:
         """This cache with another store after an append."""
         return dataclasses.replace(self, store=store, lengths=lengths, overflowed=self.overflowed | dropped)
 
     @abc.abstractmethod
-    def place(self, T: int, count: jax.Array) -> tuple[Pieces, jax.Array]:
-        """Where the next ``count[b]`` of T tokens of each row go, and how many of them fit, int32 [B]."""
+    def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
+        """Where new tokens go: the first ``count[r]`` of T tokens go to row ``rows[r]``, all of them different.
+
+        Returns:
+            The pieces, whose ``row`` is r; and how many tokens of each run fit, int32 [R].
+        """
 
     @abc.abstractmethod
     def read(self) -> Contents:
@@ -218,7 +249,7 @@ class Cache(abc.ABC):
                 f"layer axis in front; scan over it, or take a layer by jax.tree.map(lambda x: x[layer], cache)"
             )
 
-    def _value(self, value: ArrayLike | None) -> jax.Array | None:
+    def _value(self, value: ArrayLike | None, batch: int) -> jax.Array | None:
         latent = self.store.latent
         if latent is not None:
             if value is not None:
@@ -229,17 +260,16 @@ class Cache(abc.ABC):
             return None
         if value is None:
             raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
-        return self._tokens("value", value, self.value_head_dim)
+        return self._tokens("value", value, self.value_head_dim, batch)
 
-    def _tokens(self, name: str, x: Any, d: int) -> jax.Array:
-        self._check_layer()
+    def _tokens(self, name: str, x: Any, d: int, batch: int) -> jax.Array:
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
             raise ValueError(f"{name} is a {type(x).__name__}, but must be an array [B, T, K, head_dim]")
-        wanted = (self.batch, x.shape[1] if len(x.shape) == 4 else "T", self.kv_heads, d)
+        wanted = (batch, x.shape[1] if len(x.shape) == 4 else "T", self.kv_heads, d)
         if len(x.shape) != 4 or tuple(x.shape) != wanted or not x.shape[1]:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, but the cache takes [B, T, K, head_dim]="
-                f"[{self.batch}, T, {self.kv_heads}, {d}] with T of at least 1"
+                f"[{batch}, T, {self.kv_heads}, {d}] with T of at least 1"
             )
         if jnp.dtype(x.dtype) != jnp.dtype(self.dtype):
             raise ValueError(

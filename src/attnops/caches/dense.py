@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
-from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
+from attnops.caches.base import Cache, CacheType, Contents, check_size, create_rows, create_store
 from attnops.caches.codec import Quantized
 from attnops.caches.store import Pieces
 
@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.typing import DType
-
-
-CacheType = TypeVar("CacheType", bound=Cache)
 
 
 @jax.tree_util.register_dataclass
@@ -78,10 +75,10 @@ class DenseCache(Cache):
     def length(self) -> int:
         return self.store.key.shape[-2]
 
-    def place(self, T: int, count: jax.Array) -> tuple[Pieces, jax.Array]:
-        fit = jnp.clip(self.length - self.lengths, 0, count)
-        rows = jnp.arange(self.batch, dtype=jnp.int32)
-        return Pieces(rows, jnp.zeros_like(rows), fit, rows, self.lengths), fit
+    def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
+        lengths = self.lengths[rows]
+        fit = jnp.clip(self.length - lengths, 0, count)
+        return Pieces(jnp.arange(rows.shape[0], dtype=jnp.int32), jnp.zeros_like(rows), fit, rows, lengths), fit
 
     def positions(self) -> tuple[jax.Array, jax.Array]:
         index = jnp.arange(self.length, dtype=jnp.int32)

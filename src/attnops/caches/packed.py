@@ -54,6 +54,18 @@ class Rows:
             _check_slots(slots.astype(np.int64)[runs], batch)
         return Rows(jnp.asarray(starts, jnp.int32), jnp.asarray(slots, jnp.int32))
 
+    def counts(self, N: int, batch: int) -> jax.Array:
+        """How many of N tokens each run has, int32 [R]; 0 where its row is not one of the cache's."""
+        starts, slots = jnp.asarray(self.starts), jnp.asarray(self.slots)
+        bounds = jnp.clip(starts, 0, N)
+        return jnp.where((slots >= 0) & (slots < batch), jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
+
+    def is_first(self, counts: jax.Array) -> jax.Array:
+        """Whether no run before has the same row, bool [R]; empty runs count as none."""
+        slots = jnp.asarray(self.slots)
+        same = (slots[:, None] == slots[None, :]) & (counts > 0)[None, :]
+        return ~jnp.tril(same, -1).any(axis=1)
+
     def of_queries(self, N: int, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The cache's row of each query, and its index in that row; int32 [N], −1 for padding.
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
 from attnops.caches.codec import Quantized
@@ -126,20 +125,20 @@ class PagedCache(Cache):
             )
         return dataclasses.replace(self, table=jnp.broadcast_to(jnp.asarray(array, jnp.int32), self.table.shape))
 
-    def place(self, T: int, count: jax.Array) -> tuple[Pieces, jax.Array]:
-        p, rows = self.page_size, jnp.arange(self.batch, dtype=jnp.int32)
+    def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
+        p, lengths, run = self.page_size, self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
         most = 1 if T == 1 else (T - 1) // p + 2  # pages that T tokens may lie in
-        number = self.lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [B, most], of the row's pages
-        page = jnp.take_along_axis(self.table, jnp.minimum(number, self.max_pages - 1), axis=1)
+        number = lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [R, most], of the row's pages
+        page = jnp.take_along_axis(self.table[rows], jnp.minimum(number, self.max_pages - 1), axis=1)
         exists = (number < self.max_pages) & (page >= 0) & (page < self.pages)
-        begin = jnp.maximum(self.lengths[:, None], number * p)  # indices of the first and last token in the page
-        end = jnp.minimum((self.lengths + count)[:, None], number * p + p)
+        begin = jnp.maximum(lengths[:, None], number * p)  # indices of the first and last token in the page
+        end = jnp.minimum((lengths + count)[:, None], number * p + p)
         wanted = jnp.maximum(end - begin, 0)
         # What comes after a token that has no page does not fit either.
         kept = jnp.where(jnp.cumprod(exists, axis=1) > 0, wanted, 0)
         pieces = Pieces(
-            row=jnp.broadcast_to(rows[:, None], page.shape),
-            first=begin - self.lengths[:, None],
+            row=jnp.broadcast_to(run[:, None], page.shape),
+            first=begin - lengths[:, None],
             count=kept,
             block=jnp.clip(page, 0, self.pages - 1),
             slot=begin % p,
@@ -189,23 +188,19 @@ class PagedCache(Cache):
         return dataclasses.replace(self.copy_pages(copies).with_table(table), **fields)
 
     def copy_pages(self, copies: PageCopies) -> Self:
-        """The cache with pages copied, in order; with a layer axis, of every layer.
+        """The cache with pages copied, all read before any is written; with a layer axis, of every layer.
 
         Args:
             copies: ``source`` and ``target``, int32 [N]; −1 for none.
         """
         source, target = (jnp.asarray(x, jnp.int32) for x in copies)
+        target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
+        source = jnp.clip(source, 0, self.pages - 1)
         by_token = self.codec is not None and self.codec.scales == "token_head"
-        axis = self.lengths.ndim - 1
+        lead = (slice(None),) * (self.lengths.ndim - 1)
 
         def copied(x: jax.Array) -> jax.Array:
-            def one(i: jax.Array, x: jax.Array) -> jax.Array:
-                to = jnp.where(source[i] >= 0, target[i], -1)
-                old = lax.dynamic_index_in_dim(x, jnp.maximum(to, 0), axis)
-                new = lax.dynamic_index_in_dim(x, jnp.maximum(source[i], 0), axis)
-                return lax.dynamic_update_slice_in_dim(x, jnp.where(to >= 0, new, old), jnp.maximum(to, 0), axis)
-
-            return lax.fori_loop(jnp.int32(0), jnp.int32(source.shape[0]), one, x)
+            return x.at[(*lead, target)].set(x[(*lead, source)], mode="drop")
 
         store = self.store
         changes: dict[str, Any] = {"key": copied(store.key)}

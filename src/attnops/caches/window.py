@@ -86,20 +86,20 @@ class WindowCache(Cache):
     def length(self) -> int:
         return self.store.key.shape[-2]
 
-    def place(self, T: int, count: jax.Array) -> tuple[Pieces, jax.Array]:
+    def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         if self.max_append < T:
             raise ValueError(
                 f"{T} tokens are appended at once, but the cache was created with max_append={self.max_append}: more "
                 f"would overwrite tokens that a query still sees; append in chunks, or create it with more"
             )
-        R, rows = self.length, jnp.arange(self.batch, dtype=jnp.int32)
+        R, lengths = self.length, self.lengths[rows]
         # int32 holds no index beyond 2³¹ − 1.
-        fit = jnp.clip(jnp.int32(2**31 - 1) - self.lengths, 0, count)
-        slot, zero = self.lengths % R, jnp.zeros_like(rows)
+        fit = jnp.clip(jnp.int32(2**31 - 1) - lengths, 0, count)
+        slot, run, zero = lengths % R, jnp.arange(rows.shape[0], dtype=jnp.int32), jnp.zeros_like(rows)
         before = jnp.minimum(fit, R - slot)
         if T == 1:
-            return Pieces(rows, zero, fit, rows, slot), fit
-        pieces = Pieces(rows, zero, before, rows, slot), Pieces(rows, before, fit - before, rows, zero)
+            return Pieces(run, zero, fit, rows, slot), fit
+        pieces = Pieces(run, zero, before, rows, slot), Pieces(run, before, fit - before, rows, zero)
         return Pieces(*(jnp.concatenate(x) for x in zip(*pieces, strict=True))), fit
 
     def _appended(self, store: Store, lengths: jax.Array, dropped: jax.Array) -> Self:

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from attnops.caches.base import Cache, CacheType
 from attnops.dispatch import border
-from attnops.dispatch.binding import Call, bind_attention, resolve_mode
+from attnops.dispatch.binding import Call, bind_attention, resolve_mode, swap_heads
+from attnops.dispatch.cached import arrays_of, bind_cached
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import BaseOperation, decide, forward_for, warn_gathers
+from attnops.dispatch.operation import BaseOperation, decide, forward_for, keyword_options, warn_gathers
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.biases import Bias
+    from attnops.caches.packed import Rows
     from attnops.masks.base import Mask
     from attnops.typing import PyTree
 
@@ -68,8 +71,8 @@ class OperationImpl(BaseOperation):
     def __call__(
         self,
         query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        key: ArrayLike | Cache,
+        value: ArrayLike | None = None,
         *,
         mask: ArrayLike | Mask | None = None,
         bias: ArrayLike | Bias | None = None,
@@ -80,9 +83,11 @@ class OperationImpl(BaseOperation):
         mode: str | None = None,
         return_lse: bool = False,
         return_weights: bool = False,
+        query_lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
         **options: object,
     ) -> OperationOutput:
-        """Attention of ``query`` over ``key`` and ``value``.
+        """Attention of ``query`` over ``key`` and ``value``, or over a cache: ``op(query, cache, mask=...)``.
 
         The scores are ``s = cap · tanh(scale · q·k / cap)`` (the cap only if set), plus the bias, then the mask;
         softmax and accumulation are float32.
@@ -90,8 +95,10 @@ class OperationImpl(BaseOperation):
         Args:
             query: [B, T, H, D] float32, bfloat16 or float16; [B, H, T, D] with ``metadata.layout="BHTD"``.
             key: [B, S, K, D], or [B, K, S, D] with ``layout="BHTD"``; the query's dtypes. K divides H, and query head h
-                uses kv head ``h // (H // K)``.
-            value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``; the query's dtypes.
+                uses kv head ``h // (H // K)``. Or an `attnops.caches.Cache` that already holds the queries' tokens:
+                query i of row b is that of index ``cache.lengths[b] - query_lengths[b] + i``; masks and biases go by
+                positions, and arrays by key in them are [..., S] by position. A call over a cache has no gradient.
+            value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``; the query's dtypes. None with a cache.
             mask: a boolean array, 4-D, that broadcasts to [B, H, T, S], True where a query may attend; or a
                 `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
             bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S]; or an
@@ -107,6 +114,10 @@ class OperationImpl(BaseOperation):
             mode: runtime mode; see `OperationMetadata`.
             return_lse: whether the output has ``logsumexp``.
             return_weights: whether the output has ``attention_weights``, in the query's dtype; O(B · H · T · S) memory.
+            query_lengths: with a cache, integers [B]: the first ``query_lengths[b]`` queries of row b are real, the
+                others give output 0 and logsumexp −inf. None: all T.
+            rows: with a cache, ragged rows that are packed: the query is [1, N, H, D], masks and biases are for
+                [B, H, N, S].
             **options: options that only some implementations have.
 
         Raises:
@@ -129,13 +140,69 @@ class OperationImpl(BaseOperation):
             mode=mode,
             return_lse=return_lse,
             return_weights=return_weights,
+            query_lengths=query_lengths,
+            rows=rows,
             **options,
         )
         result: OperationOutput = self.run(call)
         return result
 
-    def bind(self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: Any) -> Call:
-        """See `attnops.dispatch.binding.bind_attention`."""
+    def step(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike | None,
+        cache: CacheType,
+        *,
+        query_lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
+        **options: Any,
+    ) -> tuple[OperationOutput, CacheType]:
+        """Append tokens to a cache, and attend over it: the step of a model that decodes, or of a prompt's chunk.
+
+        Args:
+            query: [B, T, H, D]; [1, N, H, D] with ``rows``; heads before length with ``layout="BHTD"``.
+            key: [B, T, K, D]; [1, N, K, D] with ``rows``.
+            value: [B, T, K, Dv]; None for a cache of latent content.
+            cache: before these tokens.
+            query_lengths: integers [B]: the first ``query_lengths[b]`` tokens of row b are real. None: all T.
+            rows: see `__call__`.
+            **options: of `__call__`.
+
+        Returns:
+            The output, and the cache with the tokens. Queries of tokens that did not fit see the tokens that did;
+            ``overflowed`` says so.
+
+        Raises:
+            ValueError: see `__call__` and `Cache.append`.
+        """
+        tokens = (key, value)
+        if self.metadata.layout == "BHTD":
+            tokens = tuple(x if x is None else swap_heads("key or value", jnp.asarray(x)) for x in tokens)  # type: ignore[assignment]
+        grown = cache.append(tokens[0], tokens[1], query_lengths, rows)
+        T = tokens[0].shape[1]  # type: ignore[union-attr]
+        if rows is None:
+            lengths = cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
+        else:
+            runs = rows.checked(T, cache.batch)
+            slots = jnp.clip(runs.slots, 0, cache.batch - 1)
+            lengths = cache.lengths.at[slots].add(runs.counts(T, cache.batch))
+        call = self.prepare(query, grown, query_lengths=query_lengths, rows=rows, lengths=lengths, **options)
+        result: OperationOutput = self.run(call)
+        return result, grown
+
+    def bind(self, query: ArrayLike, key: ArrayLike | Cache, value: ArrayLike | None = None, **options: Any) -> Call:
+        """See `attnops.dispatch.binding.bind_attention`, and `attnops.dispatch.cached.bind_cached`."""
+        of_cache = {name: options.pop(name, None) for name in ("query_lengths", "rows", "lengths")}
+        if isinstance(key, Cache):
+            if value is not None:
+                raise ValueError("key is a cache and value is given too: the cache has the values; leave value out")
+            return bind_cached(self.metadata, query, key, options, **of_cache)
+        for name, given in of_cache.items():
+            if given is not None:
+                raise ValueError(f"{name} is given, but key is no cache: op(query, cache, {name}=...)")
+        if value is None:
+            raise ValueError("value=None, but must be an array [B, S, K, Dv]; only a cache has its values with it")
         call = bind_attention(self.metadata, query, key, value, options)
         assert isinstance(call.request, AttentionRequest)
         arrays = jax.tree.leaves((call.args, dict(call.options)))
@@ -144,6 +211,49 @@ class OperationImpl(BaseOperation):
             return call
         request = call.request.replace(sequence_axes=boundary.sequence) if boundary.sequence else call.request
         return call._replace(request=request, boundary=boundary)
+
+    def run(self, call: Call) -> OperationOutput:
+        """Decide which forward serves a call that `prepare` described, and run it.
+
+        A call over a cache is read in place by ``cached_<forward>``, see `attnops.dispatch.cached`, or runs on the
+        arrays of ``cache.read()``.
+        """
+        request = call.request
+        assert isinstance(request, AttentionRequest)
+        if request.cache is None:
+            result: OperationOutput = super().run(call)
+            return result
+        forward = decide(self, request)
+        if self.in_place_reasons(forward, request):
+            args, options = arrays_of(call)
+            if self.metadata.layout == "BHTD":
+                args = args[0].swapaxes(1, 2), args[1].swapaxes(1, 2), args[2].swapaxes(1, 2)
+            return self.run(self.prepare(*args, **options))
+        query, cache = call.args
+        output: OperationOutput = getattr(self, f"cached_{forward}")(query, cache, **call.options)
+        shapes = [jax.ShapeDtypeStruct((request.batch, request.key_length, request.kv_heads, d), query.dtype)
+                  for d in (request.head_dim, request.value_head_dim)]  # fmt: skip
+        return self.finish(call._replace(args=(query, *shapes)), output)
+
+    def in_place_reasons(self, forward: str, request: AttentionRequest) -> list[Reason]:
+        """Why ``cached_<forward>`` can't serve a request over a cache; empty where it can."""
+        assert request.cache is not None
+        method = getattr(type(self), f"cached_{forward}", None)
+        if method is None:
+            return [Reason("cache", request.cache.storage, f"{type(self).__name__} has no cached_{forward}")]
+        unknown = request.options - keyword_options(method)
+        reasons = [Reason(option, "given", f"cached_{forward} has no such option") for option in sorted(unknown)]
+        if self.metadata.mesh is not None:
+            reasons.append(Reason("mesh", "given", f"cached_{forward} runs on one device"))
+        limits = self._limits(forward)
+        return reasons + limits.cache_reasons(request.cache) + super()._reasons(forward, request)
+
+    def _reasons(self, forward: str, request: Request) -> list[Reason]:
+        if isinstance(request, AttentionRequest) and request.cache is not None:
+            if not self.in_place_reasons(forward, request):
+                return []
+            request = request.over_arrays()
+        return super()._reasons(forward, request)
 
     def invoke(
         self, forward: str, function: Callable[..., OperationOutput], call: Call, options: Mapping[str, object]

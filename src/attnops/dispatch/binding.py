@@ -43,6 +43,18 @@ class Call(NamedTuple):
     boundary: Boundary | None = None
 
 
+class Dimensions(NamedTuple):
+    """The dimensions of a call; see `AttentionRequest`."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+    S: int
+    K: int
+    Dv: int
+
+
 def bind_attention(
     metadata: OperationMetadata, query: ArrayLike, key: ArrayLike, value: ArrayLike, options: dict[str, Any]
 ) -> Call:
@@ -58,13 +70,22 @@ def bind_attention(
     Raises:
         ValueError: shapes that don't fit, a dtype that isn't floating-point, an option outside its range.
     """
-    query, key, value = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (check_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if metadata.layout == "BHTD":
-        query, key, value = (_swap_heads(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    B, T, H, D, S, K, Dv = _dimensions(query, key, value)
+        query, key, value = (swap_heads(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    dimensions = _dimensions(query, key, value)
     if metadata.runtime_dtype is not None:
         query, key, value = (x.astype(metadata.runtime_dtype) for x in (query, key, value))
+    dtypes = dtype_name(query), dtype_name(key), dtype_name(value)
+    request, given = bind_options(metadata, dimensions, dtypes, options)
+    return Call(request, (query, key, value), given)
 
+
+def bind_options(
+    metadata: OperationMetadata, dimensions: Dimensions, dtypes: tuple[str, str, str], options: dict[str, Any]
+) -> tuple[AttentionRequest, dict[str, Any]]:
+    """The request of a call, and those of its options that are set, checked and bound; see `bind_attention`."""
+    B, T, H, D, S, K, Dv = dimensions
     scores = (B, H, T, S)
     mode = resolve_mode(metadata, T, options.pop("mode", None))
     _check_flags(options)
@@ -77,9 +98,9 @@ def bind_attention(
         if number is not None:
             given[name] = number
     if "mask" in given:
-        given["mask"] = _mask(given["mask"], scores)
+        given["mask"] = bind_mask(given["mask"], scores)
     if "bias" in given:
-        given["bias"] = _bias(given["bias"], scores)
+        given["bias"] = bind_bias(given["bias"], scores)
     if "sinks" in given:
         given["sinks"] = _sinks(given["sinks"], H)
     dropout_prob = _dropout(metadata, mode, given)
@@ -95,7 +116,7 @@ def bind_attention(
         kv_heads=K,
         head_dim=D,
         value_head_dim=Dv,
-        dtypes=(dtype_name(query), dtype_name(key), dtype_name(value)),
+        dtypes=dtypes,
         softmax_scale=given.get("softmax_scale"),
         logits_soft_cap=given.get("logits_soft_cap"),
         sinks="sinks" in given,
@@ -105,7 +126,7 @@ def bind_attention(
         **(_describe_mask(given["mask"], T, S) if "mask" in given else {}),
         **(_describe_bias(given["bias"]) if "bias" in given else {}),
     )
-    return Call(request, (query, key, value), given)
+    return request, given
 
 
 def _describe_mask(mask: Mask, T: int, S: int) -> dict[str, Any]:
@@ -146,7 +167,8 @@ def _is_off(name: str, option: object) -> bool:
     return name not in _NOT_FLAGS and isinstance(option, (bool, np.bool_)) and not option
 
 
-def _array(name: str, x: object) -> jax.Array:
+def check_array(name: str, x: object) -> jax.Array:
+    """``x`` as a JAX array; raises a `ValueError` unless it is a floating-point array."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise ValueError(f"{name} is a {type(x).__name__}, but must be an array of shape [B, length, heads, head_dim]")
     check_own_array(name, x)
@@ -156,13 +178,13 @@ def _array(name: str, x: object) -> jax.Array:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def _swap_heads(name: str, x: jax.Array) -> jax.Array:
+def swap_heads(name: str, x: jax.Array) -> jax.Array:
     if x.ndim != 4:
         raise ValueError(f"{name} has shape {x.shape}, but must have rank 4: [B, heads, length, head_dim]")
     return x.swapaxes(1, 2)
 
 
-def _dimensions(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int, int, int, int, int, int, int]:
+def _dimensions(query: jax.Array, key: jax.Array, value: jax.Array) -> Dimensions:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
             raise ValueError(
@@ -188,7 +210,7 @@ def _dimensions(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[int
             f"query has {H} heads and key has {K}: the kv heads must divide the heads (check that "
             f"metadata.layout is the arrays' layout)"
         )
-    return B, T, H, D, S, K, value.shape[3]
+    return Dimensions(B, T, H, D, S, K, value.shape[3])
 
 
 def check_own_array(name: str, x: Aval) -> None:
@@ -212,7 +234,7 @@ def _check_floating(name: str, x: Aval, hint: str) -> None:
         raise ValueError(f"{name} has dtype float64, but must be float32, bfloat16 or float16; cast it")
 
 
-def _mask(mask: object, scores: tuple[int, int, int, int]) -> Mask:
+def bind_mask(mask: object, scores: tuple[int, int, int, int]) -> Mask:
     if isinstance(mask, Mask):
         return mask.bind(*scores)
     if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
@@ -227,7 +249,7 @@ def _mask(mask: object, scores: tuple[int, int, int, int]) -> Mask:
     return Dense(jnp.asarray(mask))
 
 
-def _bias(bias: object, scores: tuple[int, int, int, int]) -> jax.Array | Bias:
+def bind_bias(bias: object, scores: tuple[int, int, int, int]) -> jax.Array | Bias:
     if isinstance(bias, Bias):
         return bias.bind(*scores)
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax.numpy as jnp
 
 from attnops.biases import Bias
-from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
+from attnops.dispatch.request import AttentionRequest, CacheRequest, Request, is_symbolic
 from attnops.errors import Reason
 from attnops.masks.base import Mask
 from attnops.sharding.modes import printed_mode
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Limits that apply to attention only, with its query, key and value.
 ATTENTION_ONLY: Final = (
     "max_head_dim", "head_dim_multiple", "equal_head_dims", "mask_kinds", "bias_kinds", "mask_primitives",
-    "bias_primitives", "linear_memory", "symbolic",
+    "bias_primitives", "linear_memory", "symbolic", "caches", "codecs", "latent", "packed",
 )  # fmt: skip
 # The values of `Limits.symbolic`.
 SYMBOLIC: Final = frozenset({"batch", "length"})
@@ -52,6 +52,11 @@ class Limits:
         interpretable: its kernel language has an interpreter, so that ``interpret=True`` works.
             True for plain JAX, which needs none.
         linear_memory: forward and backward need O(T + S) memory, as the conformance suite checks; False for O(T · S).
+        caches: the storages that the forward's class reads in place, such as "PagedCache": it has a method
+            ``cached_<forward>``, see `attnops.dispatch.cached`. Other storages are read into arrays.
+        codecs: the dtypes of codecs that it reads in place, such as "int8".
+        latent: it reads latent content in place.
+        packed: it reads packed rows in place.
         symbolic: the dimensions that may be symbolic, of `jax.export.symbolic_shape`: "batch" and "length". Where
             another one is, ``unsupported`` is not called, since comparisons with it may be inconclusive.
 
@@ -74,6 +79,10 @@ class Limits:
     interpretable: bool = True
     linear_memory: bool = True
     symbolic: frozenset[str] = frozenset()
+    caches: frozenset[str] = frozenset()
+    codecs: frozenset[str] = frozenset()
+    latent: bool = False
+    packed: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", frozenset(_dtype(dtype) for dtype in _collection("dtypes", self.dtypes)))
@@ -89,9 +98,23 @@ class Limits:
                 continue
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r} must be an int of at least 1; leave it out for any")
+        for name in ("caches", "codecs"):
+            object.__setattr__(self, name, frozenset(_collection(name, getattr(self, name))))
         object.__setattr__(self, "symbolic", frozenset(_collection("symbolic", self.symbolic)))
         if unknown := sorted(self.symbolic - SYMBOLIC):
             raise ValueError(f"symbolic={unknown} must be of {sorted(SYMBOLIC)}")
+
+    def cache_reasons(self, cache: CacheRequest) -> list[Reason]:
+        """Every limit that reading ``cache`` in place breaks."""
+        reasons = []
+        if cache.storage not in self.caches:
+            reasons.append(Reason("cache", cache.storage, f"must be one of {sorted(self.caches)} to be read in place"))
+        if cache.codec and cache.codec not in self.codecs:
+            reasons.append(Reason("cache.codec", cache.codec, f"must be one of {sorted(self.codecs)} to be read in place"))
+        for name, given, can in (("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed)):
+            if given and not can:
+                reasons.append(Reason(name, given, "is not read in place"))
+        return reasons
 
     def attention_only(self) -> list[str]:
         """The fields of `ATTENTION_ONLY` that are not at their defaults."""

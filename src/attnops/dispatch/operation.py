@@ -302,10 +302,15 @@ def has_forward(cls: type[BaseOperation], forward: str) -> bool:
 @functools.cache
 def named_options(cls: type[BaseOperation], forward: str) -> frozenset[str]:
     """The options that a forward's signature names."""
-    parameters = inspect.signature(getattr(cls, f"forward_{forward}")).parameters.values()
+    return keyword_options(getattr(cls, f"forward_{forward}"))
+
+
+@functools.cache
+def keyword_options(function: Function) -> frozenset[str]:
+    """The options that a function's signature names."""
     return frozenset(
         p.name
-        for p in parameters
+        for p in inspect.signature(function).parameters.values()
         if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
     )
 

@@ -57,6 +57,32 @@ class Request:
         return dataclasses.replace(self, **changes)
 
 
+@dataclasses.dataclass(frozen=True)
+class CacheRequest:
+    """The static description of the cache of a call.
+
+    Attributes:
+        storage: the class of the cache, such as ``"PagedCache"``.
+        codec: the codec's dtype, such as ``"int8"``; empty for tokens that are stored as they are.
+        scales: what has a scale of its own, see `attnops.caches.Quantized`; empty without a codec.
+        latent: whether the value is a part of the key.
+        page_size: slots a page; 0 for a storage without pages.
+        is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.
+    """
+
+    storage: str
+    codec: str = ""
+    scales: str = ""
+    latent: bool = False
+    page_size: int = 0
+    is_packed: bool = False
+
+    def __str__(self) -> str:
+        codec = f" {self.codec} by {self.scales}" if self.codec else ""
+        pages = f" of pages of {self.page_size}" if self.page_size else ""
+        return f"{self.storage}{pages}{codec}{' latent' * self.latent}{' packed' * self.is_packed}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionRequest(Request):
     """The static description of a call of attention. Lengths are in tokens; the layout is not part of it.
@@ -88,6 +114,8 @@ class AttentionRequest(Request):
         return_lse: whether the logsumexp is asked for.
         return_weights: whether the attention weights are asked for.
         sequence_axes: the mesh axes over which the metadata's rules shard queries or keys.
+        cache: the cache that keys and values are in; None for arrays. ``key_length`` counts its slots, and mask and
+            bias are by slot.
     """
 
     batch: int
@@ -114,6 +142,7 @@ class AttentionRequest(Request):
     return_lse: bool = False
     return_weights: bool = False
     sequence_axes: tuple[str, ...] = ()
+    cache: CacheRequest | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,13 +158,19 @@ class AttentionRequest(Request):
             changes = {"mask_structure": None} | changes
         return super().replace(**changes)
 
+    def over_arrays(self) -> Self:
+        """The request of the call on the arrays that the cache is read into, see `attnops.dispatch.cached`."""
+        kinds = {"": "", "ScoreFn": "SlotBias"}
+        return self.replace(cache=None, bias_kind=kinds.get(self.bias_kind, "array"), bias_primitives=frozenset())
+
     def __str__(self) -> str:
         shape = (
             f"B{self.batch} T{self.query_length} S{self.key_length} H{self.heads} K{self.kv_heads} "
             f"D{self.head_dim} Dv{self.value_head_dim}"
         )
         dtype = self.dtypes[0] if len(set(self.dtypes)) == 1 else "/".join(self.dtypes)
-        return f"{shape} {dtype} {super().__str__()}"
+        cache = f" over {self.cache}" if self.cache else ""
+        return f"{shape} {dtype} {super().__str__()}{cache}"
 
 
 def is_symbolic(size: object) -> bool:

@@ -1,0 +1,215 @@
+"""Masks and biases of a call over a cache, from positions in sequences to the cache's slots.
+
+The scores of such a call are [B, H, T, S]: T queries of each row over its S slots; or, of packed rows, [1, H, N, B · S]:
+N queries over the slots of all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.biases import Bias, RelativeBias
+from attnops.caches.base import Cache
+from attnops.masks.base import Dense, Mask
+from attnops.masks.tokens import Segments
+
+if TYPE_CHECKING:
+    from attnops.typing import Index, Leaf
+
+# Segments of what is not there: no query and no key are in the same one.
+_NO_QUERY, _NO_KEY = -1, -2
+
+
+class Scores(NamedTuple):
+    """The scores of a call over a cache.
+
+    Attributes:
+        shape: [B, H, T, S] of masks and biases as the caller gives them: of packed rows T is N.
+        q_positions: int32 [B, T], or [1, N] of packed rows; −1 for padding.
+        q_rows: of packed rows, the row of the cache that each query belongs to, int32 [1, N]; else None.
+        k_positions: int32 [B, S].
+        held: bool [B, S].
+    """
+
+    shape: tuple[int, int, int, int]
+    q_positions: jax.Array
+    q_rows: jax.Array | None
+    k_positions: jax.Array
+    held: jax.Array
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows are packed."""
+        return self.q_rows is not None
+
+    @property
+    def slots_shape(self) -> tuple[int, int, int, int]:
+        """The shape of the scores by slot: [B, H, T, S] or [1, H, N, B · S]."""
+        B, H, T, S = self.shape
+        return (1, H, T, B * S) if self.is_packed else self.shape
+
+    @property
+    def slot_positions(self) -> jax.Array:
+        """The position of each slot, int32 [B, S] or [1, B · S]."""
+        return self.k_positions.reshape(1, -1) if self.is_packed else self.k_positions
+
+    def exists(self) -> Mask:
+        """The mask of what is there: real queries, tokens that are held, and of packed rows the same row."""
+        B = self.shape[0]
+        if self.q_rows is None:
+            q_ids = jnp.where(self.q_positions < 0, _NO_QUERY, 0)
+            return Segments(q_ids, jnp.where(self.held, 0, _NO_KEY))
+        q_ids = jnp.where(self.q_positions < 0, _NO_QUERY, self.q_rows)
+        rows = jnp.arange(B, dtype=jnp.int32)[:, None]
+        return Segments(q_ids, jnp.where(self.held, rows, _NO_KEY).reshape(1, -1))
+
+
+def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
+    """The mask of a call by slot, bound.
+
+    Args:
+        mask: as the caller gives it: by positions; arrays by key are [..., S], by position.
+        cache: the cache.
+        scores: of the call.
+
+    Raises:
+        ValueError: it fits no call of this shape, or has an array by key and positions have no limit.
+    """
+    mask = cache.mask(mask)
+    exists = scores.exists()
+    if mask is None:
+        return exists.bind(*scores.slots_shape)
+    bound = mask.at(scores.q_positions, None).bind(*scores.shape)
+    if scores.is_packed and _varies(bound):
+        return Dense(_packed(bound, scores) & exists.dense(*scores.slots_shape)).bind(*scores.slots_shape)
+    by_slot = _keys_by_slot(bound, cache, scores.k_positions) if not scores.is_packed else bound
+    return (by_slot.at(None, scores.slot_positions) & exists).bind(*scores.slots_shape)
+
+
+def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: Scores) -> Bias:
+    """The bias of a call by slot, bound; see `slot_mask`."""
+    if isinstance(bias, Bias):
+        if getattr(bias, "offset", None) is not None:
+            raise ValueError(
+                f"{bias!r} has offset={bias.offset}, but over a cache the queries' positions are known: both place "  # type: ignore[attr-defined]
+                f"the queries; leave the offset out"
+            )
+        bound = (dataclasses.replace(bias, offset=0) if isinstance(bias, RelativeBias) else bias).bind(*scores.shape)
+    else:
+        bound = bias
+        if cache.unbounded and bias.shape[3] > 1:
+            raise ValueError(_no_limit("bias", cache))
+    return SlotBias(bound, scores.q_positions, scores.slot_positions, scores.q_rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotBias(Bias):
+    """A bias by slot of a cache. Made by `slot_bias`.
+
+    Attributes:
+        bias: by positions; bound, or an array that broadcasts to [B, H, T, S].
+        q_positions, k_positions: see `Scores`; the latter by slot.
+        q_rows: see `Scores`.
+    """
+
+    bias: Bias | jax.Array
+    q_positions: jax.Array
+    k_positions: jax.Array
+    q_rows: jax.Array | None
+
+    static: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
+        """See `Bias.apply`."""
+        # The query's index stays for arrays; functions of positions take its position.
+        k_position = jnp.maximum(_picked(self.k_positions, b, kv), 0)
+        q_position = jnp.maximum(_picked(self.q_positions, b, q), 0)
+        row = b if self.q_rows is None else jnp.maximum(_picked(self.q_rows, b, q), 0)
+        if isinstance(self.bias, Bias):
+            return self.bias.apply(scores, row, h, q_position, k_position)
+        index = zip((row, h, q, k_position), self.bias.shape, strict=True)
+        return scores + self.bias[tuple(i if size > 1 else 0 for i, size in index)].astype(jnp.float32)
+
+    def array(self, B: int, H: int, T: int, S: int) -> jax.Array | None:
+        """The bias as an array float32 [B, H, T, S]; None for one that is not added, a `ScoreFn`."""
+        if isinstance(self.bias, Bias) and not isinstance(self.bias, RelativeBias):
+            return None
+        indices = (jnp.arange(n).reshape([-1 if a == own else 1 for a in range(4)]) for own, n in
+                   enumerate((B, H, T, S)))  # fmt: skip
+        return self.apply(jnp.zeros((B, H, T, S), jnp.float32), *indices)
+
+    def __repr__(self) -> str:
+        return repr(self.bias) if isinstance(self.bias, Bias) else "array"
+
+
+def _picked(values: jax.Array, b: Index, index: Index) -> jax.Array:
+    return values[0, index] if values.shape[0] == 1 else values[b, index]
+
+
+def _varies(mask: Mask) -> bool:
+    """Whether a bound mask has arrays by batch, query or key, which are not by packed query and slot."""
+    found = False
+    for name, letters in (mask.axes or {}).items():
+        shape = getattr(getattr(mask, name), "shape", ())
+        by_query = type(mask).__name__ == "At" and name == "q_positions"
+        found |= not by_query and any(
+            size != 1 and letter != "h" for size, letter in zip(shape, letters, strict=False)
+        )  # fmt: skip
+    return found or mask.axes is None or any(map(_varies, _children(mask)))
+
+
+def _children(mask: Mask) -> list[Mask]:
+    if not dataclasses.is_dataclass(mask):
+        return []
+    values = (getattr(mask, field.name) for field in dataclasses.fields(mask))
+    return [value for value in values if isinstance(value, Mask)]
+
+
+def _packed(mask: Mask, scores: Scores) -> jax.Array:
+    """A bound mask of packed rows as booleans [1, H or 1, N, B · S]; O(N · B · S) memory."""
+    B, H, N, S = scores.shape
+    assert scores.q_rows is not None
+    heads = H if mask.structure(N, S).by_head else 1
+    row = jnp.maximum(scores.q_rows[0], 0)[None, None, :, None]
+    allowed = mask.allowed(
+        row, jnp.arange(heads)[None, :, None, None], jnp.arange(N)[None, None, :, None],
+        jnp.maximum(scores.slot_positions[0], 0)[None, None, None, :],
+    )  # fmt: skip
+    return jnp.broadcast_to(jnp.asarray(allowed), (1, heads, N, B * S))
+
+
+def _keys_by_slot(mask: Mask, cache: Cache, positions: jax.Array) -> Mask:
+    """A bound mask with its arrays by key position taken to slots."""
+    changes: dict[str, Any] = {}
+    S = positions.shape[1]
+    for field in dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ():
+        value = getattr(mask, field.name)
+        letters = (mask.axes or {}).get(field.name, "")
+        if isinstance(value, Mask):
+            changes[field.name] = _keys_by_slot(value, cache, positions)
+        elif "s" in letters and np.ndim(value) == len(letters) and np.shape(value)[letters.index("s")] > 1:
+            if cache.unbounded:
+                raise ValueError(_no_limit(repr(mask), cache))
+            changes[field.name] = _taken(jnp.asarray(value), letters, jnp.clip(positions, 0, S - 1))
+    return dataclasses.replace(mask, **changes) if changes else mask  # type: ignore[type-var]
+
+
+def _taken(value: Leaf, letters: str, positions: jax.Array) -> jax.Array:
+    """``value`` with axis "s" taken at ``positions`` [B, S], and so of B rows along axis "b"."""
+    axis = letters.index("s")
+    B, S = positions.shape
+    index = positions.reshape([B if letter == "b" else S if letter == "s" else 1 for letter in letters])
+    value = jnp.broadcast_to(value, [B if letter == "b" else size for letter, size in zip(letters, value.shape, strict=True)])
+    return jnp.take_along_axis(value, index, axis=axis)
+
+
+def _no_limit(what: str, cache: Cache) -> str:
+    return (
+        f"{what} has an array by key, but positions in a {type(cache).__name__} of {cache.length} slots have no limit; "
+        f"use a mask or bias that is computed from positions, or a DenseCache"
+    )

@@ -1,0 +1,178 @@
+"""A call over a cache: in place where the operation reads its storage, else on the arrays that it is read into.
+
+``op(query, cache, mask=mask)`` is bound to the cache's slots: `attnops.caches.slots` takes masks and biases from
+positions to slots and adds the mask of what the cache holds, so that any implementation computes the same from the
+arrays of ``cache.read()``. A class reads storages in place by a method ``cached_<forward>``, such as
+``cached_native``, and the fields ``caches``, ``codecs``, ``latent`` and ``packed`` of that forward's `Limits`. Its
+signature is::
+
+    def cached_native(self, query, cache, *, mask, bias=None, softmax_scale=None, logits_soft_cap=None, sinks=None,
+                      return_lse=False) -> OperationOutput
+
+with the query [B, T, H, D], the `attnops.caches.Cache`, and mask and bias bound to the scores by slot: [B, H, T, S];
+of packed rows the query is [1, N, H, D] and the scores [1, H, N, B · S], the slots of all rows one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.biases import Bias
+from attnops.caches.base import Cache
+from attnops.caches.packed import Rows
+from attnops.caches.paged import PagedCache
+from attnops.caches.slots import Scores, SlotBias, slot_bias, slot_mask
+from attnops.dispatch.binding import Call, Dimensions, bind_bias, bind_options, check_array, swap_heads
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.request import AttentionRequest, CacheRequest, dtype_name
+from attnops.kernels.nograd import not_differentiable
+from attnops.masks.base import Dense, Mask
+from attnops.masks.checks import check_boolean, check_broadcastable
+from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+NO_GRADIENT: Final = (
+    "attention over a cache has no gradient, but was differentiated; call the operation with the keys and values of "
+    "all tokens instead: op(query, key, value, mask=...)"
+)
+
+
+def bind_cached(
+    metadata: OperationMetadata,
+    query: ArrayLike,
+    cache: Cache,
+    options: dict[str, Any],
+    query_lengths: ArrayLike | None = None,
+    rows: Rows | None = None,
+    lengths: jax.Array | None = None,
+) -> Call:
+    """The call of an attention operation over a cache; its arguments are query and cache.
+
+    Args:
+        metadata: the operation's metadata.
+        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; of packed rows the batch is 1.
+        cache: the cache, which already holds the queries' tokens.
+        options: the options by name.
+        query_lengths: integers [B]: of row b the first ``query_lengths[b]`` queries are real. None: all T.
+        rows: of packed rows; None for a batch [B, T].
+        lengths: of the rows with these queries, int32 [B], if they are not the cache's (some did not fit).
+
+    Raises:
+        ValueError: arguments that fit no implementation.
+    """
+    query = check_array("query", query)
+    if metadata.layout == "BHTD":
+        query = swap_heads("query", query)
+    cache._check_layer()
+    for name in ("dropout_key",):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is given, but attention over a cache has no dropout; leave it out")
+    _check_query(query, cache, rows)
+    if rows is not None and query_lengths is not None:
+        raise ValueError("rows and query_lengths are both given: packed rows have their lengths in rows.starts")
+    scores = _scores(query, cache, query_lengths, rows, lengths)
+    mask, bias = options.get("mask"), options.get("bias")
+    options = options | {"mask": slot_mask(_mask(mask, scores.shape), cache, scores)}
+    if bias is not None:
+        bound = bias if isinstance(bias, Bias) else bind_bias(bias, scores.shape)
+        options["bias"] = slot_bias(bound, cache, scores)
+    if options.get("mode") is None and metadata.mode is None:
+        options["mode"] = MODE_DECODE if query.shape[1] == 1 else MODE_PREFILL
+    if metadata.runtime_dtype is not None:
+        query = query.astype(metadata.runtime_dtype)
+    _, H, _, _ = scores.shape
+    B, _, T, S = scores.slots_shape
+    dimensions = Dimensions(B, T, H, cache.head_dim, S, cache.kv_heads, cache.value_head_dim)
+    stored = dtype_name(query) if metadata.runtime_dtype is not None else str(jnp.dtype(cache.dtype).name)
+    request, given = bind_options(metadata, dimensions, (dtype_name(query), stored, stored), options)
+    codec = cache.codec
+    description = CacheRequest(
+        storage=cache.storage,
+        codec="" if codec is None else codec.dtype,
+        scales="" if codec is None else codec.scales,
+        latent=cache.store.latent is not None,
+        page_size=cache.page_size if isinstance(cache, PagedCache) else 0,
+        is_packed=scores.is_packed,
+    )
+    kind = {} if bias is None else {"bias_kind": bound.kind() if isinstance(bound, Bias) else "array"}
+    arrays = query, cache, given
+    query, cache, given = not_differentiable(lambda *x: x, NO_GRADIENT)(*arrays)
+    return Call(request.replace(cache=description, **kind), (query, cache), given)
+
+
+def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
+    """Query, key and value, and the options, of the same call on the arrays of ``cache.read()``; layout "BTHD"."""
+    query, cache = call.args
+    keys, values, _, _ = cache.read()
+    request = call.request
+    assert isinstance(request, AttentionRequest) and request.cache is not None
+    if request.cache.is_packed:
+        keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
+    options = dict(call.options)
+    bias = options.get("bias")
+    if isinstance(bias, SlotBias):
+        array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
+        options["bias"] = bias if array is None else array
+    return (query, keys, values), options | {"mode": request.mode}
+
+
+def bytes_read(request: AttentionRequest) -> int:
+    """The bytes of the arrays that `arrays_of` makes for a request over a cache."""
+    size = jnp.dtype(request.dtypes[1]).itemsize
+    per_slot = request.kv_heads * (request.head_dim + request.value_head_dim) * size
+    return request.batch * request.key_length * per_slot
+
+
+def _check_query(query: jax.Array, cache: Cache, rows: Rows | None) -> None:
+    if query.ndim != 4 or 0 in query.shape:
+        raise ValueError(
+            f"query has shape {query.shape}, but must have rank 4 and no empty dimension: [B, T, H, D] (or "
+            f"[B, H, T, D] with metadata.layout='BHTD')"
+        )
+    B, _, H, D = query.shape
+    wanted = 1 if rows is not None else cache.batch
+    if wanted != B:
+        what = "packed rows have batch 1" if rows is not None else f"the cache has batch {cache.batch}"
+        raise ValueError(f"query has batch {B}, but {what}: they must be equal")
+    if cache.head_dim != D:
+        raise ValueError(f"query has head_dim {D}, but the cache has head_dim {cache.head_dim}: they must be equal")
+    if H % cache.kv_heads:
+        raise ValueError(
+            f"query has {H} heads and the cache has {cache.kv_heads}: the kv heads must divide the heads (check that "
+            f"metadata.layout is the query's layout)"
+        )
+    if rows is not None and not isinstance(rows, Rows):
+        raise ValueError(f"rows is a {type(rows).__name__}, but must be an attnops.caches.Rows(starts, slots)")
+
+
+def _scores(
+    query: jax.Array, cache: Cache, query_lengths: ArrayLike | None, rows: Rows | None, lengths: jax.Array | None
+) -> Scores:
+    _, T, H, _ = query.shape
+    B, S = cache.batch, cache.length
+    k_positions, held = cache.positions()
+    if rows is None:
+        real = cache.row_lengths("query_lengths", query_lengths, T)
+        return Scores((B, H, T, S), cache.query_positions(T, real, lengths), None, k_positions, held)
+    lengths = cache.lengths if lengths is None else lengths
+    row, index = rows.checked(T, B).of_queries(T, lengths)
+    position = index - cache.starts[jnp.maximum(row, 0)]
+    position = jnp.where((row >= 0) & (index >= 0) & (position >= 0), position, -1)
+    return Scores((B, H, T, S), position[None], row[None], k_positions, held)
+
+
+def _mask(mask: object, shape: tuple[int, int, int, int]) -> Mask | None:
+    """The caller's mask, not bound: an array as `Dense`."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
+        raise ValueError(f"mask is a {type(mask).__name__}, but must be a boolean array or an attnops.masks.Mask")
+    check_broadcastable("mask", tuple(mask.shape), shape, "add axes of size 1; keys are counted by position")
+    check_boolean("mask", mask)
+    return Dense(mask if isinstance(mask, np.ndarray) else jnp.asarray(mask))

@@ -93,7 +93,18 @@ _HOMES: Final = {
     "output": ("OperationOutput",),
 }
 _HOME: Final = {name: f"attnops.{home}" for home, names in _HOMES.items() for name in names}
-_MODULES: Final = ("biases", "caches", "dropout", "errors", "kernels", "masks", "models", "operations", "sharding", "softmax")
+_MODULES: Final = (
+    "biases",
+    "caches",
+    "dropout",
+    "errors",
+    "kernels",
+    "masks",
+    "models",
+    "operations",
+    "sharding",
+    "softmax",
+)
 
 
 def __getattr__(name: str) -> Any:

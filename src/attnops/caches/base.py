@@ -143,7 +143,9 @@ class Cache(abc.ABC):
         batch = self.batch if rows is None else 1
         key, value = self._tokens("key", key, self.head_dim, batch), self._value(value, batch)
         if value is not None and value.shape[1] != key.shape[1]:
-            raise ValueError(f"value has length {value.shape[1]}, but key has length {key.shape[1]}: they must be equal")
+            raise ValueError(
+                f"value has length {value.shape[1]}, but key has length {key.shape[1]}: they must be equal"
+            )
         T = key.shape[1]
         if rows is None:
             every = jnp.arange(self.batch, dtype=jnp.int32)
@@ -207,7 +209,7 @@ class Cache(abc.ABC):
             raise ValueError(f"rows is {chosen.dtype} {chosen.shape}, but must be bool [B]=({self.batch},)")
         names = ("lengths", "starts", "overflowed", "written")
         fields = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        changes = {name: jnp.where(chosen, jnp.zeros((), x.dtype), x) for name, x in fields.items()}
+        changes: dict[str, Any] = {name: jnp.where(chosen, jnp.zeros((), x.dtype), x) for name, x in fields.items()}
         return dataclasses.replace(self, **changes)
 
     def mask(self, mask: Mask | None) -> Mask | None:

@@ -23,8 +23,8 @@ class Quantized:
     Attributes:
         dtype: ``"int8"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``. int8 is rounded half to even and clipped at ±127;
             8-bit floats are clipped at their largest finite number.
-        scales: what has a scale of its own. ``"token_head"``: each token of each kv head, ``max|x| / largest``, which is
-            computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"`` and
+        scales: what has a scale of its own. ``"token_head"``: each token of each kv head, ``max|x| / largest``, which
+            is computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"`` and
             ``"tensor"``: each kv head, or all tokens; the scales are given when the cache is created, and what exceeds
             them is clipped.
 

@@ -45,7 +45,7 @@ class Rows:
                 raise ValueError(f"Rows' {name} is {x.dtype} {tuple(x.shape)}, but must be integers of rank 1")
         if starts.shape[0] != slots.shape[0] + 1:
             raise ValueError(
-                f"Rows has {starts.shape[0]} starts and {slots.shape[0]} slots, but must have one more start than slots"
+                f"Rows has {starts.shape[0]} starts and {slots.shape[0]} slots, but must have one more start"
             )
         if isinstance(starts, np.ndarray):
             _check_starts(starts.astype(np.int64), N)
@@ -87,7 +87,9 @@ class Rows:
 
 def _check_starts(starts: Any, N: int) -> None:
     if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > N:
-        raise ValueError(f"Rows' starts={starts.tolist()} must not decrease, from 0 at least to the {N} queries at most")
+        raise ValueError(
+            f"Rows' starts={starts.tolist()} must not decrease, from 0 at least to the {N} queries at most"
+        )
 
 
 def _check_slots(slots: Any, batch: int) -> None:

@@ -1,4 +1,4 @@
-"""PagedCache: pages that belong to rows by a table, so that rows grow without a maximum of their own and share pages."""
+"""PagedCache: pages that belong to rows by a table, so that rows grow as they need and share pages."""
 
 from __future__ import annotations
 
@@ -65,8 +65,16 @@ class PagedCache(Cache):
             page_size: slots a page.
             max_pages: M, most pages a row.
             table: see `with_table`; None for no pages.
-            kv_heads, head_dim, value_head_dim, dtype, codec, latent, key_scale, value_scale, starts, layers: see
-                `DenseCache.create`.
+            kv_heads: see `DenseCache.create`.
+            head_dim: see `DenseCache.create`.
+            value_head_dim: see `DenseCache.create`.
+            dtype: see `DenseCache.create`.
+            codec: see `DenseCache.create`.
+            latent: see `DenseCache.create`.
+            key_scale: see `DenseCache.create`.
+            value_scale: see `DenseCache.create`.
+            starts: see `DenseCache.create`.
+            layers: see `DenseCache.create`.
 
         Memory: ``pages * page_size`` tokens of ``bytes_per_token``, times L.
 
@@ -139,7 +147,7 @@ class PagedCache(Cache):
         pieces = Pieces(
             row=jnp.broadcast_to(run[:, None], page.shape),
             first=begin - lengths[:, None],
-            count=kept,
+            size=kept,
             block=jnp.clip(page, 0, self.pages - 1),
             slot=begin % p,
         )
@@ -180,7 +188,7 @@ class PagedCache(Cache):
         """
         self._check_layer()
         source, target = (jnp.asarray(x, jnp.int32) for x in (source, target))
-        fields = {"lengths": self.lengths, "starts": self.starts, "overflowed": self.overflowed}
+        fields: dict[str, Any] = {"lengths": self.lengths, "starts": self.starts, "overflowed": self.overflowed}
         for i in range(source.shape[0]):  # in order: a target may be a later source
             is_copied = (source[i] >= 0) & (target[i] >= 0)
             to = jnp.where(is_copied, target[i], self.batch)
@@ -210,5 +218,3 @@ class PagedCache(Cache):
             if by_token and getattr(store, name) is not None:
                 changes[name] = copied(getattr(store, name))
         return dataclasses.replace(self, store=dataclasses.replace(store, **changes))
-
-

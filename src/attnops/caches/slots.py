@@ -1,7 +1,7 @@
 """Masks and biases of a call over a cache, from positions in sequences to the cache's slots.
 
-The scores of such a call are [B, H, T, S]: T queries of each row over its S slots; or, of packed rows, [1, H, N, B · S]:
-N queries over the slots of all rows.
+The scores of such a call are [B, H, T, S]: T queries of each row over its S slots; or, of packed rows,
+[1, H, N, B · S]: N queries over the slots of all rows.
 """
 
 from __future__ import annotations
@@ -93,13 +93,17 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
 
 def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: Scores) -> Bias:
     """The bias of a call by slot, bound; see `slot_mask`."""
+    bound: jax.Array | Bias
     if isinstance(bias, Bias):
         if getattr(bias, "offset", None) is not None:
             raise ValueError(
                 f"{bias!r} has offset={bias.offset}, but over a cache the queries' positions are known: both place "  # type: ignore[attr-defined]
                 f"the queries; leave the offset out"
             )
-        bound = (dataclasses.replace(bias, offset=0) if isinstance(bias, RelativeBias) else bias).bind(*scores.shape)
+        placed: Any = bias
+        if isinstance(bias, RelativeBias):
+            placed = dataclasses.replace(placed, offset=0)
+        bound = placed.bind(*scores.shape)
     else:
         bound = bias
         if cache.unbounded and bias.shape[3] > 1:
@@ -155,7 +159,7 @@ def _varies(mask: Mask) -> bool:
     """Whether a bound mask has arrays by batch, query or key, which are not by packed query and slot."""
     found = False
     for name, letters in (mask.axes or {}).items():
-        shape = getattr(getattr(mask, name), "shape", ())
+        shape = getattr(getattr(mask, name, None), "shape", ())
         by_query = type(mask).__name__ == "At" and name == "q_positions"
         found |= not by_query and any(
             size != 1 and letter != "h" for size, letter in zip(shape, letters, strict=False)
@@ -187,7 +191,8 @@ def _keys_by_slot(mask: Mask, cache: Cache, positions: jax.Array) -> Mask:
     """A bound mask with its arrays by key position taken to slots."""
     changes: dict[str, Any] = {}
     S = positions.shape[1]
-    for field in dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ():
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ()
+    for field in fields:
         value = getattr(mask, field.name)
         letters = (mask.axes or {}).get(field.name, "")
         if isinstance(value, Mask):
@@ -204,7 +209,9 @@ def _taken(value: Leaf, letters: str, positions: jax.Array) -> jax.Array:
     axis = letters.index("s")
     B, S = positions.shape
     index = positions.reshape([B if letter == "b" else S if letter == "s" else 1 for letter in letters])
-    value = jnp.broadcast_to(value, [B if letter == "b" else size for letter, size in zip(letters, value.shape, strict=True)])
+    value = jnp.broadcast_to(
+        value, [B if letter == "b" else size for letter, size in zip(letters, value.shape, strict=True)]
+    )
     return jnp.take_along_axis(value, index, axis=axis)
 
 

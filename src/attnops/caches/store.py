@@ -7,7 +7,7 @@ one head is contiguous.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,14 @@ class Pieces(NamedTuple):
     Attributes:
         row: the row of the new tokens.
         first: the first of the row's new tokens.
-        count: how many; 0 for none.
+        size: how many; 0 for none.
         block: the block that they are written to.
         slot: the slot of the first.
     """
 
     row: jax.Array
     first: jax.Array
-    count: jax.Array
+    size: jax.Array
     block: jax.Array
     slot: jax.Array
 
@@ -99,7 +99,7 @@ class Store:
             targets += [scale[..., None] for scale in scales if scale is not None]
             tokens += [scale[..., None] for _, _, scale in stored if scale is not None]
         written = _write(targets, tokens, pieces)
-        changes: dict[str, jax.Array] = dict(zip(("key", "value"), written[: len(stored)], strict=False))
+        changes: dict[str, Any] = dict(zip(("key", "value"), written[: len(stored)], strict=False))
         if by_token:
             new = (scale[..., 0] for scale in written[len(stored) :])
             changes |= dict(zip(("key_scale", "value_scale"), new, strict=False))

@@ -68,8 +68,16 @@ class WindowCache(Cache):
             window: tokens that a query sees, itself included.
             max_append: most tokens an append: a longer prompt is appended in chunks. So many tokens can also be taken
                 back by `truncate`.
-            kv_heads, head_dim, value_head_dim, dtype, codec, latent, key_scale, value_scale, starts, layers: see
-                `DenseCache.create`.
+            kv_heads: see `DenseCache.create`.
+            head_dim: see `DenseCache.create`.
+            value_head_dim: see `DenseCache.create`.
+            dtype: see `DenseCache.create`.
+            codec: see `DenseCache.create`.
+            latent: see `DenseCache.create`.
+            key_scale: see `DenseCache.create`.
+            value_scale: see `DenseCache.create`.
+            starts: see `DenseCache.create`.
+            layers: see `DenseCache.create`.
 
         Raises:
             ValueError: see `DenseCache.create`.

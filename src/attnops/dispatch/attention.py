@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from attnops.caches.base import Cache, CacheType
 from attnops.dispatch import border
 from attnops.dispatch.binding import Call, bind_attention, resolve_mode, swap_heads
-from attnops.dispatch.cached import arrays_of, bind_cached
+from attnops.dispatch.cached import arrays_of, bind_cached, shapes_of
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, decide, forward_for, keyword_options, warn_gathers
 from attnops.dispatch.ranking import Rank
@@ -212,28 +212,21 @@ class OperationImpl(BaseOperation):
         request = call.request.replace(sequence_axes=boundary.sequence) if boundary.sequence else call.request
         return call._replace(request=request, boundary=boundary)
 
-    def run(self, call: Call) -> OperationOutput:
-        """Decide which forward serves a call that `prepare` described, and run it.
-
-        A call over a cache is read in place by ``cached_<forward>``, see `attnops.dispatch.cached`, or runs on the
-        arrays of ``cache.read()``.
-        """
+    def _run(self, forward: str, call: Call) -> OperationOutput:
         request = call.request
         assert isinstance(request, AttentionRequest)
         if request.cache is None:
-            result: OperationOutput = super().run(call)
+            result: OperationOutput = super()._run(forward, call)
             return result
-        forward = decide(self, request)
-        if self.in_place_reasons(forward, request):
-            args, options = arrays_of(call)
-            if self.metadata.layout == "BHTD":
-                args = args[0].swapaxes(1, 2), args[1].swapaxes(1, 2), args[2].swapaxes(1, 2)
-            return self.run(self.prepare(*args, **options))
-        query, cache = call.args
-        output: OperationOutput = getattr(self, f"cached_{forward}")(query, cache, **call.options)
-        shapes = [jax.ShapeDtypeStruct((request.batch, request.key_length, request.kv_heads, d), query.dtype)
-                  for d in (request.head_dim, request.value_head_dim)]  # fmt: skip
-        return self.finish(call._replace(args=(query, *shapes)), output)
+        if not self.in_place_reasons(forward, request):
+            result = getattr(self, f"cached_{forward}")(*call.args, **call.options)
+            return result
+        # The arrays are [B, S, K, D] in any case, so that this call is in the layout "BTHD".
+        metadata = self.metadata
+        operation = self if metadata.layout == "BTHD" else border.make(type(self), metadata.replace(layout="BTHD"))
+        args, options = arrays_of(call)
+        result = operation.run(operation.prepare(*args, **options))
+        return result
 
     def in_place_reasons(self, forward: str, request: AttentionRequest) -> list[Reason]:
         """Why ``cached_<forward>`` can't serve a request over a cache; empty where it can."""
@@ -298,7 +291,7 @@ class OperationImpl(BaseOperation):
             TypeError: the forward did not return an `OperationOutput`, left out a field that was asked for, or returned
                 another shape or dtype than the contract's.
         """
-        check_output(type(self).__name__, call.args, call.options, result)
+        check_output(type(self).__name__, shapes_of(call), call.options, result)
         out = tag(result.attention_outputs, OUTPUT_NAME)
         if self.metadata.layout == "BHTD":
             out = out.swapaxes(1, 2)

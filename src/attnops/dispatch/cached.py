@@ -29,13 +29,15 @@ from attnops.caches.slots import Scores, SlotBias, slot_bias, slot_mask
 from attnops.dispatch.binding import Call, Dimensions, bind_bias, bind_options, check_array, swap_heads
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.request import AttentionRequest, CacheRequest, dtype_name
-from attnops.kernels.nograd import not_differentiable
+from attnops.kernels.nograd import without_gradient
 from attnops.masks.base import Dense, Mask
 from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
+
+    from attnops.typing import Aval
 
 NO_GRADIENT: Final = (
     "attention over a cache has no gradient, but was differentiated; call the operation with the keys and values of "
@@ -101,8 +103,7 @@ def bind_cached(
         is_packed=scores.is_packed,
     )
     kind = {} if bias is None else {"bias_kind": bound.kind() if isinstance(bound, Bias) else "array"}
-    arrays = query, cache, given
-    query, cache, given = not_differentiable(lambda *x: x, NO_GRADIENT)(*arrays)
+    query, cache, given = without_gradient((query, cache, given), NO_GRADIENT)
     return Call(request.replace(cache=description, **kind), (query, cache), given)
 
 
@@ -111,7 +112,8 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
     query, cache = call.args
     keys, values, _, _ = cache.read()
     request = call.request
-    assert isinstance(request, AttentionRequest) and request.cache is not None
+    assert isinstance(request, AttentionRequest)
+    assert request.cache is not None
     if request.cache.is_packed:
         keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
     options = dict(call.options)
@@ -120,6 +122,19 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
         array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
         options["bias"] = bias if array is None else array
     return (query, keys, values), options | {"mode": request.mode}
+
+
+def shapes_of(call: Call) -> tuple[Aval, Aval, Aval]:
+    """Query, key and value of a call by shape: of a call over a cache, those of the arrays that it is read into."""
+    request = call.request
+    if not isinstance(request, AttentionRequest) or request.cache is None:
+        query, key, value = call.args
+        return query, key, value
+    rows = request.batch, request.key_length, request.kv_heads
+    key, value = (
+        jax.ShapeDtypeStruct((*rows, d), request.dtypes[1]) for d in (request.head_dim, request.value_head_dim)
+    )
+    return call.args[0], key, value
 
 
 def bytes_read(request: AttentionRequest) -> int:

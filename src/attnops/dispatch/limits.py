@@ -110,7 +110,9 @@ class Limits:
         if cache.storage not in self.caches:
             reasons.append(Reason("cache", cache.storage, f"must be one of {sorted(self.caches)} to be read in place"))
         if cache.codec and cache.codec not in self.codecs:
-            reasons.append(Reason("cache.codec", cache.codec, f"must be one of {sorted(self.codecs)} to be read in place"))
+            reasons.append(
+                Reason("cache.codec", cache.codec, f"must be one of {sorted(self.codecs)} to be read in place")
+            )
         for name, given, can in (("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed)):
             if given and not can:
                 reasons.append(Reason(name, given, "is not read in place"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,11 @@ import numpy as np
 
 from attnops.output import OperationOutput
 
+if TYPE_CHECKING:
+    from attnops.typing import Aval
 
-def check_output(
-    name: str, args: tuple[jax.Array, jax.Array, jax.Array], options: Container[str], result: object
-) -> OperationOutput:
+
+def check_output(name: str, args: tuple[Aval, Aval, Aval], options: Container[str], result: object) -> OperationOutput:
     """``result`` unchanged, if it has the shapes and dtypes of the contract.
 
     Args:

@@ -42,6 +42,14 @@ def not_differentiable(function: Callable[..., Result], message: str) -> Callabl
     return wrapped
 
 
+def without_gradient(tree: PyTree, message: str) -> PyTree:
+    """``tree`` unchanged, but differentiating with respect to an array of it raises `NotDifferentiableError`."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+    arrays = iter(not_differentiable(lambda x: x, message)([x for x, a in zip(leaves, is_array, strict=True) if a]))
+    return jax.tree.unflatten(structure, [next(arrays) if a else x for x, a in zip(leaves, is_array, strict=True)])
+
+
 def once_differentiable(function: Callable[..., Result], message: str) -> Callable[..., Result]:
     """``function``, but differentiating its gradient raises `NotDifferentiableError` with ``message``.
 

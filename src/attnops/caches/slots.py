@@ -15,7 +15,7 @@ import numpy as np
 
 from attnops.biases import Bias, RelativeBias
 from attnops.caches.base import Cache
-from attnops.masks.base import Dense, Mask
+from attnops.masks.base import And, Dense, Mask, Not, Or
 from attnops.masks.tokens import Segments
 
 if TYPE_CHECKING:
@@ -84,11 +84,26 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
     exists = scores.exists()
     if mask is None:
         return exists.bind(*scores.slots_shape)
-    bound = mask.at(scores.q_positions, None).bind(*scores.shape)
-    if scores.is_packed and _varies(bound):
+    if not scores.is_packed:
+        return (_by_slot(mask, cache, scores) & exists).bind(*scores.slots_shape)
+    if "Ancestors" in mask.kinds():
+        raise ValueError(
+            f"{mask!r} numbers the queries of each row, but rows are packed, whose queries are numbered together; give "
+            f"a batch [B, T] with query_lengths"
+        )
+    if _varies(bound := mask.at(scores.q_positions, None).bind(*scores.shape)):
         return Dense(_packed(bound, scores) & exists.dense(*scores.slots_shape)).bind(*scores.slots_shape)
-    by_slot = _keys_by_slot(bound, cache, scores.k_positions) if not scores.is_packed else bound
-    return (by_slot.at(None, scores.slot_positions) & exists).bind(*scores.slots_shape)
+    return (mask.at(scores.q_positions, scores.slot_positions) & exists).bind(*scores.slots_shape)
+
+
+def _by_slot(mask: Mask, cache: Cache, scores: Scores) -> Mask:
+    """A caller's mask of a batch by slot: masks of positions at positions, arrays by key of masks of tokens by slot."""
+    if isinstance(mask, (And, Or)):
+        return type(mask)(_by_slot(mask.left, cache, scores), _by_slot(mask.right, cache, scores))
+    if isinstance(mask, Not):
+        return Not(_by_slot(mask.mask, cache, scores))
+    placed = mask.at(scores.q_positions, scores.k_positions)
+    return _keys_by_slot(mask.bind(*scores.shape), cache, scores.k_positions) if placed is mask else placed
 
 
 def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: Scores) -> Bias:
@@ -188,19 +203,15 @@ def _packed(mask: Mask, scores: Scores) -> jax.Array:
 
 
 def _keys_by_slot(mask: Mask, cache: Cache, positions: jax.Array) -> Mask:
-    """A bound mask with its arrays by key position taken to slots."""
+    """A bound mask of tokens with its arrays by key position taken to slots."""
     changes: dict[str, Any] = {}
     S = positions.shape[1]
-    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ()
-    for field in fields:
-        value = getattr(mask, field.name)
-        letters = (mask.axes or {}).get(field.name, "")
-        if isinstance(value, Mask):
-            changes[field.name] = _keys_by_slot(value, cache, positions)
-        elif "s" in letters and np.ndim(value) == len(letters) and np.shape(value)[letters.index("s")] > 1:
+    for name, letters in (mask.axes or {}).items():
+        value = getattr(mask, name, None)
+        if "s" in letters and np.ndim(value) == len(letters) and np.shape(value)[letters.index("s")] > 1:
             if cache.unbounded:
                 raise ValueError(_no_limit(repr(mask), cache))
-            changes[field.name] = _taken(jnp.asarray(value), letters, jnp.clip(positions, 0, S - 1))
+            changes[name] = _taken(jnp.asarray(value), letters, jnp.clip(positions, 0, S - 1))
     return dataclasses.replace(mask, **changes) if changes else mask  # type: ignore[type-var]
 
 

@@ -207,7 +207,7 @@ def _keys_by_slot(mask: Mask, cache: Cache, positions: jax.Array) -> Mask:
     changes: dict[str, Any] = {}
     S = positions.shape[1]
     for name, letters in (mask.axes or {}).items():
-        value = getattr(mask, name, None)
+        value: Leaf = getattr(mask, name, None)
         if "s" in letters and np.ndim(value) == len(letters) and np.shape(value)[letters.index("s")] > 1:
             if cache.unbounded:
                 raise ValueError(_no_limit(repr(mask), cache))

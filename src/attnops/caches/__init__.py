@@ -10,6 +10,7 @@ from attnops.caches.dense import DenseCache
 from attnops.caches.packed import Rows
 from attnops.caches.paged import PagedCache
 from attnops.caches.pool import PageCopies, PagePool
+from attnops.caches.sizes import bytes_per_page, pages_that_fit
 from attnops.caches.window import WindowCache
 
 __all__ = [
@@ -22,4 +23,6 @@ __all__ = [
     "Quantized",
     "Rows",
     "WindowCache",
+    "bytes_per_page",
+    "pages_that_fit",
 ]

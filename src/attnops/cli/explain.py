@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import typer
 
+from attnops.caches import Rows
+from attnops.cli.caches import make_cache
 from attnops.cli.masks import parse_mask, parse_shape
 from attnops.cli.output import fail, print_json, print_text
 from attnops.dispatch.explain import Candidate, Explanation, explain
@@ -41,7 +43,10 @@ def command(
         str | None, typer.Option(help="cpu, cuda, rocm, gpu, tpu or tt.", show_default="this machine's")
     ] = None,
     mode: Annotated[
-        str | None, typer.Option(help="train, prefill, decode or insert.", show_default="decode if T is 1, else train")
+        str | None,
+        typer.Option(
+            help="train, prefill, decode or insert.", show_default="decode if T is 1, else train; prefill over a cache"
+        ),
     ] = None,
     mask: Annotated[
         str | None, typer.Option(help='"causal", an expression of attnops.masks, or an array\'s shape: 1x1x128x128.')
@@ -53,6 +58,17 @@ def command(
     dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.0,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Ask for the logsumexp.")] = False,
     return_weights: Annotated[bool, typer.Option("--return-weights", help="Ask for the attention weights.")] = False,
+    cache: Annotated[
+        str | None,
+        typer.Option(help="DenseCache, WindowCache or PagedCache, of S slots a row, where keys and values are."),
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Slots a page.", show_default="16", min=1)] = None,
+    codec: Annotated[str | None, typer.Option(help="int8, float8_e4m3fn or float8_e5m2.")] = None,
+    scales: Annotated[
+        str | None, typer.Option(help="Of the codec: tensor, head or token_head.", show_default="token_head")
+    ] = None,
+    latent: Annotated[int | None, typer.Option(help="The value is so many features of the key (MLA).", min=1)] = None,
+    packed: Annotated[bool, typer.Option("--packed", help="T queries of all rows are packed.")] = False,
     interpret: Annotated[bool, typer.Option("--interpret", help="Run kernels in their interpreter.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse rather than run the native forward.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every field.")] = False,
@@ -63,7 +79,8 @@ def command(
     such call or operation.
     """
     S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or head_dim
-    shapes = ((batch, query_length, heads, head_dim), (batch, S, K, head_dim), (batch, S, K, Dv))
+    shapes = ((1 if packed else batch, query_length, heads, head_dim), (batch, S, K, head_dim), (batch, S, K, Dv))
+    of_cache = {"page_size": page_size, "codec": codec, "scales": scales, "latent": latent}
     try:
         metadata = OperationMetadata(
             platform=platform,
@@ -73,7 +90,7 @@ def command(
             on_unsupported="error" if strict else "native",
         )
         request = _request(
-            metadata, shapes, _dtype(dtype), mask, bias, heads if sinks else 0,
+            metadata, shapes, _dtype(dtype), mask, bias, heads if sinks else 0, (cache, packed, of_cache),
             softmax_scale=scale, logits_soft_cap=soft_cap, return_lse=return_lse, return_weights=return_weights,
         )  # fmt: skip
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
@@ -97,17 +114,27 @@ def _request(
     mask: str | None,
     bias: str | None,
     sinks: int,
+    over: tuple[str | None, bool, dict[str, Any]],
     **options: Any,
 ) -> AttentionRequest:
     """The request of such a call. Traced, so that no array of these shapes is made."""
+    storage, packed, of_cache = over
+    if storage is None:
+        given = [f"--{name.replace('_', '-')}" for name, x in {**of_cache, "packed": packed or None}.items() if x]
+        if given:
+            raise ValueError(f"{', '.join(given)} is given, but no cache; give --cache PagedCache, for example")
     found: list[AttentionRequest] = []
 
     def call() -> None:
         query, key, value = (jnp.zeros(shape, dtype) for shape in shapes)
+        arguments: tuple[Any, ...] = (query, key, value)
+        if storage is not None:
+            (B, S, K, D), Dv, T = shapes[1], shapes[2][3], shapes[0][1]
+            sizes = {"batch": B, "length": S, "kv_heads": K, "head_dim": D, "value_head_dim": Dv, "query_length": T}
+            arguments = (query, make_cache(storage, dtype=dtype, **sizes, **of_cache))
+            options["rows"] = Rows(jnp.zeros(B + 1, jnp.int32), jnp.zeros(B, jnp.int32)) if packed else None
         request = VanillaAttention(metadata).request(
-            query,
-            key,
-            value,
+            *arguments,
             mask=None if mask is None else parse_mask(mask),
             bias=None if bias is None else jnp.zeros(parse_shape("bias", bias), dtype),
             sinks=jnp.zeros(sinks) if sinks else None,
@@ -175,6 +202,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     return fields | {
         "serves": candidate.serves,
         "reasons": [_reason(reason) for reason in candidate.reasons],
+        "read_reasons": [_reason(reason) for reason in candidate.read_reasons],
         "rank": None if rank is None else {"name": rank.name, "place": rank.place, "reason": rank.reason},
     }
 

@@ -28,7 +28,7 @@ from attnops.caches.paged import PagedCache
 from attnops.caches.slots import Scores, SlotBias, slot_bias, slot_mask
 from attnops.dispatch.binding import Call, Dimensions, bind_bias, bind_options, check_array, swap_heads
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.request import AttentionRequest, CacheRequest, dtype_name
+from attnops.dispatch.request import AttentionRequest, CacheRequest, dtype_name, is_symbolic
 from attnops.kernels.nograd import without_gradient
 from attnops.masks.base import Dense, Mask
 from attnops.masks.checks import check_boolean, check_broadcastable
@@ -142,6 +142,16 @@ def bytes_read(request: AttentionRequest) -> int:
     size = jnp.dtype(request.dtypes[1]).itemsize
     per_slot = request.kv_heads * (request.head_dim + request.value_head_dim) * size
     return request.batch * request.key_length * per_slot
+
+
+def printed_bytes(size: int) -> str:
+    """A number of bytes for people, such as ``"33.6 MB"``."""
+    if is_symbolic(size):
+        return f"{size} bytes"
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} bytes"
 
 
 def _check_query(query: jax.Array, cache: Cache, rows: Rows | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 
 from attnops.dispatch import border
 from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.cached import bytes_read, printed_bytes
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import ATTENTION, BaseOperation, forward_for
 from attnops.dispatch.platforms import PLATFORMS
@@ -30,6 +31,9 @@ class Candidate:
         problem: why the implementation can't be used at all; empty where it can.
         rank: its place in `auto`'s order; None where `auto` never picks it.
         priority: decides between implementations of equal rank.
+        read_reasons: of a request over a cache, why the forward does not read the cache in place; empty where it does.
+        bytes_read: of a request over a cache, the bytes of the arrays that each call makes by ``cache.read()``; 0 where
+            the forward reads the cache in place.
     """
 
     name: str
@@ -38,6 +42,8 @@ class Candidate:
     problem: str = ""
     rank: Rank | None = None
     priority: int = 0
+    read_reasons: tuple[Reason, ...] = ()
+    bytes_read: int = 0
 
     @property
     def serves(self) -> bool:
@@ -48,6 +54,14 @@ class Candidate:
     def ranked(self) -> str:
         """Its rank and the reason for it, such as ``"rank 3 of 10: the vendor's fused kernel"``."""
         return "no rank: auto never picks it" if self.rank is None else str(self.rank)
+
+    @property
+    def reads(self) -> str:
+        """Of a request over a cache, how the forward reads it, and what that costs."""
+        if not self.read_reasons:
+            return f"reads the cache in place (cached_{self.forward})"
+        why = "; ".join(str(reason) for reason in self.read_reasons)
+        return f"reads the cache into arrays by cache.read(), {printed_bytes(self.bytes_read)} a call: {why}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +82,12 @@ class Explanation:
         lines = [f"{self.request}", f"runs {self.chosen.name} (forward_{self.chosen.forward})"]
         lines += [f"  although {reason}" for reason in self.chosen.reasons]
         lines.append(f"  {self.chosen.ranked}")
+        over_cache = self.request.cache is not None
+        lines += [f"  {self.chosen.reads}"] if over_cache else []
         for other in self.others:
             lines.append(f"{other.name}: " + ("could serve it" if other.serves else "can't serve it"))
             lines += [f"  {other.ranked}"] if other.serves else []
+            lines += [f"  {other.reads}"] if other.serves and over_cache else []
             lines += [f"  - {reason}" for reason in ([other.problem] if other.problem else other.reasons)]
         return "\n".join(lines)
 
@@ -241,4 +258,10 @@ def _candidate(
             forward != "native" and metadata.on_unsupported == "native" and not operation._reasons("native", request)
         )
         forward = "native" if native else ""
-    return Candidate(plugin.name, forward, tuple(reasons), rank=border.rank(cls, request), priority=cls.priority)
+    read_reasons: tuple[Reason, ...] = ()
+    if request.cache is not None and forward:
+        read_reasons = tuple(operation.in_place_reasons(forward, request))
+    return Candidate(
+        plugin.name, forward, tuple(reasons), rank=border.rank(cls, request), priority=cls.priority,
+        read_reasons=read_reasons, bytes_read=bytes_read(request) if read_reasons else 0,
+    )  # fmt: skip

@@ -50,6 +50,55 @@ def test_explain_asks_what_the_library_asks(run: Any) -> None:
     assert "although dtype=float32: must be one of ['bfloat16', 'float16']" in result.output
 
 
+def test_explain_describes_a_cache(run: Any, run_json: Any) -> None:
+    arguments = (
+        "explain", "vanilla", "-B", "2", "-T", "1", "-S", "4096", "-H", "8", "-K", "2", "-D", "64", "--dtype",
+        "bfloat16", "--cache", "PagedCache", "--page-size", "32", "--codec", "int8", "--scales", "head",
+    )  # fmt: skip
+    found = run_json(*arguments)
+    assert found["request"]["cache"] == {
+        "storage": "PagedCache", "codec": "int8", "scales": "head", "latent": False, "page_size": 32,
+        "is_packed": False,
+    }  # fmt: skip
+    assert (found["request"]["mode"], found["request"]["key_length"]) == ("decode", 4096)
+    # 2 rows of 4,096 slots of 2 heads of 64 + 64 features of 2 bytes
+    assert found["chosen"]["bytes_read"] == 2 * 4096 * 2 * (64 + 64) * 2
+    assert [reason["argument"] for reason in found["chosen"]["read_reasons"]] == ["cache"]
+    printed = run(*arguments).output.splitlines()
+    assert printed[3] == (
+        "  reads the cache into arrays by cache.read(), 4.2 MB a call: cache=PagedCache: VanillaAttention has no "
+        "cached_native"
+    )
+
+
+def test_explain_describes_latent_and_packed_caches(run_json: Any) -> None:
+    sizes = ("-B", "3", "-T", "5", "-S", "40", "-K", "2", "-D", "24")
+    found = run_json("explain", "vanilla", *sizes, "--cache", "window", "--latent", "16", "--packed")["request"]
+    assert found["cache"]["storage"] == "WindowCache"
+    assert (found["cache"]["latent"], found["cache"]["is_packed"]) == (True, True)
+    assert (found["batch"], found["key_length"], found["value_head_dim"], found["mode"]) == (1, 120, 16, "prefill")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--codec", "int8", "--packed"], "--codec, --packed is given, but no cache; give --cache PagedCache"),
+        (["--cache", "sparse"], "cache='sparse' is unknown; use one of ['DenseCache', 'WindowCache', 'PagedCache']"),
+        (["--cache", "DenseCache", "--page-size", "16"], "page_size=16 is given, but a DenseCache has no pages"),
+        (["--cache", "DenseCache", "--scales", "head"], "scales='head' is given, but codec is not"),
+        (["--cache", "DenseCache", "--codec", "int4"], "must be one of"),
+        (["--cache", "PagedCache", "-S", "40", "-T", "1"], "key_length=40 must be a multiple of page_size=16"),
+        (["--cache", "WindowCache", "-S", "4", "-T", "5"], "key_length=4 slots do not hold the query_length=5 tokens"),
+        (["--cache", "DenseCache", "--latent", "32", "--value-head-dim", "16"], "latent=32 must be at most"),
+        (["--cache", "DenseCache", "--dropout", "0.5"], "attention over a cache has no dropout"),
+    ],
+)
+def test_explain_refuses_what_no_cache_is(run: Any, arguments: list[str], sentence: str) -> None:
+    result = run("explain", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert sentence in result.stderr
+
+
 def test_explain_makes_no_array(run_json: Any) -> None:
     """A million tokens, whose mask alone would be a terabyte."""
     found = run_json("explain", "--query-length", str(2**20), "--mask", f"1x1x{2**20}x{2**20}")
@@ -109,7 +158,7 @@ def test_explain_gives_the_reasons_of_the_others(run: Any, register: Any) -> Non
         (["--dtype", "float64"], "dtype='float64', but must be float32, bfloat16 or float16"),
         (["--dtype", "int8"], "query has dtype int8, but must be floating-point; cast it"),
         (["--heads", "8", "--kv-heads", "3"], "query has 8 heads and key has 3: the kv heads must divide the heads"),
-        (["--mask", "caussal"], "mask='caussal' is unknown; write an expression of Causal"),
+        (["--mask", "caussal"], "mask='caussal' is unknown; write an expression of Ancestors, Causal"),
         (["--mask", "7x1024"], "mask has shape (7, 1024), but must be 4-D"),
         (["--bias", "wide"], "bias='wide' is not a shape; write it as 4x1x128x128"),
         (["--dropout", "1.5"], "dropout_prob=1.5 must lie in [0, 1); use 0.0 for no dropout"),

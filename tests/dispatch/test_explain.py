@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import OperationImpl, OperationMetadata, OperationOutput, OperationRegistry, Rank, explain
+from attnops import Limits, OperationImpl, OperationMetadata, OperationOutput, OperationRegistry, Rank, explain
+from attnops.caches import DenseCache, PagedCache, Quantized
+from attnops.dispatch.cached import printed_bytes
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.testing.oracle import attention
 
@@ -75,3 +77,48 @@ def test_a_subclass_of_a_core_operation_may_say_that_it_computes_something_else(
     q = jnp.ones((1, 5, 2, 8))
     found = explain(OperationRegistry.create("auto").request(q, q, q))
     assert "acme:mean" not in {c.name for c in (found.chosen, *found.others)}
+
+
+def cached(self: Any, query: Any, cache: Any, *, mask: Any) -> OperationOutput:
+    return OperationOutput(jnp.zeros_like(query))
+
+
+def test_a_class_that_declares_a_storage_reads_it_in_place() -> None:
+    vanilla = OperationRegistry.get("vanilla", "cpu")
+    limits = {"native": Limits(caches={"PagedCache"}, codecs={"int8"})}
+    name = {"get_impl_name": classmethod(lambda cls: "paged"), "__module__": "acme.paged"}
+    cls = type("Paged", (vanilla,), name | {"limits": limits, "cached_native": cached})
+    OperationRegistry.register(cls)
+    sizes = {"batch": 1, "kv_heads": 2, "head_dim": 8, "dtype": jnp.float32}
+    pages = {"pages": 4, "page_size": 8, "max_pages": 4, **sizes}
+    q = jnp.ones((1, 1, 4, 8))
+
+    def told(cache: Any, **options: Any) -> tuple[str, int]:
+        request = OperationRegistry.create("paged").request(q, cache, **options)
+        found = explain(request, "paged")
+        assert f"\n  {found.chosen.reads}" in str(found)
+        return found.chosen.reads, found.chosen.bytes_read
+
+    in_place = "reads the cache in place (cached_native)", 0
+    assert told(PagedCache.create(**pages)) == told(PagedCache.create(codec=Quantized("int8"), **pages)) == in_place
+    through = "reads the cache into arrays by cache.read(), 4.1 kB a call: "  # 32 slots of 2 · (8 + 8) float32
+    for cache, options, why in (
+        (DenseCache.create(length=32, **sizes), {}, "cache=DenseCache: must be one of ['PagedCache']"),
+        (PagedCache.create(codec=Quantized("float8_e5m2"), **pages), {}, "cache.codec=float8_e5m2: must be one of"),
+        (PagedCache.create(**pages), {"return_lse": True}, "return_lse=given: cached_native has no such option"),
+    ):
+        reads, size = told(cache, **options)
+        assert reads.startswith(through + why)
+        assert size == 4096
+
+
+def test_a_call_without_a_cache_tells_of_none() -> None:
+    q = jnp.ones((1, 5, 2, 8))
+    found = explain(OperationRegistry.create("auto").request(q, q, q))
+    assert (found.chosen.read_reasons, found.chosen.bytes_read) == ((), 0)
+    assert "the cache" not in str(found)
+
+
+def test_bytes_are_printed_in_decimal_units() -> None:
+    sizes = [0, 999, 1000, 33_554_432, 2 * 10**9]
+    assert [printed_bytes(x) for x in sizes] == ["0 bytes", "999 bytes", "1.0 kB", "33.6 MB", "2.0 GB"]

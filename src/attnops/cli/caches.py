@@ -46,8 +46,6 @@ def make_cache(
     scale = None
     if quantized is not None and quantized.scales != "token_head":
         scale = jnp.zeros(() if quantized.scales == "tensor" else (kv_heads,))
-    if latent is not None and value_head_dim == head_dim:
-        value_head_dim = latent  # its default
     sizes = {
         "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim, "dtype": dtype,
         "codec": quantized, "latent": latent, "key_scale": scale, "value_scale": None if latent else scale,

@@ -37,7 +37,7 @@ def command(
         int | None, typer.Option("-K", "--kv-heads", help="K, a divisor of H.", show_default="H", min=1)
     ] = None,
     head_dim: Annotated[int, typer.Option("-D", "--head-dim", help="D", min=1)] = 64,
-    value_head_dim: Annotated[int | None, typer.Option(help="Dv", show_default="D", min=1)] = None,
+    value_head_dim: Annotated[int | None, typer.Option(help="Dv", show_default="D, or the latent", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="Of query, key, value and bias.")] = "float32",
     platform: Annotated[
         str | None, typer.Option(help="cpu, cuda, rocm, gpu, tpu or tt.", show_default="this machine's")
@@ -78,7 +78,7 @@ def command(
     Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if there is no
     such call or operation.
     """
-    S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or head_dim
+    S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or latent or head_dim
     shapes = ((1 if packed else batch, query_length, heads, head_dim), (batch, S, K, head_dim), (batch, S, K, Dv))
     of_cache = {"page_size": page_size, "codec": codec, "scales": scales, "latent": latent}
     try:
@@ -130,8 +130,11 @@ def _request(
         arguments: tuple[Any, ...] = (query, key, value)
         if storage is not None:
             (B, S, K, D), Dv, T = shapes[1], shapes[2][3], shapes[0][1]
-            sizes = {"batch": B, "length": S, "kv_heads": K, "head_dim": D, "value_head_dim": Dv, "query_length": T}
-            arguments = (query, make_cache(storage, dtype=dtype, **sizes, **of_cache))
+            cache = make_cache(
+                storage, batch=B, query_length=T, length=S, kv_heads=K, head_dim=D, value_head_dim=Dv, dtype=dtype,
+                **of_cache,
+            )  # fmt: skip
+            arguments = query, cache
             options["rows"] = Rows(jnp.zeros(B + 1, jnp.int32), jnp.zeros(B, jnp.int32)) if packed else None
         request = VanillaAttention(metadata).request(
             *arguments,

@@ -260,6 +260,7 @@ def _candidate(
         forward = "native" if native else ""
     read_reasons: tuple[Reason, ...] = ()
     if request.cache is not None and forward:
+        assert isinstance(operation, OperationImpl)
         read_reasons = tuple(operation.in_place_reasons(forward, request))
     return Candidate(
         plugin.name, forward, tuple(reasons), rank=border.rank(cls, request), priority=cls.priority,

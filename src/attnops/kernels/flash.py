@@ -23,7 +23,7 @@ from attnops.softmax import Contribution, PartialSoftmax
 
 if TYPE_CHECKING:
     from attnops.dispatch.metadata import OperationMetadata
-    from attnops.typing import BackendPlan, DType, PyTree
+    from attnops.typing import Aval, BackendPlan, DType, PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,8 +33,8 @@ class FlashCall:
     Attributes:
         metadata: of the operation.
         query: [B, T, H, D].
-        key: [B, S, K, D].
-        value: [B, S, K, Dv].
+        key: [B, S, K, D]; over a cache its shape and dtype.
+        value: [B, S, K, Dv]; over a cache its shape and dtype.
         mask: of the call; None for none.
         bias: an array that broadcasts to [B, H, T, S], or an `attnops.biases.Bias`; None for none.
         softmax_scale: None for ``D ** -0.5``.
@@ -46,8 +46,8 @@ class FlashCall:
 
     metadata: OperationMetadata
     query: jax.Array
-    key: jax.Array
-    value: jax.Array
+    key: Aval
+    value: Aval
     mask: Mask | None = None
     bias: PyTree = None
     softmax_scale: float | None = None

@@ -18,13 +18,13 @@ from attnops.kernels.vjp import Operands, attend, contribution_gradients
 from attnops.masks.base import Mask
 from attnops.masks.blocks import block_map
 from attnops.operations.flash.backward import Inputs, backward
-from attnops.operations.flash.forward import forward
+from attnops.operations.flash.forward import forward, from_arrays
 from attnops.operations.flash.operands import Arrays
 from attnops.operations.flash.plan import Plan
 from attnops.operations.flash.scoring import Numbers, Scoring
 from attnops.operations.flash.tile_bias import bias_leaves, bias_tiles
 from attnops.operations.flash.tile_schedule import TileSchedule, tile_schedule
-from attnops.operations.flash.tile_sizes import choose_problems_per_tile, choose_tiles, table_row
+from attnops.operations.flash.tile_sizes import Row, choose_problems_per_tile, choose_tiles, table_row
 from attnops.programs.functions import holds_function, is_staged
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class NativeFlash(FlashBackend):
         metadata, bias = call.metadata, call.bias
         is_bfloat16 = call.query.dtype == call.key.dtype == call.value.dtype == jnp.bfloat16
         row = table_row(is_bfloat16, max(D, Dv))
-        block_q, block_k = choose_tiles(T, S, H // K, metadata.block_q, metadata.block_k, row)
+        block_q, block_k = self.tiles(call, row)
         batches, heads = map_shape(call.mask, call.scores_shape)
         maps = batches, min(heads, K)
         batch, heads = (1, 1) if bias is None or isinstance(bias, Bias) else bias.shape[:2]
@@ -76,6 +76,11 @@ class NativeFlash(FlashBackend):
         )
         return dataclasses.replace(plan, scoring=scoring)
 
+    def tiles(self, call: FlashCall, row: Row) -> tuple[int, int]:
+        """Queries and keys a tile."""
+        (_, T, H, _), (S, K) = call.query.shape, call.key.shape[1:3]
+        return choose_tiles(T, S, H // K, call.metadata.block_q, call.metadata.block_k, row)
+
     def arrays(self, plan: Plan, call: FlashCall) -> Arrays:
         is_data = plan.scoring.numbers is None
         numbers = Numbers.make(call.scale, call.logits_soft_cap, plan.dtype).as_data() if is_data else None
@@ -96,7 +101,7 @@ class NativeFlash(FlashBackend):
     def run(self, plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
         results: tuple[jax.Array, jax.Array, jax.Array]
         if plan.scoring.holds_function:
-            results = _call_once(functools.partial(attend, self, plan), operands)
+            results = call_once(functools.partial(attend, self, plan), operands)
         else:
             results = _attend(self, plan, *operands)
         return results
@@ -104,7 +109,7 @@ class NativeFlash(FlashBackend):
     def run_gradients(self, plan: Plan, wants_bias: bool, *given: PyTree) -> tuple[PyTree, ...]:
         gradients: tuple[PyTree, ...]
         if plan.scoring.holds_function:
-            gradients = _call_once(functools.partial(contribution_gradients, self, plan, wants_bias), given)
+            gradients = call_once(functools.partial(contribution_gradients, self, plan, wants_bias), given)
         else:
             gradients = _contribution_gradients(self, plan, wants_bias, *given)
         return gradients
@@ -119,7 +124,7 @@ class NativeFlash(FlashBackend):
 
     def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, PyTree]:
         query, key, value, arrays, schedule = operands
-        out, *statistics = forward(plan, query, key, value, arrays, schedule[0])
+        out, *statistics = forward(plan, query, from_arrays(plan, key, value), arrays, schedule[0])
         return out, tuple(statistics)
 
     def gradients(
@@ -136,7 +141,7 @@ class NativeFlash(FlashBackend):
         return d.query, d.key, d.value, Arrays(mask=None, bias=d_bias, sinks=None, seed=None, numbers=None)
 
 
-def _call_once(function: Function, arguments: tuple[PyTree, ...]) -> PyTree:
+def call_once(function: Function, arguments: tuple[PyTree, ...]) -> PyTree:
     """The result of a function that is compiled for this call alone: JAX's cache would keep the caller's functions."""
     leaves, tree = jax.tree.flatten(arguments)
     return jax.jit(lambda *given: function(*jax.tree.unflatten(tree, given)))(*leaves)

@@ -4,7 +4,8 @@ arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,20 @@ from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, 
 from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
 
 
+# From a group of problems and a tile, its keys [P, bk, D] and values [P, bk, Dv] in the dtype of products' operands.
+LoadKeyValue: TypeAlias = Callable[[Index, Index], tuple[jax.Array, jax.Array]]
+
+
+def from_arrays(plan: Plan, key: jax.Array, value: jax.Array) -> LoadKeyValue:
+    """Tiles of keys [B, S, K, D] and values [B, S, K, Dv]."""
+    k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
+
+    def load_key_value(group: Index, kv_tile: Index) -> tuple[jax.Array, jax.Array]:
+        return (load(plan, k, group, kv_tile, plan.bk, key.dtype), load(plan, v, group, kv_tile, plan.bk, value.dtype))
+
+    return load_key_value
+
+
 class _Softmax(NamedTuple):
     """The state of online softmax. Its order is the loop's carry, in which XLA's CPU backend is fastest.
 
@@ -42,7 +57,7 @@ class _Softmax(NamedTuple):
 
 
 def forward(
-    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, schedule: TileSchedule
+    plan: Plan, query: jax.Array, load_key_value: LoadKeyValue, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The output [B, T, H, Dv]; the logsumexp and its rounding error, [B, H, T] float32.
 
@@ -53,7 +68,6 @@ def forward(
     scoring = plan.scoring
     out_dtype = jnp.dtype(jnp.float32) if plan.is_partial else query.dtype
     q = pack(query, plan.nq * plan.bq)
-    k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
     sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)
     # Without cap and bias, the scale's residual is multiplied in by the exponential alone: one product less a score.
     numbers = numbers_of(scoring, arrays)
@@ -65,8 +79,7 @@ def forward(
 
         def step(kv_tile: Index, carry: _Softmax, masked: bool) -> _Softmax:
             index = plan.tile_index(group, q_tile, kv_tile, transposed=False)
-            k_ = load(plan, k, group, kv_tile, plan.bk, key.dtype)
-            v_ = load(plan, v, group, kv_tile, plan.bk, value.dtype)
+            k_, v_ = load_key_value(group, kv_tile)
             visible = allowed(plan, arrays.mask, index, ragged_queries=False) if masked else None
             if visible is not None and scoring.has_fully_masked_tokens:
                 k_, v_ = (zero_masked_tokens(x, visible, axis=1) for x in (k_, v_))

@@ -60,6 +60,8 @@ class Plan:
         is_partial: whether the keys are some of a softmax's, so that results are float32, see `attnops.softmax`.
         precision: of products.
         scoring: what is done to scores.
+        overlaps: whether the last tile of keys begins early enough to end at S, and so overlaps the one before; keys
+            that can't be padded are read so. Else it ends beyond S.
     """
 
     B: int
@@ -77,6 +79,7 @@ class Plan:
     is_partial: bool
     precision: jax.lax.PrecisionLike
     scoring: Scoring = dataclasses.field(default_factory=Scoring)
+    overlaps: bool = False
 
     @property
     def G(self) -> int:
@@ -105,6 +108,11 @@ class Plan:
             return self.B * (self.K // self.problems_per_tile)  # a symbolic B has no quotient
         return self.B * self.K // self.problems_per_tile
 
+    def first_key(self, kv_tile: Index) -> Index:
+        """The index of the first key of a tile."""
+        first = kv_tile * self.bk
+        return jnp.minimum(first, self.S - self.bk) if self.overlaps and self.S % self.bk else first
+
     def map_index(self, group: Index) -> Index:
         """The index of a group's block map among those of [batch, kv heads]."""
         first = group * self.problems_per_tile
@@ -118,7 +126,7 @@ class Plan:
         b = (n // self.K)[:, None, None]
         h = (n % self.K)[:, None] * self.G + (row // self.bq)[None, :]  # [P, R]
         q = (q_tile * self.bq + row % self.bq)[None, :]  # [1, R]
-        kv = (kv_tile * self.bk + jnp.arange(self.bk, dtype=jnp.int32))[None, :]  # [1, bk]
+        kv = (self.first_key(kv_tile) + jnp.arange(self.bk, dtype=jnp.int32))[None, :]  # [1, bk]
         if transposed:
             return TileIndex(group, q_tile, kv_tile, True, b, h[:, None, :], q[:, None, :], kv[:, :, None])
         return TileIndex(group, q_tile, kv_tile, False, b, h[:, :, None], q[:, :, None], kv[:, None, :])

@@ -59,14 +59,14 @@ def allowed(plan: Plan, mask: Mask | None, index: TileIndex, ragged_queries: boo
         mask: bound; None for none.
         index: of the tile.
         ragged_queries: whether queries beyond the ragged end are masked. Forward they have no effect. Keys beyond it
-            are always masked.
+            are always masked, as are those that the tile before has.
     """
     visible: BoolArray | None = None
     if mask is not None:
         # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
         visible = mask.allowed(index.b, index.h, jnp.minimum(index.q, plan.T - 1), jnp.minimum(index.kv, plan.S - 1))
     for is_ragged, inside in (
-        (plan.S % plan.bk, lambda: index.kv < plan.S),
+        (plan.S % plan.bk, lambda: index.kv >= index.kv_tile * plan.bk if plan.overlaps else index.kv < plan.S),
         (ragged_queries and plan.T % plan.bq, lambda: index.q < plan.T),
     ):
         if is_ragged:

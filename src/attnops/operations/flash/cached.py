@@ -1,0 +1,156 @@
+"""Flash attention over a cache, in place: tiles are loaded from its blocks and dequantised one at a time.
+
+The scores are those of `attnops.caches.slots`, by slot; only tiles that hold a key that some query sees are loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.caches.base import Cache
+from attnops.caches.paged import PagedCache
+from attnops.caches.store import Store
+from attnops.kernels.flash import FlashCall
+from attnops.operations.flash.backend import NativeFlash, call_once
+from attnops.operations.flash.forward import LoadKeyValue, forward
+from attnops.operations.flash.operands import Arrays
+from attnops.operations.flash.plan import Index, Plan
+from attnops.operations.flash.tile_schedule import TileSchedule
+from attnops.operations.flash.tile_sizes import Row, choose_tiles
+
+if TYPE_CHECKING:
+    from attnops.typing import DType
+
+# Up to so many queries are one tile of their own size: a tile of more would compute rows that do not exist.
+_FEW: Final = 16
+# Keys a tile of few queries.
+_KEYS: Final = 512
+
+
+class Blocks(NamedTuple):
+    """How the tiles of a call lie in the blocks of a cache; static.
+
+    Attributes:
+        slots: of a row of the cache.
+        page_size: slots a block, if blocks are pages; 0 where a block is a row.
+        is_packed: whether the tiles of all rows follow one another.
+    """
+
+    slots: int
+    page_size: int
+    is_packed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedFlash(NativeFlash):
+    """The native backend with tiles that fit a cache.
+
+    Attributes:
+        blocks: of the cache.
+    """
+
+    blocks: Blocks
+
+    def tiles(self, call: FlashCall, row: Row) -> tuple[int, int]:
+        T, groups = call.query.shape[1], call.query.shape[2] // call.key.shape[2]
+        block_q, block_k = choose_tiles(T, self.blocks.slots, groups, call.metadata.block_q, call.metadata.block_k, row)
+        if T <= _FEW and call.metadata.block_q is None:
+            block_q, block_k = T, call.metadata.block_k or min(_KEYS, self.blocks.slots)
+        return block_q, self._fitting(block_k)
+
+    def _fitting(self, block_k: int) -> int:
+        """The nearest size of tiles that whole pages fill, and of packed rows, that divides a row."""
+        slots, page, is_packed = self.blocks
+        unit = page or 1
+        most = max(1, min(block_k, slots) // unit)
+        if not is_packed:
+            return most * unit
+        return unit * max(n for n in range(1, most + 1) if slots // unit % n == 0)
+
+
+def cached_attention(call: FlashCall, cache: Cache, is_packed: bool) -> tuple[jax.Array, jax.Array]:
+    """The output [B, T, H, Dv] and the logsumexp, float32 [B, H, T].
+
+    Args:
+        call: of the scores by slot; key and value have shape and dtype only.
+        cache: the cache.
+        is_packed: whether the queries are packed rows.
+    """
+    page_size = cache.page_size if isinstance(cache, PagedCache) else 0
+    backend = CachedFlash(Blocks(cache.length, page_size, is_packed))
+    plan = dataclasses.replace(backend.plan(call), overlaps=True)
+    table = cache.table if isinstance(cache, PagedCache) else None
+    given = call.query, cache.store, table, backend.arrays(plan, call), backend.schedule(plan, call)[0]
+    if plan.scoring.holds_function:
+        out, lse, _ = call_once(functools.partial(_forward, plan, backend.blocks), given)
+    else:
+        out, lse, _ = _compiled(plan, backend.blocks, *given)
+    return out, lse
+
+
+def _forward(
+    plan: Plan, blocks: Blocks, query: jax.Array, store: Store, table: jax.Array | None, arrays: Arrays,
+    schedule: TileSchedule,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    return forward(plan, query, from_store(plan, blocks, store, table), arrays, schedule)
+
+
+# Compiled once for equal plans, also where the caller does not compile.
+_compiled = jax.jit(_forward, static_argnums=(0, 1))
+
+
+def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None) -> LoadKeyValue:
+    """Tiles of the tokens in a store; ``table`` int32 [rows, pages a row] where its blocks are pages."""
+    pages = None if table is None else jnp.clip(table, 0, store.key.shape[0] - 1)
+    by_token = store.codec is not None and store.codec.scales == "token_head"
+
+    def load_key_value(group: Index, kv_tile: Index) -> tuple[jax.Array, jax.Array]:
+        first = group * plan.problems_per_tile
+        row, head = first // plan.K, first % plan.K
+        slot = plan.first_key(kv_tile)
+        if blocks.is_packed:
+            row, slot = slot // blocks.slots, slot % blocks.slots
+
+        def tile(x: jax.Array, dtype: DType) -> jax.Array:
+            """[P, bk, d] of an array [blocks, K, n, d]."""
+            bits = _bits(x)
+            heads, d = plan.problems_per_tile, x.shape[3]
+            if pages is None:
+                sizes = (1, heads, plan.bk, d)
+                return _floats(lax.dynamic_slice(bits, plan.indices(row, head, slot, 0), sizes)[0], dtype)
+            count = plan.bk // blocks.page_size
+            numbers = lax.dynamic_slice(pages, plan.indices(row, slot // blocks.page_size), (1, count))[0]
+            sizes = (1, heads, blocks.page_size, d)
+            parts = [lax.dynamic_slice(bits, plan.indices(numbers[i], head, 0, 0), sizes)[0] for i in range(count)]
+            return _floats(jnp.concatenate(parts, axis=1), dtype)
+
+        def scale(x: jax.Array | None) -> jax.Array | None:
+            if x is None or x.ndim == 0:
+                return x
+            if x.ndim == 1:
+                return lax.dynamic_slice(x, plan.indices(head), (plan.problems_per_tile,))
+            assert by_token
+            return tile(x[..., None], x.dtype)[..., 0]
+
+        value = None if store.value is None else tile(store.value, store.value.dtype)
+        k, v = store.decoded(tile(store.key, store.key.dtype), value, scale(store.key_scale), scale(store.value_scale))
+        return k.astype(plan.dtype), v.astype(plan.dtype)
+
+    return load_key_value
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Narrow floats as unsigned integers: XLA's CPU backend widens all of such an array in a loop that slices it."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+        return x
+    return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)
+
+
+def _floats(x: jax.Array, dtype: DType) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -27,7 +27,6 @@ from attnops.operations.flash.plan import Index, Plan
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
 
-
 # From a group of problems and a tile, its keys [P, bk, D] and values [P, bk, Dv] in the dtype of products' operands.
 LoadKeyValue: TypeAlias = Callable[[Index, Index], tuple[jax.Array, jax.Array]]
 

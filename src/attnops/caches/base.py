@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.caches.bits import bits_dtype
 from attnops.caches.codec import Quantized
 from attnops.caches.packed import Rows
 from attnops.caches.store import Pieces, Store
@@ -312,7 +313,7 @@ def create_store(
         check_size("value_head_dim", value_head_dim)
     lead = () if layers is None else (check_size("layers", layers),)
     dv = head_dim if value_head_dim is None else value_head_dim
-    stored = jnp.dtype(dtype) if codec is None else codec.stored_dtype
+    stored = bits_dtype(dtype if codec is None else codec.stored_dtype)
 
     def tokens(d: int) -> jax.Array:
         return jnp.zeros((*lead, blocks, kv_heads, slots, d), stored)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attnops.caches.bits import from_bits, to_bits
 from attnops.caches.codec import Quantized
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Store:
     """Keys and values of tokens in blocks of n slots.
 
     Attributes:
-        key: [blocks, K, n, D], in the codec's dtype.
+        key: [blocks, K, n, D], in the codec's dtype; narrow floats as bits, see `attnops.caches.bits`.
         value: [blocks, K, n, Dv]; None for latent content, whose value is a part of the key.
         key_scale: float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: likewise of the values.
@@ -59,6 +60,11 @@ class Store:
     dtype: DType = dataclasses.field(metadata={"static": True})
     codec: Quantized | None = dataclasses.field(metadata={"static": True})
     latent: int | None = dataclasses.field(metadata={"static": True})
+
+    @property
+    def stored_dtype(self) -> DType:
+        """The dtype of stored tokens, whose bits the arrays hold."""
+        return jnp.dtype(self.dtype) if self.codec is None else self.codec.stored_dtype
 
     @property
     def kv_heads(self) -> int:
@@ -109,13 +115,16 @@ class Store:
         """New tokens [B, T, K, d] as they are stored, [B, K, T, d], and their scales."""
         x = x.swapaxes(1, 2)
         if self.codec is None:
-            return x, None
-        return self.codec.encode(x, None if self.codec.scales == "token_head" else scale)
+            return to_bits(x), None
+        stored, scale = self.codec.encode(x, None if self.codec.scales == "token_head" else scale)
+        return to_bits(stored), scale
 
     def decoded(
         self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Stored tokens [..., K, n, d] and their scales as keys and values, float32 with a codec."""
+        key = from_bits(key, self.stored_dtype)
+        value = None if value is None else from_bits(value, self.stored_dtype)
         if self.codec is not None:
             assert key_scale is not None
             key = self.codec.decode(key, key_scale)
@@ -131,9 +140,8 @@ def _write(targets: list[jax.Array], tokens: list[jax.Array], pieces: Pieces) ->
     """Each target [blocks, K, n, d] with the pieces of its new tokens [B, K, T, d] written."""
     T, n = tokens[0].shape[2], targets[0].shape[2]
     window = min(T, n)
-    dtypes = [target.dtype for target in targets]
     # A window of a row's new tokens may begin before the first and end after the last of them.
-    padded = [_bits(x if T == 1 else jnp.pad(x, ((0, 0), (0, 0), (window, window), (0, 0)))) for x in tokens]
+    padded = [x if T == 1 else jnp.pad(x, ((0, 0), (0, 0), (window, window), (0, 0))) for x in tokens]
     before = 0 if T == 1 else window
     place = jnp.arange(window, dtype=jnp.int32)
 
@@ -154,17 +162,6 @@ def _write(targets: list[jax.Array], tokens: list[jax.Array], pieces: Pieces) ->
         return results
 
     count = pieces.row.shape[0]
-    arrays = [_bits(target) for target in targets]
-    arrays = piece(jnp.int32(0), arrays) if count == 1 else lax.fori_loop(jnp.int32(0), jnp.int32(count), piece, arrays)
-    return [_floats(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """Narrow floats as unsigned integers: XLA's CPU backend widens such arrays in a loop that updates them."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
-        return x
-    return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)
-
-
-def _floats(x: jax.Array, dtype: DType) -> jax.Array:
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+    if count == 1:
+        return piece(jnp.int32(0), targets)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(count), piece, targets)

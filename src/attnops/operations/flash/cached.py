@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,6 @@ from attnops.operations.flash.operands import Arrays
 from attnops.operations.flash.plan import Index, Plan
 from attnops.operations.flash.tile_schedule import TileSchedule
 from attnops.operations.flash.tile_sizes import Row, choose_tiles
-
-if TYPE_CHECKING:
-    from attnops.typing import DType
 
 # Up to so many queries are one tile of their own size: a tile of more would compute rows that do not exist.
 _FEW: Final = 16
@@ -117,18 +114,17 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
         if blocks.is_packed:
             row, slot = slot // blocks.slots, slot % blocks.slots
 
-        def tile(x: jax.Array, dtype: DType) -> jax.Array:
+        def tile(x: jax.Array) -> jax.Array:
             """[P, bk, d] of an array [blocks, K, n, d]."""
-            bits = _bits(x)
             heads, d = plan.problems_per_tile, x.shape[3]
             if pages is None:
                 sizes = (1, heads, plan.bk, d)
-                return _floats(lax.dynamic_slice(bits, plan.indices(row, head, slot, 0), sizes)[0], dtype)
+                return lax.dynamic_slice(x, plan.indices(row, head, slot, 0), sizes)[0]
             count = plan.bk // blocks.page_size
             numbers = lax.dynamic_slice(pages, plan.indices(row, slot // blocks.page_size), (1, count))[0]
             sizes = (1, heads, blocks.page_size, d)
-            parts = [lax.dynamic_slice(bits, plan.indices(numbers[i], head, 0, 0), sizes)[0] for i in range(count)]
-            return _floats(jnp.concatenate(parts, axis=1), dtype)
+            parts = [lax.dynamic_slice(x, plan.indices(numbers[i], head, 0, 0), sizes)[0] for i in range(count)]
+            return jnp.concatenate(parts, axis=1)
 
         def scale(x: jax.Array | None) -> jax.Array | None:
             if x is None or x.ndim == 0:
@@ -136,21 +132,10 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
             if x.ndim == 1:
                 return lax.dynamic_slice(x, plan.indices(head), (plan.problems_per_tile,))
             assert by_token
-            return tile(x[..., None], x.dtype)[..., 0]
+            return tile(x[..., None])[..., 0]
 
-        value = None if store.value is None else tile(store.value, store.value.dtype)
-        k, v = store.decoded(tile(store.key, store.key.dtype), value, scale(store.key_scale), scale(store.value_scale))
+        value = None if store.value is None else tile(store.value)
+        k, v = store.decoded(tile(store.key), value, scale(store.key_scale), scale(store.value_scale))
         return k.astype(plan.dtype), v.astype(plan.dtype)
 
     return load_key_value
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """Narrow floats as unsigned integers: XLA's CPU backend widens all of such an array in a loop that slices it."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
-        return x
-    return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint8)
-
-
-def _floats(x: jax.Array, dtype: DType) -> jax.Array:
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

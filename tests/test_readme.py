@@ -16,15 +16,40 @@ def code(after: str, language: str = "python") -> str:
     return re.search(rf"```{language}\n(.*?)```", README[README.index(after) :], re.DOTALL)[1]
 
 
-def test_the_example_prints_what_the_readme_says(capsys, monkeypatch):
+def test_the_examples_print_what_the_readme_says(capsys, monkeypatch):
     plugins = OperationRegistry.plugins
 
     def of_the_core(**options):
         return [plugin for plugin in plugins(**options) if plugin.distribution == "attnops"]
 
     monkeypatch.setattr(OperationRegistry, "plugins", of_the_core)
-    exec(compile(code("# attnops"), "README.md", "exec"), {})
-    assert capsys.readouterr().out == code("# attnops", "text")
+    names = {}
+    for title in ("# attnops", "The same operation decodes"):
+        exec(compile(code(title), "README.md", "exec"), names)
+        assert capsys.readouterr().out == code(title, "text")
+
+
+def test_caches_work_as_printed():
+    import jax.numpy as jnp
+    import numpy as np
+
+    from attnops import OperationMetadata
+    from attnops.masks import Causal
+
+    B, T, H, K, D = 2, 5, 4, 2, 8
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(B, T, h, D)), jnp.bfloat16) for h in (H, K, K))
+    names = {"op": OperationRegistry.create("vanilla", OperationMetadata()), "Causal": Causal, "lengths": [5, 3]}
+    names |= {"B": B, "T": T, "K": K, "D": D, "query": query, "key": key, "value": value}
+    exec(compile(code("## Caches"), "README.md", "exec"), names)
+    # 0.9 MiB in pages of 16 tokens of 2 heads of 8 + 8 int8 and 2 scales
+    assert names["pages"] == int(0.9 * 2**20) // (16 * 2 * (8 + 8 + 2 * 4))
+    assert names["pool"].ok.all()
+    assert names["cache"].lengths.tolist() == [4, 2]
+    assert not names["cache"].overflowed.any()
+    plain = names["op"](query, key, value, mask=Causal()).attention_outputs
+    np.testing.assert_allclose(names["out"].attention_outputs[0], plain[0], atol=0.05)
+    assert not names["out"].attention_outputs[1, 3:].any()
 
 
 def test_the_plugin_is_printed_as_it_is_in_the_examples():
@@ -44,6 +69,29 @@ def test_the_plugin_loads_as_printed():
     assert support(plugin, "float16", "tpu") == "native"
     assert support(plugin, "odd lengths", "tpu") == "native"
     assert support(plugin, "sinks", "tpu") == "native"
+
+
+def test_the_table_says_how_a_cache_is_read():
+    from attnops import Limits, OperationOutput
+    from attnops.operations.vanilla import VanillaAttention
+    from attnops.testing.support_table import CACHES, cache_support
+
+    class Paged(VanillaAttention):
+        limits = {  # noqa: RUF012
+            "native": VanillaAttention.limits.get("native", Limits()),
+            "cuda": Limits(caches={"PagedCache"}, codecs={"int8"}, latent=True, max_head_dim=576),
+        }
+
+        def forward_cuda(self, query, key, value, *, mask=None):
+            return OperationOutput(query)
+
+        def cached_cuda(self, query, cache, *, mask):
+            return OperationOutput(query)
+
+    assert [cache_support(Paged, feature, "cuda") for feature in CACHES] == [
+        "read", "read", "kernel", "read", "kernel", "read",
+    ]  # fmt: skip
+    assert {cache_support(Paged, feature, "cpu") for feature in CACHES} == {"read"}
 
 
 def test_the_mesh_is_cut_as_printed():

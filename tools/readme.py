@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md: the example's output, the table of features, the example plugin.
+"""Writes the generated parts of README.md: the output of the examples, the table of features, the example plugin.
 
 ``--check`` writes nothing, and fails unless they are up to date.
 """
@@ -33,14 +33,18 @@ def core_only() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(OperationRegistry, "plugins", of_the_core)
 
 
-def printed(text: str) -> str:
-    """The output of the README's first example with only the core installed, as a block of code."""
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    if code is None:
-        raise ValueError("README.md has no example")
-    with core_only(), contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(code[1], "README.md", "exec"), {})
-    return f"```text\n{out.getvalue().rstrip()}\n```"
+def printed(text: str) -> list[str]:
+    """The output of each of the README's first two examples, run in turn with only the core installed."""
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    if len(examples) < 2:
+        raise ValueError("README.md has no two examples")
+    names: dict[str, Any] = {}
+    outputs = []
+    for code in examples:
+        with core_only(), contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, "README.md", "exec"), names)
+        outputs.append(f"```text\n{out.getvalue().rstrip()}\n```")
+    return outputs
 
 
 def plugin() -> str:
@@ -61,7 +65,8 @@ def updated(text: str, name: str, part: str) -> str:
 
 if __name__ == "__main__":
     before = README.read_text(encoding="utf-8")
-    after = updated(before, "printed", printed(before))
+    first, second = printed(before)
+    after = updated(updated(before, "printed", first), "decoded", second)
     after = updated(updated(after, "features", markdown_table()), "plugin", plugin())
     if "--check" in sys.argv:
         sys.exit("README.md is out of date; run tools/readme.py" if before != after else 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from attnops.caches.codec import LARGEST, SCALES
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import ATTENTION, forward_for
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest
+from attnops.dispatch.request import AttentionRequest, CacheRequest
 from attnops.masks import MaskStructure
 
 # A call that every implementation should serve; each row changes it.
@@ -17,6 +18,8 @@ PLAIN: Final[dict[str, Any]] = {
     "batch": 2, "query_length": 1024, "key_length": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64,
     "value_head_dim": 64, "dtypes": ("bfloat16",) * 3,
 }  # fmt: skip
+
+STORAGES: Final = ("DenseCache", "WindowCache", "PagedCache")
 
 ROWS: Final[dict[str, dict[str, Any]]] = {
     "bfloat16": {},
@@ -51,6 +54,18 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
     "logsumexp": {"return_lse": True},
     "weights": {"return_weights": True},
 }
+
+# What a call over a cache needs: storages, one of which must do, and descriptions that all must be served.
+CACHES: Final[dict[str, tuple[tuple[str, ...], tuple[dict[str, Any], ...]]]] = {
+    "`DenseCache`": (("DenseCache",), ({},)),
+    "`WindowCache`": (("WindowCache",), ({},)),
+    "`PagedCache`": (("PagedCache",), ({},)),
+    "caches in int8, e4m3, e5m2": (
+        STORAGES, tuple({"codec": codec, "scales": scales} for codec in LARGEST for scales in SCALES),
+    ),
+    "latent caches (MLA)": (STORAGES, ({"latent": True},)),
+    "packed rows over a cache": (STORAGES, ({"is_packed": True},)),
+}  # fmt: skip
 
 _OPTIONS = {
     "mask": "mask",
@@ -88,6 +103,46 @@ def support(operation: type[OperationImpl], feature: str, platform: str) -> str:
     return "refused" if made._reasons("native", request) else "native"
 
 
+def cache_support(operation: type[OperationImpl], feature: str, platform: str) -> str:
+    """How an operation serves a call over a cache on a platform, in decode mode.
+
+    Returns:
+        "kernel" or "native" (the platform's own forward or the native one reads the cache in place), "read" (one of
+        them is given the arrays of ``cache.read()``), or "refused".
+    """
+    storages, descriptions = CACHES[feature]
+    order = ("kernel", "native", "read", "refused")
+    return min(
+        (
+            max((_cache_support(operation, platform, storage, which) for which in descriptions), key=order.index)
+            for storage in storages
+        ),
+        key=order.index,
+    )
+
+
+def _cache_support(operation: type[OperationImpl], platform: str, storage: str, which: dict[str, Any]) -> str:
+    made = operation(OperationMetadata(platform=platform))
+    fields = PLAIN | {"query_length": 1, "kv_heads": 2}
+    if which.get("latent"):
+        fields |= {"kv_heads": 1, "head_dim": 576, "value_head_dim": 512}
+    if which.get("is_packed"):
+        fields |= {"batch": 1, "query_length": 8, "key_length": 2 * 1024}
+    request = AttentionRequest(
+        platform=platform, mode="decode", mask="…", mask_kinds=frozenset({"Causal", "at", "Segments", "&"}),
+        options=frozenset({"mask"}),
+        cache=CacheRequest(storage, page_size=16 if storage == "PagedCache" else 0, **which), **fields,
+    )  # fmt: skip
+    forwards = [
+        forward for forward in (forward_for(operation, platform), "native") if not made._reasons(forward, request)
+    ]
+    if not forwards:
+        return "refused"
+    if made.in_place_reasons(forwards[0], request):
+        return "read"
+    return "native" if forwards[0] == "native" else "kernel"
+
+
 def markdown_table() -> str:
     """Features by installed operation and platform, in GitHub's Markdown."""
     columns: dict[str, list[str]] = {}
@@ -98,13 +153,14 @@ def markdown_table() -> str:
         for platform in PLATFORMS:
             cls = OperationRegistry.get(name, platform)
             if issubclass(cls, OperationImpl) and cls.computes == ATTENTION:
-                by_platform[platform] = tuple(support(cls, feature, platform) for feature in ROWS)
+                cells = [support(cls, feature, platform) for feature in ROWS]
+                by_platform[platform] = (*cells, *(cache_support(cls, feature, platform) for feature in CACHES))
         # Platforms with equal cells share a column.
-        for cells in dict.fromkeys(by_platform.values()):
-            where = ", ".join(platform for platform, own in by_platform.items() if own == cells)
-            columns[f"`{name}` {'everywhere' if len(where.split(', ')) == len(PLATFORMS) else where}"] = list(cells)
-    symbols = {"kernel": "●", "native": "○", "refused": "–"}
+        for column in dict.fromkeys(by_platform.values()):
+            where = ", ".join(platform for platform, own in by_platform.items() if own == column)
+            columns[f"`{name}` {'everywhere' if len(where.split(', ')) == len(PLATFORMS) else where}"] = list(column)
+    symbols = {"kernel": "●", "native": "○", "read": "◌", "refused": "–"}
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + ":-:|" * len(columns)]
-    for row, feature in enumerate(ROWS):
+    for row, feature in enumerate([*ROWS, *CACHES]):
         lines.append(f"| {feature} | " + " | ".join(symbols[cells[row]] for cells in columns.values()) + " |")
     return "\n".join(lines)

@@ -12,9 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
+from attnops.biases import ALiBi, alibi_slopes
+from attnops.caches import PagedCache, Quantized
 from attnops.dispatch import operation
 from attnops.masks import Causal
 from attnops.sharding import create_mesh
@@ -136,6 +139,25 @@ def test_a_call_takes_the_steps_in_the_order_that_contributing_says(title: str) 
 
     steps = [":".join(step) for step in STEP.findall(section(title).partition("\n\n`auto`")[0])]
     called = calls(both)
+    assert set(steps) <= set(called)
+    assert steps == sorted(dict.fromkeys(steps), key=called.index)
+
+
+def test_a_call_over_a_cache_takes_the_steps_in_the_order_that_contributing_says() -> None:
+    op = OperationRegistry.create("attnops:vanilla", OperationMetadata(platform="cpu"))
+    table = np.arange(8).reshape(2, 4)
+    cache = PagedCache.create(
+        batch=2, pages=8, page_size=4, max_pages=4, kv_heads=2, head_dim=8, dtype=jnp.float32, codec=Quantized("int8"),
+        table=table,
+    )  # fmt: skip
+    x, bias = jax.ShapeDtypeStruct((2, 3, 2, 8), jnp.float32), ALiBi(alibi_slopes(2))
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return op.step(q, k, v, cache, mask=Causal(), bias=bias)[0].attention_outputs
+
+    steps = [":".join(step) for step in STEP.findall(section("A call over a cache")) if "Request" not in step[1]]
+    called = calls(lambda: jax.eval_shape(run, x, x, x))
+    assert len(steps) > 10
     assert set(steps) <= set(called)
     assert steps == sorted(dict.fromkeys(steps), key=called.index)
 

@@ -12,6 +12,7 @@ from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, CacheRequest
 from attnops.masks import MaskStructure
+from attnops.sharding.modes import MODE_DECODE
 
 # A call that every implementation should serve; each row changes it.
 PLAIN: Final[dict[str, Any]] = {
@@ -129,7 +130,7 @@ def _cache_support(operation: type[OperationImpl], platform: str, storage: str, 
     if which.get("is_packed"):
         fields |= {"batch": 1, "query_length": 8, "key_length": 2 * 1024}
     request = AttentionRequest(
-        platform=platform, mode="decode", mask="…", mask_kinds=frozenset({"Causal", "at", "Segments", "&"}),
+        platform=platform, mode=MODE_DECODE, mask="…", mask_kinds=frozenset({"Causal", "at", "Segments", "&"}),
         options=frozenset({"mask"}),
         cache=CacheRequest(storage, page_size=16 if storage == "PagedCache" else 0, **which), **fields,
     )  # fmt: skip

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.caches.base import Cache
+from attnops.caches.bits import from_bits
 from attnops.caches.paged import PagedCache
 from attnops.caches.store import Store
 from attnops.kernels.flash import FlashCall
 from attnops.operations.flash.backend import NativeFlash, call_once
-from attnops.operations.flash.forward import LoadKeyValue, forward
+from attnops.operations.flash.forward import KeyValue, LoadKeyValue, forward
 from attnops.operations.flash.operands import Arrays
 from attnops.operations.flash.plan import Index, Plan
 from attnops.operations.flash.tile_schedule import TileSchedule
@@ -105,9 +106,8 @@ _compiled = jax.jit(_forward, static_argnums=(0, 1))
 def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None) -> LoadKeyValue:
     """Tiles of the tokens in a store; ``table`` int32 [rows, pages a row] where its blocks are pages."""
     pages = None if table is None else jnp.clip(table, 0, store.key.shape[0] - 1)
-    by_token = store.codec is not None and store.codec.scales == "token_head"
 
-    def load_key_value(group: Index, kv_tile: Index) -> tuple[jax.Array, jax.Array]:
+    def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
         first = group * plan.problems_per_tile
         row, head = first // plan.K, first % plan.K
         slot = plan.first_key(kv_tile)
@@ -127,15 +127,20 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
             return jnp.concatenate(parts, axis=1)
 
         def scale(x: jax.Array | None) -> jax.Array | None:
+            """What broadcasts to [P, bk] of a scale [], [K] or [blocks, K, n]."""
             if x is None or x.ndim == 0:
-                return x
+                return x if x is None else x[None, None]
             if x.ndim == 1:
-                return lax.dynamic_slice(x, plan.indices(head), (plan.problems_per_tile,))
-            assert by_token
+                return lax.dynamic_slice(x, plan.indices(head), (plan.problems_per_tile,))[:, None]
             return tile(x[..., None])[..., 0]
 
-        value = None if store.value is None else tile(store.value)
-        k, v = store.decoded(tile(store.key), value, scale(store.key_scale), scale(store.value_scale))
-        return k.astype(plan.dtype), v.astype(plan.dtype)
+        def operand(x: jax.Array) -> jax.Array:
+            """In the dtype of products, which holds each number of 8 bits."""
+            return from_bits(x, store.stored_dtype).astype(plan.dtype)
+
+        key = operand(tile(store.key))
+        value = key[..., : store.latent] if store.value is None else operand(tile(store.value))
+        key_scale = scale(store.key_scale)
+        return KeyValue(key, value, key_scale, key_scale if store.value is None else scale(store.value_scale))
 
     return load_key_value

@@ -27,16 +27,33 @@ from attnops.operations.flash.plan import Index, Plan
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
 
-# From a group of problems and a tile, its keys [P, bk, D] and values [P, bk, Dv] in the dtype of products' operands.
-LoadKeyValue: TypeAlias = Callable[[Index, Index], tuple[jax.Array, jax.Array]]
+
+class KeyValue(NamedTuple):
+    """A tile of keys and values, in the dtype of products' operands.
+
+    Attributes:
+        key: [P, bk, D].
+        value: [P, bk, Dv].
+        key_scale: what keys are still to be multiplied by, float32, broadcasts to [P, bk]; None for 1.
+        value_scale: what values are still to be multiplied by, float32, broadcasts to [P, bk]; None for 1.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+
+
+# The tile of keys and values of a group of problems, by its index.
+LoadKeyValue: TypeAlias = Callable[[Index, Index], KeyValue]
 
 
 def from_arrays(plan: Plan, key: jax.Array, value: jax.Array) -> LoadKeyValue:
     """Tiles of keys [B, S, K, D] and values [B, S, K, Dv]."""
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
 
-    def load_key_value(group: Index, kv_tile: Index) -> tuple[jax.Array, jax.Array]:
-        return (load(plan, k, group, kv_tile, plan.bk, key.dtype), load(plan, v, group, kv_tile, plan.bk, value.dtype))
+    def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
+        return KeyValue(*(load(plan, x, group, kv_tile, plan.bk, d) for x, d in ((k, key.dtype), (v, value.dtype))))
 
     return load_key_value
 
@@ -78,11 +95,15 @@ def forward(
 
         def step(kv_tile: Index, carry: _Softmax, masked: bool) -> _Softmax:
             index = plan.tile_index(group, q_tile, kv_tile, transposed=False)
-            k_, v_ = load_key_value(group, kv_tile)
+            k_, v_, key_scale, value_scale = load_key_value(group, kv_tile)
             visible = allowed(plan, arrays.mask, index, ragged_queries=False) if masked else None
             if visible is not None and scoring.has_fully_masked_tokens:
                 k_, v_ = (zero_masked_tokens(x, visible, axis=1) for x in (k_, v_))
+                if value_scale is not None:  # of a token that is not there it may be NaN
+                    value_scale = jnp.where(visible.any(axis=1), value_scale, 0.0)
             scores = plan.product(q_, k_, 2, 2)  # [P, R, bk]
+            if key_scale is not None:
+                scores = scores * key_scale[..., None, :]
             if scoring.has_cap_or_bias:
                 slices = () if scoring.bias is None else scoring.bias.load(plan, arrays.bias, index)
                 scores = apply_cap_and_bias(plan, numbers.cap, numbers.scaled(scores), slices, index)
@@ -94,6 +115,8 @@ def forward(
             weights = jnp.exp(score_unit * (scores - base[..., None]))
             l = carry.l * alpha + weights.sum(-1)
             weights = dropout(scoring, arrays.seed, index)(weights)
+            if value_scale is not None:
+                weights = weights * value_scale[..., None, :]
             acc = carry.acc * alpha[..., None] + plan.product(weights.astype(plan.dtype), v_, 2, 1)
             return _Softmax(acc, m, l)
 

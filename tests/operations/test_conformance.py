@@ -25,7 +25,7 @@ class TestScaledDotProduct(OperationConformance):
     operation = "sdpa"
     refuses = frozenset(
         {"mixed dtypes", "D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks",
-         "dropout", "logsumexp", "weights"}
+         "dropout", "logsumexp", "weights", "latent"}
     )  # fmt: skip
     exhaustive = frozenset({"test_feature", "test_all_pairs"})
 

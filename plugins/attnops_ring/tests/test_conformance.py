@@ -17,7 +17,7 @@ def over_four_devices() -> OperationMetadata:
 
 class TestRing(OperationConformance):
     operation = "ring"
-    refuses = frozenset({"weights"})
+    refuses = frozenset({"weights", "caches"})
     slow = frozenset({"test_behaviour"})
     exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs"})
 

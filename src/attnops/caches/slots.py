@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.biases import Bias, RelativeBias
+from attnops.biases import Bias, RelativeBias, ScoreFn, ScoreProgram
 from attnops.caches.base import Cache
 from attnops.masks.base import And, Dense, Mask, Not, Or
 from attnops.masks.tokens import Segments
@@ -161,6 +161,18 @@ class SlotBias(Bias):
         indices = (jnp.arange(n).reshape([-1 if a == own else 1 for a in range(4)]) for own, n in
                    enumerate((B, H, T, S)))  # fmt: skip
         return self.apply(jnp.zeros((B, H, T, S), jnp.float32), *indices)
+
+    def score_fn(self) -> Bias:
+        """The same as a `ScoreFn` where it is one by position, which kernels may serve; else as it is."""
+        if not isinstance(self.bias, (ScoreFn, ScoreProgram)):
+            return self
+        leaves, tree = jax.tree.flatten(self)
+
+        def fn(scores: jax.Array, b: Index, h: Index, q: Index, kv: Index, *leaves: jax.Array) -> jax.Array:
+            slot_bias: SlotBias = jax.tree.unflatten(tree, leaves)
+            return slot_bias.apply(scores, b, h, q, kv)
+
+        return ScoreFn(fn, tuple(leaves))
 
     def __repr__(self) -> str:
         return repr(self.bias) if isinstance(self.bias, Bias) else "array"

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
 from attnops.caches.codec import Quantized
 from attnops.caches.dense import read_blocks, take_rows
+from attnops.caches.packed import Rows
 from attnops.caches.store import Pieces, Store
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
@@ -94,15 +96,33 @@ class WindowCache(Cache):
     def length(self) -> int:
         return self.store.key.shape[-2]
 
-    def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
-        if self.max_append < T:
+    def append(
+        self,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
+    ) -> Self:
+        """See `Cache.append`. Of a traced packed run, tokens beyond ``max_append`` don't fit.
+
+        Raises:
+            ValueError: more than ``max_append`` tokens a row; see `Cache.append`.
+        """
+        shape: tuple[int, ...] = getattr(key, "shape", ())
+        most = shape[1] if rows is None and len(shape) == 4 else 0
+        if rows is not None and not isinstance(rows.starts, jax.Array):
+            most = int(np.diff(np.asarray(rows.starts)).max(initial=0))
+        if self.max_append < most:
             raise ValueError(
-                f"{T} tokens are appended at once, but the cache was created with max_append={self.max_append}: more "
-                f"would overwrite tokens that a query still sees; append in chunks, or create it with more"
+                f"{most} tokens are appended at once, but the cache was created with max_append={self.max_append}: "
+                f"more would overwrite tokens that a query still sees; append in chunks, or create it with more"
             )
+        return super().append(key, value, lengths, rows)
+
+    def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         R, lengths = self.length, self.lengths[rows]
         # int32 holds no index beyond 2³¹ − 1.
-        fit = jnp.clip(jnp.int32(2**31 - 1) - lengths, 0, count)
+        fit = jnp.clip(jnp.minimum(jnp.int32(2**31 - 1) - lengths, self.max_append), 0, count)
         slot, run, zero = lengths % R, jnp.arange(rows.shape[0], dtype=jnp.int32), jnp.zeros_like(rows)
         before = jnp.minimum(fit, R - slot)
         if T == 1:

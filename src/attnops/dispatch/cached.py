@@ -120,7 +120,7 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
     bias = options.get("bias")
     if isinstance(bias, SlotBias):
         array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
-        options["bias"] = bias if array is None else array
+        options["bias"] = bias.score_fn() if array is None else array
     return (query, keys, values), options | {"mode": request.mode}
 
 

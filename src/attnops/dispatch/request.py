@@ -160,8 +160,9 @@ class AttentionRequest(Request):
 
     def over_arrays(self) -> Self:
         """The request of the call on the arrays that the cache is read into, see `attnops.dispatch.cached`."""
-        kinds = {"": "", "ScoreFn": "SlotBias"}
-        return self.replace(cache=None, bias_kind=kinds.get(self.bias_kind, "array"), bias_primitives=frozenset())
+        as_array = ("array", "ALiBi", "RelativePosition")
+        kinds = {"": "", "ScoreFn": "ScoreFn"} | dict.fromkeys(as_array, "array")
+        return self.replace(cache=None, bias_kind=kinds.get(self.bias_kind, "SlotBias"), bias_primitives=frozenset())
 
     def __str__(self) -> str:
         shape = (

@@ -12,6 +12,8 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, WITHOUT_PROGRAM, memory_growth
+from attnops.testing.cache_features import cache_pair_rows, cache_rows
+from attnops.testing.caches import check_cache_row
 from attnops.testing.corners import CORNERS
 from attnops.testing.features import FEATURES
 from attnops.testing.long import LONG
@@ -48,8 +50,8 @@ class OperationConformance:
         dtype: of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
         metadata: further fields of the metadata; features that set the same field take precedence.
         refuses: the names of the features and behaviours ("export", "second derivative") that it refuses, and no
-            others; pairs as ``"GQA + Causal"`` where each feature by itself is served. A behaviour that is named here
-            may also raise any exception. None: any may be refused.
+            others; pairs as ``"GQA + Causal"`` where each feature by itself is served; ``"caches"`` for every call over
+            a cache. A behaviour that is named here may also raise any exception. None: any may be refused.
         slow: the names of tests, such as "test_behaviour", whose every case is marked ``slow``.
         exhaustive: the names of tests, such as "test_all_pairs", that take too long in total with this
             operation: those that are slow are marked ``exhaustive`` too.
@@ -113,6 +115,14 @@ class OperationConformance:
         """Every pair, several in a problem."""
         self._judge(self.subject().check_pairs(row), record_property)
 
+    def test_caches(self, cache_row: tuple[str, ...], record_property: Callable[[str, object], None]) -> None:
+        """Every feature of calls over a cache, several in a problem; see `attnops.testing.cache_features`."""
+        self._judge_caches(check_cache_row(self.subject(), cache_row), record_property)
+
+    def test_cache_pairs(self, cache_row: tuple[str, ...], record_property: Callable[[str, object], None]) -> None:
+        """Every pair of features of calls over a cache, several in a problem."""
+        self._judge_caches(check_cache_row(self.subject(), cache_row), record_property)
+
     def test_behaviour(self, behaviour: str) -> None:
         """See `attnops.testing.behaviours`."""
         outcome = attempt(behaviour, functools.partial(BEHAVIOURS[behaviour], self.subject()))
@@ -127,6 +137,13 @@ class OperationConformance:
         """See `attnops.testing.behaviours.memory_growth`."""
         outcome = attempt(case, functools.partial(memory_growth, self.subject(), case))
         assert outcome.status is not Status.WRONG, outcome.detail
+
+    def _judge_caches(self, outcomes: list[Outcome], record_property: Callable[[str, object], None]) -> None:
+        if "caches" not in (self.refuses or ()):
+            self._judge(outcomes, record_property)
+            return
+        served = [outcome for outcome in outcomes if outcome.status is not Status.REFUSED]
+        assert not served, f"caches is in `refuses`, but {served[0].name} is {served[0].status}: {served[0].detail}"
 
     def _judge(self, outcomes: list[Outcome], record_property: Callable[[str, object], None]) -> None:
         wrong = [f"{outcome.name}: {outcome.detail}" for outcome in outcomes if outcome.status is Status.WRONG]
@@ -151,6 +168,9 @@ _CASES: Final[dict[str, tuple[str, Iterable[object], Callable[[Any, bool], bool]
     "test_sampled_pair": ("pair", sampled_pairs(), lambda pair, interpret: True),
     "test_long": ("row", LONG, lambda row, interpret: True),
     "test_all_pairs": ("row", covering_rows(), lambda row, interpret: True),
+    # Of interpreted kernels only the second, which has more features than the first.
+    "test_caches": ("cache_row", cache_rows(), lambda row, interpret: interpret and row != cache_rows()[1]),
+    "test_cache_pairs": ("cache_row", cache_pair_rows(), lambda row, interpret: True),
     "test_behaviour": (
         "behaviour",
         BEHAVIOURS,

@@ -1,0 +1,222 @@
+"""A cache as Python lists of tokens, and the arrays of a real one that holds the same; NaN wherever nothing is held."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
+from attnops.testing.cache_codec import Codec, stored_dtype
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the token of each index lies: dense, ring or paged.
+
+    Attributes:
+        storage: "dense", "ring" or "paged".
+        rows: B.
+        slots: of a row: S, the ring's R, or of a page.
+        table: of "paged", the pages of each row; the rest of a row has none.
+        pages: of "paged", of all rows.
+    """
+
+    storage: str
+    rows: int
+    slots: int
+    table: tuple[tuple[int, ...], ...] = ()
+    pages: int = 0
+
+    def place(self, row: int, index: int) -> tuple[int, int] | None:
+        """The block and slot of a token; None where it does not fit."""
+        if self.storage == "paged":
+            number = index // self.slots
+            page = self.table[row][number] if number < len(self.table[row]) else -1
+            return None if page < 0 else (page, index % self.slots)
+        if self.storage == "ring":
+            return row, index % self.slots
+        return (row, index) if index < self.slots else None
+
+
+@dataclasses.dataclass
+class Token:
+    """A token as it is stored: [K, d] and scales [K], float64; ``value`` is None of latent content."""
+
+    key: Array
+    value: Array | None
+    key_scale: Array
+    value_scale: Array
+
+
+@dataclasses.dataclass
+class Model:
+    """The tokens of each row.
+
+    Attributes:
+        layout: of the real cache.
+        kv_heads, head_dim, value_head_dim, dtype: see `DenseCache.create`.
+        codec: how they are stored.
+        latent: see `DenseCache.create`.
+        starts: tokens of left padding of each row.
+        scales: of keys and values, where the codec has them given: float32 [] or [K].
+        window, max_append: of a ring.
+        rows: the tokens of each row in the order of their indices.
+    """
+
+    layout: Layout
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    dtype: str
+    codec: Codec | None = None
+    latent: int | None = None
+    starts: tuple[int, ...] = ()
+    scales: tuple[Array, Array] | None = None
+    window: int = 0
+    max_append: int = 0
+    rows: list[list[Token]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.starts = self.starts or (0,) * self.layout.rows
+        self.rows = self.rows or [[] for _ in range(self.layout.rows)]
+
+    def draw(self, rng: np.random.Generator, T: int) -> tuple[Array, Array | None]:
+        """Keys and values [B, T, K, d] of new tokens, none of which is rounded either way."""
+        scales = self.scales or (None, None)
+        found = []
+        for d, scale in ((self.head_dim, scales[0]), (self.value_head_dim, scales[1])):
+            x = rng.uniform(-(3**0.5), 3**0.5, (self.layout.rows, T, self.kv_heads, d)).astype(self._dtype)
+            found.append(x if self.codec is None else self.codec.settled(x, scale))
+        return found[0], None if self.latent is not None else found[1]
+
+    @property
+    def _dtype(self) -> Any:
+        return stored_dtype(None, self.dtype)
+
+    def append(self, row: int, key: Array, value: Array | None) -> None:
+        """One more token of a row, [K, d], or a dropped one where it does not fit."""
+        if self.layout.place(row, len(self.rows[row])) is None:
+            return
+        scales = self.scales or (None, None)
+        k, k_scale = self._stored(key, scales[0])
+        v, v_scale = (None, k_scale) if value is None else self._stored(value, scales[1])
+        self.rows[row].append(Token(k, v, k_scale, v_scale))
+
+    def _stored(self, x: Array, scale: Array | None) -> tuple[Array, Array]:
+        if self.codec is None:
+            return np.asarray(x, np.float64), np.ones(self.kv_heads)
+        scale = np.broadcast_to(self.codec.scale(x) if scale is None else scale, (self.kv_heads,))
+        return self.codec.encode(x, scale), np.asarray(scale, np.float64)
+
+    def held(self, row: int) -> range:
+        """The indices that a row holds; those of left padding are among them."""
+        length = len(self.rows[row])
+        return range(max(0, length - self.layout.slots) if self.layout.storage == "ring" else 0, length)
+
+    def dequantised(self, row: int, index: int) -> tuple[Array, Array]:
+        """The key [K, D] and the value [K, Dv] of a token, float64."""
+        token = self.rows[row][index]
+        key = token.key * token.key_scale[:, None]
+        return key, key[:, : self.latent] if token.value is None else token.value * token.value_scale[:, None]
+
+    def empty(self) -> Cache:
+        """A real cache of this layout without arrays."""
+        codec = None if self.codec is None else Quantized(self.codec.dtype, self.codec.scales)
+        options: dict[str, Any] = {
+            "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self._dtype, "codec": codec,
+            "latent": self.latent, "value_head_dim": None if self.latent is not None else self.value_head_dim,
+            "starts": np.asarray(self.starts), "batch": self.layout.rows,
+        }  # fmt: skip
+        if self.scales is not None:
+            options["key_scale"] = self.scales[0]
+            if self.latent is None:
+                options["value_scale"] = self.scales[1]
+
+        def create() -> Cache:
+            if self.layout.storage == "dense":
+                return DenseCache.create(length=self.layout.slots, **options)
+            if self.layout.storage == "ring":
+                return WindowCache.create(window=self.window, max_append=self.max_append, **options)
+            most = max(map(len, self.layout.table))
+            return PagedCache.create(
+                pages=self.layout.pages, page_size=self.layout.slots, max_pages=most, **options
+            )  # fmt: skip
+
+        shapes: Cache = jax.eval_shape(create)
+        return shapes
+
+    def cache(self) -> Cache:
+        """A real cache with these tokens, of numpy's arrays; every other slot and scale is NaN, or 127 of int8."""
+        shapes = self.empty()
+        store: dict[str, Any] = {}
+        for name in ("key", "value", "key_scale", "value_scale"):
+            array = getattr(shapes.store, name)
+            if array is None:
+                continue
+            is_int = array.dtype == np.int8
+            store[name] = np.full(array.shape, 127 if is_int else np.nan, array.dtype)
+            if name.endswith("scale") and self.scales is not None:
+                store[name] = np.asarray(self.scales[name == "value_scale"], np.float32)
+        for row in range(self.layout.rows):
+            for index in self.held(row):
+                place = self.layout.place(row, index)
+                if index < self.starts[row] or place is None:
+                    continue  # left padding is never seen
+                for name, x in self._fields(self.rows[row][index], store):
+                    store[name][place[0], :, place[1]] = x
+        counts = np.array([len(row) for row in self.rows], np.int32)
+        fields: dict[str, Any] = {
+            "store": dataclasses.replace(shapes.store, **store),
+            "lengths": counts,
+            "starts": np.asarray(self.starts, np.int32),
+            "overflowed": np.zeros(self.layout.rows, bool),
+        }
+        if self.layout.storage == "ring":
+            fields["written"] = counts
+        if self.layout.storage == "paged":
+            table = np.full(shapes.table.shape, -1, np.int32)  # type: ignore[attr-defined]
+            for row, pages in enumerate(self.layout.table):
+                table[row, : len(pages)] = pages
+            fields["table"] = table
+        return dataclasses.replace(shapes, **fields)
+
+    def _fields(self, token: Token, store: dict[str, Any]) -> list[tuple[str, Array]]:
+        fields = [("key", token.key), ("value", token.value), ("key_scale", token.key_scale),
+                  ("value_scale", token.value_scale)]  # fmt: skip
+        by_token = self.codec is not None and self.codec.scales == "token_head"
+        return [(k, v) for k, v in fields if k in store and v is not None and (by_token or not k.endswith("scale"))]
+
+    def check(self, cache: Cache, before: Cache) -> None:
+        """Assert that a real cache holds these tokens, and is as before wherever it holds none of the new ones.
+
+        Args:
+            cache: afterwards.
+            before: what `cache` gave before tokens were appended.
+
+        Scales that differ by rounding are taken over from the real cache.
+        """
+        assert [len(row) for row in self.rows] == np.asarray(cache.lengths).tolist(), (
+            f"lengths are {np.asarray(cache.lengths).tolist()}, but must be {[len(row) for row in self.rows]}"
+        )
+        old = np.asarray(before.lengths)
+        names = ("key", "value", "key_scale", "value_scale")
+        found = {n: np.asarray(x) for n in names if (x := getattr(cache.store, n)) is not None}
+        wanted = {n: np.array(getattr(before.store, n)) for n in found}
+        for row in range(self.layout.rows):
+            for index in range(max(self.held(row).start, old[row]), len(self.rows[row])):
+                place = self.layout.place(row, index)
+                assert place is not None
+                for name, x in self._fields(self.rows[row][index], wanted):
+                    real = found[name][place[0], :, place[1]].astype(np.float64)
+                    if name.endswith("scale"):
+                        np.testing.assert_allclose(real, x, rtol=1e-6, err_msg=f"{name} of row {row}, index {index}")
+                        setattr(self.rows[row][index], name, real)
+                    wanted[name][place[0], :, place[1]] = real if name.endswith("scale") else x
+        for name, x in wanted.items():
+            same = (found[name] == x) | (np.isnan(found[name].astype(np.float32)) & np.isnan(x.astype(np.float32)))
+            assert same.all(), f"{name} differs at {np.argwhere(~same)[:3].tolist()} (block, head, slot, feature)"

@@ -33,7 +33,7 @@ $(VENV)/.test: $(VENV)/.demo $(PLUGINS:%=%/pyproject.toml)
 	$(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
 	@touch $@
 
-demo: $(VENV)/.demo  ## embed real sentences with every installed operation
+demo: $(VENV)/.demo  ## embed real sentences with every installed operation, and decode over every cache
 	$(BIN)/attnops demo
 
 test: $(VENV)/.test  ## every feature on every backend, in minutes; tools/quick_tests.py lists which test has which

@@ -1,4 +1,4 @@
-"""`attnops demo`: the example that it runs, and what it says where it can't."""
+"""`attnops demo`: the examples that it runs, and what it says where it can't."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli.make_app(), ["demo", *arguments])
 
 
-def write_example(folder: Path, body: str) -> Path:
-    folder.mkdir()
+def write_example(folder: Path, body: str) -> None:
+    folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     (folder / "sibling.py").write_text("STATUS = 7")
     (folder / "demo.py").write_text(body)
-    return folder
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """A function that puts another example in the place of the real one."""
+    """A function that puts others in the place of the real examples, the second one of which returns 0 by default."""
+    packages = tuple(demo.PREFIX + name for name in demo.NAMES)
 
-    def put(body: str) -> None:
-        folder = write_example(tmp_path / "example", body)
-        monkeypatch.setattr(demo, "FOLDERS", (tmp_path / "absent", folder))
+    def put(body: str, second: str = "def run(**_):\n    return 0") -> None:
+        for name, text in zip(demo.NAMES, (body, second), strict=True):
+            write_example(tmp_path / "examples" / name, text)
+        monkeypatch.setattr(demo, "FOLDERS", (tmp_path / "absent", tmp_path / "examples"))
 
-    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(demo.PACKAGE)}
+    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(packages)}
     yield put
-    for name in [name for name in sys.modules if name.startswith(demo.PACKAGE)]:
+    for name in [name for name in sys.modules if name.startswith(packages)]:
         del sys.modules[name]
     sys.modules.update(saved)
 
@@ -48,6 +49,14 @@ def test_demo_runs_the_example_as_a_package(example: Any) -> None:
     assert (run().exit_code, run().output) == (0, "None\n")
     result = run("vanilla", "sdpa")
     assert (result.exit_code, result.output) == (7, "['vanilla', 'sdpa']\n")
+
+
+def test_demo_fails_if_either_example_does(example: Any) -> None:
+    ran = "def run(operations=None):\n    print(__name__, operations)\n    return {}"
+    example(ran.format(0), ran.format(1))
+    result = run("flash")
+    assert result.exit_code == 1
+    assert result.output == "".join(f"{demo.PREFIX}{name}.demo ['flash']\n" for name in demo.NAMES)
 
 
 @pytest.mark.parametrize(
@@ -74,5 +83,6 @@ def test_demo_refuses_an_unknown_operation(example: Any) -> None:
     assert (result.exit_code, result.stderr.startswith("attnops: impl_name='nope' is not")) == (2, True)
 
 
-def test_the_repositorys_example_is_found() -> None:
-    assert any((folder / "demo.py").is_file() for folder in demo.FOLDERS)
+@pytest.mark.parametrize("name", demo.NAMES)
+def test_the_repositorys_examples_are_found(name: str) -> None:
+    assert any((folder / name / "demo.py").is_file() for folder in demo.FOLDERS)

@@ -64,14 +64,15 @@ def test_wheels_hold_licence_and_types_and_no_tests(wheels, folder):
 
 
 @pytest.mark.slow
-def test_the_cores_wheel_has_all_that_the_demo_runs(wheels):
-    folder = ROOT / "examples" / "sentence_embeddings"
-    held = {name.rpartition("/")[2] for name in wheels["attnops"].namelist() if "/sentence_embeddings/" in name}
+@pytest.mark.parametrize("example", ["sentence_embeddings", "decoding"])
+def test_the_cores_wheel_has_all_that_the_demo_runs(wheels, example):
+    folder = ROOT / "examples" / example
+    held = {name.rpartition("/")[2] for name in wheels["attnops"].namelist() if f"/{example}/" in name}
     imported = set()
     for path in folder.glob("*.py"):
         if not path.name.startswith(("test_", "make_")):
             text = path.read_text(encoding="utf-8")
-            imported |= {f"{name}.py" for name in re.findall(r"^\s*from \.(\w+) import", text, re.MULTILINE)}
+            imported |= {f"{name}.py" for name in re.findall(r"^\s*from \.(?: import )?(\w+)\b", text, re.MULTILINE)}
             imported |= set(re.findall(r'"([\w.]+\.(?:npz|txt))"', text))
     assert imported
     assert imported <= held

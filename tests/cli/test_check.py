@@ -26,6 +26,7 @@ def _few(monkeypatch):
     monkeypatch.setattr(check, "MEMORY", {"Causal": behaviours.MEMORY["Causal"]})
     monkeypatch.setattr(check, "sampled_pairs", lambda names: [("GQA", "Causal"), ("GQA", "sinks")])
     monkeypatch.setattr(check, "LONG", ())
+    monkeypatch.setattr(check, "cache_rows", lambda: (("Causal", "paged"),))
     registered = OperationRegistry._registered[:]
     yield
     OperationRegistry._registered[:] = registered
@@ -50,9 +51,10 @@ def test_right_and_refused_features_succeed():
     assert re.search(r"sdpa\.py:\d+$", lines[1][0])
     assert ["GQA", "right"] in lines
     assert ["sinks", "refused", "sinks=True:", "forward_cpu", "has", "no", "such", "option"] in lines
+    assert ["Causal", "+", "paged", "right"] in lines
     assert ["memory,", "Causal", "not", "run", "quadratic,", "by", "declaration"] in lines
     assert "\n1 right, 1 refused, 0 wrong, 0 not run\n" in result.stdout
-    assert result.stdout.endswith("5 right, 2 refused, 0 wrong, 1 not run\n")
+    assert result.stdout.endswith("6 right, 2 refused, 0 wrong, 1 not run\n")
 
 
 def test_a_wrong_operation_is_reported_and_fails():
@@ -106,6 +108,21 @@ def test_a_named_feature_is_checked_in_long_problems_too(monkeypatch):
     assert result.exit_code == 1
     assert re.findall(r"^SlidingWindow +(\w+)", result.stdout, re.MULTILINE) == ["right", "wrong"]
     assert result.stdout.endswith('wrong: SlidingWindow\ncheck one again with --feature "SlidingWindow"\n')
+
+
+def test_features_of_caches_are_checked_by_name():
+    result = run("sdpa", "--feature", "paged + Causal", "--feature", "latent", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert [(x["name"], x["status"]) for x in found["caches"]] == [("paged + Causal", "right"), ("latent", "refused")]
+    assert not found["features"]
+    assert not found["behaviours"]
+
+
+def test_features_of_caches_that_exclude_each_other_are_an_error():
+    result = run("sdpa", "--feature", "ring + Segments")
+    assert result.exit_code == 2
+    assert "'ring' and 'Segments' exclude each other" in result.stderr
 
 
 def test_a_behaviour_is_checked_by_name():

@@ -20,6 +20,8 @@ from attnops.cli.output import fail, print_heading, print_json, print_table, pri
 from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
+from attnops.testing.cache_features import CACHE_FEATURES, cache_rows, combine_cache
+from attnops.testing.caches import cache_name, check_cache_row
 from attnops.testing.features import FEATURES, combine
 from attnops.testing.long import LONG
 from attnops.testing.pairs import covering_rows, joined, sampled_pairs
@@ -29,6 +31,8 @@ Check = tuple[str, Callable[[], list[Outcome]]]
 
 # A warning is printed where fewer of the features are served: what is refused is not checked.
 COVERAGE: Final = 1 / 4
+
+_OF_CACHES: Final = CACHE_FEATURES.keys() - FEATURES.keys()
 
 
 # A parameter for each option of the command line, which typer reads from the signature.
@@ -41,7 +45,8 @@ def command(
     feature: Annotated[
         list[str] | None,
         typer.Option(
-            help="Check only this feature or behaviour, or features joined by ' + '; may be repeated.", metavar="NAME"
+            help="Check only this feature or behaviour, or features joined by ' + '; of caches too; may be repeated.",
+            metavar="NAME",
         ),
     ] = None,
     dtype: Annotated[
@@ -111,12 +116,15 @@ def _sections(subject: Subject, pairs: str) -> dict[str, list[Check]]:
         "features": [(name, _one(subject, [name])) for name in FEATURES],
         "long": _long(subject, LONG),
         "behaviours": [*_behaviours(subject), *_memory(subject)],
+        "caches": _caches(subject, cache_rows()),
         "pairs": _pairs(subject, pairs),
     }
 
 
 def _named(subject: Subject, names: Sequence[str]) -> dict[str, list[Check]]:
     """The cases of ``--feature``: features, single or joined, in long problems where these are checked; behaviours.
+
+    Features of which one is of caches only, such as ``"paged + Causal"``, are those of a call over a cache.
 
     Raises:
         ValueError: one is unknown, or two exclude each other.
@@ -125,6 +133,10 @@ def _named(subject: Subject, names: Sequence[str]) -> dict[str, list[Check]]:
     behaviours = dict([*_behaviours(subject), *_memory(subject)])
     others = {name: check for name, check in behaviours.items() if (name,) in rows}
     rows = [row for row in rows if row[0] not in others]
+    of_caches = [row for row in rows if set(row) <= set(CACHE_FEATURES) and set(row) & _OF_CACHES]
+    rows = [row for row in rows if row not in of_caches]
+    for row in of_caches:
+        combine_cache(row)
     for row in rows:
         if len(row) == 1 and row[0] not in FEATURES and (near := difflib.get_close_matches(row[0], behaviours)):
             raise ValueError(f"behaviour {row[0]!r} is unknown; did you mean {' or '.join(map(repr, near))}?")
@@ -133,11 +145,16 @@ def _named(subject: Subject, names: Sequence[str]) -> dict[str, list[Check]]:
         "features": [(joined(row), _one(subject, row)) for row in rows],
         "long": _long(subject, [row for row in LONG if any(set(row) == set(named) for named in rows)]),
         "behaviours": list(others.items()),
+        "caches": _caches(subject, of_caches),
     }
 
 
 def _long(subject: Subject, rows: Sequence[tuple[str, ...]]) -> list[Check]:
     return [(f"long: {joined(row)}", _one(subject.long, row)) for row in rows]
+
+
+def _caches(subject: Subject, rows: Sequence[tuple[str, ...]]) -> list[Check]:
+    return [(cache_name(row), functools.partial(check_cache_row, subject, row)) for row in rows]
 
 
 def _described(subject: Subject, found: dict[str, list[Outcome]]) -> dict[str, Any]:
@@ -221,7 +238,8 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         yield step
 
 
-_HEADINGS: Final = {"features": "feature", "long": "in long problems", "behaviours": "behaviour"}
+_HEADINGS: Final = {"features": "feature", "long": "in long problems", "behaviours": "behaviour",
+                    "caches": "calls over a cache"}  # fmt: skip
 
 
 def _print(found: dict[str, list[Outcome]], counts: Counter[Status]) -> None:

@@ -98,6 +98,10 @@ class Model:
     def _dtype(self) -> Any:
         return stored_dtype(None, self.dtype)
 
+    @property
+    def _stored_dtype(self) -> Any:
+        return stored_dtype(self.codec, self.dtype)
+
     def append(self, row: int, key: Array, value: Array | None) -> None:
         """One more token of a row, [K, d], or a dropped one where it does not fit."""
         if self.layout.place(row, len(self.rows[row])) is None:
@@ -158,8 +162,9 @@ class Model:
             array = getattr(shapes.store, name)
             if array is None:
                 continue
-            is_int = array.dtype == np.int8
-            store[name] = np.full(array.shape, 127 if is_int else np.nan, array.dtype)
+            dtype = array.dtype if name.endswith("scale") else self._stored_dtype
+            with np.errstate(invalid="ignore"):  # numpy warns of NaN in 8 bits
+                store[name] = np.full(array.shape, 127 if dtype == np.int8 else np.nan, dtype)
             if name.endswith("scale") and self.scales is not None:
                 store[name] = np.asarray(self.scales[name == "value_scale"], np.float32)
         for row in range(self.layout.rows):
@@ -171,7 +176,10 @@ class Model:
                     store[name][place[0], :, place[1]] = x
         counts = np.array([len(row) for row in self.rows], np.int32)
         fields: dict[str, Any] = {
-            "store": dataclasses.replace(shapes.store, **store),
+            # Stores may hold the bits of narrow floats in integers.
+            "store": dataclasses.replace(
+                shapes.store, **{name: x.view(getattr(shapes.store, name).dtype) for name, x in store.items()}
+            ),
             "lengths": counts,
             "starts": np.asarray(self.starts, np.int32),
             "overflowed": np.zeros(self.layout.rows, bool),
@@ -205,8 +213,14 @@ class Model:
         )
         old = np.asarray(before.lengths)
         names = ("key", "value", "key_scale", "value_scale")
-        found = {n: np.asarray(x) for n in names if (x := getattr(cache.store, n)) is not None}
-        wanted = {n: np.array(getattr(before.store, n)) for n in found}
+        found, wanted = (
+            {
+                name: np.array(x) if name.endswith("scale") else np.array(x).view(self._stored_dtype)
+                for name in names
+                if (x := getattr(each.store, name)) is not None
+            }
+            for each in (cache, before)
+        )
         for row in range(self.layout.rows):
             for index in range(max(self.held(row).start, old[row]), len(self.rows[row])):
                 place = self.layout.place(row, index)

@@ -29,6 +29,11 @@ class Rows:
     starts: Leaf
     slots: Leaf
 
+    def __post_init__(self) -> None:
+        for name in ("starts", "slots"):  # a list would be as many arguments of a `jax.jit`
+            if isinstance(value := getattr(self, name), (list, tuple)):
+                object.__setattr__(self, name, np.asarray(value))
+
     def checked(self, N: int, batch: int) -> Rows:
         """These rows as int32 arrays.
 

@@ -65,6 +65,7 @@ class Model:
         starts: tokens of left padding of each row.
         scales: of keys and values, where the codec has them given: float32 [] or [K].
         window, max_append: of a ring.
+        max_pages: of pages.
         rows: the tokens of each row in the order of their indices.
     """
 
@@ -79,6 +80,7 @@ class Model:
     scales: tuple[Array, Array] | None = None
     window: int = 0
     max_append: int = 0
+    max_pages: int = 0
     rows: list[list[Token]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -146,10 +148,9 @@ class Model:
                 return DenseCache.create(length=self.layout.slots, **options)
             if self.layout.storage == "ring":
                 return WindowCache.create(window=self.window, max_append=self.max_append, **options)
-            most = max(map(len, self.layout.table))
             return PagedCache.create(
-                pages=self.layout.pages, page_size=self.layout.slots, max_pages=most, **options
-            )  # fmt: skip
+                pages=self.layout.pages, page_size=self.layout.slots, max_pages=self.max_pages, **options
+            )
 
         shapes: Cache = jax.eval_shape(create)
         return shapes

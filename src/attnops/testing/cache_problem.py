@@ -24,13 +24,13 @@ Array = np.ndarray[Any, Any]
 
 B: Final = 3
 HEADS: Final = 4
-SLOTS: Final = 4 * PAGE
-WINDOW: Final = 6
-# Tokens of each row before the queries' own; of the last row they end with a page.
-BEFORE: Final = (5, 2, PAGE)
-STARTS: Final = (0, 3, 1)
-# The last row's third page is missing where no query needs it, and one page belongs to no row.
-TABLE: Final = ((7, 2, 11, 5), (0, 9, 3, 8), (10, 1, 4, 6))
+PAGES_OF_A_ROW: Final = 13
+SLOTS: Final = PAGES_OF_A_ROW * PAGE
+WINDOW: Final = 20
+# Tokens of each row before the queries' own: in several tiles of 16; those of the last row end with a page.
+BEFORE: Final = (21, 2, 32)
+STARTS: Final = (0, 3, 17)
+PAGES: Final = B * PAGES_OF_A_ROW + 1  # one belongs to no row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +67,21 @@ class CacheProblem:
         return {"full": (T, T, T), "ragged": (T, T // 2, max(T - 1, 1)), "packed": (1, 0, T)}[self.spec.rows]
 
     @functools.cached_property
+    def table(self) -> tuple[tuple[int, ...], ...]:
+        """The pages of each row, as many as its tokens need."""
+        order = np.random.default_rng(4).permutation(PAGES)
+        needed = [-(-(n + count) // PAGE) for n, count in zip(BEFORE, self.counts, strict=True)]
+        rows = order[: B * PAGES_OF_A_ROW].reshape(B, PAGES_OF_A_ROW)
+        return tuple(tuple(int(page) for page in row[:n]) for row, n in zip(rows, needed, strict=True))
+
+    @functools.cached_property
     def before(self) -> Model:
         """The cache before the queries' own tokens."""
         spec = self.spec
         layout = {
             "dense": Layout(storage="dense", rows=B, slots=SLOTS),
             "ring": Layout(storage="ring", rows=B, slots=WINDOW - 1 + max(self.T, PAGE)),
-            "paged": Layout(storage="paged", rows=B, slots=PAGE, table=TABLE, pages=13),
+            "paged": Layout(storage="paged", rows=B, slots=PAGE, table=self.table, pages=PAGES),
         }[spec.storage]
         latent = self.head_dim // 2 if spec.content == "latent" else None
         scales = None
@@ -86,7 +94,7 @@ class CacheProblem:
             layout=layout, kv_heads=spec.kv_heads, head_dim=self.head_dim, latent=latent, codec=spec.codec,
             value_head_dim=self.head_dim // 2 if spec.content != "equal" else self.head_dim,
             dtype=spec.dtype or self.dtype, starts=STARTS if spec.starts else (), scales=scales, window=WINDOW,
-            max_append=max(self.T, PAGE),
+            max_append=max(self.T, PAGE), max_pages=PAGES_OF_A_ROW,
         )  # fmt: skip
         key, value = model.draw(self.rng, max(BEFORE))
         for b in range(B):

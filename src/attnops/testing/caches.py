@@ -46,7 +46,8 @@ def cache_refusal(subject: Subject, names: Sequence[str]) -> Outcome | None:
 def cache_problem(subject: Subject, names: Sequence[str]) -> CacheProblem:
     """The problem that has these features, and fits the operation; in the runtime mode that a call over a cache has."""
     fit = subject.fit
-    return CacheProblem(combine_cache(names), subject.base.replace(mode=None), head_dim=fit.D, dtype=fit.dtype)
+    metadata = subject.base.replace(mode=None, block_q=fit.block, block_k=fit.block)
+    return CacheProblem(combine_cache(names), metadata, head_dim=fit.D, dtype=fit.dtype)
 
 
 def cache_name(names: Sequence[str]) -> str:

@@ -54,8 +54,7 @@ class Cache(abc.ABC):
     with ``keys, values, positions, held = cache.read()``. All methods return a new cache and leave the old one as it
     is; where its buffers are donated they are updated in place.
 
-    A layer axis may be in front of every array (``create(layers=L)``): scan over the cache with `jax.lax.scan`, or take
-    one layer by ``jax.tree.map(lambda x: x[layer], cache)``. Methods are for one layer.
+    A layer axis may be in front of every array (``create(layers=L)``); methods are for one layer, see `layer`.
 
     Attributes:
         store: the arrays of the tokens.
@@ -198,6 +197,41 @@ class Cache(abc.ABC):
         kept = jnp.minimum(self.lengths, jnp.maximum(_integers("lengths", lengths, self.batch), 0))
         return dataclasses.replace(self, lengths=kept)
 
+    def layer(self, layer: ArrayLike) -> Self:
+        """One layer of a cache with a layer axis, for `jax.lax.scan` over layers without a copy of the cache.
+
+        The arrays stay those of all layers, so that an append updates them in place: carry the cache through the scan,
+        and put the layer back by `with_layer`::
+
+            def block(carry, layer):
+                x, cache = carry
+                ...
+                out, one = op.step(query, key, value, cache.layer(layer), mask=Causal())
+                return (x, cache.with_layer(layer, one)), None
+
+        A cache that is an input and an output of the scan, and not its carry, is copied by XLA.
+
+        Args:
+            layer: an integer, which may be traced.
+        """
+        if self.lengths.ndim != 2:
+            raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
+        fields = {name: x[jnp.asarray(layer)] for name, x in self._rows().items()}
+        return dataclasses.replace(self, store=self.store.layer(layer), **fields)  # type: ignore[arg-type]
+
+    def with_layer(self, layer: ArrayLike, one: Self) -> Self:
+        """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``."""
+        if self.lengths.ndim != 2 or one.store.first is None:
+            raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
+        new = one._rows()
+        fields = {name: x.at[jnp.asarray(layer)].set(new[name]) for name, x in self._rows().items()}
+        return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
+
+    def _rows(self) -> dict[str, jax.Array]:
+        """The arrays by row."""
+        names = ("lengths", "starts", "overflowed", "written", "table")
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
     def reset(self, rows: ArrayLike) -> Self:
         """The cache with some rows emptied, for new sequences: no tokens, no padding, not overflowed.
 
@@ -208,8 +242,7 @@ class Cache(abc.ABC):
         chosen = jnp.asarray(rows)
         if chosen.dtype != np.bool_ or chosen.shape != (self.batch,):
             raise ValueError(f"rows is {chosen.dtype} {chosen.shape}, but must be bool [B]=({self.batch},)")
-        names = ("lengths", "starts", "overflowed", "written")
-        fields = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        fields = {name: x for name, x in self._rows().items() if name != "table"}
         changes: dict[str, Any] = {name: jnp.where(chosen, jnp.zeros((), x.dtype), x) for name, x in fields.items()}
         return dataclasses.replace(self, **changes)
 
@@ -249,7 +282,7 @@ class Cache(abc.ABC):
         if self.lengths.ndim != 1:
             raise ValueError(
                 f"{type(self).__name__}'s lengths have shape {self.lengths.shape}, but must have shape [B]: it has a "
-                f"layer axis in front; scan over it, or take a layer by jax.tree.map(lambda x: x[layer], cache)"
+                f"layer axis in front; take one layer by cache.layer(layer)"
             )
 
     def _value(self, value: ArrayLike | None, batch: int) -> jax.Array | None:

@@ -97,20 +97,17 @@ class DenseCache(Cache):
 def read_blocks(cache: Cache) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, n, K, d] of a cache whose blocks are its rows."""
     store = cache.store
-    key, value = store.decoded(store.key, store.value, store.key_scale, store.value_scale)
+    own = {name: store.own(x) for name, x in store._blocks().items()}
+    scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | own
+    key, value = store.decoded(own["key"], own.get("value"), scales["key_scale"], scales["value_scale"])
     return key.swapaxes(1, 2).astype(store.dtype), value.swapaxes(1, 2).astype(store.dtype)
 
 
 def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
     """A cache whose blocks are its rows with other rows; see `DenseCache.take_rows`."""
-    cache._check_layer()
-    index = jnp.asarray(rows, jnp.int32)
-    by_token = cache.codec is not None and cache.codec.scales == "token_head"
-    is_fixed = {"key_scale", "value_scale"} if not by_token else set()
-
-    def taken(path: tuple[jax.tree_util.KeyEntry, ...], x: jax.Array) -> jax.Array:
-        name = getattr(path[-1], "name", "")
-        return x if name in is_fixed else x[index]
-
-    result: CacheType = jax.tree_util.tree_map_with_path(taken, cache)
-    return result
+    if cache.store.first is not None:
+        raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
+    index, axis = jnp.asarray(rows, jnp.int32), cache.lengths.ndim - 1
+    blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
+    fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
+    return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **blocks), **fields)  # type: ignore[arg-type]

@@ -93,7 +93,7 @@ class PagedCache(Cache):
     @property
     def pages(self) -> int:
         """P, the pages of all rows together."""
-        return self.store.key.shape[-4]
+        return self.store.own_blocks
 
     @property
     def page_size(self) -> int:
@@ -161,16 +161,10 @@ class PagedCache(Cache):
 
     def read(self) -> Contents:
         self._check_layer()
-        store, table = self.store, jnp.clip(self.table, 0, self.pages - 1)
-        by_token = store.codec is not None and store.codec.scales == "token_head"
-
-        def gathered(x: jax.Array | None, is_gathered: bool = True) -> jax.Array | None:
-            return x[table] if x is not None and is_gathered else x  # [B, M, K, page, d]
-
-        key, value = store.decoded(
-            store.key[table], gathered(store.value), gathered(store.key_scale, by_token),
-            gathered(store.value_scale, by_token),
-        )  # fmt: skip
+        store, table = self.store, jnp.clip(self.table, 0, self.pages - 1) + self.store.base
+        taken = {name: x[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
+        scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | taken
+        key, value = store.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])
 
         def rows(x: jax.Array) -> jax.Array:
             return x.swapaxes(2, 3).reshape(self.batch, self.length, self.kv_heads, x.shape[-1]).astype(store.dtype)
@@ -201,20 +195,13 @@ class PagedCache(Cache):
         Args:
             copies: ``source`` and ``target``, int32 [N]; −1 for none.
         """
+        if self.store.first is not None:
+            raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
         source, target = (jnp.asarray(x, jnp.int32) for x in copies)
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
-        by_token = self.codec is not None and self.codec.scales == "token_head"
         lead = (slice(None),) * (self.lengths.ndim - 1)
-
-        def copied(x: jax.Array) -> jax.Array:
-            return x.at[(*lead, target)].set(x[(*lead, source)], mode="drop")
-
-        store = self.store
-        changes: dict[str, Any] = {"key": copied(store.key)}
-        if store.value is not None:
-            changes["value"] = copied(store.value)
-        for name in ("key_scale", "value_scale"):
-            if by_token and getattr(store, name) is not None:
-                changes[name] = copied(getattr(store, name))
-        return dataclasses.replace(self, store=dataclasses.replace(store, **changes))
+        copied = {
+            name: x.at[(*lead, target)].set(x[(*lead, source)], mode="drop") for name, x in self.store._blocks().items()
+        }
+        return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied))  # type: ignore[arg-type]

@@ -51,6 +51,8 @@ class Store:
         dtype: of keys and values as they are appended and read.
         codec: None: tokens are stored as they are.
         latent: the value is the first so many features of the key; None where values are stored.
+        first: of one layer in the arrays of all layers, its first block, int32 []; None where all blocks are its own.
+        blocks: of one layer in the arrays of all layers, how many; None where all blocks are its own.
     """
 
     key: jax.Array
@@ -60,6 +62,46 @@ class Store:
     dtype: DType = dataclasses.field(metadata={"static": True})
     codec: Quantized | None = dataclasses.field(metadata={"static": True})
     latent: int | None = dataclasses.field(metadata={"static": True})
+    first: jax.Array | None = None
+    blocks: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether each token of each head has scales of its own."""
+        return self.codec is not None and self.codec.scales == "token_head"
+
+    @property
+    def own_blocks(self) -> int:
+        """How many blocks there are, of one layer."""
+        return self.key.shape[-4] if self.blocks is None else self.blocks
+
+    @property
+    def base(self) -> jax.Array | int:
+        """The index of the first block."""
+        return 0 if self.first is None else self.first
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """Of an array of blocks, this layer's: a copy if it has those of other layers too."""
+        return x if self.first is None else lax.dynamic_slice_in_dim(x, self.first, self.own_blocks)
+
+    def layer(self, layer: jax.Array | int) -> Store:
+        """One layer of a store with a layer axis: the arrays stay those of all layers."""
+        flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in self._blocks().items()}
+        if not self.has_token_scales:
+            scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
+            flat |= {name: x[layer] for name, x in scales.items() if x is not None}
+        first = jnp.asarray(layer, jnp.int32) * self.own_blocks
+        return dataclasses.replace(self, **flat, first=first, blocks=self.own_blocks)  # type: ignore[arg-type]
+
+    def with_layer(self, one: Store) -> Store:
+        """This store with a layer axis, with the arrays of one of its layers."""
+        changes: dict[str, Any] = {n: x.reshape(self._blocks()[n].shape) for n, x in one._blocks().items()}
+        return dataclasses.replace(self, **changes)
+
+    def _blocks(self) -> dict[str, jax.Array]:
+        """The arrays of blocks."""
+        names = ("key", "value", *(("key_scale", "value_scale") if self.has_token_scales else ()))
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     @property
     def stored_dtype(self) -> DType:
@@ -98,13 +140,13 @@ class Store:
         if self.value is not None and value is not None:
             stored.append((self.value, *self._encoded(value, self.value_scale)))
         scales = [self.key_scale, self.value_scale][: len(stored)]
-        by_token = self.codec is not None and self.codec.scales == "token_head"
+        by_token = self.has_token_scales
         targets = [old for old, _, _ in stored]
         tokens = [new for _, new, _ in stored]
         if by_token:
             targets += [scale[..., None] for scale in scales if scale is not None]
             tokens += [scale[..., None] for _, _, scale in stored if scale is not None]
-        written = _write(targets, tokens, pieces)
+        written = _write(targets, tokens, pieces._replace(block=pieces.block + self.base))
         changes: dict[str, Any] = dict(zip(("key", "value"), written[: len(stored)], strict=False))
         if by_token:
             new = (scale[..., 0] for scale in written[len(stored) :])

@@ -105,7 +105,7 @@ _compiled = jax.jit(_forward, static_argnums=(0, 1))
 
 def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None) -> LoadKeyValue:
     """Tiles of the tokens in a store; ``table`` int32 [rows, pages a row] where its blocks are pages."""
-    pages = None if table is None else jnp.clip(table, 0, store.key.shape[0] - 1)
+    pages = None if table is None else jnp.clip(table, 0, store.own_blocks - 1) + store.base
 
     def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
         first = group * plan.problems_per_tile
@@ -119,7 +119,7 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
             heads, d = plan.problems_per_tile, x.shape[3]
             if pages is None:
                 sizes = (1, heads, plan.bk, d)
-                return lax.dynamic_slice(x, plan.indices(row, head, slot, 0), sizes)[0]
+                return lax.dynamic_slice(x, plan.indices(row + store.base, head, slot, 0), sizes)[0]
             count = plan.bk // blocks.page_size
             numbers = lax.dynamic_slice(pages, plan.indices(row, slot // blocks.page_size), (1, count))[0]
             sizes = (1, heads, blocks.page_size, d)

@@ -17,7 +17,7 @@ from attnops.masks import Causal, SlidingWindow
 B, H, K, D, PAGE, SLOTS = 3, 4, 2, 8, 4, 24
 TABLE = np.array([[5, 1, 7, 2, 12, 16], [0, 3, 6, 4, 13, 17], [11, 10, 9, 8, 14, 15]], np.int32)
 OPTIONS: dict[str, Any] = {"kv_heads": K, "head_dim": D, "dtype": jnp.float32, "batch": B}
-INT8 = Quantized("int8")
+INT8, CAUSAL = Quantized("int8"), Causal()
 
 
 @pytest.fixture(params=["flash", pytest.param("vanilla", marks=pytest.mark.slow)])
@@ -53,8 +53,8 @@ def append(cache: Any, key: Any, value: Any, lengths: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def call(operation: Any, cache: Any, query: Any, query_lengths: Any = None, mask: Any = None) -> Any:
-    result = operation(query, cache, mask=mask or Causal(), query_lengths=query_lengths, return_lse=True)
+def call(operation: Any, cache: Any, query: Any, query_lengths: Any = None, mask: Any = CAUSAL) -> Any:
+    result = operation(query, cache, mask=mask, query_lengths=query_lengths, return_lse=True)
     return result.attention_outputs, result.logsumexp
 
 
@@ -67,9 +67,9 @@ def step(
     value: Any,
     lengths: Any = None,
     rows: Any = None,
-    mask: Any = None,
+    mask: Any = CAUSAL,
 ) -> Any:
-    options = {"mask": mask or Causal(), "query_lengths": lengths, "rows": rows, "return_lse": True}
+    options = {"mask": mask, "query_lengths": lengths, "rows": rows, "return_lse": True}
     result, cache = operation.step(query, key, value, cache, **options)
     return result.attention_outputs, result.logsumexp, cache
 

@@ -160,7 +160,7 @@ class Cache(abc.ABC):
         slots = jnp.clip(rows.slots, 0, self.batch - 1)
         pieces, fit = self.place(T, count, slots)
         pieces = pieces._replace(first=pieces.first + rows.starts[pieces.row], row=jnp.zeros_like(pieces.row))
-        grown = self.lengths.at[slots].add(fit)
+        grown = jnp.asarray(self.lengths).at[slots].add(fit)
         dropped = jnp.zeros_like(self.overflowed).at[slots].max(fit < wanted)
         return self._appended(self.store.write(key, value, pieces), grown, dropped)
 

@@ -186,7 +186,9 @@ class PagedCache(Cache):
         for i in range(source.shape[0]):  # in order: a target may be a later source
             is_copied = (source[i] >= 0) & (target[i] >= 0)
             to = jnp.where(is_copied, target[i], self.batch)
-            fields = {name: x.at[to].set(x[jnp.maximum(source[i], 0)], mode="drop") for name, x in fields.items()}
+            fields = {
+                name: jnp.asarray(x).at[to].set(x[jnp.maximum(source[i], 0)], mode="drop") for name, x in fields.items()
+            }
         return dataclasses.replace(self.copy_pages(copies).with_table(table), **fields)
 
     def copy_pages(self, copies: PageCopies) -> Self:
@@ -202,6 +204,7 @@ class PagedCache(Cache):
         source = jnp.clip(source, 0, self.pages - 1)
         lead = (slice(None),) * (self.lengths.ndim - 1)
         copied = {
-            name: x.at[(*lead, target)].set(x[(*lead, source)], mode="drop") for name, x in self.store._blocks().items()
+            name: jnp.asarray(x).at[(*lead, target)].set(x[(*lead, source)], mode="drop")
+            for name, x in self.store._blocks().items()
         }
         return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied))  # type: ignore[arg-type]

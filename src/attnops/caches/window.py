@@ -139,9 +139,12 @@ class WindowCache(Cache):
         tokens that the next query sees.
         """
         cache = super().truncate(lengths)
-        oldest = self.written - self.length  # the first index that the ring still has
-        lost = (cache.lengths < self.lengths) & (oldest > jnp.maximum(cache.lengths - self.window + 1, 0))
-        return dataclasses.replace(cache, overflowed=cache.overflowed | lost)
+        kept = cache.lengths
+        # Where nothing but padding is kept, what the ring has is of no use, and its slots are free.
+        written = jnp.where(kept <= self.starts, kept, self.written)
+        oldest = written - self.length  # the first index that the ring still has
+        lost = (kept < self.lengths) & (oldest > jnp.maximum(kept - self.window + 1, self.starts))
+        return dataclasses.replace(cache, overflowed=cache.overflowed | lost, written=written)
 
     def mask(self, mask: Mask | None) -> Mask | None:
         window = SlidingWindow(self.window - 1, None)

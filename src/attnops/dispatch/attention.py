@@ -186,7 +186,7 @@ class OperationImpl(BaseOperation):
         else:
             runs = rows.checked(T, cache.batch)
             slots = jnp.clip(runs.slots, 0, cache.batch - 1)
-            lengths = cache.lengths.at[slots].add(runs.counts(T, cache.batch))
+            lengths = jnp.asarray(cache.lengths).at[slots].add(runs.counts(T, cache.batch))
         call = self.prepare(query, grown, query_lengths=query_lengths, rows=rows, lengths=lengths, **options)
         result: OperationOutput = self.run(call)
         return result, grown

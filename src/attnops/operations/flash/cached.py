@@ -18,6 +18,9 @@ from attnops.caches.bits import from_bits
 from attnops.caches.paged import PagedCache
 from attnops.caches.store import Store
 from attnops.kernels.flash import FlashCall
+from attnops.masks.at import At
+from attnops.masks.base import And, Mask
+from attnops.masks.positions import SlidingWindow
 from attnops.operations.flash.backend import NativeFlash, call_once
 from attnops.operations.flash.forward import KeyValue, LoadKeyValue, forward
 from attnops.operations.flash.operands import Arrays
@@ -25,10 +28,12 @@ from attnops.operations.flash.plan import Index, Plan
 from attnops.operations.flash.tile_schedule import TileSchedule
 from attnops.operations.flash.tile_sizes import Row, choose_tiles
 
-# Up to so many queries are one tile of their own size: a tile of more would compute rows that do not exist.
+# Up to so many queries, keys take longer to read than to multiply with, and the tiles are these.
 _FEW: Final = 16
-# Keys a tile of few queries.
+# Keys a tile: smaller ones take more steps, whose cost is fixed; larger ones read more that is not seen. Of a
+# window a quarter, since on average half a tile at either end is read for nothing, but no less than the latter.
 _KEYS: Final = 512
+_LEAST_KEYS: Final = 128
 
 
 class Blocks(NamedTuple):
@@ -56,10 +61,11 @@ class CachedFlash(NativeFlash):
     blocks: Blocks
 
     def tiles(self, call: FlashCall, row: Row) -> tuple[int, int]:
-        T, groups = call.query.shape[1], call.query.shape[2] // call.key.shape[2]
-        block_q, block_k = choose_tiles(T, self.blocks.slots, groups, call.metadata.block_q, call.metadata.block_k, row)
-        if T <= _FEW and call.metadata.block_q is None:
-            block_q, block_k = T, call.metadata.block_k or min(_KEYS, self.blocks.slots)
+        T, groups, given = call.query.shape[1], call.query.shape[2] // call.key.shape[2], call.metadata.block_k
+        block_q, block_k = choose_tiles(T, self.blocks.slots, groups, call.metadata.block_q, given, row)
+        if T <= _FEW and not given:
+            window = _window(call.mask)
+            block_k = _KEYS if window is None else max(_LEAST_KEYS, min(_KEYS, window // 4))
         return block_q, self._fitting(block_k)
 
     def _fitting(self, block_k: int) -> int:
@@ -70,6 +76,18 @@ class CachedFlash(NativeFlash):
         if not is_packed:
             return most * unit
         return unit * max(n for n in range(1, most + 1) if slots // unit % n == 0)
+
+
+def _window(mask: Mask | None) -> int | None:
+    """The keys of the narrowest window in a mask that is known when tracing; None for none."""
+    if isinstance(mask, And):
+        widths = [width for side in (mask.left, mask.right) if (width := _window(side)) is not None]
+        return min(widths, default=None)
+    if isinstance(mask, At):
+        return _window(mask.mask)
+    if isinstance(mask, SlidingWindow) and isinstance(mask.left, int):
+        return mask.left + 1 + (mask.right if isinstance(mask.right, int) else 0)
+    return None
 
 
 def cached_attention(call: FlashCall, cache: Cache, is_packed: bool) -> tuple[jax.Array, jax.Array]:

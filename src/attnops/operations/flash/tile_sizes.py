@@ -50,7 +50,9 @@ def choose_tiles(
         block_k: keys a tile, of the metadata; None for the table's.
         row: the table's row.
     """
-    q = min(block_q, T) if block_q else _equal_tiles(T, max(row.rows // groups, _MULTIPLE))
+    # A tile of more queries than there are would compute rows that do not exist: 64 for 4 when one token is decoded.
+    most = max(row.rows // groups, _MULTIPLE)
+    q = min(block_q, T) if block_q else T if T < _MULTIPLE else _equal_tiles(T, most)
     k = min(block_k, S) if block_k else _equal_tiles(S, row.keys)
     return q, k
 

@@ -9,6 +9,7 @@ from attnops.caches.codec import Quantized
 from attnops.caches.dense import DenseCache
 from attnops.caches.packed import Rows
 from attnops.caches.paged import PagedCache
+from attnops.caches.placement import Placement, sharded
 from attnops.caches.pool import PageCopies, PagePool
 from attnops.caches.sizes import bytes_per_page, pages_that_fit
 from attnops.caches.window import WindowCache
@@ -20,9 +21,11 @@ __all__ = [
     "PageCopies",
     "PagePool",
     "PagedCache",
+    "Placement",
     "Quantized",
     "Rows",
     "WindowCache",
     "bytes_per_page",
     "pages_that_fit",
+    "sharded",
 ]

@@ -13,6 +13,8 @@ import numpy as np
 from attnops.caches.bits import bits_dtype
 from attnops.caches.codec import Quantized
 from attnops.caches.packed import Rows
+from attnops.caches.placement import Placement
+from attnops.caches.placement import append as append_by_shard
 from attnops.caches.store import Pieces, Store
 from attnops.masks.base import Mask
 
@@ -61,12 +63,14 @@ class Cache(abc.ABC):
         lengths: indices in use, left padding included, int32 [B].
         starts: tokens of left padding, int32 [B].
         overflowed: whether tokens were dropped because they did not fit, bool [B]; it stays True.
+        placement: the mesh axes that shard it, see `attnops.caches.sharded`; None without a mesh.
     """
 
     store: Store
     lengths: jax.Array
     starts: jax.Array
     overflowed: jax.Array
+    placement: Placement | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
     # Its name in requests and limits.
     storage: ClassVar[str]
@@ -109,6 +113,17 @@ class Cache(abc.ABC):
         return self.store.codec
 
     @property
+    def specs(self) -> Self:
+        """The partition spec of every array on the mesh of ``placement``, a pytree of this structure.
+
+        Raises:
+            ValueError: it has no placement.
+        """
+        if self.placement is None:
+            raise ValueError("placement=None: the cache is on no mesh; make it by attnops.caches.sharded(create, mesh)")
+        return self.placement.specs(self)
+
+    @property
     def bytes_per_token(self) -> int:
         """The bytes of one token of one layer, scales included."""
         store, total = self.store, 0
@@ -146,15 +161,25 @@ class Cache(abc.ABC):
             raise ValueError(
                 f"value has length {value.shape[1]}, but key has length {key.shape[1]}: they must be equal"
             )
+        T, count = key.shape[1], None
+        if rows is None:
+            count = self.row_lengths("lengths", lengths, T)
+        elif lengths is not None:
+            raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
+        else:
+            rows = rows.checked(T, self.batch)
+        placement = None if self.placement is None else self.placement.free()
+        if placement is not None:
+            return append_by_shard(placement, self, key, value, count, rows)
+        return self._append(key, value, count, rows)
+
+    def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
+        """`append` on one device, its arguments checked."""
         T = key.shape[1]
         if rows is None:
-            every = jnp.arange(self.batch, dtype=jnp.int32)
-            count = self.row_lengths("lengths", lengths, T)
-            pieces, fit = self.place(T, count, every)
+            assert count is not None
+            pieces, fit = self.place(T, count, jnp.arange(self.batch, dtype=jnp.int32))
             return self._appended(self.store.write(key, value, pieces), self.lengths + fit, fit < count)
-        if lengths is not None:
-            raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
-        rows = rows.checked(T, self.batch)
         wanted = rows.counts(T, self.batch)
         count = jnp.where(rows.is_first(wanted), wanted, 0)
         slots = jnp.clip(rows.slots, 0, self.batch - 1)
@@ -378,7 +403,7 @@ def create_store(
     )
 
 
-def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dict[str, jax.Array]:
+def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dict[str, Any]:
     """``lengths``, ``starts`` and ``overflowed`` of an empty cache."""
     check_size("batch", batch)
     lead = () if layers is None else (layers,)

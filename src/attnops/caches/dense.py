@@ -76,9 +76,11 @@ class DenseCache(Cache):
         return self.store.key.shape[-2]
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
-        lengths = self.lengths[rows]
+        lengths, run = self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
         fit = jnp.clip(self.length - lengths, 0, count)
-        return Pieces(jnp.arange(rows.shape[0], dtype=jnp.int32), jnp.zeros_like(rows), fit, rows, lengths), fit
+        # A negative length is that of a row whose first slots are on other devices.
+        slot = jnp.maximum(lengths, 0)
+        return Pieces(run, slot - lengths, jnp.maximum(lengths + fit - slot, 0), rows, slot), fit
 
     def positions(self) -> tuple[jax.Array, jax.Array]:
         index = jnp.arange(self.length, dtype=jnp.int32)

@@ -96,6 +96,23 @@ class PagedCache(Cache):
         return self.store.own_blocks
 
     @property
+    def pages_of_row(self) -> int:
+        """The pages that a row's table may name: all, or on a mesh those of the row's shard."""
+        return self.pages // self._shards
+
+    @property
+    def _shards(self) -> int:
+        placement = None if self.placement is None else self.placement.free()
+        return 1 if placement is None else placement.shards(placement.batch)
+
+    def _blocks(self, table: jax.Array, rows: jax.Array) -> jax.Array:
+        """The pages of ``table`` [R, n] of some rows [R], counted over all shards; those that are none clipped."""
+        own = jnp.clip(table, 0, self.pages_of_row - 1)
+        if self._shards == 1:
+            return own
+        return own + (rows // (self.batch // self._shards) * self.pages_of_row)[:, None]
+
+    @property
     def page_size(self) -> int:
         """Slots a page."""
         return self.store.key.shape[-2]
@@ -126,10 +143,10 @@ class PagedCache(Cache):
                 f"table is {array.dtype} {tuple(array.shape)}, but must be integers [B, max_pages]={shape}: the batch "
                 f"and max_pages of the cache"
             )
-        if isinstance(array, np.ndarray) and array.size and (array.min() < -1 or array.max() >= self.pages):
+        if isinstance(array, np.ndarray) and array.size and (array.min() < -1 or array.max() >= self.pages_of_row):
             raise ValueError(
-                f"table has pages from {array.min()} to {array.max()}, but the cache has pages 0 to {self.pages - 1}, "
-                f"and -1 means no page"
+                f"table has pages from {array.min()} to {array.max()}, but the cache has pages 0 to "
+                f"{self.pages_of_row - 1}{' for each shard of rows' * (self._shards > 1)}, and -1 means no page"
             )
         return dataclasses.replace(self, table=jnp.broadcast_to(jnp.asarray(array, jnp.int32), self.table.shape))
 
@@ -138,7 +155,7 @@ class PagedCache(Cache):
         most = 1 if T == 1 else (T - 1) // p + 2  # pages that T tokens may lie in
         number = lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [R, most], of the row's pages
         page = jnp.take_along_axis(self.table[rows], jnp.minimum(number, self.max_pages - 1), axis=1)
-        exists = (number < self.max_pages) & (page >= 0) & (page < self.pages)
+        exists = (number < self.max_pages) & (page >= 0) & (page < self.pages_of_row)
         begin = jnp.maximum(lengths[:, None], number * p)  # indices of the first and last token in the page
         end = jnp.minimum((lengths + count)[:, None], number * p + p)
         wanted = jnp.maximum(end - begin, 0)
@@ -148,7 +165,7 @@ class PagedCache(Cache):
             row=jnp.broadcast_to(run[:, None], page.shape),
             first=begin - lengths[:, None],
             size=kept,
-            block=jnp.clip(page, 0, self.pages - 1),
+            block=self._blocks(page, rows),
             slot=begin % p,
         )
         return Pieces(*(x.reshape(-1) for x in pieces)), kept.sum(1).astype(jnp.int32)
@@ -156,12 +173,13 @@ class PagedCache(Cache):
     def positions(self) -> tuple[jax.Array, jax.Array]:
         index = jnp.arange(self.length, dtype=jnp.int32)
         position = index - self.starts[:, None]
-        exists = jnp.repeat((self.table >= 0) & (self.table < self.pages), self.page_size, axis=1)
+        exists = jnp.repeat((self.table >= 0) & (self.table < self.pages_of_row), self.page_size, axis=1)
         return position, exists & (position >= 0) & (index < self.lengths[:, None])
 
     def read(self) -> Contents:
         self._check_layer()
-        store, table = self.store, jnp.clip(self.table, 0, self.pages - 1) + self.store.base
+        store = self.store
+        table = self._blocks(self.table, jnp.arange(self.batch, dtype=jnp.int32)) + store.base
         taken = {name: x[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
         scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | taken
         key, value = store.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec
 from attnops.caches.base import Cache, CacheType
 from attnops.dispatch import border
 from attnops.dispatch.binding import Call, bind_attention, resolve_mode, swap_heads
-from attnops.dispatch.cached import arrays_of, bind_cached, shapes_of
+from attnops.dispatch.cached import bind_cached, shapes_of
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, decide, forward_for, keyword_options, warn_gathers
+from attnops.dispatch.over_cache import run_over_cache
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
@@ -25,7 +26,7 @@ from attnops.kernels.rules import inexact_vjp
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.output import OperationOutput
-from attnops.partition.boundary import find_boundary
+from attnops.partition.boundary import find_boundary, find_cached_boundary
 from attnops.partition.options import CONTRACT
 from attnops.partition.run import run_sharded, run_unsharded
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
@@ -197,7 +198,11 @@ class OperationImpl(BaseOperation):
         if isinstance(key, Cache):
             if value is not None:
                 raise ValueError("key is a cache and value is given too: the cache has the values; leave value out")
-            return bind_cached(self.metadata, query, key, options, **of_cache)
+            call = bind_cached(self.metadata, query, key, options, **of_cache)
+            assert isinstance(call.request, AttentionRequest)
+            return call._replace(
+                boundary=find_cached_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request, *call.args)
+            )
         for name, given in of_cache.items():
             if given is not None:
                 raise ValueError(f"{name} is given, but key is no cache: op(query, cache, {name}=...)")
@@ -218,15 +223,7 @@ class OperationImpl(BaseOperation):
         if request.cache is None:
             result: OperationOutput = super()._run(forward, call)
             return result
-        if not self.in_place_reasons(forward, request):
-            result = getattr(self, f"cached_{forward}")(*call.args, **call.options)
-            return result
-        # The arrays are [B, S, K, D] in any case, so that this call is in the layout "BTHD".
-        metadata = self.metadata
-        operation = self if metadata.layout == "BTHD" else border.make(type(self), metadata.replace(layout="BTHD"))
-        args, options = arrays_of(call)
-        result = operation.run(operation.prepare(*args, **options))
-        return result
+        return run_over_cache(self, forward, call)
 
     def in_place_reasons(self, forward: str, request: AttentionRequest) -> list[Reason]:
         """Why ``cached_<forward>`` can't serve a request over a cache; empty where it can."""
@@ -236,8 +233,6 @@ class OperationImpl(BaseOperation):
             return [Reason("cache", request.cache.storage, f"{type(self).__name__} has no cached_{forward}")]
         unknown = request.options - keyword_options(method)
         reasons = [Reason(option, "given", f"cached_{forward} has no such option") for option in sorted(unknown)]
-        if self.metadata.mesh is not None:
-            reasons.append(Reason("mesh", "given", f"cached_{forward} runs on one device"))
         limits = self._limits(forward)
         return reasons + limits.cache_reasons(request.cache) + super()._reasons(forward, request)
 

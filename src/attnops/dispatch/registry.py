@@ -22,7 +22,7 @@ from attnops.errors import (
     UnknownOperationError,
     printable,
 )
-from attnops.partition.run import forget_programs
+from attnops.partition.program import forget_programs
 
 OperationClass = TypeVar("OperationClass", bound=type[BaseOperation])
 

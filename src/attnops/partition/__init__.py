@@ -4,7 +4,7 @@ Listed here is what operations that also shard the sequence use, such as `ring` 
 """
 
 from attnops.partition.boundary import Boundary
-from attnops.partition.placing import mesh_of_types, own_entry, resharded, uncut
 from attnops.partition.run import run_sharded
+from attnops.sharding.placing import mesh_of_types, own_entry, resharded, uncut
 
 __all__ = ["Boundary", "mesh_of_types", "own_entry", "resharded", "run_sharded", "uncut"]

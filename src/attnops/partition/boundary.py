@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from attnops.caches.placement import Placement, placement_of
 from attnops.output import OperationOutput
-from attnops.partition.placing import (
+from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_LENGTH, QUERY_LENGTH
+from attnops.sharding.devices import default_device
+from attnops.sharding.mesh import get_names_from_partition_spec, manual_axes, names_of
+from attnops.sharding.placing import (
     concrete,
     explicit_names,
     mapped_names,
@@ -20,15 +24,13 @@ from attnops.partition.placing import (
     own_entry,
     resharded,
 )
-from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_LENGTH, QUERY_LENGTH
-from attnops.sharding.devices import default_device
-from attnops.sharding.mesh import get_names_from_partition_spec
 from attnops.sharding.rules import AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
 
 Entry = MeshAxes
 
 if TYPE_CHECKING:
+    from attnops.caches.base import Cache
     from attnops.dispatch.request import AttentionRequest
     from attnops.typing import Leaf
 
@@ -45,6 +47,8 @@ class Boundary:
         kv_heads: the mesh axes that shard key and value heads: those of ``heads``, or None where they do not divide.
         lengths: the mesh axes that the rules give queries, and keys, whether they divide the lengths or not.
         results: by field of `OperationOutput`, the spec that the rules give it; empty without explicit axes.
+        cache: of a call over a cache, how the cache is sharded. Queries are sharded with it, but for packed rows, whose
+            ``batch`` is None.
     """
 
     mesh: MeshLike
@@ -54,6 +58,7 @@ class Boundary:
     kv_heads: Entry
     lengths: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
     results: Mapping[str, PartitionSpec]
+    cache: Placement | None = None
 
     @property
     def is_nested(self) -> bool:
@@ -136,6 +141,60 @@ def find_boundary(
         kv_heads=kv_heads if kv_heads == heads else None,
         lengths=lengths,
         results=_results(dividing, of, request, batch, heads) if is_explicit else {},
+    )
+
+
+def find_cached_boundary(
+    mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest, query: Leaf, cache: Cache
+) -> Boundary | None:
+    """How a call over a cache is sharded: as the cache is, or by the rules where it has no placement.
+
+    Args:
+        mesh: see `find_boundary`.
+        rules: the metadata's.
+        request: of the call.
+        query: [B, T, H, D].
+        cache: the cache.
+
+    Raises:
+        ValueError: ``mesh``, that of the cache and the current mesh have different axes.
+        UnsupportedError: see `Placement.free`.
+    """
+    own = cache.placement
+    if own is not None and mesh is not None and dict(own.mesh.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"metadata.mesh has the axes {dict(mesh.shape)}, but the cache was placed on a mesh with "
+            f"{dict(own.mesh.shape)}; a call runs on one mesh: leave metadata.mesh out, or give an equal one"
+        )
+    ambient = jax.sharding.get_abstract_mesh()
+    arrays = [query, *jax.tree.leaves(cache)]
+    typed = mesh_of_types(arrays)
+    chosen = _mesh_of(mesh if own is None else own.mesh, ambient, typed)
+    if chosen is None:
+        return None
+    free = frozenset(chosen.shape) - mapped_names(arrays) - manual_axes()
+    nowhere = Placement(chosen, None, None, None)
+    placement = placement_of(cache, chosen, rules, by_page=False) if own is None else own.free() or nowhere
+    dividing = functools.partial(_dividing, chosen, free)
+    of = functools.partial(_names_of, rules, request.mode)
+    heads = placement.kv_heads
+    if heads is None:
+        taken = names_of(placement.batch) + names_of(placement.slots)
+        heads = dividing(tuple(name for name in of(HEAD) if name not in taken), request.heads)
+    is_explicit = bool(explicit_names(chosen) | explicit_names(typed))
+    is_here = math.prod(chosen.shape[name] for name in free) > 1 or not _is_elsewhere(chosen, arrays)
+    if is_here and not is_explicit and placement == nowhere and heads is None:
+        return None
+    batch = None if request.cache is not None and request.cache.is_packed else placement.batch
+    return Boundary(
+        mesh=chosen,
+        is_ambient=not ambient.empty,
+        batch=batch,
+        heads=heads,
+        kv_heads=placement.kv_heads,
+        lengths=(None, None),
+        results=_results(dividing, of, request, batch, heads) if is_explicit else {},
+        cache=placement,
     )
 
 

@@ -33,7 +33,7 @@ class Template:
     leaves: tuple[Leaf, ...]
     places: tuple[int | None, ...]
 
-    def filled(self, arrays: Sequence[Leaf]) -> tuple[tuple[Leaf, Leaf, Leaf], dict[str, Any]]:
+    def filled(self, arrays: Sequence[Leaf]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, ``args`` and options, with these operands."""
         given = (x if i is None else arrays[i] for x, i in zip(self.leaves, self.places, strict=True))
         options = jax.tree.unflatten(self.tree, given)
@@ -62,11 +62,11 @@ class Operands:
         template: the arguments of the call without them.
     """
 
-    def __init__(self, args: tuple[Leaf, Leaf, Leaf], options: Options, specs: Mapping[str, PyTree]) -> None:
+    def __init__(self, args: tuple[PyTree, ...], options: Options, specs: Mapping[str, PyTree]) -> None:
         """Take the arrays out.
 
         Args:
-            args: query, key and value.
+            args: query, key and value; or query and cache.
             options: the other arguments.
             specs: partition specs of ``args`` and of every option, pytrees of their structure.
         """

@@ -8,7 +8,6 @@ compiled program, also outside `jax.jit`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,13 @@ from attnops.output import OperationOutput
 from attnops.partition.boundary import Boundary, Entry
 from attnops.partition.operands import Operands, Template
 from attnops.partition.options import CONTRACT, own_axis, own_option_specs
-from attnops.partition.placing import placed, resharded
+from attnops.partition.program import Program, compiled, first_index, program_key
 from attnops.partition.shards import Shard, shard_of, specs_of
-from attnops.programs.functions import holds_function
+from attnops.sharding.mesh import mesh_arguments
+from attnops.sharding.placing import placed, resharded
 
 if TYPE_CHECKING:
-    from attnops.typing import Function, Index, Leaf, Options, PyTree
+    from attnops.typing import Leaf, Options, PyTree
 
 
 def run_sharded(
@@ -62,24 +62,27 @@ def run_sharded(
     """
     q_spec = PartitionSpec(boundary.batch, lengths[0], boundary.heads)
     kv_spec = PartitionSpec(boundary.batch, lengths[1], boundary.kv_heads)
+    entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
+    sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": args[1].shape[2]}
     operands = Operands(
-        args, options, {"args": (q_spec, kv_spec, kv_spec), **_specs(boundary, args, options, option_axes)}
+        args, options, {"args": (q_spec, kv_spec, kv_spec), **option_specs(entries, sizes, options, option_axes)}
     )
     by_head = PartitionSpec(boundary.batch, boundary.heads, lengths[0])
     fields = {"attention_outputs": q_spec, "attention_weights": by_head, "logsumexp": by_head}
-    wanted = _wanted(options)
+    wanted = wanted_fields(options)
     local = _ShardForward(
         function, operands.template, wanted, boundary.batch, boundary.heads, boundary.kv_heads,
-        args[0].shape[2] // args[1].shape[2], _by_kv_head(options, option_axes),
+        args[0].shape[2] // args[1].shape[2], by_kv_head(options, option_axes),
     )  # fmt: skip
-    where = _where(boundary)
-    program = _Program(
+    where = mesh_arguments(boundary.mesh)
+    static = (wanted, local.batch, local.heads, local.kv_heads, local.group, local.by_kv_head)
+    program = Program(
         local, tuple(operands.specs), tuple(fields[name] for name in wanted), not is_interpreted, where,
-        None if key is None else _key(key, boundary, local, options, where),
+        None if key is None else program_key(key, boundary, local.template, options, where, static),
     )  # fmt: skip
-    compiled = _compiled(program) if program.key is not None else program.compiled()
+    run = compiled(program) if program.key is not None else program.compiled()
     moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
-    return OperationOutput(**dict(zip(wanted, compiled(*moved), strict=True)))
+    return OperationOutput(**dict(zip(wanted, run(*moved), strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,13 +110,13 @@ class _ShardForward:
     def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
         """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
         (query, key, value), rest = self.template.filled(arrays)
-        shard = Shard(_first(self.batch, query.shape[0]), _first(self.heads, query.shape[2]),
+        shard = Shard(first_index(self.batch, query.shape[0]), first_index(self.heads, query.shape[2]),
                       query.shape[0], query.shape[2])  # fmt: skip
         if self.kv_heads != self.heads:
-            key, value = (_kv_heads(x, shard, self.group) for x in (key, value))
+            key, value = (kv_heads_of(x, shard, self.group) for x in (key, value))
             for name, axis in self.by_kv_head:
                 rest[name] = jax.tree.map(
-                    lambda x, a=axis: x if x.shape[a] == 1 else _kv_heads(x, shard, self.group, a),  # type: ignore[misc]
+                    lambda x, a=axis: x if x.shape[a] == 1 else kv_heads_of(x, shard, self.group, a),  # type: ignore[misc]
                     rest[name],
                 )
         for name in ("mask", "bias"):
@@ -121,75 +124,10 @@ class _ShardForward:
                 rest[name] = shard_of(rest[name], shard)
         if "dropout_key" in rest:
             rest["dropout_key"] = ShiftedKey(rest["dropout_key"], shard.b, shard.h)
-        return _fields(self.function(query, key, value, **rest), self.wanted)
+        return fields_of(self.function(query, key, value, **rest), self.wanted)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Program:
-    """A `jax.shard_map`, compared by its key only.
-
-    Attributes:
-        local: the computation of one device.
-        in_specs: of its operands.
-        out_specs: of the wanted fields.
-        check_vma: see `jax.shard_map`.
-        where: the mesh, or the axes of the current mesh.
-        key: None for a program that must not be cached.
-    """
-
-    local: _ShardForward
-    in_specs: tuple[PartitionSpec, ...]
-    out_specs: tuple[PartitionSpec, ...]
-    check_vma: bool
-    where: dict[str, Any]
-    key: Hashable | None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Program) and self._compared == other._compared
-
-    def __hash__(self) -> int:
-        return hash(self._compared)
-
-    @property
-    def _compared(self) -> tuple[Hashable, ...]:
-        return self.in_specs, self.out_specs, self.check_vma, self.key
-
-    def compiled(self) -> Function:
-        """The program under `jax.jit`: without it JAX has no gradient of a kernel's rule inside `jax.shard_map`."""
-        return jax.jit(
-            jax.shard_map(
-                self.local.run, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=self.check_vma, **self.where
-            )
-        )
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(program: _Program) -> Function:
-    return program.compiled()
-
-
-def forget_programs() -> None:
-    """Drop compiled programs: a forward may look up another operation by name, which has changed."""
-    _compiled.cache_clear()
-
-
-def _key(
-    key: Hashable, boundary: Boundary, local: _ShardForward, options: Options, where: Mapping[str, Any]
-) -> Hashable | None:
-    """The cache key of a program, without arrays or functions of the caller's; None where it would hold one."""
-    if holds_function(options.get("mask")) or holds_function(options.get("bias")):
-        return None
-    own = [option for name, option in options.items() if name not in CONTRACT]
-    if not jax.tree_util.all_leaves(own):
-        return None  # the structure of an operation's own option may hold anything
-    template = local.template.key
-    if template is None:
-        return None
-    return (key, template, boundary.mesh, tuple(sorted(where)), local.wanted, local.batch, local.heads, local.kv_heads,
-            local.group, local.by_kv_head)  # fmt: skip
-
-
-def _by_kv_head(options: Options, option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+def by_kv_head(options: Options, option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
     own = ((name, own_axis(name, option_axes)) for name in options if name not in CONTRACT)
     return tuple((name, axis) for name, axis in own if axis is not None)
 
@@ -217,12 +155,17 @@ def run_unsharded(
     return function(*replicated.pop("args"), **replicated)
 
 
-def _specs(
-    boundary: Boundary, args: tuple[Leaf, Leaf, Leaf], options: Options, option_axes: Mapping[str, str]
+def option_specs(
+    entries: Mapping[str, Entry], sizes: Mapping[str, int], options: Options, option_axes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The specs of each option's arrays, by its name."""
-    entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
-    sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": args[1].shape[2]}
+    """The specs of each option's arrays, by its name.
+
+    Args:
+        entries: the mesh axes that shard each dimension, by letter.
+        sizes: B, H and K of the call, by letter.
+        options: those of the contract, bound, and others.
+        option_axes: see `run_sharded`.
+    """
 
     def spec_of(shape: tuple[int, ...], letters: str) -> PartitionSpec:
         sized = zip(letters, shape, strict=False)
@@ -240,31 +183,19 @@ def _specs(
     return specs
 
 
-def _wanted(options: Options) -> tuple[str, ...]:
+def wanted_fields(options: Options) -> tuple[str, ...]:
     """The fields of the output that a call asks for."""
     asked = {"return_weights": "attention_weights", "return_lse": "logsumexp"}
     return ("attention_outputs", *(field for option, field in asked.items() if option in options))
 
 
-def _fields(output: OperationOutput, wanted: tuple[str, ...]) -> tuple[Leaf, ...]:
+def fields_of(output: OperationOutput, wanted: tuple[str, ...]) -> tuple[Leaf, ...]:
     if not isinstance(output, OperationOutput):
         raise TypeError(f"a forward returned a {type(output).__name__}, but must return OperationOutput")
     return tuple(getattr(output, name) for name in wanted)
 
 
-def _where(boundary: Boundary) -> dict[str, Any]:
-    if not boundary.is_ambient:
-        return {"mesh": boundary.mesh}
-    manual = set(boundary.mesh.manual_axes)  # type: ignore[union-attr]
-    return {"axis_names": set(boundary.mesh.axis_names) - manual} if manual else {}
-
-
-def _first(entry: Entry, size: int) -> Index:
-    """The first index of this device's shard of a dimension, of ``size`` indices."""
-    return jnp.int32(0) if entry is None else lax.axis_index(entry) * size
-
-
-def _kv_heads(x: jax.Array, shard: Shard, group: int, axis: int = 2) -> jax.Array:
+def kv_heads_of(x: jax.Array, shard: Shard, group: int, axis: int = 2) -> jax.Array:
     """The kv heads that this device's query heads use, selected from all K.
 
     One kv head per query head, with repeats, if neither the group nor the device's number of query heads divides the

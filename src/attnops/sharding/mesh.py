@@ -73,3 +73,23 @@ def get_names_from_partition_spec(partition_specs: PyTree) -> list[str]:
         elif isinstance(item, (Iterable, Mapping)):
             names |= dict.fromkeys(get_names_from_partition_spec(item))
     return list(names)
+
+
+def names_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return tuple(get_names_from_partition_spec((entry,)))
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that an enclosing `jax.shard_map` uses."""
+    ambient = jax.sharding.get_abstract_mesh()
+    return frozenset() if ambient.empty else frozenset(ambient.manual_axes)
+
+
+def mesh_arguments(mesh: MeshLike) -> dict[str, Any]:
+    """The arguments that name the mesh of a `jax.shard_map`: the current one, without manual axes, or else ``mesh``."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.empty:
+        return {"mesh": mesh}
+    manual = manual_axes()
+    return {"axis_names": set(ambient.axis_names) - manual} if manual else {}

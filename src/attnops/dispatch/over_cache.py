@@ -1,0 +1,102 @@
+"""The run of a call over a cache: on one device, or on each device's part of the cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from attnops.dispatch import border
+from attnops.dispatch.binding import Call
+from attnops.dispatch.cached import arrays_of, shapes_of
+from attnops.dispatch.request import AttentionRequest
+from attnops.dispatch.result import check_output
+from attnops.output import OperationOutput
+from attnops.partition.cached import CachedForward, run_cached
+from attnops.softmax import PartialSoftmax
+
+if TYPE_CHECKING:
+    from attnops.caches.base import Cache
+    from attnops.dispatch.attention import OperationImpl
+
+
+def run_over_cache(operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
+    """Run a call over a cache; under a mesh each device runs it on its part, see `attnops.partition.cached`."""
+    if call.boundary is None:
+        return _on_device(operation, forward, call)
+    request = call.request
+    assert isinstance(request, AttentionRequest)
+    assert request.cache is not None
+    key = operation.program_key(forward)
+    shard = CachedForward(
+        functools.partial(_whole, operation, forward, request),
+        functools.partial(_partial, operation, forward, request),
+        operation.option_axes,
+        None if key is None else (key, forward, request),
+    )
+    query, cache = call.args
+    output = run_cached(call.boundary, shard, query, cache, call.options, request.cache.is_packed)
+    return call.boundary.typed(output)
+
+
+def _on_device(operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
+    """In place, or on the arrays that the cache is read into."""
+    assert isinstance(call.request, AttentionRequest)
+    if not operation.in_place_reasons(forward, call.request):
+        result: OperationOutput = getattr(operation, f"cached_{forward}")(*call.args, **call.options)
+        return result
+    args, options = arrays_of(call)
+    of_arrays = _in_bthd(operation)
+    result = of_arrays.run(of_arrays.prepare(*args, **options))
+    return result
+
+
+def _whole(
+    operation: OperationImpl, forward: str, request: AttentionRequest, query: jax.Array, cache: Cache,
+    options: dict[str, Any],
+) -> OperationOutput:  # fmt: skip
+    """A device's part of a call, from its query, cache and options."""
+    call = _of_device(request, query, cache, options)
+    return _checked(operation, call, _on_device(operation, forward, call))
+
+
+def _partial(
+    operation: OperationImpl, forward: str, request: AttentionRequest, query: jax.Array, cache: Cache,
+    options: dict[str, Any],
+) -> PartialSoftmax:  # fmt: skip
+    """The partial softmax over the keys that a device has."""
+    call = _of_device(request, query, cache, options)
+    assert isinstance(call.request, AttentionRequest)
+    if operation.in_place_reasons(forward, call.request):
+        args, given = arrays_of(call)
+        return _in_bthd(operation).partial(*args, **given)
+    call = call._replace(options=options | {"return_lse": True})
+    output = _checked(operation, call, _on_device(operation, forward, call))
+    assert output.logsumexp is not None
+    out = output.attention_outputs.astype(jnp.float32)
+    return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
+
+
+def _of_device(request: AttentionRequest, query: jax.Array, cache: Cache, options: dict[str, Any]) -> Call:
+    assert request.cache is not None
+    slots = cache.length * (cache.batch if request.cache.is_packed else 1)
+    own = request.replace(
+        batch=query.shape[0], heads=query.shape[2], kv_heads=cache.kv_heads, key_length=slots,
+        mask_structure=request.mask_structure, options=request.options & frozenset(options),
+    )  # fmt: skip
+    return Call(own, (query, cache), options)
+
+
+def _checked(operation: OperationImpl, call: Call, output: OperationOutput) -> OperationOutput:
+    return check_output(type(operation).__name__, shapes_of(call), call.options, output)
+
+
+def _in_bthd(operation: OperationImpl) -> OperationImpl:
+    """The operation in the layout "BTHD", which a cache's arrays have in any case."""
+    metadata = operation.metadata
+    if metadata.layout == "BTHD":
+        return operation
+    made: Any = border.make(type(operation), metadata.replace(layout="BTHD"))
+    return made  # type: ignore[no-any-return]

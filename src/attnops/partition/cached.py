@@ -1,0 +1,228 @@
+"""A call over a cache under a mesh: every device attends to what it holds.
+
+Rows and heads are shards of the call. Of a context that is cut, each device has some of the keys of every query, and of
+packed rows all queries and the keys of some rows: there each computes a partial softmax, which `joined` merges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from attnops.caches.placement import Placement, check_packed
+from attnops.caches.slots import SlotBias
+from attnops.errors import Reason, UnsupportedError
+from attnops.masks.at import At
+from attnops.masks.base import Mask
+from attnops.output import OperationOutput
+from attnops.partition.boundary import Boundary, Entry
+from attnops.partition.operands import Operands, Template
+from attnops.partition.program import Program, compiled, first_index, program_key
+from attnops.partition.run import by_kv_head, fields_of, kv_heads_of, option_specs, wanted_fields
+from attnops.partition.shards import Shard, SpecOf, shard_of, specs_of
+from attnops.sharding.mesh import mesh_arguments, names_of
+from attnops.sharding.placing import placed
+from attnops.softmax import PartialSoftmax, exp_sum, log_sum, merge, with_sinks
+
+if TYPE_CHECKING:
+    from attnops.caches.base import Cache
+    from attnops.typing import Leaf, Options
+
+# Of up to so many queries partial softmaxes are gathered: one exchange, of more bytes than two reductions.
+_GATHERED: Final = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedForward:
+    """What one device computes.
+
+    Attributes:
+        whole: of query, cache and options: attention over all keys of its rows.
+        partial: of the same, without sinks and flags: attention over some of the keys.
+        option_axes: see `attnops.partition.run.run_sharded`.
+        key: all that both depend on other than their arguments, see `attnops.partition.run.run_sharded`.
+    """
+
+    whole: Callable[..., OperationOutput]
+    partial: Callable[..., PartialSoftmax]
+    option_axes: Mapping[str, str]
+    key: Hashable | None
+
+
+def run_cached(
+    boundary: Boundary, forward: CachedForward, query: jax.Array, cache: Cache, options: Options, is_packed: bool
+) -> OperationOutput:
+    """Attention over a cache, each device computing its part.
+
+    Args:
+        boundary: see `attnops.partition.boundary.find_cached_boundary`.
+        forward: the computation of one device.
+        query: [B, T, H, D]; of packed rows [1, N, H, D].
+        cache: the cache.
+        options: bound to slots, see `attnops.dispatch.cached`.
+        is_packed: whether rows are packed.
+
+    Raises:
+        UnsupportedError: what can't be computed from partial softmaxes, or from some of the keys.
+    """
+    placement = boundary.cache
+    assert placement is not None
+    if is_packed:
+        check_packed(placement)
+    keys = placement.batch if is_packed else placement.slots
+    if keys is not None:
+        _check_partial(keys, options)
+    entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads, "s": keys}
+    sizes = {"b": query.shape[0], "h": query.shape[2], "k": cache.kv_heads}
+    specs = option_specs(entries, sizes, options, forward.option_axes)
+    if isinstance(bias := options.get("bias"), SlotBias):
+        specs["bias"] = _bias_specs(bias, entries)
+    by_query = PartitionSpec(boundary.batch, None, boundary.heads)
+    operands = Operands((query, cache), options, {"args": (by_query, placement.specs(cache)), **specs})
+    by_head = PartitionSpec(boundary.batch, boundary.heads)
+    fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
+    wanted = wanted_fields(options)
+    group = query.shape[2] // cache.kv_heads
+    own = by_kv_head(options, forward.option_axes)
+    local = _Local(forward, operands.template, wanted, placement, boundary.batch, boundary.heads, keys, group, own)
+    where = mesh_arguments(boundary.mesh)
+    static = (wanted, placement, boundary.batch, boundary.heads, keys, group, own)
+    key = None
+    if forward.key is not None:
+        key = program_key(forward.key, boundary, operands.template, options, where, static)
+    # Nothing is differentiated, and kernels may have carries that don't vary as the check wants.
+    program = Program(local, tuple(operands.specs), tuple(fields[name] for name in wanted), False, where, key)
+    run = compiled(program) if key is not None else program.compiled()
+    moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
+    return OperationOutput(**dict(zip(wanted, run(*moved), strict=True)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Local:
+    """The computation of one device; holds no operand.
+
+    Attributes:
+        forward: see `CachedForward`.
+        template: the call's arguments without its operands.
+        wanted: the fields of the output that the call asks for.
+        placement: of the cache.
+        batch, heads: the mesh axes that shard the query.
+        keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
+        group: query heads a kv head, in the whole call.
+        by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
+    """
+
+    forward: CachedForward
+    template: Template
+    wanted: tuple[str, ...]
+    placement: Placement
+    batch: Entry
+    heads: Entry
+    keys: Entry
+    group: int
+    by_kv_head: tuple[tuple[str, int], ...]
+
+    def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
+        """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
+        (query, cache), rest = self.template.filled(arrays)
+        own = self.placement.local(cache)
+        shard = Shard(first_index(self.batch, query.shape[0]), first_index(self.heads, query.shape[2]),
+                      query.shape[0], query.shape[2])  # fmt: skip
+        if self.placement.kv_heads != self.heads:
+            own = _with_heads(own, shard, self.group)
+            for name, axis in self.by_kv_head:
+                rest[name] = jax.tree.map(
+                    lambda x, a=axis: x if x.shape[a] == 1 else kv_heads_of(x, shard, self.group, a),  # type: ignore[misc]
+                    rest[name],
+                )
+        rest["mask"] = shard_of(rest["mask"], shard)
+        if isinstance(bias := rest.get("bias"), SlotBias):
+            rest["bias"] = dataclasses.replace(bias, bias=shard_of(bias.bias, shard))
+        if self.keys is None:
+            return fields_of(self.forward.whole(query, own, rest), self.wanted)
+        sinks = rest.pop("sinks", None)
+        rest.pop("return_lse", None)
+        part = joined(self.forward.partial(query, own, rest), self.keys)
+        if sinks is not None:
+            part = with_sinks(part, sinks)
+        return fields_of(OperationOutput(part.out.astype(query.dtype), None, part.lse), self.wanted)
+
+
+def joined(part: PartialSoftmax, axes: Entry) -> PartialSoftmax:
+    """The partial softmaxes of the devices along mesh axes as one; inside `jax.shard_map`."""
+    names = names_of(axes)
+    if part.out.shape[1] > _GATHERED:
+        m = lax.pmax(part.lse, names)
+        l = exp_sum(part.lse, part.lse_residual, m).swapaxes(1, 2)[..., None]
+        sums = lax.psum(jnp.concatenate([part.out * l, l], axis=-1), names)
+        out, l = sums[..., :-1], sums[..., -1:]
+        out = jnp.where(l != 0, out / jnp.where(l != 0, l, 1.0), 0.0)  # != 0: NaN too
+        return PartialSoftmax(out, *log_sum(m, l[..., 0].swapaxes(1, 2)))
+    rows = (x.swapaxes(1, 2)[..., None] for x in (part.lse, part.lse_residual))
+    parts = lax.all_gather(jnp.concatenate([part.out, *rows], axis=-1), names)  # [devices, B, T, H, Dv + 2]
+    return merge(*(PartialSoftmax(x[..., :-2], *(x[..., i].swapaxes(1, 2) for i in (-2, -1))) for x in parts))
+
+
+def _check_partial(keys: Entry, options: Options) -> None:
+    """Raise an `UnsupportedError` for what needs all keys on one device."""
+    reasons = []
+    if "return_weights" in options:
+        reasons.append(Reason("return_weights", True, f"the mesh axes {keys} shard the keys of each query",
+                              "leave it out, or AxisRules(kv_length=None)"))  # fmt: skip
+    if (mask := _numbering_keys(options["mask"])) is not None:
+        reasons.append(Reason("mask", repr(mask), f"it numbers the keys, which the mesh axes {keys} shard",
+                              "declare its axes, or AxisRules(kv_length=None)"))  # fmt: skip
+    if reasons:
+        listed = "".join(f"\n  - {reason}" for reason in reasons)
+        raise UnsupportedError(f"attention over keys that are sharded over {keys}:{listed}", reasons)
+
+
+def _numbering_keys(mask: Mask) -> Mask | None:
+    """A part of a bound mask that is evaluated at the numbers of all keys."""
+    if isinstance(mask, At) and mask.kv_positions is not None:
+        return None
+    if mask.axes is None:
+        return mask
+    inner = (getattr(mask, field.name) for field in dataclasses.fields(mask))  # type: ignore[arg-type]
+    found = (_numbering_keys(x) for x in inner if isinstance(x, Mask))
+    return next((x for x in found if x is not None), None)
+
+
+def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:
+    """The specs of a bias by slot: what it holds by position is the same on every device."""
+
+    def spec_of(sharded: str) -> SpecOf:
+        return lambda shape, letters: PartitionSpec(
+            *(entries.get(x) if x in sharded and size > 1 else None for x, size in zip(letters, shape, strict=False))
+        )
+
+    return dataclasses.replace(
+        bias,
+        bias=specs_of(bias.bias, spec_of("bh")),
+        q_positions=spec_of("b")(bias.q_positions.shape, "bt"),  # type: ignore[arg-type]
+        k_positions=spec_of("bs")(bias.k_positions.shape, "bs"),  # type: ignore[arg-type]
+        q_rows=None if bias.q_rows is None else PartitionSpec(),  # type: ignore[arg-type]
+    )
+
+
+def _with_heads(cache: Cache, shard: Shard, group: int) -> Cache:
+    """A cache with the kv heads that this device's query heads use; a copy, unless those are all."""
+    store = cache.store
+    if store.kv_heads == 1:
+        return cache
+    by_token = store.codec is not None and store.codec.scales == "token_head"
+
+    def chosen(x: jax.Array | None) -> jax.Array | None:
+        if x is None or x.ndim == 0:
+            return x
+        return kv_heads_of(x, shard, group, 1 if x.ndim > 1 or by_token else 0)
+
+    fields: dict[str, Any] = {name: chosen(getattr(store, name)) for name in
+                              ("key", "value", "key_scale", "value_scale")}  # fmt: skip
+    return dataclasses.replace(cache, store=dataclasses.replace(store, **fields))

@@ -1,0 +1,110 @@
+"""Compiled programs of calls under a mesh, shared by calls that differ in their arrays only."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from attnops.partition.boundary import Boundary, Entry
+from attnops.partition.operands import Template
+from attnops.partition.options import CONTRACT
+from attnops.programs.functions import holds_function
+
+if TYPE_CHECKING:
+    from attnops.typing import Function, Index, Leaf, Options
+
+
+class Local(Protocol):
+    """The computation of one device; holds no operand."""
+
+    def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
+        """The results of this device's shard, from its operands; inside `jax.shard_map`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A `jax.shard_map`, compared by its key only.
+
+    Attributes:
+        local: the computation of one device.
+        in_specs: of its operands.
+        out_specs: of the wanted fields.
+        check_vma: see `jax.shard_map`.
+        where: the mesh, or the axes of the current mesh.
+        key: None for a program that must not be cached.
+    """
+
+    local: Local
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    check_vma: bool
+    where: dict[str, Any]
+    key: Hashable | None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self._compared == other._compared
+
+    def __hash__(self) -> int:
+        return hash(self._compared)
+
+    @property
+    def _compared(self) -> tuple[Hashable, ...]:
+        return self.in_specs, self.out_specs, self.check_vma, self.key
+
+    def compiled(self) -> Function:
+        """The program under `jax.jit`: without it JAX has no gradient of a kernel's rule inside `jax.shard_map`."""
+        return jax.jit(
+            jax.shard_map(
+                self.local.run, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=self.check_vma, **self.where
+            )
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(program: Program) -> Function:
+    return program.compiled()
+
+
+def forget_programs() -> None:
+    """Drop compiled programs: a forward may look up another operation by name, which has changed."""
+    compiled.cache_clear()
+
+
+def program_key(
+    key: Hashable,
+    boundary: Boundary,
+    template: Template,
+    options: Options,
+    where: Mapping[str, Any],
+    static: tuple[Hashable, ...],
+) -> Hashable | None:
+    """The cache key of a program, without arrays or functions of the caller's; None where it would hold one.
+
+    Args:
+        key: all that the forward depends on other than its arguments.
+        boundary: of the call.
+        template: the call's arguments without its operands.
+        options: of the call.
+        where: the arguments that name the mesh.
+        static: what else the computation of one device depends on.
+    """
+    if holds_function(options.get("mask")) or holds_function(options.get("bias")):
+        return None
+    own = [option for name, option in options.items() if name not in CONTRACT]
+    if not jax.tree_util.all_leaves(own):
+        return None  # the structure of an operation's own option may hold anything
+    if template.key is None:
+        return None
+    return key, template.key, boundary.mesh, tuple(sorted(where)), static
+
+
+def first_index(entry: Entry, size: int) -> Index:
+    """The first index of this device's shard of a dimension, of ``size`` indices."""
+    return jnp.int32(0) if entry is None else lax.axis_index(entry) * size

@@ -52,6 +52,23 @@ def test_caches_work_as_printed():
     assert not names["out"].attention_outputs[1, 3:].any()
 
 
+def test_caches_on_a_mesh_work_as_printed():
+    import jax.numpy as jnp
+    import numpy as np
+
+    from attnops import OperationMetadata
+
+    B, T, H, K, D = 2, 5, 4, 2, 8
+    q, key, value = (jnp.asarray(np.eye(B * T * h, D).reshape(B, T, h, D), jnp.bfloat16) for h in (H, K, K))
+    names = {"B": B, "K": K, "D": D, "q": q, "k": key, "query": q, "key": key, "value": value}
+    names |= {"OperationMetadata": OperationMetadata, "OperationRegistry": OperationRegistry}
+    exec(compile(code("## On a mesh"), "README.md", "exec"), names)
+    exec(compile(code("A cache is created on the mesh"), "README.md", "exec"), names)
+    plain = OperationRegistry.create("auto", OperationMetadata())(q, key, value).attention_outputs
+    np.testing.assert_allclose(names["out"].attention_outputs, plain, atol=0.01)
+    assert names["cache"].lengths.tolist() == [T, T]
+
+
 def test_the_plugin_is_printed_as_it_is_in_the_examples():
     for name, language in (("pyproject.toml", "toml"), ("attnops_mykernel.py", "python")):
         file = (ROOT / "examples" / "plugin" / name).read_text(encoding="utf-8")

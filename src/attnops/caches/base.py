@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from attnops.caches.bits import bits_dtype
 from attnops.caches.codec import Quantized
@@ -222,6 +224,22 @@ class Cache(abc.ABC):
         kept = jnp.minimum(self.lengths, jnp.maximum(_integers("lengths", lengths, self.batch), 0))
         return dataclasses.replace(self, lengths=kept)
 
+    def without_mesh(self) -> Self:
+        """This cache without its placement; tokens, and what it means, are the same."""
+        return dataclasses.replace(self, placement=None, store=self.store.flat())
+
+    def _read_placed(self) -> Contents:
+        """`read` of a cache on a mesh."""
+        assert self.placement is not None
+        placement = self.placement.free()
+        if placement is None:
+            return self.without_mesh().read()
+        by_token = PartitionSpec(placement.batch, placement.slots, placement.kv_heads)
+        by_slot = PartitionSpec(placement.batch, placement.slots)
+        specs = Contents(by_token, by_token, by_slot, by_slot)  # type: ignore[arg-type]
+        result: Contents = placement.by_compiler(lambda cache: cache.without_mesh().read(), self, specs)
+        return result
+
     def layer(self, layer: ArrayLike) -> Self:
         """One layer of a cache with a layer axis, for `jax.lax.scan` over layers without a copy of the cache.
 
@@ -241,15 +259,17 @@ class Cache(abc.ABC):
         """
         if self.lengths.ndim != 2:
             raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
-        fields = {name: x[jnp.asarray(layer)] for name, x in self._rows().items()}
-        return dataclasses.replace(self, store=self.store.layer(layer), **fields)  # type: ignore[arg-type]
+        fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._rows().items()}
+        # On a mesh each device takes it out of the arrays that it has.
+        is_whole = self.placement is None or self.placement.free() is None
+        return dataclasses.replace(self, store=self.store.layer(layer, is_flat=is_whole), **fields)  # type: ignore[arg-type]
 
     def with_layer(self, layer: ArrayLike, one: Self) -> Self:
         """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``."""
         if self.lengths.ndim != 2 or one.store.first is None:
             raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
         new = one._rows()
-        fields = {name: x.at[jnp.asarray(layer)].set(new[name]) for name, x in self._rows().items()}
+        fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._rows().items()}
         return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
 
     def _rows(self) -> dict[str, jax.Array]:

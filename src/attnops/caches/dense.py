@@ -89,6 +89,8 @@ class DenseCache(Cache):
 
     def read(self) -> Contents:
         self._check_layer()
+        if self.placement is not None:
+            return self._read_placed()
         return Contents(*read_blocks(self), *self.positions())
 
     def take_rows(self, rows: ArrayLike) -> Self:
@@ -110,6 +112,14 @@ def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
     if cache.store.first is not None:
         raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
     index, axis = jnp.asarray(rows, jnp.int32), cache.lengths.ndim - 1
-    blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
-    fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
-    return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **blocks), **fields)  # type: ignore[arg-type]
+
+    def taken(cache: CacheType) -> CacheType:
+        blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
+        fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
+        return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **blocks), **fields)  # type: ignore[arg-type]
+
+    placement = None if cache.placement is None else cache.placement.free()
+    if placement is None or index.shape != (cache.batch,):
+        return taken(cache)
+    result: CacheType = placement.by_compiler(taken, cache, placement.specs(cache))
+    return result

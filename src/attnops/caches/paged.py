@@ -12,6 +12,8 @@ import numpy as np
 from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
 from attnops.caches.codec import Quantized
 from attnops.caches.store import Pieces
+from attnops.errors import Reason, UnsupportedError
+from attnops.sharding.mesh import names_of
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -105,12 +107,13 @@ class PagedCache(Cache):
         placement = None if self.placement is None else self.placement.free()
         return 1 if placement is None else placement.shards(placement.batch)
 
-    def _blocks(self, table: jax.Array, rows: jax.Array) -> jax.Array:
-        """The pages of ``table`` [R, n] of some rows [R], counted over all shards; those that are none clipped."""
-        own = jnp.clip(table, 0, self.pages_of_row - 1)
-        if self._shards == 1:
-            return own
-        return own + (rows // (self.batch // self._shards) * self.pages_of_row)[:, None]
+    def without_mesh(self) -> Self:
+        table = self.table
+        if self._shards > 1:
+            row = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
+            first = row // (self.batch // self._shards) * self.pages_of_row
+            table = jnp.where((table >= 0) & (table < self.pages_of_row), table + first, -1)
+        return dataclasses.replace(super().without_mesh(), table=table)
 
     @property
     def page_size(self) -> int:
@@ -155,7 +158,7 @@ class PagedCache(Cache):
         most = 1 if T == 1 else (T - 1) // p + 2  # pages that T tokens may lie in
         number = lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [R, most], of the row's pages
         page = jnp.take_along_axis(self.table[rows], jnp.minimum(number, self.max_pages - 1), axis=1)
-        exists = (number < self.max_pages) & (page >= 0) & (page < self.pages_of_row)
+        exists = (number < self.max_pages) & (page >= 0) & (page < self.pages)
         begin = jnp.maximum(lengths[:, None], number * p)  # indices of the first and last token in the page
         end = jnp.minimum((lengths + count)[:, None], number * p + p)
         wanted = jnp.maximum(end - begin, 0)
@@ -165,7 +168,7 @@ class PagedCache(Cache):
             row=jnp.broadcast_to(run[:, None], page.shape),
             first=begin - lengths[:, None],
             size=kept,
-            block=self._blocks(page, rows),
+            block=jnp.clip(page, 0, self.pages - 1),
             slot=begin % p,
         )
         return Pieces(*(x.reshape(-1) for x in pieces)), kept.sum(1).astype(jnp.int32)
@@ -178,8 +181,9 @@ class PagedCache(Cache):
 
     def read(self) -> Contents:
         self._check_layer()
-        store = self.store
-        table = self._blocks(self.table, jnp.arange(self.batch, dtype=jnp.int32)) + store.base
+        if self.placement is not None:
+            return self._read_placed()
+        store, table = self.store, jnp.clip(self.table, 0, self.pages - 1) + self.store.base
         taken = {name: x[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
         scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | taken
         key, value = store.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])
@@ -197,8 +201,12 @@ class PagedCache(Cache):
             target: integers [N].
             table: the pool's table, afterwards.
             copies: which pages are copied, from `PagePool.fork`.
+
+        Raises:
+            UnsupportedError: see `copy_pages`.
         """
         self._check_layer()
+        self._check_whole()
         source, target = (jnp.asarray(x, jnp.int32) for x in (source, target))
         fields: dict[str, Any] = {"lengths": self.lengths, "starts": self.starts, "overflowed": self.overflowed}
         for i in range(source.shape[0]):  # in order: a target may be a later source
@@ -214,9 +222,13 @@ class PagedCache(Cache):
 
         Args:
             copies: ``source`` and ``target``, int32 [N]; −1 for none.
+
+        Raises:
+            UnsupportedError: a mesh shards the pages; each shard copies its own, in a `jax.shard_map`.
         """
         if self.store.first is not None:
             raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
+        self._check_whole()
         source, target = (jnp.asarray(x, jnp.int32) for x in copies)
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
@@ -226,3 +238,13 @@ class PagedCache(Cache):
             for name, x in self.store._blocks().items()
         }
         return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied))  # type: ignore[arg-type]
+
+    def _check_whole(self) -> None:
+        """Raise an `UnsupportedError` where a mesh shards the pages."""
+        if self._shards > 1:
+            reason = Reason(
+                "placement.batch", names_of(self.placement.batch if self.placement else None),
+                "shards rows and pages, which each shard's pool numbers from 0",
+                "call it in a jax.shard_map over these axes, with cache.specs as in_specs and out_specs",
+            )  # fmt: skip
+            raise UnsupportedError(f"pages can't be copied or forked here:\n  - {reason}", [reason])

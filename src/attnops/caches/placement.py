@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops.errors import Reason, UnsupportedError
 from attnops.sharding.axes import BATCH, KV_HEAD, KV_LENGTH
-from attnops.sharding.mesh import manual_axes, mesh_arguments, names_of
+from attnops.sharding.mesh import entry_of, manual_axes, mesh_arguments, names_of
 from attnops.sharding.modes import MODE_DECODE
-from attnops.sharding.placing import placed
+from attnops.sharding.placing import explicit_names, placed
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
 
@@ -62,10 +62,8 @@ class Placement:
                 "call the operation outside of it",
             )  # fmt: skip
             raise UnsupportedError(f"the cache can't be used in this jax.shard_map:\n  - {reason}", [reason])
-        kept = (
-            tuple(name for name in names_of(entry) if name not in manual) or None
-            for entry in (self.batch, self.kv_heads, self.slots)
-        )
+        entries = self.batch, self.kv_heads, self.slots
+        kept = (entry_of(name for name in names_of(entry) if name not in manual) for entry in entries)
         found = Placement(self.mesh, *kept)
         return None if (found.batch, found.kv_heads, found.slots) == (None, None, None) else found
 
@@ -75,20 +73,27 @@ class Placement:
 
     def specs(self, cache: CacheType) -> CacheType:
         """The partition spec of every array of a cache, a pytree of its structure."""
-        lead = (None,) * (cache.lengths.ndim - 1)
-        tokens = self.batch, self.kv_heads, self.slots
+        # From the last dimension on: there may be a layer axis in front.
+        last: dict[str, tuple[MeshAxes, ...]] = dict.fromkeys(
+            ("key", "value"), (self.batch, self.kv_heads, self.slots, None)
+        )
+        by_scale = {"tensor": (), "head": (self.kv_heads,), "token_head": (self.batch, self.kv_heads, self.slots)}
+        scale = () if cache.codec is None else by_scale[cache.codec.scales]
+        last |= {"key_scale": scale, "value_scale": scale, "first": (), "table": (self.batch, None)}
 
         def spec(path: tuple[Any, ...], x: Leaf) -> PartitionSpec:
-            name = getattr(path[-1], "name", "")
-            rank = len(x.shape) - len(lead)
-            if name in ("key_scale", "value_scale"):
-                entries = {0: (), 1: (self.kv_heads,), 3: tokens}[rank]
-            else:
-                entries = (*tokens, None) if name in ("key", "value") else (self.batch, *(None,) * (rank - 1))
-            return PartitionSpec(*lead, *entries)
+            entries = last.get(getattr(path[-1], "name", ""), (self.batch,))
+            return PartitionSpec(*(None,) * (len(x.shape) - len(entries)), *entries)
 
         result: CacheType = jax.tree_util.tree_map_with_path(spec, cache)
         return result
+
+    def by_compiler(self, function: Callable[[CacheType], Any], cache: CacheType, out_specs: Any) -> Any:
+        """``function(cache)`` with JAX's compiler to exchange what it gathers, which explicit axes do not allow."""
+        if not explicit_names(self.mesh):
+            return function(cache)
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), out_specs)
+        return jax.sharding.auto_axes(function, out_sharding=shardings)(cache)
 
     def local(self, cache: CacheType) -> CacheType:
         """This device's part of a cache, inside a `jax.shard_map`, as a cache of its own.
@@ -96,7 +101,7 @@ class Placement:
         Of a context that is cut, rows begin ``first`` slots later: lengths and starts count from there, so that
         positions are those of the whole cache.
         """
-        own = dataclasses.replace(cache, placement=None)
+        own = dataclasses.replace(cache, placement=None, store=cache.store.local())
         if self.slots is None:
             return own
         first = lax.axis_index(self.slots) * cache.length
@@ -143,12 +148,14 @@ def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_
     manual = manual_axes()
     paged, dense = cache.storage == "PagedCache", cache.storage == "DenseCache"
     # A number that mesh axes divide if they divide rows and pages.
-    rows = math.gcd(cache.batch, cache.store.key.shape[-4]) if paged else cache.batch
+    rows = math.gcd(cache.batch, cache.store.own_blocks) if paged else cache.batch
+    if cache.store.first is not None:
+        rows = 1  # one layer among the blocks of others
 
     def dividing(entry: MeshAxes, size: int) -> MeshAxes:
         names = tuple(name for name in names_of(entry) if name not in manual)
         kept = names_of(correct_spec(PartitionSpec(names), (size,), mesh)[0]) if names else ()
-        return tuple(name for name in kept if mesh.shape[name] > 1) or None
+        return entry_of(name for name in kept if mesh.shape[name] > 1)
 
     return Placement(
         mesh=mesh,
@@ -211,14 +218,14 @@ def _append_own(
         fit = jnp.clip(own.length * placement.shards(placement.slots) - cache.lengths, 0, count)
         store = own._append(key, value, fit, None).store
         own = cache._appended(store, cache.lengths + fit, fit < count)
-    return dataclasses.replace(own, placement=cache.placement)
+    return dataclasses.replace(own, placement=cache.placement, store=own.store.like(cache.store))
 
 
 def check_packed(placement: Placement) -> None:
     """Raise an `UnsupportedError` for packed rows of a context that is cut."""
     if placement.slots is not None:
         reason = Reason(
-            "rows", "packed", f"the mesh axes {placement.slots} shard the context of each row",
+            "rows", "packed", f"the mesh axes {', '.join(names_of(placement.slots))} shard the context of each row",
             "give a batch [B, T] with query_lengths; or AxisRules(kv_length=None)",
         )  # fmt: skip
         raise UnsupportedError(f"packed rows over a context that is cut:\n  - {reason}", [reason])

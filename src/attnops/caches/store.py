@@ -84,14 +84,42 @@ class Store:
         """Of an array of blocks, this layer's: a copy if it has those of other layers too."""
         return x if self.first is None else lax.dynamic_slice_in_dim(x, self.first, self.own_blocks)
 
-    def layer(self, layer: jax.Array | int) -> Store:
-        """One layer of a store with a layer axis: the arrays stay those of all layers."""
-        flat = {name: x.reshape(-1, *x.shape[2:]) for name, x in self._blocks().items()}
-        if not self.has_token_scales:
-            scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
-            flat |= {name: x[layer] for name, x in scales.items() if x is not None}
+    def layer(self, layer: jax.typing.ArrayLike, *, is_flat: bool = True) -> Store:
+        """One layer of a store with a layer axis: the arrays stay those of all layers.
+
+        Args:
+            layer: an integer.
+            is_flat: whether blocks of all layers follow one another in the arrays; else they keep the layer axis, for
+                `flat` to do that.
+        """
+        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        given = {} if self.has_token_scales else {name: x for name, x in scales.items() if x is not None}
+        changes: dict[str, Any] = {
+            name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()
+        }
         first = jnp.asarray(layer, jnp.int32) * self.own_blocks
-        return dataclasses.replace(self, **flat, first=first, blocks=self.own_blocks)  # type: ignore[arg-type]
+        one = dataclasses.replace(self, **changes, first=first, blocks=self.own_blocks)
+        return one.flat() if is_flat else one
+
+    def flat(self) -> Store:
+        """One layer, with the blocks of all layers one after the other; any other store as it is."""
+        if self.first is None or self.key.ndim == 4:
+            return self
+        flat: dict[str, Any] = {name: x.reshape(-1, *x.shape[2:]) for name, x in self._blocks().items()}
+        return dataclasses.replace(self, **flat)
+
+    def local(self) -> Store:
+        """A device's part of this store, whose counts are of the whole store."""
+        if self.first is None:
+            return self
+        assert self.blocks is not None
+        own = self.key.shape[-4] if self.key.ndim == 5 else self.blocks
+        return dataclasses.replace(self, first=self.first // self.blocks * own, blocks=own).flat()
+
+    def like(self, other: Store) -> Store:
+        """This store, made from ``other`` by `flat` or `local`, with the form of that."""
+        changes: dict[str, Any] = {name: x.reshape(other._blocks()[name].shape) for name, x in self._blocks().items()}
+        return dataclasses.replace(self, **changes, first=other.first, blocks=other.blocks)
 
     def with_layer(self, one: Store) -> Store:
         """This store with a layer axis, with the arrays of one of its layers."""

@@ -159,6 +159,8 @@ class WindowCache(Cache):
 
     def read(self) -> Contents:
         self._check_layer()
+        if self.placement is not None:
+            return self._read_placed()
         return Contents(*read_blocks(self), *self.positions())
 
     def take_rows(self, rows: ArrayLike) -> Self:

@@ -171,16 +171,16 @@ def joined(part: PartialSoftmax, axes: Entry) -> PartialSoftmax:
 
 def _check_partial(keys: Entry, options: Options) -> None:
     """Raise an `UnsupportedError` for what needs all keys on one device."""
-    reasons = []
+    axes, reasons = ", ".join(names_of(keys)), []
     if "return_weights" in options:
-        reasons.append(Reason("return_weights", True, f"the mesh axes {keys} shard the keys of each query",
+        reasons.append(Reason("return_weights", True, f"the mesh axes {axes} shard the keys of each query",
                               "leave it out, or AxisRules(kv_length=None)"))  # fmt: skip
     if (mask := _numbering_keys(options["mask"])) is not None:
-        reasons.append(Reason("mask", repr(mask), f"it numbers the keys, which the mesh axes {keys} shard",
+        reasons.append(Reason("mask", repr(mask), f"it numbers the keys, which the mesh axes {axes} shard",
                               "declare its axes, or AxisRules(kv_length=None)"))  # fmt: skip
     if reasons:
         listed = "".join(f"\n  - {reason}" for reason in reasons)
-        raise UnsupportedError(f"attention over keys that are sharded over {keys}:{listed}", reasons)
+        raise UnsupportedError(f"attention over keys that are sharded over {axes}:{listed}", reasons)
 
 
 def _numbering_keys(mask: Mask) -> Mask | None:
@@ -189,7 +189,8 @@ def _numbering_keys(mask: Mask) -> Mask | None:
         return None
     if mask.axes is None:
         return mask
-    inner = (getattr(mask, field.name) for field in dataclasses.fields(mask))  # type: ignore[arg-type]
+    fields: tuple[Any, ...] = dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ()
+    inner = (getattr(mask, field.name) for field in fields)
     found = (_numbering_keys(x) for x in inner if isinstance(x, Mask))
     return next((x for x in found if x is not None), None)
 
@@ -216,13 +217,12 @@ def _with_heads(cache: Cache, shard: Shard, group: int) -> Cache:
     store = cache.store
     if store.kv_heads == 1:
         return cache
-    by_token = store.codec is not None and store.codec.scales == "token_head"
 
     def chosen(x: jax.Array | None) -> jax.Array | None:
         if x is None or x.ndim == 0:
             return x
-        return kv_heads_of(x, shard, group, 1 if x.ndim > 1 or by_token else 0)
+        return kv_heads_of(store.own(x), shard, group, 1) if x.ndim > 1 else kv_heads_of(x, shard, group, 0)
 
     fields: dict[str, Any] = {name: chosen(getattr(store, name)) for name in
                               ("key", "value", "key_scale", "value_scale")}  # fmt: skip
-    return dataclasses.replace(cache, store=dataclasses.replace(store, **fields))
+    return dataclasses.replace(cache, store=dataclasses.replace(store, **fields, first=None, blocks=None))

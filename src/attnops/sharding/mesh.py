@@ -80,6 +80,12 @@ def names_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(get_names_from_partition_spec((entry,)))
 
 
+def entry_of(names: Iterable[str]) -> str | tuple[str, ...] | None:
+    """The entry of a spec for a dimension that these mesh axes shard."""
+    found = tuple(names)
+    return None if not found else found[0] if len(found) == 1 else found
+
+
 def manual_axes() -> frozenset[str]:
     """The mesh axes that an enclosing `jax.shard_map` uses."""
     ambient = jax.sharding.get_abstract_mesh()

@@ -119,6 +119,12 @@ class Case:
         self.check_memory(needed, "a mask as an array of T × S")
         return mask.dense(*self.shape)
 
+    def to_json(self) -> dict[str, object]:
+        """What is measured, for a program to read."""
+        shown = ("batch", "length", "heads", "head_dim", "dtype", "backward")
+        mask = "" if self.mask is None else repr(self.mask)
+        return {name: getattr(self, name) for name in shown} | {"kv_heads": self.K, "mask": mask}
+
     def check_memory(self, needed: int, what: str) -> None:
         """Raise `Refused` where more memory is needed than the limit."""
         if needed > self.memory_limit:

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from attnops.bench.cache_peers import compiled
+from attnops.bench.caches import CacheCase
 from attnops.bench.case import Case, Refused
 from attnops.bench.peers import PEERS, missing_peers
 from attnops.bench.program import Contender, Ready, compile_jax
@@ -19,6 +21,7 @@ from attnops.errors import PluginError, UnsupportedError
 if TYPE_CHECKING:
     import jax
 
+    from attnops.caches import Cache
     from attnops.masks.base import Mask
 
 
@@ -48,29 +51,43 @@ def operation(name: str) -> Contender:
     with contextlib.suppress(PluginError):  # shown in its row
         OperationRegistry.get(name)
 
-    def prepare(case: Case) -> Ready:
-        # Without gradients, operations without a backward pass can run too.
-        mode = "train" if case.backward else "prefill"
+    def prepare(case: Case | CacheCase) -> Ready:
+        # Without gradients, operations without a backward pass can run too. Over a cache, T determines it.
+        mode = None if isinstance(case, CacheCase) else "train" if case.backward else "prefill"
         metadata = OperationMetadata(mode=mode, on_unsupported="error")
         try:
             op = OperationRegistry.create(name, metadata)
             assert isinstance(op, OperationImpl)
-            request: Any = op.request(*case.device_inputs, mask=case.mask)
+            arguments, rows = (case.device_inputs, {}) if isinstance(case, Case) else _cached(case)
+            request: Any = op.request(*arguments, mask=case.mask, **rows)
             chosen = explain(request, name, metadata).chosen
         except UnsupportedError as error:
             raise Refused("; ".join(map(str, error.reasons)) or str(error)) from None
         except PluginError as error:
             raise Refused(str(error)) from error
 
+        what = f"{chosen.name} (forward_{chosen.forward})"
+        if isinstance(case, CacheCase):
+
+            def over(query: jax.Array, cache: Cache, rows: dict[str, Any]) -> jax.Array:
+                return op(query, cache, mask=case.mask, **rows).attention_outputs
+
+            return compiled(case, over, (*arguments, rows), f"{what} {chosen.reads}")
+
         def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask | None) -> jax.Array:
             return op(query, key, value, mask=mask).attention_outputs
 
-        what = f"{chosen.name} (forward_{chosen.forward})"
         if case.traced_mask:
             return compile_jax(case, attend, case.mask, what)
         return compile_jax(case, lambda q, k, v, _: attend(q, k, v, case.mask), None, what)
 
     return Contender(name, prepare)
+
+
+def _cached(case: CacheCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Query and cache, and ``rows`` or ``query_lengths``."""
+    query, rows = case.call
+    return (query, case.filled), rows
 
 
 def _is_attention(name: str) -> bool:

@@ -10,6 +10,8 @@ from typing import Final, Literal
 
 import jax
 
+from attnops.bench.cache_truth import CacheTruth
+from attnops.bench.caches import CacheCase
 from attnops.bench.case import Case, Refused
 from attnops.bench.program import Contender, Ready
 from attnops.bench.truth import Truth
@@ -34,12 +36,14 @@ class Measurement:
         seconds: the time of a call in each round.
         temp_bytes: see `Ready`.
         compile_seconds: see `Ready`.
-        checked_rows: the number of queries of each batch and head that were compared with the oracle.
+        checked_rows: the number of queries that were compared with the oracle: of each batch and head, or over a cache
+            of all rows.
+        bytes_seen: see `Ready`.
     """
 
     name: str
     is_peer: bool
-    case: Case
+    case: Case | CacheCase
     status: Status = "ok"
     reason: str = ""
     what: str = ""
@@ -47,6 +51,7 @@ class Measurement:
     temp_bytes: int | None = None
     compile_seconds: float | None = None
     checked_rows: int = 0
+    bytes_seen: int | None = None
 
     @property
     def best(self) -> float | None:
@@ -58,20 +63,23 @@ class Measurement:
         """The median time."""
         return statistics.median(self.seconds) if self.seconds else None
 
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second of the tokens that are seen, in the shortest time."""
+        return self.bytes_seen / self.best if self.bytes_seen and self.best else None
+
     def to_json(self) -> dict[str, object]:
         """Every field, for a program to read."""
-        shown = ("batch", "length", "heads", "head_dim", "dtype", "backward")
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "case"}
-        of_case = {name: getattr(self.case, name) for name in shown} | {"kv_heads": self.case.K}
-        mask = "" if self.case.mask is None else repr(self.case.mask)
-        return of_case | {"mask": mask} | own | {"best_seconds": self.best, "median_seconds": self.median}
+        return self.case.to_json() | own | {"best_seconds": self.best, "median_seconds": self.median}
 
 
 def measure(
-    entries: Sequence[tuple[Case, Contender]],
+    entries: Sequence[tuple[Case | CacheCase, Contender]],
     *,
     rounds: int = 5,
     most_seconds: float = 30.0,
+    shortest: float = _SHORTEST,
     progress: Callable[[str, int], None] = lambda what, steps: None,
 ) -> list[Measurement]:
     """Prepare and check all, then time them in turns, so that a slow period of the machine affects all.
@@ -80,9 +88,11 @@ def measure(
         entries: the contenders and their cases; those to be compared must be in one call.
         rounds: timings of each.
         most_seconds: an entry whose timings took longer together is not timed again, once it has two.
+        shortest: a timing lasts at least so many seconds; 0 for one call, before which the others' calls have replaced
+            what the processor's caches held.
         progress: called with the next step, and how many steps were completed; all are ``len(entries) * (rounds + 1)``.
     """
-    truths = {id(case): Truth(case) for case, _ in entries}
+    truths = {id(case): case.truth if isinstance(case, CacheCase) else Truth(case) for case, _ in entries}
     found, ready = [], []
     for case, contender in entries:
         progress(f"{contender.name}: checking", 0)
@@ -90,7 +100,7 @@ def measure(
         program = _prepare(measurement, contender, truths[id(case)])
         found.append(measurement)
         if program is not None:
-            ready.append((measurement, program, _calls(program)))
+            ready.append((measurement, program, _calls(program, shortest)))
         progress(f"{contender.name}: {measurement.status}", 1 if program else 1 + rounds)
     for _ in range(rounds):
         for measurement, program, calls in ready:
@@ -101,12 +111,15 @@ def measure(
     return found
 
 
-def _prepare(measurement: Measurement, contender: Contender, truth: Truth) -> Ready | None:
+def _prepare(measurement: Measurement, contender: Contender, truth: Truth | CacheTruth) -> Ready | None:
     """The program if it exists and is right; otherwise None, with the reason in the measurement."""
     try:
-        program = contender.prepare(truth.case)
+        program = contender.prepare(measurement.case)
         measurement.what = program.what
         measurement.compile_seconds, measurement.temp_bytes = program.compile_seconds, program.temp_bytes
+        measurement.bytes_seen = program.bytes_seen
+        if program.results is None:
+            return program
         results = program.results(truth.d_out)
     except Refused as error:
         measurement.status, measurement.reason = "refused", str(error)
@@ -127,10 +140,10 @@ def _prepare(measurement: Measurement, contender: Contender, truth: Truth) -> Re
     return program
 
 
-def _calls(program: Ready) -> int:
+def _calls(program: Ready, shortest: float) -> int:
     """The number of calls in a timing, from one call, which also warms up."""
     once = max(_time(program, 1), 1e-6)
-    return max(1, round(_SHORTEST / once))
+    return max(1, round(shortest / once))
 
 
 def _time(program: Ready, calls: int) -> float:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 
+from attnops.bench import cache_peers
+from attnops.bench.caches import CacheCase
 from attnops.bench.case import Array, Case, Refused
 from attnops.bench.program import RESULTS, Contender, Ready, compile_jax
 from attnops.masks import And, Causal, Full, Mask, Segments, SlidingWindow
@@ -29,11 +31,15 @@ class Peer:
         name: as the command line and the table name it.
         package: what pip installs and Python imports.
         adapt: the program for a case.
+        function: what is called, by its full name.
+        adapt_cache: the program for a call over a cache, and what runs; None where there is none.
     """
 
     name: str
     package: str
     adapt: Callable[[Case], Ready]
+    function: str = ""
+    adapt_cache: Callable[[CacheCase, str], Ready] | None = None
 
     @property
     def installed(self) -> bool:
@@ -45,14 +51,18 @@ class Peer:
         """The peer as a contender, refused where it is not installed."""
         return Contender(self.name, self._prepare, is_peer=True)
 
-    def _prepare(self, case: Case) -> Ready:
+    def _prepare(self, case: Case | CacheCase) -> Ready:
         if not self.installed:
             raise Refused(f"{self.package} is not installed: pip install {self.package}")
-        return self.adapt(case)
+        if isinstance(case, Case):
+            return self.adapt(case)
+        if self.adapt_cache is None:
+            raise Refused("it is not measured over caches")
+        return self.adapt_cache(case, self.describe())
 
-    def describe(self, function: str) -> str:
+    def describe(self) -> str:
         """What runs, with its version."""
-        return f"{function} {importlib.metadata.version(self.package)}"
+        return f"{self.function} {importlib.metadata.version(self.package)}"
 
 
 def missing_peers() -> list[Peer]:
@@ -106,13 +116,13 @@ def _all(*masks: Mask | None) -> Mask | None:
 
 def _jax_nn(case: Case) -> Ready:
     """`jax.nn.dot_product_attention`: causal and window by name, the rest as an array."""
-    return _like_jax_nn(case, jax.nn.dot_product_attention, PEERS["jax.nn"].describe("jax.nn.dot_product_attention"))
+    return _like_jax_nn(case, jax.nn.dot_product_attention, PEERS["jax.nn"].describe())
 
 
 def _tokamax(case: Case) -> Ready:
     """`tokamax.dot_product_attention`, which has jax.nn's arguments and picks its implementation by device."""
     tokamax = importlib.import_module("tokamax")
-    return _like_jax_nn(case, tokamax.dot_product_attention, PEERS["tokamax"].describe("tokamax.dot_product_attention"))
+    return _like_jax_nn(case, tokamax.dot_product_attention, PEERS["tokamax"].describe())
 
 
 def _like_jax_nn(case: Case, function: Callable[..., jax.Array], what: str) -> Ready:
@@ -150,7 +160,7 @@ def _ejkernel(case: Case) -> Ready:
             query, key, value, mask_info=info, causal=terms.causal, sliding_window=terms.window, precision=precision
         )  # fmt: skip
 
-    return compile_jax(case, attend, extra, PEERS["ejkernel"].describe("ejkernel.modules.flash_attention"))
+    return compile_jax(case, attend, extra, PEERS["ejkernel"].describe())
 
 
 def _torch(case: Case) -> Ready:
@@ -191,16 +201,16 @@ def _torch(case: Case) -> Ready:
         return dict(zip(RESULTS, arrays, strict=False))
 
     d_out = tensor(case.d_out)
-    what = PEERS["torch"].describe("torch.nn.functional.scaled_dot_product_attention")
+    what = PEERS["torch"].describe()
     return Ready(run=lambda: run(d_out), wait=wait, results=results, what=f"{what} on {device}")
 
 
 PEERS: Final = {
     peer.name: peer
     for peer in (
-        Peer("jax.nn", "jax", _jax_nn),
-        Peer("torch", "torch", _torch),
-        Peer("tokamax", "tokamax", _tokamax),
-        Peer("ejkernel", "ejkernel", _ejkernel),
+        Peer("jax.nn", "jax", _jax_nn, "jax.nn.dot_product_attention", cache_peers.jax_nn),
+        Peer("torch", "torch", _torch, "torch.nn.functional.scaled_dot_product_attention", cache_peers.torch),
+        Peer("tokamax", "tokamax", _tokamax, "tokamax.dot_product_attention"),
+        Peer("ejkernel", "ejkernel", _ejkernel, "ejkernel.modules.flash_attention"),
     )
 }

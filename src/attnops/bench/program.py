@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,21 @@ class Ready:
     Attributes:
         run: starts the call that is timed, and returns its results, possibly not yet computed.
         wait: waits for the results of `run`.
-        results: the same program's results as numpy arrays, by name (see `RESULTS`), for a cotangent [B, T, H, D].
+        results: the same program's results as numpy arrays, by name (see `RESULTS`), for a cotangent [B, T, H, D];
+            None for a program that computes no attention and is not checked.
         what: what runs, human-readable.
         temp_bytes: the memory that it needs in addition to inputs and outputs; None where that is not known.
         compile_seconds: the time of tracing and compiling; None where nothing is compiled.
+        bytes_seen: over a cache, the bytes of the tokens that are seen, as this program reads them.
     """
 
     run: Callable[[], object]
     wait: Callable[[PyTree], object]
-    results: Callable[[Array], dict[str, Array]]
+    results: Callable[[Array], dict[str, Array]] | None
     what: str
     temp_bytes: int | None = None
     compile_seconds: float | None = None
+    bytes_seen: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,12 @@ class Contender:
 
     Attributes:
         name: in the table.
-        prepare: makes the program for a case; raises `Refused` where it can't.
+        prepare: makes the program for a `Case` or `CacheCase`; raises `Refused` where it can't.
         is_peer: whether it is another library's.
     """
 
     name: str
-    prepare: Callable[[Case], Ready]
+    prepare: Callable[[Any], Ready]
     is_peer: bool = False
 
 

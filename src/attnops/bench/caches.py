@@ -53,6 +53,8 @@ class CacheCase:
                 raise ValueError(f"queries={own.T}, but the cache holds the windows of {cache.max_append} at most")
         elif max(own.lengths) > cache.length:
             raise ValueError(f"used={max(own.lengths)} tokens do not fit in {cache.length} slots a row")
+        if self.mask is not None:
+            self._bound(self.mask)
 
     @property
     def length(self) -> int:
@@ -63,6 +65,11 @@ class CacheCase:
     def dtype(self) -> str:
         """The dtype of queries, keys and values."""
         return self.tokens.dtype
+
+    @property
+    def label(self) -> str:
+        """The case in a few words."""
+        return f"{self.dtype} S={self.length}"
 
     @functools.cached_property
     def truth(self) -> CacheTruth:
@@ -128,13 +135,15 @@ class CacheCase:
         q = (length - count + queries)[None, None, :, None]
         found = np.ones((1, 1, len(queries), length), bool)
         if self.mask is not None:
-            longest = max(self.tokens.lengths)
-            bound = self.mask.bind(self.tokens.batch, self.tokens.heads, longest, longest)
             heads = np.arange(self.tokens.heads)[None, :, None, None]
-            found = found & np.asarray(bound.allowed(np.full((1, 1, 1, 1), row), heads, q, k))
+            found = found & np.asarray(self._bound(self.mask).allowed(np.full((1, 1, 1, 1), row), heads, q, k))
         if isinstance(self.cache, WindowCache):
             found = found & (k > q - self.cache.window)
         return found[0]
+
+    def _bound(self, mask: Mask) -> Mask:
+        longest = max(self.tokens.lengths)
+        return mask.bind(self.tokens.batch, self.tokens.heads, longest, longest)
 
     @functools.cached_property
     def tokens_seen(self) -> int:

@@ -68,6 +68,11 @@ class Case:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
+    def label(self) -> str:
+        """The case in a few words."""
+        return f"{self.dtype} T={self.length}"
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, T, S)."""
         return self.batch, self.heads, self.length, self.length

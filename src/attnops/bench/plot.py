@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from attnops.bench.caches import CacheCase
 from attnops.bench.measure import Measurement
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ def plot(measurements: Sequence[Measurement], path: Path, title: str) -> None:
             times.plot([m.case.length for m in own], [(m.best or 0) * 1e3 for m in own], **style)
             known = [m for m in own if m.temp_bytes]
             memory.plot([m.case.length for m in known], [(m.temp_bytes or 0) / 2**20 for m in known], **style)
-        _dress(times, [m.case.length for m in timed], f"{dtype}: time of a call", "ms, best")
-        _dress(memory, [m.case.length for m in timed], f"{dtype}: temporary memory", "MiB")
+        cached = any(isinstance(m.case, CacheCase) for m in timed)
+        for axes, what, unit in ((times, "time of a call", "ms, best"), (memory, "temporary memory", "MiB")):
+            _dress(axes, [m.case.length for m in timed], f"{dtype}: {what}", unit)
+            axes.set_xlabel("S, slots a row" if cached else "T = S, tokens")
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8), frameon=False)
@@ -64,7 +67,6 @@ def _dress(axes: Axes, lengths: Sequence[int], title: str, unit: str) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
     axes.set_title(title, fontsize=10)
-    axes.set_xlabel("T = S, tokens")
     axes.set_ylabel(unit)
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json as json_module
 import math
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from attnops.bench import (
+    CacheCase,
     Case,
     Contender,
     Measurement,
@@ -27,14 +25,13 @@ from attnops.bench import (
     missing_peers,
     packed_documents,
 )
+from attnops.cli.bench_caches import CacheOptions, describe_cache_case, print_cache_measurements
+from attnops.cli.bench_tables import console, print_measurements
+from attnops.cli.caches import Codec, Latent, PageSize, Scales, Storage
 from attnops.cli.output import fail, print_text
 from attnops.cli.show import mask_with_values, needs_matplotlib
 from attnops.errors import PluginWarning, UnknownOperationError
 from attnops.masks import Full, Mask
-
-# Wide enough that nothing is wrapped where the output is read by a program.
-_PIPE_WIDTH: Final = 200
-_STYLES: Final = {"wrong": "bold red", "failed": "red", "refused": "yellow"}
 
 
 # A parameter for each option of the command line, which typer reads from the signature: most of its lines are
@@ -48,7 +45,7 @@ def command(
     ] = None,
     batch: Annotated[int, typer.Option("-B", "--batch", help="B", min=1)] = 1,
     lengths: Annotated[
-        str, typer.Option("-T", "--lengths", help="T = S, in tokens, separated by commas.")
+        str, typer.Option("-T", "--lengths", help="T = S, in tokens, or the slots S of a cache; separated by commas.")
     ] = "1024,2048,4096",
     heads: Annotated[int, typer.Option("-H", "--heads", help="H", min=1)] = 8,
     kv_heads: Annotated[
@@ -64,6 +61,19 @@ def command(
     backward: Annotated[
         bool, typer.Option("--backward/--forward", help="Time forward and backward together, or forward only.")
     ] = False,
+    cache: Storage = None,
+    page_size: PageSize = None,
+    codec: Codec = None,
+    scales: Scales = None,
+    latent: Latent = None,
+    queries: Annotated[
+        int | None, typer.Option(help="T over a cache: 1 to decode, or the chunk of a prompt.", show_default="1", min=1)
+    ] = None,
+    used: Annotated[
+        int | None, typer.Option(help="Tokens of a row in the cache, its queries included.", show_default="S", min=1)
+    ] = None,
+    ragged: Annotated[bool, typer.Option("--ragged", help="Rows differ in tokens and queries.")] = False,
+    packed: Annotated[bool, typer.Option("--packed", help="The queries of all rows are packed.")] = False,
     repeats: Annotated[int, typer.Option(help="Rounds, in each of which everyone is timed once.", min=1)] = 5,
     most_seconds: Annotated[float, typer.Option(help="Stop timing one at a length after so long.", min=0)] = 30.0,
     memory_limit: Annotated[
@@ -75,21 +85,30 @@ def command(
     """Time operations and other libraries' attention side by side. Each is held against the float64 oracle first,
     output and gradients, and what is wrong is not timed.
 
+    With --cache, attention over a cache, as bytes a second of the tokens that are seen and as a share of the speed at
+    which the same run reads as many bytes once. Peers attend to plain arrays of the same tokens.
+
     Exits with 1 if one is wrong or failed, with 2 if there is no such call or operation.
     """
     if plot is not None:
         needs_matplotlib("the plot")
     try:
         limit = default_memory_limit() if memory_limit is None else _bytes(memory_limit)
+        over = CacheOptions(
+            storage=cache, page_size=page_size, codec=codec, scales=scales, latent=latent, queries=queries, used=used,
+            ragged=ragged, packed=packed,
+        )  # fmt: skip
+        over.check(backward=backward, documents=documents)
+        make: Any = functools.partial(Case, backward=backward) if cache is None else over.case
         cases = [
-            Case(
+            make(
                 length=length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=name,
-                mask=_mask(mask, documents, length), backward=backward, memory_limit=limit,
+                mask=_mask(mask, documents, length), memory_limit=limit,
             )
             for name in _names("dtype", dtype)
             for length in _lengths(lengths)
         ]  # fmt: skip
-        contenders = find(operations or None)
+        contenders = over.contenders(find(operations or None))
     except (ValueError, UnknownOperationError) as error:
         fail(error, 2)
     machine = describe_machine()
@@ -97,9 +116,9 @@ def command(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
         measurements = list(_measure_all(cases, contenders, repeats, most_seconds))
-    title = _title(cases[0], mask, documents, machine)
+    title = f"{_title(cases[0], mask, documents)}; {_where(machine)}"
     if json is None or str(json) != "-":
-        print_measurements(measurements, title)
+        (print_measurements if cache is None else print_cache_measurements)(measurements, title)
         if operations is None and (missing := [peer.package for peer in missing_peers()]):
             print_text(f"\nNot installed, so not here: {', '.join(missing)}")
     written = json_module.dumps({"machine": machine, "measurements": [m.to_json() for m in measurements]}, indent=2)
@@ -117,65 +136,22 @@ def command(
     raise typer.Exit(int(any(m.status in ("wrong", "failed") for m in measurements)))
 
 
-def print_measurements(measurements: Sequence[Measurement], title: str) -> None:
-    """Print the table, then what it has no room for."""
-    columns = ("dtype", "T", "operation", "best", "median", "× fastest", "memory", "")
-    print_text(f"{title}\n")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("dtype", "operation", "") else "right")
-    previous = None
-    for m in measurements:
-        case = m.case
-        if previous is not None and previous is not case:
-            table.add_row()
-        fastest = min((x.best for x in measurements if x.case is case and x.best), default=None)
-        table.add_row(
-            "" if previous is case else case.dtype,
-            "" if previous is case else f"{case.length:,}",
-            m.name,
-            _ms(m.best),
-            _ms(m.median),
-            f"{m.best / fastest:.2f}" if m.best and fastest else "",
-            "" if m.temp_bytes is None else f"{m.temp_bytes / 2**20:,.1f} MiB",
-            Text("" if m.status == "ok" else m.status, style=_STYLES.get(m.status, "")),
-        )
-        previous = case
-    _console().print(table)
-    _print_notes(measurements)
-
-
-def _print_notes(measurements: Sequence[Measurement]) -> None:
-    """Why some were not timed, once a reason; and how much was checked."""
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for m in measurements:
-        if m.status != "ok":
-            where = f"{m.case.dtype} T={m.case.length}"
-            reasons.setdefault((m.name, m.status, m.reason), []).append(where)
-    if reasons:
-        print_text("")
-    for (name, status, reason), cases in reasons.items():
-        print_text(f"{name} {status} ({', '.join(cases)}): {reason}")
-    checked = {m.case.length: m.checked_rows for m in measurements if m.checked_rows}
-    some = [f"{rows} of {length}" for length, rows in checked.items() if rows < length]
-    queries = "all queries" if not some else f"{', '.join(some)} queries of each head"
-    if checked:
-        print_text(f"\nChecked before timing, against float64: {queries}. Memory is in addition to inputs and outputs.")
-
-
 def _measure_all(
-    cases: Sequence[Case], contenders: Sequence[Contender], repeats: int, most_seconds: float
+    cases: Sequence[Case | CacheCase], contenders: Sequence[Contender], repeats: int, most_seconds: float
 ) -> Iterator[Measurement]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(cases) * len(contenders) * (repeats + 1))
         for case in cases:
 
-            def step(what: str, steps: int, case: Case = case) -> None:
-                progress.update(task, advance=steps, description=f"{case.dtype} T={case.length} {what}")
+            def step(what: str, steps: int, case: Case | CacheCase = case) -> None:
+                progress.update(task, advance=steps, description=f"{case.label} {what}")
 
             entries = [(case, contender) for contender in contenders]
-            yield from measure(entries, rounds=repeats, most_seconds=most_seconds, progress=step)
+            # Over a cache one call is a timing: the others' calls, as other layers of a model, replace what the
+            # processor's caches held.
+            shortest = {"shortest": 0.0} if isinstance(case, CacheCase) else {}
+            yield from measure(entries, rounds=repeats, most_seconds=most_seconds, progress=step, **shortest)
 
 
 def _mask(text: str, documents: int | None, length: int) -> Mask | None:
@@ -206,17 +182,15 @@ def _lengths(text: str) -> list[int]:
     return [int(name) for name in names]
 
 
-def _title(case: Case, mask: str, documents: int | None, machine: dict[str, Any]) -> str:
+def _title(case: Case | CacheCase, mask: str, documents: int | None) -> str:
+    if isinstance(case, CacheCase):
+        return describe_cache_case(case, mask)
     what = "forward and backward" if case.backward else "forward"
     shape = f"B{case.batch} H{case.heads} K{case.K} D{case.head_dim}"
     packed = "" if documents is None else f", {documents} documents"
+    return f"{what}, {shape}, {mask}{packed}"
+
+
+def _where(machine: dict[str, Any]) -> str:
     where = machine["processor"] if machine["devices"] == ["cpu"] else ", ".join(machine["devices"])
-    return f"{what}, {shape}, {mask}{packed}; {where}, {machine['cores']} cores, JAX {machine['versions']['jax']}"
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds * 1e3:,.{3 if seconds < 1e-2 else 1}f} ms"
-
-
-def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    return f"{where}, {machine['cores']} cores, JAX {machine['versions']['jax']}"

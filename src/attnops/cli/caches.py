@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Any, Final
 
 import jax.numpy as jnp
+import typer
 
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from attnops.typing import DType
 
 STORAGES: Final = ("DenseCache", "WindowCache", "PagedCache")
+
+# Options of the commands that take a cache.
+Storage = Annotated[
+    str | None, typer.Option(help="DenseCache, WindowCache or PagedCache, of S slots a row, where keys and values are.")
+]
+PageSize = Annotated[int | None, typer.Option(help="Slots a page.", show_default="16", min=1)]
+Codec = Annotated[str | None, typer.Option(help="int8, float8_e4m3fn or float8_e5m2.")]
+Scales = Annotated[
+    str | None, typer.Option(help="Of the codec: tensor, head or token_head.", show_default="token_head")
+]
+Latent = Annotated[int | None, typer.Option(help="The value is so many features of the key (MLA).", min=1)]
+
+
+def check_without_cache(options: dict[str, Any]) -> None:
+    """Refuse options of caches where there is none, by name.
+
+    Raises:
+        ValueError: one is given.
+    """
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    if given:
+        raise ValueError(f"{', '.join(given)} is given, but no cache; give --cache PagedCache, for example")
 
 
 def make_cache(
@@ -54,10 +77,10 @@ def make_cache(
         return DenseCache.create(length=length, **sizes)  # type: ignore[arg-type]
     if name == "WindowCache":
         if length < query_length:
-            raise ValueError(f"key_length={length} slots do not hold the query_length={query_length} tokens appended")
+            raise ValueError(f"S={length} slots do not hold the T={query_length} tokens appended")
         return WindowCache.create(window=length - query_length + 1, max_append=query_length, **sizes)  # type: ignore[arg-type]
     page_size = 16 if page_size is None else page_size
     if length % page_size:
-        raise ValueError(f"key_length={length} must be a multiple of page_size={page_size}: a row has whole pages")
+        raise ValueError(f"S={length} must be a multiple of page_size={page_size}: a row has whole pages")
     pages = length // page_size
     return PagedCache.create(pages=batch * pages, page_size=page_size, max_pages=pages, **sizes)  # type: ignore[arg-type]

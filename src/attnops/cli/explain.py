@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import typer
 
 from attnops.caches import Rows
-from attnops.cli.caches import make_cache
+from attnops.cli.caches import Codec, Latent, PageSize, Scales, Storage, check_without_cache, make_cache
 from attnops.cli.masks import parse_mask, parse_shape
 from attnops.cli.output import fail, print_json, print_text
 from attnops.dispatch.explain import Candidate, Explanation, explain
@@ -58,16 +58,11 @@ def command(
     dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.0,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Ask for the logsumexp.")] = False,
     return_weights: Annotated[bool, typer.Option("--return-weights", help="Ask for the attention weights.")] = False,
-    cache: Annotated[
-        str | None,
-        typer.Option(help="DenseCache, WindowCache or PagedCache, of S slots a row, where keys and values are."),
-    ] = None,
-    page_size: Annotated[int | None, typer.Option(help="Slots a page.", show_default="16", min=1)] = None,
-    codec: Annotated[str | None, typer.Option(help="int8, float8_e4m3fn or float8_e5m2.")] = None,
-    scales: Annotated[
-        str | None, typer.Option(help="Of the codec: tensor, head or token_head.", show_default="token_head")
-    ] = None,
-    latent: Annotated[int | None, typer.Option(help="The value is so many features of the key (MLA).", min=1)] = None,
+    cache: Storage = None,
+    page_size: PageSize = None,
+    codec: Codec = None,
+    scales: Scales = None,
+    latent: Latent = None,
     packed: Annotated[bool, typer.Option("--packed", help="T queries of all rows are packed.")] = False,
     interpret: Annotated[bool, typer.Option("--interpret", help="Run kernels in their interpreter.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse rather than run the native forward.")] = False,
@@ -120,9 +115,7 @@ def _request(
     """The request of such a call. Traced, so that no array of these shapes is made."""
     storage, packed, of_cache = over
     if storage is None:
-        given = [f"--{name.replace('_', '-')}" for name, x in {**of_cache, "packed": packed or None}.items() if x]
-        if given:
-            raise ValueError(f"{', '.join(given)} is given, but no cache; give --cache PagedCache, for example")
+        check_without_cache({**of_cache, "packed": packed})
     found: list[AttentionRequest] = []
 
     def call() -> None:

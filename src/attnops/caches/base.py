@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from attnops.caches.bits import bits_dtype
 from attnops.caches.codec import Quantized
-from attnops.caches.packed import Rows
+from attnops.caches.integers import int32
+from attnops.caches.packed import Rows, check_rows
 from attnops.caches.placement import Placement
 from attnops.caches.placement import append as append_by_shard
 from attnops.caches.store import Pieces, Store
@@ -169,7 +170,7 @@ class Cache(abc.ABC):
         elif lengths is not None:
             raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
         else:
-            rows = rows.checked(T, self.batch)
+            rows = check_rows(rows).checked(T, self.batch)
         placement = None if self.placement is None else self.placement.free()
         if placement is not None:
             return append_by_shard(placement, self, key, value, count, rows)
@@ -183,7 +184,7 @@ class Cache(abc.ABC):
             pieces, fit = self.place(T, count, jnp.arange(self.batch, dtype=jnp.int32))
             return self._appended(self.store.write(key, value, pieces), self.lengths + fit, fit < count)
         wanted = rows.counts(T, self.batch)
-        count = jnp.where(rows.is_first(wanted), wanted, 0)
+        count = rows.first_counts(T, self.batch)
         slots = jnp.clip(rows.slots, 0, self.batch - 1)
         pieces, fit = self.place(T, count, slots)
         pieces = pieces._replace(first=pieces.first + rows.starts[pieces.row], row=jnp.zeros_like(pieces.row))
@@ -256,9 +257,13 @@ class Cache(abc.ABC):
 
         Args:
             layer: an integer, which may be traced.
+
+        Raises:
+            ValueError: there is no layer axis, or a known layer is not in it.
         """
         if self.lengths.ndim != 2:
             raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
+        check_layer(layer, self.lengths.shape[0])
         fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._rows().items()}
         # On a mesh each device takes it out of the arrays that it has.
         is_whole = self.placement is None or self.placement.free() is None
@@ -268,6 +273,7 @@ class Cache(abc.ABC):
         """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``."""
         if self.lengths.ndim != 2 or one.store.first is None:
             raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
+        check_layer(layer, self.lengths.shape[0])
         new = one._rows()
         fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._rows().items()}
         return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
@@ -290,6 +296,14 @@ class Cache(abc.ABC):
         fields = {name: x for name, x in self._rows().items() if name != "table"}
         changes: dict[str, Any] = {name: jnp.where(chosen, jnp.zeros((), x.dtype), x) for name, x in fields.items()}
         return dataclasses.replace(self, **changes)
+
+    def check_queries(self, T: int, rows: Rows | None) -> None:  # noqa: B027 (most storages have no limit)
+        """Raises a `ValueError` for queries of which it is known that the storage does not hold the keys they see.
+
+        Args:
+            T: queries a row; of packed rows, of all rows.
+            rows: of packed rows.
+        """
 
     def mask(self, mask: Mask | None) -> Mask | None:
         """The mask of a call over this cache; a storage may add its own."""
@@ -437,6 +451,15 @@ def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dic
     }
 
 
+def check_layer(layer: Any, layers: int) -> None:
+    """Raises a `ValueError` unless ``layer`` is an integer, from 0 to ``layers - 1`` as far as it is known."""
+    array = layer if hasattr(layer, "dtype") else np.asarray(layer)
+    if np.dtype(array.dtype).kind not in "iu" or array.ndim:
+        raise ValueError(f"layer is {array.dtype} {tuple(array.shape)}, but must be an integer")
+    if not isinstance(array, jax.Array) and not 0 <= int(array) < layers:
+        raise ValueError(f"layer={int(array)} must be from 0 to {layers - 1}: the cache has {layers} layers")
+
+
 def check_size(name: str, size: object) -> int:
     """``size``; raises a `ValueError` unless it is an int of at least 1."""
     if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
@@ -451,4 +474,4 @@ def _integers(name: str, values: Any, batch: int) -> jax.Array:
         raise ValueError(f"{name} is {array.dtype} {tuple(array.shape)}, but must be integers [B]=({batch},)")
     if isinstance(array, np.ndarray) and array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
         raise ValueError(f"{name} is from {array.min()} to {array.max()}, but must fit int32")
-    return jnp.asarray(array, jnp.int32)
+    return int32(array)

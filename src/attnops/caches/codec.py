@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Final
 
@@ -40,7 +41,8 @@ class Quantized:
     scales: str = "token_head"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", str(jnp.dtype(self.dtype).name))
+        with contextlib.suppress(TypeError):  # no dtype at all
+            object.__setattr__(self, "dtype", str(jnp.dtype(self.dtype).name))
         if self.dtype not in LARGEST:
             raise ValueError(f"Quantized's dtype={self.dtype!r} must be one of {sorted(LARGEST)}")
         if self.scales not in SCALES:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attnops.caches.base import Cache, CacheType, Contents, check_size, create_rows, create_store
 from attnops.caches.codec import Quantized
+from attnops.caches.integers import int32
 from attnops.caches.store import Pieces
 
 if TYPE_CHECKING:
@@ -94,7 +96,15 @@ class DenseCache(Cache):
         return Contents(*read_blocks(self), *self.positions())
 
     def take_rows(self, rows: ArrayLike) -> Self:
-        """The cache with row ``rows[b]`` in place of row b, as beam search reorders them; integers [B']."""
+        """The cache with row ``rows[b]`` in place of row b, as beam search reorders them.
+
+        Args:
+            rows: integers [B']. Known ones are checked; in place of a traced one that is no row there is an empty row
+                whose ``overflowed`` is set.
+
+        Raises:
+            ValueError: they are not integers of rank 1, or known not to be rows.
+        """
         return take_rows(self, rows)
 
 
@@ -111,11 +121,20 @@ def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
     """A cache whose blocks are its rows with other rows; see `DenseCache.take_rows`."""
     if cache.store.first is not None:
         raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
-    index, axis = jnp.asarray(rows, jnp.int32), cache.lengths.ndim - 1
+    array: Any = rows if hasattr(rows, "dtype") else np.asarray(rows)
+    if np.dtype(array.dtype).kind not in "iu" or array.ndim != 1 or not array.size:
+        raise ValueError(f"rows is {array.dtype} {tuple(array.shape)}, but must be integers of rank 1, at least one")
+    if isinstance(array, np.ndarray) and not 0 <= array.min() <= array.max() < cache.batch:
+        raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {cache.batch - 1}")
+    given, axis = int32(array), cache.lengths.ndim - 1
+    exists = (given >= 0) & (given < cache.batch)
+    index = jnp.clip(given, 0, cache.batch - 1)
 
     def taken(cache: CacheType) -> CacheType:
         blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
         fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
+        fields = {name: jnp.where(exists, x, jnp.zeros((), x.dtype)) for name, x in fields.items()}
+        fields["overflowed"] |= ~exists
         return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **blocks), **fields)  # type: ignore[arg-type]
 
     placement = None if cache.placement is None else cache.placement.free()

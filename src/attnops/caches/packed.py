@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.caches.integers import int32
+
 if TYPE_CHECKING:
     from attnops.typing import Leaf
 
@@ -46,18 +48,20 @@ class Rows:
         """
         starts, slots = (x if hasattr(x, "dtype") else np.asarray(x) for x in (self.starts, self.slots))
         for name, x in (("starts", starts), ("slots", slots)):
-            if np.dtype(x.dtype).kind not in "iu" or x.ndim != 1:
+            if (np.dtype(x.dtype).kind not in "iu" and x.size) or x.ndim != 1:
                 raise ValueError(f"Rows' {name} is {x.dtype} {tuple(x.shape)}, but must be integers of rank 1")
         if starts.shape[0] != slots.shape[0] + 1:
             raise ValueError(
                 f"Rows has {starts.shape[0]} starts and {slots.shape[0]} slots, but must have one more start"
             )
+        if not slots.shape[0]:
+            raise ValueError("Rows has 0 slots, but must have at least 1; its run may be empty: Rows([0, 0], [0])")
         if isinstance(starts, np.ndarray):
             _check_starts(starts.astype(np.int64), N)
         if isinstance(slots, np.ndarray):
             runs = np.diff(starts.astype(np.int64)) > 0 if isinstance(starts, np.ndarray) else np.ones(len(slots), bool)
             _check_slots(slots.astype(np.int64)[runs], batch)
-        return Rows(jnp.asarray(starts, jnp.int32), jnp.asarray(slots, jnp.int32))
+        return Rows(int32(starts), int32(slots))
 
     def counts(self, N: int, batch: int) -> jax.Array:
         """How many of N tokens each run has, int32 [R]; 0 where its row is not one of the cache's."""
@@ -71,23 +75,39 @@ class Rows:
         same = (slots[:, None] == slots[None, :]) & (counts > 0)[None, :]
         return ~jnp.tril(same, -1).any(axis=1)
 
+    def first_counts(self, N: int, batch: int) -> jax.Array:
+        """`counts`, and 0 for a run whose row has another run before it."""
+        counts = self.counts(N, batch)
+        return jnp.where(self.is_first(counts), counts, 0)
+
     def of_queries(self, N: int, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The cache's row of each query, and its index in that row; int32 [N], −1 for padding.
+
+        Queries of a run whose row has another run before it, which is known only when it runs, are padding.
 
         Args:
             N: packed queries.
             lengths: of the cache's rows, these queries included, int32 [B].
         """
         place = jnp.arange(N, dtype=jnp.int32)
-        starts, slots = jnp.asarray(self.starts), jnp.asarray(self.slots)
+        slots = jnp.asarray(self.slots)
+        # As in `counts`: of starts beyond the queries, only the queries there are.
+        starts = jnp.clip(jnp.asarray(self.starts), 0, N)
         run = jnp.searchsorted(starts, place, side="right").astype(jnp.int32) - 1
         is_real = (run >= 0) & (run < slots.shape[0])
         run = jnp.clip(run, 0, slots.shape[0] - 1)
         row = slots[run]
-        is_real &= (row >= 0) & (row < lengths.shape[0])
+        is_real &= (row >= 0) & (row < lengths.shape[0]) & self.is_first(self.counts(N, lengths.shape[0]))[run]
         row = jnp.clip(row, 0, lengths.shape[0] - 1)
         index = lengths[row] - (starts[run + 1] - place)
         return jnp.where(is_real, row, -1), jnp.where(is_real, index, -1)
+
+
+def check_rows(rows: object) -> Rows:
+    """``rows``; raises a `ValueError` unless it is a `Rows`."""
+    if not isinstance(rows, Rows):
+        raise ValueError(f"rows is a {type(rows).__name__}, but must be an attnops.caches.Rows(starts, slots)")
+    return rows
 
 
 def _check_starts(starts: Any, N: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
 from attnops.caches.codec import Quantized
+from attnops.caches.integers import int32
 from attnops.caches.store import Pieces
 from attnops.errors import Reason, UnsupportedError
 from attnops.sharding.mesh import names_of
@@ -151,7 +152,7 @@ class PagedCache(Cache):
                 f"table has pages from {array.min()} to {array.max()}, but the cache has pages 0 to "
                 f"{self.pages_of_row - 1}{' for each shard of rows' * (self._shards > 1)}, and -1 means no page"
             )
-        return dataclasses.replace(self, table=jnp.broadcast_to(jnp.asarray(array, jnp.int32), self.table.shape))
+        return dataclasses.replace(self, table=jnp.broadcast_to(int32(array), self.table.shape))
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         p, lengths, run = self.page_size, self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)

@@ -12,7 +12,7 @@ import numpy as np
 from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
 from attnops.caches.codec import Quantized
 from attnops.caches.dense import read_blocks, take_rows
-from attnops.caches.packed import Rows
+from attnops.caches.packed import Rows, check_rows
 from attnops.caches.store import Pieces, Store
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
@@ -109,15 +109,22 @@ class WindowCache(Cache):
             ValueError: more than ``max_append`` tokens a row; see `Cache.append`.
         """
         shape: tuple[int, ...] = getattr(key, "shape", ())
-        most = shape[1] if rows is None and len(shape) == 4 else 0
-        if rows is not None and not isinstance(rows.starts, jax.Array):
-            most = int(np.diff(np.asarray(rows.starts)).max(initial=0))
+        most = _longest_run(shape[1] if len(shape) == 4 else 0, rows)
         if self.max_append < most:
             raise ValueError(
                 f"{most} tokens are appended at once, but the cache was created with max_append={self.max_append}: "
                 f"more would overwrite tokens that a query still sees; append in chunks, or create it with more"
             )
         return super().append(key, value, lengths, rows)
+
+    def check_queries(self, T: int, rows: Rows | None) -> None:
+        most = _longest_run(T, rows)
+        if self.max_append < most:
+            raise ValueError(
+                f"{most} queries of a row are given at once, but the cache was created with "
+                f"max_append={self.max_append}: it no longer has all tokens that the first of them sees; call it with "
+                f"the queries of one append, or create it with more"
+            )
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         R, lengths = self.length, self.lengths[rows]
@@ -166,3 +173,12 @@ class WindowCache(Cache):
     def take_rows(self, rows: ArrayLike) -> Self:
         """See `DenseCache.take_rows`."""
         return take_rows(self, rows)
+
+
+def _longest_run(T: int, rows: Rows | None) -> int:
+    """The most tokens of a row, as far as they are known when tracing."""
+    if rows is None:
+        return T
+    starts = check_rows(rows).starts
+    known = not isinstance(starts, jax.Array) and np.ndim(starts) == 1
+    return int(np.diff(np.asarray(starts).astype(np.int64)).max(initial=0)) if known else 0

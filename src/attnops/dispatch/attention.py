@@ -177,17 +177,25 @@ class OperationImpl(BaseOperation):
         Raises:
             ValueError: see `__call__` and `Cache.append`.
         """
+        _check_cache(cache)
         tokens = (key, value)
         if self.metadata.layout == "BHTD":
             tokens = tuple(x if x is None else swap_heads("key or value", jnp.asarray(x)) for x in tokens)  # type: ignore[assignment]
         grown = cache.append(tokens[0], tokens[1], query_lengths, rows)
         T = tokens[0].shape[1]  # type: ignore[union-attr]
+        shape = jnp.shape(query)
+        length = shape[2 if self.metadata.layout == "BHTD" else 1] if len(shape) == 4 else T
+        if length != T:
+            raise ValueError(
+                f"query has length {length}, but key has length {T}: they must be equal, since a step is of the "
+                f"queries of the tokens that it appends; else append them, and call op(query, cache)"
+            )
         if rows is None:
             lengths = cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
         else:
             runs = rows.checked(T, cache.batch)
             slots = jnp.clip(runs.slots, 0, cache.batch - 1)
-            lengths = jnp.asarray(cache.lengths).at[slots].add(runs.counts(T, cache.batch))
+            lengths = jnp.asarray(cache.lengths).at[slots].add(runs.first_counts(T, cache.batch))
         call = self.prepare(query, grown, query_lengths=query_lengths, rows=rows, lengths=lengths, **options)
         result: OperationOutput = self.run(call)
         return result, grown
@@ -392,6 +400,8 @@ class OperationImpl(BaseOperation):
             given = options.pop(name, None)
             if given is not None and given is not False:
                 raise ValueError(f"{name} belongs to all keys together; leave it out of a partial softmax")
+        if isinstance(key, Cache):
+            raise ValueError("key is a cache, but a partial softmax is of arrays: give those of cache.read()")
         if self.metadata.layout != "BTHD":
             raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax needs the layout 'BTHD'")
         self._check_options({name: x for name, x in options.items() if name not in CONTRACT | {"mode"}})
@@ -433,3 +443,10 @@ class OperationImpl(BaseOperation):
     ) -> PartitionSpec | None:
         """See `attnops.sharding.create_stable_sharding`; the mesh is the metadata's."""
         return create_stable_sharding(state_ps, preserved_indices, clone_ps, dep, tensor, self.metadata.mesh)
+
+
+def _check_cache(cache: object) -> None:
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"cache is a {type(cache).__name__}, but must be an attnops.caches.Cache: op.step(query, key, value, cache)"
+        )

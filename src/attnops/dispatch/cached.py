@@ -23,7 +23,7 @@ import numpy as np
 
 from attnops.biases import Bias
 from attnops.caches.base import Cache
-from attnops.caches.packed import Rows
+from attnops.caches.packed import Rows, check_rows
 from attnops.caches.paged import PagedCache
 from attnops.caches.slots import Scores, SlotBias, slot_bias, slot_mask
 from attnops.dispatch.binding import Call, Dimensions, bind_bias, bind_options, check_array, swap_heads
@@ -75,9 +75,12 @@ def bind_cached(
     for name in ("dropout_key",):
         if options.get(name) is not None:
             raise ValueError(f"{name} is given, but attention over a cache has no dropout; leave it out")
+    if rows is not None:
+        check_rows(rows)
     _check_query(query, cache, rows)
     if rows is not None and query_lengths is not None:
         raise ValueError("rows and query_lengths are both given: packed rows have their lengths in rows.starts")
+    cache.check_queries(query.shape[1], rows)
     scores = _scores(query, cache, query_lengths, rows, lengths)
     mask, bias = options.get("mask"), options.get("bias")
     options = options | {"mask": slot_mask(_mask(mask, scores.shape), cache, scores)}
@@ -172,8 +175,6 @@ def _check_query(query: jax.Array, cache: Cache, rows: Rows | None) -> None:
             f"query has {H} heads and the cache has {cache.kv_heads}: the kv heads must divide the heads (check that "
             f"metadata.layout is the query's layout)"
         )
-    if rows is not None and not isinstance(rows, Rows):
-        raise ValueError(f"rows is a {type(rows).__name__}, but must be an attnops.caches.Rows(starts, slots)")
 
 
 def _scores(

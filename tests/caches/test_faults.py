@@ -12,7 +12,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
-from attnops.masks import Causal
+from attnops.masks import Ancestors, Causal
 
 B, T, H, K, D = 2, 3, 4, 2, 4
 OPTIONS: dict[str, Any] = {"batch": B, "kv_heads": K, "head_dim": D, "dtype": jnp.float32}
@@ -78,6 +78,16 @@ def test_take_rows_of_traced_rows_that_are_none_gives_empty_rows_that_overflowed
     assert taken.starts.tolist() == [0, 0, 0]
     assert taken.overflowed.tolist() == [False, True, True]
     np.testing.assert_array_equal(taken.read().keys[0], dense().read().keys[1])
+
+
+def test_ancestors_of_drafted_tokens_of_which_the_first_are_left_padding(flash: Any) -> None:
+    q, k, v = draw(B, 4, H, seed=2), draw(B, 4, seed=3), draw(B, 4, seed=4)
+    cache = DenseCache.create(length=8, starts=[2, 0], **OPTIONS)
+    out, _ = flash.step(q, k, v, cache, mask=Ancestors([-1, 0, 1, 1]))
+    # Of row 0, tokens 2 and 3 are siblings: each sees itself only, since their ancestors are padding.
+    wanted = np.repeat(v[0, 2:], H // K, axis=1)
+    np.testing.assert_allclose(out.attention_outputs[0, 2:], wanted, rtol=1e-5)
+    assert not out.attention_outputs[0, :2].any()
 
 
 LAYERS = DenseCache.create(length=8, layers=2, **OPTIONS)

@@ -15,6 +15,7 @@ import numpy as np
 
 from attnops.biases import Bias, RelativeBias, ScoreFn, ScoreProgram
 from attnops.caches.base import Cache
+from attnops.masks.ancestors import Ancestors
 from attnops.masks.base import And, Dense, Mask, Not, Or
 from attnops.masks.tokens import Segments
 
@@ -102,8 +103,16 @@ def _by_slot(mask: Mask, cache: Cache, scores: Scores) -> Mask:
         return type(mask)(_by_slot(mask.left, cache, scores), _by_slot(mask.right, cache, scores))
     if isinstance(mask, Not):
         return Not(_by_slot(mask.mask, cache, scores))
-    placed = mask.at(scores.q_positions, scores.k_positions)
+    q_positions = _unpadded(scores.q_positions) if isinstance(mask, Ancestors) else scores.q_positions
+    placed = mask.at(q_positions, scores.k_positions)
     return _keys_by_slot(mask.bind(*scores.shape), cache, scores.k_positions) if placed is mask else placed
+
+
+def _unpadded(q_positions: jax.Array) -> jax.Array:
+    """Positions of queries [B, T] of which each is one after the last: also of those that are left padding, below 0."""
+    place = jnp.arange(q_positions.shape[1], dtype=jnp.int32)
+    first = jnp.where(q_positions < 0, -place.size, q_positions - place).max(1, keepdims=True)
+    return first + place
 
 
 def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: Scores) -> Bias:

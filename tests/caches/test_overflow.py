@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cache_mutants import Mutant
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
@@ -101,6 +102,12 @@ def test_a_traced_run_beyond_max_append_of_a_ring_loses_its_end() -> None:
     assert cache.overflowed.tolist() == [True, False]
 
 
+def test_a_ring_refuses_a_prompt() -> None:
+    cache = WindowCache.create(window=3, max_append=2, **OPTIONS)
+    with pytest.raises(ValueError, match="3 tokens are appended at once, but the cache was created with max_append=2"):
+        cache.append(tokens(3), tokens(3))
+
+
 def test_a_ring_that_lost_what_the_next_query_sees_says_so() -> None:
     cache = WindowCache.create(window=3, max_append=2, **OPTIONS)
     for i in range(4):
@@ -177,3 +184,43 @@ def test_offsets_beyond_int32() -> None:
     wrote = pieces.size > 0
     assert pieces.block[wrote].tolist() == [pages - 1, pages - 2, pages - 3]
     assert pieces.slot[wrote].tolist() == [page - 1, 0, 0]
+
+
+DENSE = "caches.dense:DenseCache."
+MISTAKES = {
+    "positions are int16": (
+        Mutant(DENSE + "positions", "position = index -", "position = index.astype(jnp.int16) -", ""),
+        lambda: test_positions_beyond_int16(lambda: DenseCache.create(length=40_000, **OPTIONS | {"batch": 1})),
+    ),
+    "what does not fit overwrites the last slots": (
+        Mutant(DENSE + "place", "fit = jnp.clip(self.length - lengths, 0, count)", "fit = count", ""),
+        lambda: test_a_full_row_drops_all_and_changes_nothing_else(dense, None),
+    ),
+    "overflow is not told": (
+        Mutant("caches.base:Cache._appended", "overflowed | dropped", "overflowed", ""),
+        lambda: test_the_first_tokens_that_fit_are_kept(dense),
+    ),
+    "pages after one that is missing are written": (
+        Mutant("caches.paged:PagedCache.place", "jnp.cumprod(exists, axis=1)", "exists", ""),
+        test_a_page_that_is_missing_in_the_middle_ends_what_fits,
+    ),
+    "a page is found by the 32-bit index of its first element": (
+        Mutant("caches.paged:PagedCache.place", "jnp.clip(page, 0, self.pages - 1)",
+               "page * (p * 64) // (p * 64)", ""),
+        test_offsets_beyond_int32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail."""
+    mutant, test = MISTAKES[name]
+    programs: list[Any] = [append, append_rows]
+    mutant.apply(monkeypatch)
+    for program in programs:
+        program.clear_cache()
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test()
+    for program in programs:
+        program.clear_cache()

@@ -88,11 +88,15 @@ class Model:
         self.rows = self.rows or [[] for _ in range(self.layout.rows)]
 
     def draw(self, rng: np.random.Generator, T: int) -> tuple[Array, Array | None]:
-        """Keys and values [B, T, K, d] of new tokens, none of which is rounded either way."""
+        """Keys and values [B, T, K, d] of new tokens, none of which is rounded either way; the first row's last are 0.
+
+        A length that is counted by what is not 0 would be wrong, and a scale of 0 has no reciprocal.
+        """
         scales = self.scales or (None, None)
         found = []
         for d, scale in ((self.head_dim, scales[0]), (self.value_head_dim, scales[1])):
             x = rng.uniform(-(3**0.5), 3**0.5, (self.layout.rows, T, self.kv_heads, d)).astype(self._dtype)
+            x[0, -1] = 0
             found.append(x if self.codec is None else self.codec.settled(x, scale))
         return found[0], None if self.latent is not None else found[1]
 

@@ -1,0 +1,227 @@
+"""Caches, and calls over them, with one mistake at a time, made by a change of a function's source.
+
+Most are mistakes that other implementations of caches have made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from typing import NamedTuple
+
+import pytest
+
+BASE, DENSE, WINDOW = "caches.base:Cache.", "caches.dense:DenseCache.", "caches.window:WindowCache."
+PAGED, STORE, CODEC = "caches.paged:PagedCache.", "caches.store:", "caches.codec:Quantized."
+SLOTS, PACKED, READ, CALL = "caches.slots:", "caches.packed:Rows.", "dispatch.over_cache:", "dispatch.cached:"
+
+
+class Mutant(NamedTuple):
+    """A mistake.
+
+    Attributes:
+        where: the function, "module:name".
+        old: of its source.
+        new: in its place.
+        found_by: the features of a problem that finds it, joined by " + ".
+    """
+
+    where: str
+    old: str
+    new: str
+    found_by: str
+
+    def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put the changed function in the place of the right one."""
+        module_name, _, path = self.where.partition(":")
+        owner = importlib.import_module(f"attnops.{module_name}")
+        *parents, name = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        function = getattr(owner, name)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) >= 1, f"{self.where} has no {self.old!r}"
+        found: dict[str, object] = {}
+        text = "from __future__ import annotations\n" + source.replace(self.old, self.new)
+        exec(compile(text, self.where, "exec"), function.__globals__, found)
+        monkeypatch.setattr(owner, name, found[name])
+
+
+MUTANTS = {
+    "the queries are at the first positions": Mutant(
+        BASE + "query_positions",
+        "(lengths - self.starts - query_lengths)[:, None] + place",
+        "0 * lengths[:, None] + place",
+        "Causal",
+    ),
+    "all queries of a draft have the last one's window": Mutant(
+        BASE + "query_positions",
+        "[:, None] + place",
+        "[:, None] + 0 * place + query_lengths[:, None] - 1",
+        "SlidingWindow + 4 queries",
+    ),
+    "query_lengths are not counted": Mutant(
+        BASE + "query_positions",
+        "self.starts - query_lengths)",
+        "self.starts - T)",
+        "Causal + 4 queries + query_lengths",
+    ),
+    "queries of left padding see tokens": Mutant(
+        BASE + "query_positions",
+        "& (position >= 0), position, -1)",
+        ", jnp.maximum(position, 0), -1)",
+        "left padding + 3 queries + op.step",
+    ),
+    "positions count left padding": Mutant(
+        DENSE + "positions",
+        "position = index - self.starts[:, None]",
+        "position = index + 0 * self.starts[:, None]",
+        "left padding + Causal",
+    ),
+    "left padding is seen": Mutant(DENSE + "positions", "(position >= 0) & ", "", "left padding"),
+    "slots that were never written are counted": Mutant(
+        DENSE + "positions",
+        "& (index < self.lengths[:, None])",
+        "",
+        "SlidingWindow",
+    ),
+    "a length is guessed from keys that are not 0": Mutant(
+        DENSE + "positions",
+        "(index < self.lengths[:, None])",
+        "(index < self.lengths[:, None]) & jnp.any(self.store.key != 0, axis=(1, 3))",
+        "3 queries",
+    ),
+    "a row reads the pages in order": Mutant(
+        PAGED + "read",
+        "jnp.clip(self.table, 0, self.pages - 1)",
+        "jnp.arange(self.table.size).reshape(self.table.shape) % self.pages",
+        "paged",
+    ),
+    "a page's slots are counted from the row's first": Mutant(
+        PAGED + "place", "slot=begin % p", "slot=begin * 0", "paged + op.step"
+    ),
+    "tokens beyond the first page of an append are lost": Mutant(
+        PAGED + "place",
+        "kept = jnp.where(",
+        "kept = jnp.where((number == number[:, :1]) & ",
+        "paged + op.step + 19 queries",
+    ),
+    "an append has one token only": Mutant(
+        DENSE + "place", "0, count)", "0, jnp.minimum(count, 1))", "3 queries + op.step"
+    ),
+    "an append is one slot off": Mutant(DENSE + "place", "rows, slot)", "rows, slot - 1)", "op.step"),
+    "an append of several tokens does not go around a ring": Mutant(
+        WINDOW + "place",
+        "before = jnp.minimum(fit, R - slot)",
+        "before = fit",
+        "ring + op.step + 3 queries",
+    ),
+    "a ring's positions are its slots": Mutant(
+        WINDOW + "positions",
+        "index = last - (last - slot) % self.length",
+        "index = slot + 0 * last",
+        "ring + SlidingWindow",
+    ),
+    "a ring's window is forgotten": Mutant(
+        WINDOW + "mask",
+        "return window if mask is None else mask & window",
+        "return mask",
+        "ring + 3 queries",
+    ),
+    "a ring's window is one too small": Mutant(
+        WINDOW + "mask",
+        "self.window - 1, None",
+        "self.window - 2, None",
+        "ring",
+    ),
+    "new tokens overwrite those before them": Mutant(
+        STORE + "_write", "jnp.where(is_new[:, None], given, old)", "given", "op.step + 4 queries + query_lengths"
+    ),
+    "scales of new tokens are not stored": Mutant(
+        STORE + "Store.write",
+        "if by_token:",
+        "if False:",
+        "int8 by token_head + op.step",
+    ),
+    "values are dequantised with the keys' scales": Mutant(
+        STORE + "Store.decoded",
+        "self.codec.decode(value, value_scale)",
+        "self.codec.decode(value, key_scale)",
+        "int8 by token_head",
+    ),
+    "scales of values are dropped": Mutant(
+        STORE + "Store.decoded",
+        "value = self.codec.decode(value, value_scale)",
+        "value = value.astype(jnp.float32)",
+        "int8 by head",
+    ),
+    "a latent value is the key's last features": Mutant(
+        STORE + "Store.decoded", "key[..., : self.latent]", "key[..., -self.latent:]", "latent"
+    ),
+    "a vector of zeros is 0 times infinity": Mutant(
+        CODEC + "encode",
+        "jnp.where(spread == 0, 0.0, wide / jnp.where(spread == 0, 1.0, spread))",
+        "wide / spread",
+        "float8_e4m3fn by token_head + op.step",
+    ),
+    "int8 is truncated": Mutant(CODEC + "encode", "jnp.round(scaled)", "scaled", "int8 by token_head + op.step"),
+    "int8 holds -128": Mutant(CODEC + "encode", "-largest, largest", "-largest - 1, largest", "int8 by head + op.step"),
+    "8-bit floats overflow": Mutant(
+        CODEC + "encode",
+        "scaled = jnp.clip(scaled, -largest, largest)",
+        "",
+        "float8_e4m3fn by tensor + op.step",
+    ),
+    "tokens are dequantised in bfloat16": Mutant(
+        CODEC + "decode",
+        "stored.astype(jnp.float32) * self.spread(scale)",
+        "(stored.astype(jnp.bfloat16) * self.spread(scale).astype(jnp.bfloat16)).astype(jnp.float32)",
+        "int8 by token_head",
+    ),
+    "masks by key are by slot": Mutant(
+        SLOTS + "_taken",
+        "positions.reshape(",
+        "(0 * positions + jnp.arange(S)).reshape(",
+        "KeyPadding + left padding",
+    ),
+    "biases are by slot": Mutant(
+        CALL + "slot_bias",
+        "scores.slot_positions, scores.q_rows)",
+        "0 * scores.slot_positions + jnp.arange(scores.slot_positions.shape[1]), scores.q_rows)",
+        "ALiBi + ring",
+    ),
+    "packed queries see tokens of other rows": Mutant(
+        SLOTS + "Scores.exists",
+        "jnp.where(self.held, rows, _NO_KEY)",
+        "jnp.where(self.held, 2 + 0 * rows, _NO_KEY)",
+        "packed rows",
+    ),
+    "windows of rows are those of the first when packed": Mutant(
+        SLOTS + "_packed",
+        "row = jnp.maximum(",
+        "row = 0 * jnp.maximum(",
+        "packed rows + window per batch",
+    ),
+    "packed queries are counted from the first": Mutant(
+        PACKED + "of_queries", "(starts[run + 1] - place)", "1", "packed rows + 3 queries + Causal"
+    ),
+    "a packed query at a border is the run before's": Mutant(
+        PACKED + "of_queries", 'side="right"', 'side="left"', "packed rows"
+    ),
+    **{
+        f"{name} is dropped when the cache is read": Mutant(
+            READ + "arrays_of",
+            "options = dict(call.options)",
+            f'options = dict(call.options)\n    options.pop("{name}", None)',
+            found_by,
+        )
+        for name, found_by in {
+            "sinks": "sinks",
+            "logits_soft_cap": "soft cap",
+            "softmax_scale": "softmax_scale",
+            "bias": "ALiBi",
+            "mask": "Causal",
+        }.items()
+    },
+}

@@ -36,6 +36,10 @@ _KEYS: Final = 512
 _LEAST_KEYS: Final = 128
 
 
+# Of a gather by page and first head: [pages, P, page, d].
+_PAGES: Final = lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+
+
 class Blocks(NamedTuple):
     """How the tiles of a call lie in the blocks of a cache; static.
 
@@ -140,9 +144,11 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
                 return lax.dynamic_slice(x, plan.indices(row + store.base, head, slot, 0), sizes)[0]
             count = plan.bk // blocks.page_size
             numbers = lax.dynamic_slice(pages, plan.indices(row, slot // blocks.page_size), (1, count))[0]
-            sizes = (1, heads, blocks.page_size, d)
-            parts = [lax.dynamic_slice(x, plan.indices(numbers[i], head, 0, 0), sizes)[0] for i in range(count)]
-            return jnp.concatenate(parts, axis=1)
+            # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,
+            # concatenated, take up to 1.5 times the CPU time at 16 tokens a page.
+            starts = jnp.stack([numbers, jnp.broadcast_to(jnp.asarray(head, numbers.dtype), numbers.shape)], axis=1)
+            taken = lax.gather(x, starts, _PAGES, (1, heads, blocks.page_size, d), mode="promise_in_bounds")
+            return taken.swapaxes(0, 1).reshape(heads, plan.bk, d)
 
         def scale(x: jax.Array | None) -> jax.Array | None:
             """What broadcasts to [P, bk] of a scale [], [K] or [blocks, K, n]."""

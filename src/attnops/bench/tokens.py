@@ -84,11 +84,14 @@ class Tokens:
         """Query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]."""
         rng = np.random.default_rng(self.seed)
         dtype = jnp.dtype(self.dtype)
-        query = _SPREAD * rng.standard_normal((self.batch, self.T, self.heads, self.head_dim), np.float32)
-        key = rng.standard_normal((self.batch, self.S, self.kv_heads, self.head_dim), np.float32).astype(dtype)
+        query = (_SPREAD * self._draw(rng, self.T, self.heads)).astype(dtype, copy=False)
+        key = self._draw(rng, self.S, self.kv_heads).astype(dtype, copy=False)
         if self.latent is not None:
-            return query.astype(dtype), key, key[..., : self.latent]
-        return query.astype(dtype), key, rng.standard_normal(key.shape, np.float32).astype(dtype)
+            return query, key, key[..., : self.latent]
+        return query, key, self._draw(rng, self.S, self.kv_heads).astype(dtype, copy=False)
+
+    def _draw(self, rng: np.random.Generator, length: int, heads: int) -> Array:
+        return rng.standard_normal((self.batch, length, heads, self.head_dim), np.float32)
 
     def scale(self, codec: Quantized) -> float:
         """A scale of all tokens for a codec that is given its scales: that of the largest number."""

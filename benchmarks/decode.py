@@ -44,7 +44,7 @@ from attnops.masks import Causal, SlidingWindow
 H, K, D = 32, 8, 128
 WINDOW = 1024
 # Timings of each contender, and after how many seconds of them they end.
-ROUNDS, SECONDS = 9, 1.0
+ROUNDS, SECONDS = 9, 2.0
 
 Entry = tuple[str, CacheCase | Case, Contender]
 

@@ -60,12 +60,11 @@ def operation(name: str, **fields: Any) -> Any:
     return OperationRegistry.create(name, OperationMetadata(**fields))
 
 
-def exchanges(function: Callable[..., Any], *args: Any) -> list[str]:
-    """The exchanges between devices in the compiled program."""
-    text = jax.jit(function).lower(*args).compile().as_text()
-    return sorted(
-        re.findall(r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text)
-    )
+def compiled(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
+    """The result of a function, and the exchanges between devices in its compiled program."""
+    program = jax.jit(function).lower(*args).compile()
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return program(*args), sorted(re.findall(rf"\b({kinds})(?:-start)?\(", program.as_text()))
 
 
 def equal(placed: Any, single: Any) -> None:
@@ -87,12 +86,12 @@ def check_steps(name: str, mesh: Mesh, caches: tuple[Any, Any], mask: Mask, T: i
     def step(cache: Any, q: Any, k: Any, v: Any) -> Any:
         return operation(name, mesh=mesh).step(q, k, v, cache, query_lengths=lengths, **options)
 
-    found, placed = jax.jit(step)(placed, q, k, v)
+    (found, placed), exchanges = compiled(step, placed, q, k, v)
     wanted, single = operation(name).step(q, k, v, single, query_lengths=lengths, **options)
     np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
     np.testing.assert_allclose(found.logsumexp, wanted.logsumexp, atol=5e-6)
     equal(placed, single)
-    return exchanges(step, caches[0], q, k, v)
+    return exchanges
 
 
 slow = pytest.mark.slow
@@ -135,14 +134,17 @@ def test_tokens_are_appended_where_they_lie_and_nothing_is_exchanged(
     storage: str, names: tuple[str, ...], codec: Quantized | None, kind: AxisType
 ) -> None:
     placed, single = pair(storage, mesh_of(*names, kind=kind), codec=codec)
-    append = jax.jit(lambda cache, key, value, lengths: cache.append(key, value, lengths))
+
+    def append(cache: Any, *tokens: Any) -> Any:
+        return cache.append(*tokens)
+
     given: tuple[Any, ...] = ()
     for T, lengths in ((1, [1, 0, 1, 1]), (4, [4, 1, 4, 4]), (4, [2, 4, 4, 4]), (1, [1, 1, 1, 1])):
         given = array(B, T, K, D), array(B, T, K, D), np.array(lengths)
         placed, single = append(placed, *given), single.append(*given)
     equal(placed, single)
     assert storage == "ring" or placed.overflowed.tolist() == [False, False, True, False]
-    assert exchanges(append, placed, *given) == []
+    assert compiled(append, placed, *given)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -201,10 +203,11 @@ def test_many_queries_over_a_cut_context_are_merged_by_two_reductions() -> None:
         return operation("attnops:flash").step(*tokens, cache, **options)[0]
 
     placed = sharded(lambda: DenseCache.create(**sizes), mesh)
-    found, wanted = (jax.jit(step)(x, q, k, v) for x in (placed, DenseCache.create(**sizes)))
+    found, exchanges = compiled(step, placed, q, k, v)
+    wanted = jax.jit(step)(DenseCache.create(**sizes), q, k, v)
     np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
     np.testing.assert_allclose(found.logsumexp, wanted.logsumexp, atol=5e-6)
-    assert exchanges(step, placed, q, k, v) == ["all-reduce", "all-reduce"]
+    assert exchanges == ["all-reduce", "all-reduce"]
 
 
 @pytest.mark.parametrize(
@@ -234,11 +237,12 @@ def test_a_layer_of_a_cache_on_a_mesh_is_taken_where_it_lies(
 
         return jax.lax.scan(block, cache, (jnp.arange(L), *tokens))
 
-    (found, x), (wanted, y) = jax.jit(step)(placed, *tokens)[::-1], step(single, *tokens)[::-1]
+    (x, found), exchanges = compiled(step, placed, *tokens)
+    y, wanted = step(single, *tokens)
     np.testing.assert_allclose(found, wanted, atol=5e-6)
     equal(x, y)
     assert x.specs == placed.specs
-    assert exchanges(step, placed, *tokens) == ["all-gather"] * ("sp" in names)
+    assert exchanges == ["all-gather"] * ("sp" in names)
 
 
 @pytest.mark.parametrize(

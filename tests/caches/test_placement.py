@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
-from attnops.biases import ALiBi, alibi_slopes
+from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
 from attnops.caches import DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache, sharded
-from attnops.masks import Causal, Mask, MaskFn, SlidingWindow
+from attnops.masks import Ancestors, Causal, Mask, MaskFn, Segments, SlidingWindow
 from attnops.sharding import AxisRules
 
 B, S, H, K, D = 4, 12, 4, 2, 8
@@ -191,6 +191,33 @@ def test_a_context_that_is_cut_is_merged_in_one_exchange(
     np.testing.assert_allclose(results[0].attention_outputs, results[1].attention_outputs, atol=5e-6)
     np.testing.assert_allclose(results[0].logsumexp, results[1].logsumexp, atol=5e-6)
     assert not np.asarray(results[0].attention_outputs)[1].any()
+
+
+@slow
+@pytest.mark.parametrize("names", [("dp", "sp"), ("dp", "tp")])
+@pytest.mark.parametrize("name", ["attnops:flash", "attnops:vanilla"])
+def test_masks_and_biases_act_at_positions_on_every_device(name: str, names: tuple[str, ...]) -> None:
+    parents = np.array([[-1, 0, 0], [-1, 0, 1], [-1, -1, 0], [-1, 0, 1]], np.int32)
+    factors, table = jnp.asarray(np.abs(array(B, H))), array(32, H)
+    cases: list[tuple[Mask, Any]] = [
+        (Ancestors(parents), ScoreFn(lambda s, b, h, q, k, x: s * x[b, h] + jnp.log1p(1.0 * k), (factors,))),
+        (Segments(np.zeros((B, 3), int), RNG.integers(0, 2, (B, S))) & Causal(), RelativePosition(table)),
+        (~Causal() | SlidingWindow(np.array([[1, 2, 3, 4]]), 0), None),
+    ]
+    mesh = mesh_of(*names)
+    for mask, bias in cases:
+        check_steps(name, mesh, pair("dense", mesh), mask, 3, bias=bias)
+
+
+@slow
+@pytest.mark.parametrize("names", [("dp", "sp"), ("sp", "tp")])
+def test_a_latent_is_sharded_as_a_single_kv_head(names: tuple[str, ...]) -> None:
+    sizes = {"batch": B, "length": S, "kv_heads": 1, "head_dim": 12, "latent": 8, "dtype": jnp.float32, "codec": INT8}
+    caches = sharded(lambda: DenseCache.create(**sizes), mesh_of(*names)), DenseCache.create(**sizes)
+    query, key = array(B, 5, H, 12), array(B, 5, 1, 12)
+    results = [operation("attnops:flash").step(query, key, None, cache, mask=Causal()) for cache in caches]
+    np.testing.assert_allclose(*(result.attention_outputs for result, _ in results), atol=5e-6)
+    equal(*(cache for _, cache in results))
 
 
 def test_many_queries_over_a_cut_context_are_merged_by_two_reductions() -> None:

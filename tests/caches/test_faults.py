@@ -90,6 +90,25 @@ def test_ancestors_of_drafted_tokens_of_which_the_first_are_left_padding(flash: 
     assert not out.attention_outputs[0, :2].any()
 
 
+@pytest.mark.parametrize(("name", "codec"), [("flash", Quantized("int8")), ("vanilla", None)])
+def test_a_packed_row_of_values_that_are_not_finite_is_nan_and_no_other_row(name: str, codec: Any) -> None:
+    operation = OperationRegistry.create(f"attnops:{name}")
+    rows, k, v = Rows([0, 2, 3], [0, 1]), draw(B, T), draw(B, T, seed=1)
+    empty = DenseCache.create(length=8, codec=codec, **OPTIONS)
+    query = draw(1, T, H)
+    wanted = operation(query, empty.append(k, v), rows=rows, mask=Causal()).attention_outputs
+    out = operation(query, empty.append(k, v.at[0, 1].set(jnp.nan)), rows=rows, mask=Causal()).attention_outputs
+    assert np.isnan(out[0, :2]).all()
+    np.testing.assert_allclose(out[0, 2], wanted[0, 2], rtol=1e-6)
+
+
+def test_a_donated_cache_leaves_the_table_that_it_was_given() -> None:
+    table = jnp.array([[0, 2], [1, 3]], jnp.int32)
+    cache = PagedCache.create(pages=4, page_size=2, max_pages=2, **OPTIONS).with_table(table)
+    jax.jit(lambda cache: cache.truncate([0, 0]), donate_argnums=0)(cache)
+    assert table.tolist() == [[0, 2], [1, 3]]
+
+
 LAYERS = DenseCache.create(length=8, layers=2, **OPTIONS)
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "step with rows that are none": (

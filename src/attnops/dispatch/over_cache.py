@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from attnops.dispatch import border
 from attnops.dispatch.binding import Call
@@ -49,8 +50,35 @@ def _on_device(operation: OperationImpl, forward: str, call: Call) -> OperationO
         return result
     args, options = arrays_of(call)
     of_arrays = _in_bthd(operation)
-    result = of_arrays.run(of_arrays.prepare(*args, **options))
-    return result
+    if not (call.request.cache is not None and call.request.cache.is_packed):
+        result = of_arrays.run(of_arrays.prepare(*args, **options))
+        return result
+    query, keys, values = args
+    finite = jnp.isfinite(values)
+    result = of_arrays.run(of_arrays.prepare(query, keys, jnp.where(finite, values, 0), **options))
+    return result.replace(attention_outputs=_not_finite(call, result.attention_outputs, finite))
+
+
+def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
+    """The output of packed rows, NaN where a query sees a value that is not finite.
+
+    The keys of all rows are in one softmax, in which 0 · NaN would reach the queries of other rows.
+
+    Args:
+        call: of packed rows.
+        out: [1, N, H, Dv], of the values with 0 in place of those.
+        finite: whether values are finite, bool [1, B · S, K, Dv].
+    """
+    _, N, H, _ = out.shape
+    _, S, K, _ = finite.shape
+
+    def poisoned(out: jax.Array) -> jax.Array:
+        sees = jnp.broadcast_to(call.options["mask"].dense(1, H, N, S), (1, H, N, S)).reshape(K, H // K, N, S)
+        count = jnp.einsum("kgts,skd->tkgd", sees.astype(jnp.float32), (~finite[0]).astype(jnp.float32))
+        return jnp.where(count.reshape(out.shape) > 0, jnp.array(jnp.nan, out.dtype), out)
+
+    poisoned_out: jax.Array = lax.cond(finite.all(), lambda out: out, poisoned, out)
+    return poisoned_out
 
 
 def _whole(

@@ -118,7 +118,7 @@ def _forward(
     plan: Plan, blocks: Blocks, query: jax.Array, store: Store, table: jax.Array | None, arrays: Arrays,
     schedule: TileSchedule,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    return forward(plan, query, from_store(plan, blocks, store, table), arrays, schedule)
+    return forward(plan, query, from_store(plan, blocks, store, table), arrays, schedule, of_rows=blocks.is_packed)
 
 
 # Compiled once for equal plans, also where the caller does not compile.

@@ -73,13 +73,23 @@ class _Softmax(NamedTuple):
 
 
 def forward(
-    plan: Plan, query: jax.Array, load_key_value: LoadKeyValue, arrays: Arrays, schedule: TileSchedule
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    plan: Plan, query: jax.Array, load_key_value: LoadKeyValue, arrays: Arrays, schedule: TileSchedule,
+    of_rows: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The output [B, T, H, Dv]; the logsumexp and its rounding error, [B, H, T] float32.
 
     The output has the query's dtype; float32 for a partial softmax. O(T) temporaries. The rounding error is returned
     because with scores near −1e38 (a large negative bias used as a mask), float32 rounding loses log(l), which the
     backward pass needs.
+
+    Args:
+        plan: of the call.
+        query: [B, T, H, D].
+        load_key_value: where tiles of keys and values are.
+        arrays: of the call's options.
+        schedule: of the active tiles.
+        of_rows: whether a tile of keys is of one row of those that queries belong to: a value that is not finite then
+            reaches no query of another row.
     """
     scoring = plan.scoring
     out_dtype = jnp.dtype(jnp.float32) if plan.is_partial else query.dtype
@@ -117,7 +127,10 @@ def forward(
             weights = dropout(scoring, arrays.seed, index)(weights)
             if value_scale is not None:
                 weights = weights * value_scale[..., None, :]
-            acc = carry.acc * alpha[..., None] + plan.product(weights.astype(plan.dtype), v_, 2, 1)
+            new = plan.product(weights.astype(plan.dtype), v_, 2, 1)
+            if of_rows and visible is not None:
+                new = jnp.where(visible.any(axis=-1, keepdims=True), new, 0.0)
+            acc = carry.acc * alpha[..., None] + new
             return _Softmax(acc, m, l)
 
         none = zeros(query, (plan.problems_per_tile, plan.R))

@@ -227,7 +227,7 @@ class Cache(abc.ABC):
 
     def without_mesh(self) -> Self:
         """This cache without its placement; tokens, and what it means, are the same."""
-        return dataclasses.replace(self, placement=None, store=self.store.flat())
+        return dataclasses.replace(self, placement=None)
 
     def _read_placed(self) -> Contents:
         """`read` of a cache on a mesh."""
@@ -265,9 +265,7 @@ class Cache(abc.ABC):
             raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
         check_layer(layer, self.lengths.shape[0])
         fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._rows().items()}
-        # On a mesh each device takes it out of the arrays that it has.
-        is_whole = self.placement is None or self.placement.free() is None
-        return dataclasses.replace(self, store=self.store.layer(layer, is_flat=is_whole), **fields)  # type: ignore[arg-type]
+        return dataclasses.replace(self, store=self.store.layer(layer), **fields)  # type: ignore[arg-type]
 
     def with_layer(self, layer: ArrayLike, one: Self) -> Self:
         """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``."""

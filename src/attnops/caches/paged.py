@@ -187,7 +187,7 @@ class PagedCache(Cache):
         self._check_layer()
         if self.placement is not None:
             return self._read_placed()
-        store, table = self.store, jnp.clip(self.table, 0, self.pages - 1) + self.store.base
+        store, table = self.store.flat(), jnp.clip(self.table, 0, self.pages - 1) + self.store.base
         taken = {name: x[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
         scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | taken
         key, value = store.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])

@@ -218,7 +218,8 @@ def _append_own(
         fit = jnp.clip(own.length * placement.shards(placement.slots) - cache.lengths, 0, count)
         store = own._append(key, value, fit, None).store
         own = cache._appended(store, cache.lengths + fit, fit < count)
-    return dataclasses.replace(own, placement=cache.placement, store=own.store.like(cache.store))
+    store = dataclasses.replace(own.store, first=cache.store.first, blocks=cache.store.blocks)
+    return dataclasses.replace(own, placement=cache.placement, store=store)
 
 
 def check_packed(placement: Placement) -> None:

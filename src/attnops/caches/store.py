@@ -82,27 +82,27 @@ class Store:
 
     def own(self, x: jax.Array) -> jax.Array:
         """Of an array of blocks, this layer's: a copy if it has those of other layers too."""
-        return x if self.first is None else lax.dynamic_slice_in_dim(x, self.first, self.own_blocks)
+        if self.first is None:
+            return x
+        if self.key.ndim == 4:
+            return lax.dynamic_slice_in_dim(x, self.first, self.own_blocks)
+        return lax.dynamic_index_in_dim(x, self.first // self.own_blocks, keepdims=False)
 
-    def layer(self, layer: jax.typing.ArrayLike, *, is_flat: bool = True) -> Store:
-        """One layer of a store with a layer axis: the arrays stay those of all layers.
-
-        Args:
-            layer: an integer.
-            is_flat: whether blocks of all layers follow one another in the arrays; else they keep the layer axis, for
-                `flat` to do that.
-        """
+    def layer(self, layer: jax.typing.ArrayLike) -> Store:
+        """One layer of a store with a layer axis: the arrays stay those of all layers, with the axis, see `flat`."""
         scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
         given = {} if self.has_token_scales else {name: x for name, x in scales.items() if x is not None}
         changes: dict[str, Any] = {
             name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()
         }
         first = jnp.asarray(layer, jnp.int32) * self.own_blocks
-        one = dataclasses.replace(self, **changes, first=first, blocks=self.own_blocks)
-        return one.flat() if is_flat else one
+        return dataclasses.replace(self, **changes, first=first, blocks=self.own_blocks)
 
     def flat(self) -> Store:
-        """One layer, with the blocks of all layers one after the other; any other store as it is."""
+        """One layer as it is read: with the blocks of all layers one after the other. Any other store as it is.
+
+        What is written must keep the layer axis: XLA's CPU backend copies a loop's array that is reshaped where K is 1.
+        """
         if self.first is None or self.key.ndim == 4:
             return self
         flat: dict[str, Any] = {name: x.reshape(-1, *x.shape[2:]) for name, x in self._blocks().items()}
@@ -112,19 +112,12 @@ class Store:
         """A device's part of this store, whose counts are of the whole store."""
         if self.first is None:
             return self
-        assert self.blocks is not None
-        own = self.key.shape[-4] if self.key.ndim == 5 else self.blocks
-        return dataclasses.replace(self, first=self.first // self.blocks * own, blocks=own).flat()
-
-    def like(self, other: Store) -> Store:
-        """This store, made from ``other`` by `flat` or `local`, with the form of that."""
-        changes: dict[str, Any] = {name: x.reshape(other._blocks()[name].shape) for name, x in self._blocks().items()}
-        return dataclasses.replace(self, **changes, first=other.first, blocks=other.blocks)
+        own = self.key.shape[-4]
+        return dataclasses.replace(self, first=self.first // self.own_blocks * own, blocks=own)
 
     def with_layer(self, one: Store) -> Store:
         """This store with a layer axis, with the arrays of one of its layers."""
-        changes: dict[str, Any] = {n: x.reshape(self._blocks()[n].shape) for n, x in one._blocks().items()}
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **one._blocks())  # type: ignore[arg-type]
 
     def _blocks(self) -> dict[str, jax.Array]:
         """The arrays of blocks."""
@@ -174,7 +167,8 @@ class Store:
         if by_token:
             targets += [scale[..., None] for scale in scales if scale is not None]
             tokens += [scale[..., None] for _, _, scale in stored if scale is not None]
-        written = _write(targets, tokens, pieces._replace(block=pieces.block + self.base))
+        layer = None if self.first is None else self.first // self.own_blocks
+        written = _write(targets, tokens, pieces, layer)
         changes: dict[str, Any] = dict(zip(("key", "value"), written[: len(stored)], strict=False))
         if by_token:
             new = (scale[..., 0] for scale in written[len(stored) :])
@@ -206,9 +200,11 @@ class Store:
         return key, value
 
 
-def _write(targets: list[jax.Array], tokens: list[jax.Array], pieces: Pieces) -> list[jax.Array]:
-    """Each target [blocks, K, n, d] with the pieces of its new tokens [B, K, T, d] written."""
-    T, n = tokens[0].shape[2], targets[0].shape[2]
+def _write(
+    targets: list[jax.Array], tokens: list[jax.Array], pieces: Pieces, layer: jax.Array | None
+) -> list[jax.Array]:
+    """Each target [blocks, K, n, d], or a layer of [L, blocks, K, n, d], with pieces of new tokens [B, K, T, d]."""
+    T, n = tokens[0].shape[2], targets[0].shape[-2]
     window = min(T, n)
     # A window of a row's new tokens may begin before the first and end after the last of them.
     padded = [x if T == 1 else jnp.pad(x, ((0, 0), (0, 0), (window, window), (0, 0))) for x in tokens]
@@ -223,12 +219,11 @@ def _write(targets: list[jax.Array], tokens: list[jax.Array], pieces: Pieces) ->
         zero = jnp.int32(0)
         results = []
         for array, new in zip(arrays, padded, strict=True):
-            sizes = (1, array.shape[1], window, array.shape[3])
+            sizes = (1, array.shape[-3], window, array.shape[-1])
             given = lax.dynamic_slice(new, (row, zero, zero if T == 1 else first - shift + before, zero), sizes)
-            old = lax.dynamic_slice(array, (block, zero, start, zero), sizes)
-            results.append(
-                lax.dynamic_update_slice(array, jnp.where(is_new[:, None], given, old), (block, zero, start, zero))
-            )
+            at = (*(() if layer is None else (layer,)), block, zero, start, zero)
+            old = lax.dynamic_slice(array, at, (*(1,) * (array.ndim - 4), *sizes))
+            results.append(lax.dynamic_update_slice(array, jnp.where(is_new[:, None], given, old), at))
         return results
 
     count = pieces.row.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,9 @@ def _on_device(operation: OperationImpl, forward: str, call: Call) -> OperationO
     """In place, or on the arrays that the cache is read into."""
     assert isinstance(call.request, AttentionRequest)
     if not operation.in_place_reasons(forward, call.request):
-        result: OperationOutput = getattr(operation, f"cached_{forward}")(*call.args, **call.options)
+        query, cache = call.args
+        cache = dataclasses.replace(cache, store=cache.store.flat())
+        result: OperationOutput = getattr(operation, f"cached_{forward}")(query, cache, **call.options)
         return result
     args, options = arrays_of(call)
     of_arrays = _in_bthd(operation)

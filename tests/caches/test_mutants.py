@@ -19,6 +19,7 @@ def test_a_mistake_is_wrong_in_its_features(name: str, monkeypatch: pytest.Monke
     assert not outcome.raised, outcome.detail  # by its values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", sorted({mutant.found_by for mutant in MUTANTS.values()}))
 def test_what_has_no_mistake_is_right(names: str) -> None:
     outcome = check_cache(VANILLA, names.split(" + "))

@@ -96,7 +96,8 @@ def test_vmap_is_a_call_for_each(storage: str) -> None:
             np.testing.assert_array_equal(a[i], b)
 
 
-@pytest.mark.parametrize("storage", PAGES_QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", STORAGES)
 def test_a_cache_survives_export(storage: str) -> None:
     """As arrays: what is exported takes and gives the leaves, and no class is registered for it."""
     cache = create(storage, codec=Quantized("float8_e4m3fn"), dtype=jnp.bfloat16)

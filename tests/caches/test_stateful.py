@@ -229,7 +229,7 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("storage", LAYOUTS)
 def test_a_cache_holds_what_a_list_holds(storage: str, codec: Codec | None) -> None:
     machine = type(storage, (Machine,), {"storage": storage, "codec": codec})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=20))
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=20))
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ neither.
 
 Three modules list features of the contract, each for another use: `features` as small problems that are run and
 compared with the oracle; `catalogue` as calls of real sizes that are only compiled; `support_table` as requests, whose
-reasons make the README's table.
+reasons make the README's table. Calls over caches have a list of their own, `cache_features`.
 """
 
 from typing import TYPE_CHECKING, Any

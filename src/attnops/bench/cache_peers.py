@@ -47,7 +47,7 @@ def torch(case: CacheCase, what: str) -> Ready:
 
     def tensor(x: jax.Array) -> Any:
         """[B, T, h, D] of JAX to [B, h, T, D]."""
-        return module.from_numpy(np.array(x, np.float32)).transpose(1, 2).contiguous().to(dtype)
+        return module.from_numpy(np.array(x, np.float32)).to(dtype).transpose(1, 2).contiguous()
 
     query, key, value = map(tensor, tokens.plain(case.cache.codec))
     key, value = key[:, :, :used], value[:, :, :used]

@@ -81,14 +81,20 @@ class Tokens:
 
     @functools.cached_property
     def inputs(self) -> tuple[Array, Array, Array]:
-        """Query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]."""
+        """Query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]; on a CPU the memory of `device_inputs`."""
+        query, key, value = map(np.asarray, self.device_inputs)
+        return query, key, value
+
+    @functools.cached_property
+    def device_inputs(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`inputs` on JAX's default device."""
         rng = np.random.default_rng(self.seed)
         dtype = jnp.dtype(self.dtype)
-        query = (_SPREAD * self._draw(rng, self.T, self.heads)).astype(dtype, copy=False)
-        key = self._draw(rng, self.S, self.kv_heads).astype(dtype, copy=False)
+        query = jnp.asarray(_SPREAD * self._draw(rng, self.T, self.heads), dtype)
+        key = jnp.asarray(self._draw(rng, self.S, self.kv_heads), dtype)
         if self.latent is not None:
             return query, key, key[..., : self.latent]
-        return query, key, self._draw(rng, self.S, self.kv_heads).astype(dtype, copy=False)
+        return query, key, jnp.asarray(self._draw(rng, self.S, self.kv_heads), dtype)
 
     def _draw(self, rng: np.random.Generator, length: int, heads: int) -> Array:
         return rng.standard_normal((self.batch, length, heads, self.head_dim), np.float32)
@@ -115,11 +121,11 @@ class Tokens:
         """Query, key and value as arrays, which peers attend to; after a codec, rounded to the dtype."""
         if codec in self._plain:
             return self._plain[codec]
-        query, key, value = self.inputs
+        query, key, value = self.device_inputs
         if codec is not None:
             rows = [self.dequantised(codec, row) for row in range(self.batch)]
-            key, value = (np.stack(x).astype(jnp.dtype(self.dtype)) for x in zip(*rows, strict=True))
-        self._plain[codec] = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+            key, value = (jnp.asarray(np.stack(x), self.dtype) for x in zip(*rows, strict=True))
+        self._plain[codec] = query, key, value
         return self._plain[codec]
 
 

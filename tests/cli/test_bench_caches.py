@@ -128,6 +128,7 @@ def test_mistakes_about_caches_are_sentences(arguments: tuple[str, ...], sentenc
 CASES: dict[str, dict[str, Any]] = {
     "one token": {"queries": (1, 1)},
     "ragged": {"mask": SlidingWindow(4, 0)},
+    "whole prompts": {"queries": (20, 11), "packed": True},
     "pages, packed": {"make": pages(), "packed": True, "mask": None},
     "int8 by token and head": {"make": pages(Quantized("int8")), "dtype": "bfloat16"},
     "float8 by tensor": {"make": pages(Quantized("float8_e4m3fn", "tensor"), jnp.zeros(())), "packed": True},

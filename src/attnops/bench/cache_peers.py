@@ -26,12 +26,13 @@ def jax_nn(case: CacheCase, what: str) -> Ready:
     lengths = {"key_value_seq_lengths": jnp.asarray(tokens.lengths, jnp.int32)}
     if tokens.T > 1:
         lengths["query_seq_lengths"] = jnp.asarray(tokens.queries, jnp.int32)
-    mask = None if sees_all(case) else jnp.asarray(mask_array(case, tokens.S))
+    whole = is_whole_prompt(case)
+    mask = None if whole or sees_all(case) else jnp.asarray(mask_array(case, tokens.S))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, lengths: PyTree) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, **lengths)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=whole, **lengths)
 
-    given = " and ".join([*lengths, *([] if mask is None else ["a mask array"])])
+    given = " and ".join([*lengths, *(["is_causal"] if whole else [] if mask is None else ["a mask array"])])
     return compiled(case, attend, (*tokens.plain(case.cache.codec), mask, lengths), f"{what} with {given}", plain=True)
 
 
@@ -51,11 +52,14 @@ def torch(case: CacheCase, what: str) -> Ready:
 
     query, key, value = map(tensor, tokens.plain(case.cache.codec))
     key, value = key[:, :, :used], value[:, :, :used]
-    mask = None if sees_all(case) else module.from_numpy(mask_array(case, used))
+    whole = is_whole_prompt(case)
+    options: dict[str, Any] = {"is_causal": whole, "enable_gqa": True}
+    if not whole and not sees_all(case):
+        options["attn_mask"] = module.from_numpy(mask_array(case, used))
 
     def run() -> Any:
         with module.no_grad():
-            return module.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+            return module.nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
     def results(d_out: Array) -> dict[str, Array]:
         return {"output": run().transpose(1, 2).float().numpy()}
@@ -69,6 +73,14 @@ def torch(case: CacheCase, what: str) -> Ready:
 def sees_all(case: CacheCase) -> bool:
     """Whether every query sees all tokens of its row."""
     return all(bool(case.seen(row).all()) for row in range(case.tokens.batch))
+
+
+def is_whole_prompt(case: CacheCase) -> bool:
+    """Whether each row's tokens are all queries, of more than one token, and causal: peers have a name for that."""
+    tokens = case.tokens
+    if tokens.lengths != tokens.queries or tokens.T == 1:
+        return False
+    return all(bool((case.seen(row) == np.tri(count, dtype=bool)).all()) for row, count in enumerate(tokens.queries))
 
 
 def mask_array(case: CacheCase, columns: int) -> Array:

@@ -18,7 +18,7 @@ from attnops.testing.tolerance import OUTPUT_FACTOR, assert_close, tolerance
 # Scores that the oracle computes for a case, at least FEWEST queries' of them; and the elements of an array.
 _SCORES: Final = 1 << 20
 _FEWEST: Final = 2
-_ELEMENTS: Final = 1 << 25
+_ELEMENTS: Final = 1 << 26
 
 
 class CacheTruth:

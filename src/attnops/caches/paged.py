@@ -152,9 +152,8 @@ class PagedCache(Cache):
                 f"table has pages from {array.min()} to {array.max()}, but the cache has pages 0 to "
                 f"{self.pages_of_row - 1}{' for each shard of rows' * (self._shards > 1)}, and -1 means no page"
             )
-        own = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(
-            0
-        )  # a buffer of its own, which can be donated
+        # A buffer of its own, which can be donated.
+        own = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
         return dataclasses.replace(self, table=own)
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:

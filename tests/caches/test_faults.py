@@ -12,6 +12,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
+from attnops.caches.pool import PageCopies
 from attnops.masks import Ancestors, Causal
 
 B, T, H, K, D = 2, 3, 4, 2, 4
@@ -109,6 +110,19 @@ def test_a_donated_cache_leaves_the_table_that_it_was_given() -> None:
     assert table.tolist() == [[0, 2], [1, 3]]
 
 
+def test_a_step_with_an_option_that_is_none_of_the_call_is_refused(flash: Any) -> None:
+    with pytest.raises(TypeError, match="FlashAttention has no option 'lengths'; it has"):
+        flash.step(draw(B, T, H), draw(B, T), draw(B, T), dense(), lengths=[1, 1])
+
+
+def test_fork_of_a_traced_row_that_is_none_changes_nothing() -> None:
+    pages = PagedCache.create(pages=4, page_size=2, max_pages=2, table=[[0, 2], [1, 3]], **OPTIONS)
+    pages = pages.append(draw(B, T), draw(B, T), [1, 3])
+    none = PageCopies(jnp.array([-1]), jnp.array([-1]))
+    forked = pages.fork(jnp.array([5]), jnp.array([0]), pages.table, none)
+    assert forked.lengths.tolist() == [1, 3]
+
+
 LAYERS = DenseCache.create(length=8, layers=2, **OPTIONS)
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "step with rows that are none": (
@@ -156,6 +170,16 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a layer that is no integer": (lambda op: LAYERS.layer(0.5), r"layer is float64 \(\), but must be an integer"),
     "a partial softmax": (lambda op: op.partial(draw(B, T, H), dense(), None), r"key is a cache, but a partial"),
+    "a scale of 0": (
+        lambda op: DenseCache.create(
+            length=8, codec=Quantized("int8", "head"), key_scale=[0.0, 1.0], value_scale=[1.0, 1.0], **OPTIONS
+        ),
+        r"key_scale=\[0.0, 1.0\] must be finite and above 0",
+    ),
+    "a layer of another kind, to be put back": (
+        lambda op: LAYERS.with_layer(0, draw(B, T)),  # type: ignore[arg-type]
+        r"with_layer takes what became of cache.layer\(layer\)",
+    ),
     "a codec of no dtype": (lambda op: Quantized("int3"), r"Quantized's dtype='int3' must be one of"),
 }
 

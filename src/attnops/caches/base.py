@@ -269,7 +269,7 @@ class Cache(abc.ABC):
 
     def with_layer(self, layer: ArrayLike, one: Self) -> Self:
         """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``."""
-        if self.lengths.ndim != 2 or one.store.first is None:
+        if self.lengths.ndim != 2 or not isinstance(one, Cache) or one.store.first is None:
             raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
         check_layer(layer, self.lengths.shape[0])
         new = one._rows()
@@ -417,6 +417,9 @@ def create_store(
         shape = () if codec.scales == "tensor" else (kv_heads,)
         if given is None:
             raise ValueError(f"{name} is missing: with scales={codec.scales!r} it must be given, float32 {list(shape)}")
+        known = isinstance(given, (int, float, np.ndarray, np.generic, list, tuple))
+        if known and not all(np.isfinite(x) and x > 0 for x in np.asarray(given, np.float32).ravel()):
+            raise ValueError(f"{name}={given} must be finite and above 0: tokens are stored as x / {name}")
         array = jnp.asarray(given, jnp.float32)
         if array.shape not in (shape, (*lead, *shape)):
             raise ValueError(f"{name} has shape {array.shape}, but must have shape {(*lead, *shape)} or {shape}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
 from attnops.caches.codec import Quantized
-from attnops.caches.integers import int32
+from attnops.caches.integers import int32, integers
 from attnops.caches.store import Pieces
 from attnops.errors import Reason, UnsupportedError
 from attnops.sharding.mesh import names_of
@@ -210,10 +210,10 @@ class PagedCache(Cache):
         """
         self._check_layer()
         self._check_whole()
-        source, target = (jnp.asarray(x, jnp.int32) for x in (source, target))
+        source, target = (int32(integers(name, x)) for name, x in (("source", source), ("target", target)))
         fields: dict[str, Any] = {"lengths": self.lengths, "starts": self.starts, "overflowed": self.overflowed}
         for i in range(source.shape[0]):  # in order: a target may be a later source
-            is_copied = (source[i] >= 0) & (target[i] >= 0)
+            is_copied = (source[i] >= 0) & (source[i] < self.batch) & (target[i] >= 0)
             to = jnp.where(is_copied, target[i], self.batch)
             fields = {
                 name: jnp.asarray(x).at[to].set(x[jnp.maximum(source[i], 0)], mode="drop") for name, x in fields.items()

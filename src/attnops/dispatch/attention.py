@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from attnops.caches.base import Cache, CacheType
 from attnops.dispatch import border
-from attnops.dispatch.binding import Call, bind_attention, resolve_mode, swap_heads
+from attnops.dispatch.binding import Call, bind_attention, check_array, resolve_mode, swap_heads
 from attnops.dispatch.cached import bind_cached, shapes_of
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, decide, forward_for, keyword_options, warn_gathers
@@ -178,9 +178,11 @@ class OperationImpl(BaseOperation):
             ValueError: see `__call__` and `Cache.append`.
         """
         _check_cache(cache)
+        self._check_options({name: x for name, x in options.items() if name not in CONTRACT | {"mode"}})
         tokens = (key, value)
         if self.metadata.layout == "BHTD":
-            tokens = tuple(x if x is None else swap_heads("key or value", jnp.asarray(x)) for x in tokens)  # type: ignore[assignment]
+            named = zip(("key", "value"), tokens, strict=True)
+            tokens = tuple(x if x is None else swap_heads(name, check_array(name, x)) for name, x in named)  # type: ignore[assignment]
         grown = cache.append(tokens[0], tokens[1], query_lengths, rows)
         T = tokens[0].shape[1]  # type: ignore[union-attr]
         shape = jnp.shape(query)

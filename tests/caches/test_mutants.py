@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from cache_mutants import MUTANTS
+from cache_mutants import IN_PLACE, MUTANTS
 
+from attnops.operations.flash import cached
 from attnops.testing.caches import check_cache
 from attnops.testing.runner import Status, Subject
 
-VANILLA = Subject(operation="attnops:vanilla")
+VANILLA, FLASH = Subject(operation="attnops:vanilla"), Subject(operation="attnops:flash")
+# What flash, which reads caches in place, does not call.
+READS = ("caches.paged:PagedCache.read", "caches.store:Store.decoded", "caches.codec:Quantized.decode",
+         "dispatch.over_cache:arrays_of")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -24,3 +28,21 @@ def test_a_mistake_is_wrong_in_its_features(name: str, monkeypatch: pytest.Monke
 def test_what_has_no_mistake_is_right(names: str) -> None:
     outcome = check_cache(VANILLA, names.split(" + "))
     assert outcome.status is Status.RIGHT, outcome.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.where not in READS])
+def test_a_mistake_is_wrong_in_place_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name].apply(monkeypatch)
+    outcome = check_cache(FLASH, MUTANTS[name].found_by.split(" + "))
+    assert outcome.status is Status.WRONG, f"{name} is {outcome.status} in {outcome.name}"
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_mistake_of_flash_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    IN_PLACE[name].apply(monkeypatch)
+    cached._compiled.clear_cache()
+    outcome = check_cache(FLASH, IN_PLACE[name].found_by.split(" + "))
+    cached._compiled.clear_cache()
+    assert outcome.status is Status.WRONG, f"{name} is {outcome.status} in {outcome.name}"
+    assert not outcome.raised, outcome.detail

@@ -225,3 +225,26 @@ MUTANTS = {
         }.items()
     },
 }
+
+# Of flash, which reads caches in place.
+TILES = "operations.flash.cached:from_store"
+IN_PLACE = {
+    "values are dequantised with the keys' scales": Mutant(
+        TILES, "else scale(store.value_scale)", "else key_scale", "int8 by token_head"
+    ),
+    "scales are the first head's": Mutant(
+        TILES, "(plan.problems_per_tile,))[:, None]", "(plan.problems_per_tile,))[:1, None]", "int8 by head"
+    ),
+    "a latent value is the key's last features": Mutant(
+        TILES, "key[..., : store.latent]", "key[..., -store.latent :]", "latent"
+    ),
+    "a row reads the pages in order": Mutant(
+        TILES,
+        "jnp.clip(table, 0, store.own_blocks - 1)",
+        "jnp.arange(table.size).reshape(table.shape) % store.own_blocks",
+        "paged",
+    ),
+    "packed queries read the first row": Mutant(
+        TILES, "row, slot = slot // blocks.slots", "row, slot = 0 * slot", "packed rows"
+    ),
+}

@@ -178,7 +178,8 @@ class OperationImpl(BaseOperation):
             ValueError: see `__call__` and `Cache.append`.
         """
         _check_cache(cache)
-        self._check_options({name: x for name, x in options.items() if name not in CONTRACT | {"mode"}})
+        of_call = CONTRACT | {"mode", "return_lse", "return_weights"}
+        self._check_options({name: x for name, x in options.items() if name not in of_call})
         tokens = (key, value)
         if self.metadata.layout == "BHTD":
             named = zip(("key", "value"), tokens, strict=True)

@@ -78,16 +78,17 @@ def test_a_scan_over_layers_equals_a_cache_for_each(kind: str, operation: str) -
         np.testing.assert_array_equal(cache.lengths[layer], alone[layer].lengths)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("kind", "kv_heads"), [("dense", K), ("ring", K), ("pages", K), ("dense", 1), ("pages", 1)])
-def test_a_step_of_all_layers_copies_no_cache(kind: str, kv_heads: int) -> None:
+def test_a_step_of_all_layers_copies_no_cache(kind: str, kv_heads: int, dtype: str) -> None:
     op = OperationRegistry.create("flash", OperationMetadata(block_k=4))
-    options = {"batch": B, "kv_heads": kv_heads, "head_dim": 32, "layers": 8}
+    options = {"batch": B, "kv_heads": kv_heads, "head_dim": 32, "layers": 8, "dtype": dtype}
     cache = {
         "dense": lambda: DenseCache.create(length=256, **options),
         "ring": lambda: WindowCache.create(window=250, max_append=7, **options),
         "pages": lambda: PagedCache.create(pages=64, page_size=8, max_pages=32, **options),
     }[kind]()
-    q, k = (jnp.ones((B, 1, heads, 32), jnp.bfloat16) for heads in (H, kv_heads))
+    q, k = (jnp.ones((B, 1, heads, 32), dtype) for heads in (H, kv_heads))
 
     def steps(cache: Cache) -> Cache:
         def block(cache: Cache, layer: jax.Array) -> tuple[Cache, jax.Array]:

@@ -51,7 +51,8 @@ class Store:
         dtype: of keys and values as they are appended and read.
         codec: None: tokens are stored as they are.
         latent: the value is the first so many features of the key; None where values are stored.
-        first: of one layer in the arrays of all layers, its first block, int32 []; None where all blocks are its own.
+        first: of one layer in the arrays of all layers, [L, blocks, K, n, D], its first block, int32 []; None where all
+            blocks are its own.
         blocks: of one layer in the arrays of all layers, how many; None where all blocks are its own.
     """
 

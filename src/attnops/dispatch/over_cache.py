@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +47,6 @@ def _on_device(operation: OperationImpl, forward: str, call: Call) -> OperationO
     assert isinstance(call.request, AttentionRequest)
     if not operation.in_place_reasons(forward, call.request):
         query, cache = call.args
-        cache = dataclasses.replace(cache, store=cache.store.flat())
         result: OperationOutput = getattr(operation, f"cached_{forward}")(query, cache, **call.options)
         return result
     args, options = arrays_of(call)

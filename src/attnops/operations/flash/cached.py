@@ -36,10 +36,6 @@ _KEYS: Final = 512
 _LEAST_KEYS: Final = 128
 
 
-# Of a gather by page and first head: [pages, P, page, d].
-_PAGES: Final = lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=(0,), start_index_map=(0, 1))
-
-
 class Blocks(NamedTuple):
     """How the tiles of a call lie in the blocks of a cache; static.
 
@@ -127,7 +123,11 @@ _compiled = jax.jit(_forward, static_argnums=(0, 1))
 
 def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None) -> LoadKeyValue:
     """Tiles of the tokens in a store; ``table`` int32 [rows, pages a row] where its blocks are pages."""
-    pages = None if table is None else jnp.clip(table, 0, store.own_blocks - 1) + store.base
+    # The arrays of all layers keep the layer axis: XLA's CPU backend copies a loop's array that is reshaped, for K = 1.
+    has_layers = store.key.ndim == 5
+    base = 0 if has_layers else store.base
+    lead = [store.base // store.own_blocks] if has_layers else []
+    pages = None if table is None else jnp.clip(table, 0, store.own_blocks - 1) + base
 
     def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
         first = group * plan.problems_per_tile
@@ -137,17 +137,18 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
             row, slot = slot // blocks.slots, slot % blocks.slots
 
         def tile(x: jax.Array) -> jax.Array:
-            """[P, bk, d] of an array [blocks, K, n, d]."""
-            heads, d = plan.problems_per_tile, x.shape[3]
+            """[P, bk, d] of an array [blocks, K, n, d], or [L, blocks, K, n, d]."""
+            ones, heads, d = (1,) * len(lead), plan.problems_per_tile, x.shape[-1]
             if pages is None:
-                sizes = (1, heads, plan.bk, d)
-                return lax.dynamic_slice(x, plan.indices(row + store.base, head, slot, 0), sizes)[0]
+                start = plan.indices(*lead, row + base, head, slot, 0)
+                return lax.dynamic_slice(x, start, (*ones, 1, heads, plan.bk, d)).reshape(heads, plan.bk, d)
             count = plan.bk // blocks.page_size
             numbers = lax.dynamic_slice(pages, plan.indices(row, slot // blocks.page_size), (1, count))[0]
             # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,
             # concatenated, take up to 1.5 times the CPU time at 16 tokens a page.
-            starts = jnp.stack([numbers, jnp.broadcast_to(jnp.asarray(head, numbers.dtype), numbers.shape)], axis=1)
-            taken = lax.gather(x, starts, _PAGES, (1, heads, blocks.page_size, d), mode="promise_in_bounds")
+            starts = [jnp.broadcast_to(i, numbers.shape) for i in plan.indices(*lead, numbers, head)]
+            sizes = (*ones, 1, heads, blocks.page_size, d)
+            taken = lax.gather(x, jnp.stack(starts, 1), _by_page(len(lead)), sizes, mode="promise_in_bounds")
             return taken.swapaxes(0, 1).reshape(heads, plan.bk, d)
 
         def scale(x: jax.Array | None) -> jax.Array | None:
@@ -168,3 +169,9 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
         return KeyValue(key, value, key_scale, key_scale if store.value is None else scale(store.value_scale))
 
     return load_key_value
+
+
+def _by_page(layers: int) -> lax.GatherDimensionNumbers:
+    """Of a gather by layer if there is that axis, page and first head: [pages, P, page, d]."""
+    collapsed, mapped = tuple(range(layers + 1)), tuple(range(layers + 2))
+    return lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=collapsed, start_index_map=mapped)

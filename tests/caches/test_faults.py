@@ -115,6 +115,12 @@ def test_a_step_with_an_option_that_is_none_of_the_call_is_refused(flash: Any) -
         flash.step(draw(B, T, H), draw(B, T), draw(B, T), dense(), lengths=[1, 1])
 
 
+def test_a_step_of_an_operation_that_names_few_options_takes_those_of_every_call() -> None:
+    sdpa = OperationRegistry.create("attnops:sdpa")
+    out, _ = sdpa.step(draw(B, T, H), draw(B, T), draw(B, T), dense(), return_lse=True)
+    assert out.logsumexp.shape == (B, H, T)
+
+
 def test_fork_of_a_traced_row_that_is_none_changes_nothing() -> None:
     pages = PagedCache.create(pages=4, page_size=2, max_pages=2, table=[[0, 2], [1, 3]], **OPTIONS)
     pages = pages.append(draw(B, T), draw(B, T), [1, 3])

@@ -115,6 +115,7 @@ def test_a_step_with_an_option_that_is_none_of_the_call_is_refused(flash: Any) -
         flash.step(draw(B, T, H), draw(B, T), draw(B, T), dense(), lengths=[1, 1])
 
 
+@pytest.mark.filterwarnings("ignore::attnops.errors.UnsupportedWarning")
 def test_a_step_of_an_operation_that_names_few_options_takes_those_of_every_call() -> None:
     sdpa = OperationRegistry.create("attnops:sdpa")
     out, _ = sdpa.step(draw(B, T, H), draw(B, T), draw(B, T), dense(), return_lse=True)

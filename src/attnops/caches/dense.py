@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.caches.base import Cache, CacheType, Contents, check_size, create_rows, create_store
+from attnops.caches.base import Cache, CacheType, Contents
 from attnops.caches.codec import Quantized
+from attnops.caches.create import check_size, create_rows, create_store
 from attnops.caches.integers import int32
 from attnops.caches.store import Pieces
 

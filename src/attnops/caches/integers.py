@@ -46,3 +46,22 @@ def int32(values: Array) -> jax.Array:
         low = -2 if np.issubdtype(values.dtype, np.signedinteger) else 0
         values = where.clip(values, low, LARGEST)
     return jnp.asarray(values).astype(jnp.int32)
+
+
+def integers_by_row(name: str, values: Any, batch: int) -> jax.Array:
+    """Integers [B] as int32."""
+    array = values if hasattr(values, "dtype") else np.asarray(values)
+    if np.dtype(array.dtype).kind not in "iu" or array.shape != (batch,):
+        raise ValueError(f"{name} is {array.dtype} {tuple(array.shape)}, but must be integers [B]=({batch},)")
+    if isinstance(array, np.ndarray) and array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
+        raise ValueError(f"{name} is from {array.min()} to {array.max()}, but must fit int32")
+    return int32(array)
+
+
+def check_layer(layer: Any, layers: int) -> None:
+    """Raises a `ValueError` unless ``layer`` is an integer, from 0 to ``layers - 1`` as far as it is known."""
+    array = layer if hasattr(layer, "dtype") else np.asarray(layer)
+    if np.dtype(array.dtype).kind not in "iu" or array.ndim:
+        raise ValueError(f"layer is {array.dtype} {tuple(array.shape)}, but must be an integer")
+    if not isinstance(array, jax.Array) and not 0 <= int(array) < layers:
+        raise ValueError(f"layer={int(array)} must be from 0 to {layers - 1}: the cache has {layers} layers")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 import jax
 import jax.numpy as jnp
 
-from attnops.caches.base import check_size
 from attnops.caches.codec import Quantized
+from attnops.caches.create import check_size
 from attnops.caches.paged import PagedCache
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.caches.base import Cache, Contents, check_size, create_rows, create_store
+from attnops.caches.base import Cache, Contents
 from attnops.caches.codec import Quantized
+from attnops.caches.create import check_size, create_rows, create_store
 from attnops.caches.dense import read_blocks, take_rows
 from attnops.caches.packed import Rows, check_rows
 from attnops.caches.store import Pieces, Store

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from attnops.caches.base import Cache, CacheType
 from attnops.dispatch import border
-from attnops.dispatch.binding import Call, bind_attention, check_array, resolve_mode, swap_heads
+from attnops.dispatch.binding import Call, bind_attention, resolve_mode
 from attnops.dispatch.cached import bind_cached, shapes_of
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, decide, forward_for, keyword_options, warn_gathers
@@ -21,6 +21,7 @@ from attnops.dispatch.over_cache import run_over_cache
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
+from attnops.dispatch.step import grow
 from attnops.errors import Reason, UnsupportedError
 from attnops.kernels.rules import inexact_vjp
 from attnops.models.heads import repeat_kv_heads
@@ -177,28 +178,9 @@ class OperationImpl(BaseOperation):
         Raises:
             ValueError: see `__call__` and `Cache.append`.
         """
-        _check_cache(cache)
         of_call = CONTRACT | {"mode", "return_lse", "return_weights"}
         self._check_options({name: x for name, x in options.items() if name not in of_call})
-        tokens = (key, value)
-        if self.metadata.layout == "BHTD":
-            named = zip(("key", "value"), tokens, strict=True)
-            tokens = tuple(x if x is None else swap_heads(name, check_array(name, x)) for name, x in named)  # type: ignore[assignment]
-        grown = cache.append(tokens[0], tokens[1], query_lengths, rows)
-        T = tokens[0].shape[1]  # type: ignore[union-attr]
-        shape = jnp.shape(query)
-        length = shape[2 if self.metadata.layout == "BHTD" else 1] if len(shape) == 4 else T
-        if length != T:
-            raise ValueError(
-                f"query has length {length}, but key has length {T}: they must be equal, since a step is of the "
-                f"queries of the tokens that it appends; else append them, and call op(query, cache)"
-            )
-        if rows is None:
-            lengths = cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
-        else:
-            runs = rows.checked(T, cache.batch)
-            slots = jnp.clip(runs.slots, 0, cache.batch - 1)
-            lengths = jnp.asarray(cache.lengths).at[slots].add(runs.first_counts(T, cache.batch))
+        grown, lengths = grow(self.metadata.layout, query, key, value, cache, query_lengths, rows)
         call = self.prepare(query, grown, query_lengths=query_lengths, rows=rows, lengths=lengths, **options)
         result: OperationOutput = self.run(call)
         return result, grown
@@ -446,10 +428,3 @@ class OperationImpl(BaseOperation):
     ) -> PartitionSpec | None:
         """See `attnops.sharding.create_stable_sharding`; the mesh is the metadata's."""
         return create_stable_sharding(state_ps, preserved_indices, clone_ps, dep, tensor, self.metadata.mesh)
-
-
-def _check_cache(cache: object) -> None:
-    if not isinstance(cache, Cache):
-        raise ValueError(
-            f"cache is a {type(cache).__name__}, but must be an attnops.caches.Cache: op.step(query, key, value, cache)"
-        )

@@ -132,7 +132,7 @@ class HiddenKeysCounted(Reference):
     found_by = "KeyPadding"
 
     def softmax(self, scores, sink):
-        weights, logsumexp = super().softmax(jnp.where(scores == -jnp.inf, -3.0, scores), sink)
+        weights, logsumexp = super().softmax(jnp.where(scores == -jnp.inf, 0.0, scores), sink)
         return jnp.where(scores == -jnp.inf, 0.0, weights), logsumexp
 
 

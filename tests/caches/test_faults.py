@@ -42,6 +42,7 @@ def stepped(flash: Any, starts: Any, slots: Any, N: int = 5) -> tuple[np.ndarray
     return np.asarray(out.attention_outputs), np.asarray(out.logsumexp), cache
 
 
+@pytest.mark.slow
 def test_of_two_traced_runs_of_a_row_the_first_is_computed_and_the_second_is_padding(flash: Any) -> None:
     wanted, wanted_lse, _ = stepped(flash, jnp.array([0, 2]), jnp.array([0]))
     out, lse, cache = stepped(flash, jnp.array([0, 2, 5]), jnp.array([0, 0]))

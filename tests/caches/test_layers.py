@@ -44,7 +44,7 @@ def tokens(seed: int, heads: int, T: int) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "kind", ["ring", "pages", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[:4])]
+    "kind", ["pages", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[:5])]
 )
 @pytest.mark.parametrize("operation", ["flash", pytest.param("vanilla", marks=pytest.mark.slow)])
 def test_a_scan_over_layers_equals_a_cache_for_each(kind: str, operation: str) -> None:

@@ -220,6 +220,7 @@ def test_a_latent_is_sharded_as_a_single_kv_head(names: tuple[str, ...]) -> None
     equal(*(cache for _, cache in results))
 
 
+@slow
 def test_many_queries_over_a_cut_context_are_merged_by_two_reductions() -> None:
     mesh = mesh_of("sp", shape=(4,))
     sizes = {"batch": 1, "length": 24, "kv_heads": K, "head_dim": D, "dtype": jnp.float32}
@@ -245,6 +246,7 @@ def test_many_queries_over_a_cut_context_are_merged_by_two_reductions() -> None:
         pytest.param("ring", ("dp", "tp"), Quantized("int8", "head"), marks=slow),
     ],
 )
+@slow
 def test_a_layer_of_a_cache_on_a_mesh_is_taken_where_it_lies(
     storage: str, names: tuple[str, ...], codec: Quantized | None
 ) -> None:
@@ -276,6 +278,7 @@ def test_a_layer_of_a_cache_on_a_mesh_is_taken_where_it_lies(
     ("kv_heads", "heads", "devices"), [(2, 4, 4), pytest.param(2, 6, 3, marks=slow), pytest.param(1, 4, 4, marks=slow)]
 )
 @pytest.mark.parametrize("codec", [Quantized("int8", "head"), pytest.param(INT8, marks=slow)])
+@slow
 def test_kv_heads_that_the_mesh_does_not_divide_are_selected(
     kv_heads: int, heads: int, devices: int, codec: Quantized
 ) -> None:
@@ -289,6 +292,7 @@ def test_kv_heads_that_the_mesh_does_not_divide_are_selected(
 
 @pytest.mark.parametrize("storage", ["dense", *(pytest.param(x, marks=slow) for x in ("ring", "paged"))])
 @pytest.mark.parametrize("is_current", [False, pytest.param(True, marks=slow)])
+@slow
 def test_explicit_axes_are_those_of_the_results_types(storage: str, is_current: bool) -> None:
     mesh = mesh_of("dp", "tp", kind=AxisType.Explicit)
     placed, single = pair(storage, mesh)
@@ -315,6 +319,7 @@ def test_explicit_axes_are_those_of_the_results_types(storage: str, is_current: 
 
 
 @pytest.mark.parametrize("storage", ["dense", *(pytest.param(x, marks=slow) for x in ("ring", "paged"))])
+@slow
 def test_packed_rows_are_merged_over_the_shards_of_rows(storage: str) -> None:
     mesh = mesh_of("dp", "tp")
     caches = pair(storage, mesh)
@@ -329,6 +334,7 @@ def test_packed_rows_are_merged_over_the_shards_of_rows(storage: str) -> None:
 
 
 @pytest.mark.parametrize("axes", [("dp", "tp"), pytest.param(("dp",), marks=slow)])
+@slow
 def test_a_cache_in_a_shard_map_of_the_callers_own_is_that_shards(axes: tuple[str, ...]) -> None:
     mesh = mesh_of("dp", "tp")
     placed, single = pair("paged", mesh)
@@ -352,6 +358,7 @@ def test_a_cache_in_a_shard_map_of_the_callers_own_is_that_shards(axes: tuple[st
     equal(placed, single)
 
 
+@slow
 def test_each_shard_of_rows_has_a_pool_of_its_own() -> None:
     mesh = mesh_of("dp", shape=(2,))
     pools = jax.vmap(lambda _: PagePool.create(pages=4, page_size=3, rows=2, max_pages=3))(jnp.arange(2))

@@ -331,6 +331,7 @@ def test_a_donated_pool_is_the_carry_of_a_scan() -> None:
     assert last.lengths.tolist() == [6, 4]
 
 
+@pytest.mark.slow
 def test_each_device_has_a_pool_of_its_own_in_a_shard_map() -> None:
     def serve(lengths: Any, source: Any, target: Any) -> Any:
         def step(pool: PagePool, _: None) -> Any:

@@ -226,7 +226,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("codec", [None, pytest.param(Codec("int8", "token_head"), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("storage", LAYOUTS)
+@pytest.mark.parametrize("storage", ["paged", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", "ring"))])
 def test_a_cache_holds_what_a_list_holds(storage: str, codec: Codec | None) -> None:
     machine = type(storage, (Machine,), {"storage": storage, "codec": codec})
     run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=20))

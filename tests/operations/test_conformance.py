@@ -12,7 +12,7 @@ from attnops.testing.strategies import requests
 class TestVanilla(OperationConformance):
     operation = "vanilla"
     refuses = frozenset()
-    exhaustive = frozenset({"test_feature", "test_all_pairs"})
+    exhaustive = frozenset({"test_feature", "test_all_pairs", "test_cache_pairs"})
 
 
 class TestFlash(OperationConformance):
@@ -27,7 +27,8 @@ class TestScaledDotProduct(OperationConformance):
         {"mixed dtypes", "D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks",
          "dropout", "logsumexp", "weights", "latent"}
     )  # fmt: skip
-    exhaustive = frozenset({"test_feature", "test_all_pairs"})
+    slow = frozenset({"test_caches"})  # through read(), as vanilla's
+    exhaustive = frozenset({"test_feature", "test_all_pairs", "test_cache_pairs"})
 
 
 @pytest.mark.parametrize("block", [4, 16, 64])

@@ -19,7 +19,7 @@ class TestRing(OperationConformance):
     operation = "ring"
     refuses = frozenset({"weights", "caches"})
     slow = frozenset({"test_behaviour"})
-    exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs"})
+    exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs", "test_cache_pairs"})
 
     @classmethod
     def subject(cls) -> Subject:

@@ -24,7 +24,7 @@ class TestFlashOnTPU(OperationConformance):
     operation, platform = "attnops-tpu:flash", "tpu"
     interpret = True
     refuses = frozenset({"float16", "weights"})
-    exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs"})
+    exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs", "test_cache_pairs"})
 
 
 @pytest.mark.slow

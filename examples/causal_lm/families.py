@@ -1,0 +1,232 @@
+"""How checkpoints of each family say a model's sizes, and name its weights.
+
+A family is one `Family`: its fields in a Hugging Face ``config.json``, and its weights' names. What all share is read
+by `config_from_hf`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from attnops.models.rotary import SCALINGS, RotaryConfig, RotaryScaling
+
+from .config import Config, Experts, LayerType
+
+# Our name of each size: Hugging Face's.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "pad_token_id": "pad_token_id",
+    "bos_token_id": "bos_token_id",
+}
+# Families whose config.json may leave it out where the head is tied.
+TIED_BY_DEFAULT = {"gemma2", "gemma3_text"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        architecture: the class in transformers.
+        fields: what its Hugging Face config says beyond `SIZES`.
+        to_hf: the inverse of ``fields``.
+    """
+
+    architecture: str
+    fields: Callable[[Mapping[str, Any]], dict[str, Any]]
+    to_hf: Callable[[Config], dict[str, Any]]
+
+
+def _llama(hf: Mapping[str, Any]) -> dict[str, Any]:
+    bias = bool(hf.get("attention_bias"))
+    if hf.get("mlp_bias"):
+        raise ValueError("mlp_bias=True is not supported: an MLP here has no biases")
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def _gemma(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "activation": "gelu_tanh",
+        "unit_offset": True,
+        "post_norms": True,
+        "embedding_scale": hf["hidden_size"] ** 0.5,
+        "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_soft_cap": hf.get("attn_logit_softcapping"),
+        "final_soft_cap": hf.get("final_logit_softcapping"),
+    }
+
+
+def _gemma_to_hf(config: Config) -> dict[str, Any]:
+    assert config.softmax_scale is not None
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round(config.softmax_scale**-2),
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.final_soft_cap,
+    }
+
+
+def _gpt_oss(hf: Mapping[str, Any]) -> dict[str, Any]:
+    experts = Experts(
+        count=hf["num_local_experts"], per_token=hf["num_experts_per_tok"], limit=hf.get("swiglu_limit", 7.0),
+        alpha=1.702,
+    )  # fmt: skip
+    return {"qkv_bias": True, "output_bias": True, "sinks": True, "experts": experts}
+
+
+def _gpt_oss_to_hf(config: Config) -> dict[str, Any]:
+    assert config.experts is not None
+    return {
+        "num_local_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.per_token,
+        "swiglu_limit": config.experts.limit,
+        "attention_bias": True,
+    }
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _llama, lambda c: {"attention_bias": c.qkv_bias}),
+    "mistral": Family("MistralForCausalLM", lambda hf: {}, lambda c: {}),
+    "qwen2": Family("Qwen2ForCausalLM", lambda hf: {"qkv_bias": True}, lambda c: {}),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", lambda hf: {**_llama(hf), "qk_norm": True}, lambda c: {"attention_bias": c.qkv_bias}
+    ),
+    "gemma2": Family("Gemma2ForCausalLM", _gemma, _gemma_to_hf),
+    "gemma3_text": Family("Gemma3ForCausalLM", lambda hf: {**_gemma(hf), "qk_norm": True}, _gemma_to_hf),
+    "gpt_oss": Family("GptOssForCausalLM", _gpt_oss, _gpt_oss_to_hf),
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> Config:
+    """The config of a Hugging Face ``config.json``.
+
+    Raises:
+        ValueError: a model_type that is not in `FAMILIES`, or a choice that this decoder does not have.
+    """
+    name = hf.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(f"model_type={name!r} must be one of {sorted(FAMILIES)}; others need a mapping in families.py")
+    if hf.get("hidden_act", "silu") not in ("silu", "gelu_pytorch_tanh"):
+        raise ValueError(f"hidden_act={hf['hidden_act']!r} must be silu or gelu_pytorch_tanh")
+    values = {ours: hf[theirs] for ours, theirs in SIZES.items() if hf.get(theirs) is not None}
+    values.setdefault("num_kv_heads", values["num_heads"])
+    values.setdefault("head_dim", values["hidden_size"] // values["num_heads"])
+    values.setdefault("tie_word_embeddings", name in TIED_BY_DEFAULT)
+    eos = hf.get("eos_token_id")
+    types = _layer_types(name, hf)
+    values |= {
+        "family": name,
+        "layer_types": types,
+        "sliding_window": hf.get("sliding_window") if "sliding_attention" in types else None,
+        "rotary": tuple((kind, _rotary(hf, kind, values["head_dim"])) for kind in dict.fromkeys(types)),
+        "eos_token_ids": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+    }
+    return Config(**(values | FAMILIES[name].fields(hf)))
+
+
+def _layer_types(name: str, hf: Mapping[str, Any]) -> tuple[LayerType, ...]:
+    count = hf["num_hidden_layers"]
+    if hf.get("layer_types"):
+        return tuple(hf["layer_types"])
+    if name == "mistral" and hf.get("sliding_window"):
+        return ("sliding_attention",) * count
+    if name in ("qwen2", "qwen3") and hf.get("use_sliding_window"):
+        first = hf.get("max_window_layers", count)
+        return tuple("sliding_attention" if i >= first else "full_attention" for i in range(count))
+    if pattern := hf.get("sliding_window_pattern", {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}.get(name)):
+        return tuple("full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count))
+    return ("full_attention",) * count
+
+
+def _rotary(hf: Mapping[str, Any], kind: LayerType, head_dim: int) -> RotaryConfig:
+    local = hf.get("rope_local_base_freq")
+    if kind == "sliding_attention" and local is not None and "rope_parameters" not in hf:
+        return RotaryConfig(head_dim=head_dim, base=local)
+    return RotaryConfig.from_config(hf, layer_type=kind, head_dim=head_dim)
+
+
+def config_to_hf(config: Config) -> dict[str, Any]:
+    """The Hugging Face ``config.json`` of a config: the inverse of `config_from_hf`."""
+    family = FAMILIES[config.family]
+    by_kind = {kind: _rope_parameters(rotary) for kind, rotary in config.rotary}
+    nested = config.family == "gemma3_text"
+    hf = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
+    hf |= {
+        "model_type": config.family,
+        "architectures": [family.architecture],
+        "rope_parameters": by_kind if nested else next(iter(by_kind.values())),
+        "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else "silu",
+        "eos_token_id": list(config.eos_token_ids) or None,
+    }
+    if config.family not in ("llama", "mistral"):  # with layer_types, transformers takes the latter for ministral
+        hf["layer_types"] = list(config.layer_types)
+    if config.sliding_window is not None:
+        hf |= {"sliding_window": config.sliding_window, "use_sliding_window": True}
+    elif config.family == "mistral":
+        hf["sliding_window"] = None
+    return hf | family.to_hf(config)
+
+
+def _rope_parameters(rotary: RotaryConfig) -> dict[str, Any]:
+    scaling: RotaryScaling = rotary.scaling
+    kind = next(name for name, cls in SCALINGS.items() if type(scaling) is cls)
+    given = {k: v for k, v in dataclasses.asdict(scaling).items() if v is not None}  # type: ignore[call-overload]
+    return {"rope_type": kind, "rope_theta": rotary.base, **given}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One weight: its path in the model, its name in a checkpoint, and whether its two last axes are swapped there."""
+
+    path: str
+    name: str
+    swapped: bool = False
+
+
+def weights(config: Config, *, lm_head: bool = True) -> Iterator[Weight]:
+    """Every weight of a model of this config."""
+    yield Weight("embed", "model.embed_tokens.weight")
+    for i in range(config.num_layers):
+        yield from _layer(config, f"layers.{i}", f"model.layers.{i}")
+    yield Weight("norm.scale", "model.norm.weight")
+    if lm_head and not config.tie_word_embeddings:
+        yield Weight("head.kernel", "lm_head.weight", swapped=True)
+
+
+def _layer(config: Config, ours: str, theirs: str) -> Iterator[Weight]:
+    for name in "qkvo":
+        yield Weight(f"{ours}.attention.{name}.kernel", f"{theirs}.self_attn.{name}_proj.weight", swapped=True)
+        if config.output_bias if name == "o" else config.qkv_bias:
+            yield Weight(f"{ours}.attention.{name}.bias", f"{theirs}.self_attn.{name}_proj.bias")
+    if config.qk_norm:
+        for name in "qk":
+            yield Weight(f"{ours}.attention.{name}_norm.scale", f"{theirs}.self_attn.{name}_norm.weight")
+    if config.sinks:
+        yield Weight(f"{ours}.attention.sinks", f"{theirs}.self_attn.sinks")
+    yield Weight(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight")
+    if config.post_norms:
+        yield Weight(f"{ours}.attention_post_norm.scale", f"{theirs}.post_attention_layernorm.weight")
+        yield Weight(f"{ours}.mlp_norm.scale", f"{theirs}.pre_feedforward_layernorm.weight")
+        yield Weight(f"{ours}.mlp_post_norm.scale", f"{theirs}.post_feedforward_layernorm.weight")
+    else:
+        yield Weight(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight")
+    if config.experts is None:
+        for name in ("gate", "up", "down"):
+            yield Weight(f"{ours}.mlp.{name}.kernel", f"{theirs}.mlp.{name}_proj.weight", swapped=True)
+        return
+    yield Weight(f"{ours}.mlp.router.kernel", f"{theirs}.mlp.router.weight", swapped=True)
+    yield Weight(f"{ours}.mlp.router.bias", f"{theirs}.mlp.router.bias")
+    for name in ("gate_up", "down"):
+        yield Weight(f"{ours}.mlp.{name}", f"{theirs}.mlp.experts.{name}_proj")
+        yield Weight(f"{ours}.mlp.{name}_bias", f"{theirs}.mlp.experts.{name}_proj_bias")

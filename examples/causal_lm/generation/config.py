@@ -1,0 +1,231 @@
+"""What to generate: the fields that Hugging Face's `GenerationConfig` has and this package honours, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+# Fields of Hugging Face's class that are not honoured, with the values that ask for nothing. What is not listed is
+# refused unless it is None.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_cache": (True,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "min_length": (0,),
+    "renormalize_logits": (False,),
+    "remove_invalid_values": (False,),
+    "token_healing": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_scores": (False,),
+    "output_logits": (False,),
+    "return_dict_in_generate": (True, False),
+    "disable_compile": (False,),
+    "low_memory": (False,),
+    "is_assistant": (False,),
+}
+_ABOUT_THE_FILE = ("transformers_version", "_from_model_config", "bos_token_id", "decoder_start_token_id")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """What `generate` does. Every field is honoured, or refused with a `ValueError` where it does not fit the others.
+
+    Attributes:
+        max_new_tokens: most tokens generated a row; None: from ``max_length``, or 20.
+        max_length: most tokens a row, the prompt and its padding included; None: from ``max_new_tokens``.
+        min_new_tokens: tokens before which no end token is chosen.
+        do_sample: draw tokens; else the most probable one is taken.
+        temperature: scores are divided by it; with ``do_sample`` alone, as the next three.
+        top_k: of the k largest scores alone, and those equal to the last of them; None for all.
+        top_p: of the fewest most probable tokens that have this probability together; None for all.
+        min_p: of tokens that have this share of the largest probability; None for all.
+        repetition_penalty: scores of tokens that the row has are divided by it if positive, else multiplied.
+        num_beams: sequences that beam search continues; 1 for none.
+        length_penalty: beams are compared by log-probability / length ** length_penalty.
+        early_stopping: when a beam search ends: True, with ``num_beams`` finished sequences; False, when no running one
+            is better at its length; "never", when none can be better at any length.
+        num_return_sequences: sequences of each row of the prompt, one after another.
+        eos_token_id: the tokens that end a row; None: the model's; () for none.
+        pad_token_id: what follows the end of a row; None: the model's, or its first end token, or 0.
+        stop_strings: a row ends with the token that completes one of them; needs ``tokenizer``.
+        prompt_lookup_num_tokens: tokens drafted at a time from an earlier place of the row that has the same last
+            tokens, and verified in one call; None for no drafts. What is generated is the same.
+        max_matching_ngram_size: most last tokens that are compared for that.
+        cache_implementation: "static" (None is the same), a row of slots each; "sliding_window", rings in layers that
+            have a window; "paged", pages.
+        page_size: slots a page, with "paged" alone.
+        prefill_chunk_size: tokens of the prompt at a time; None: by the prompt's length, at most 256.
+    """
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    num_return_sequences: int = 1
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
+    stop_strings: str | tuple[str, ...] | None = None
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int = 2
+    cache_implementation: Literal["static", "sliding_window", "paged"] | None = None
+    page_size: int | None = None
+    prefill_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("eos_token_id", "stop_strings"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_ranges()
+        self._check_together()
+
+    def _check_ranges(self) -> None:
+        for name in ("max_new_tokens", "max_length", "top_k", "prompt_lookup_num_tokens", "page_size",
+                     "prefill_chunk_size"):  # fmt: skip
+            _integer(name, getattr(self, name), 1, optional=True)
+        for name in ("num_beams", "num_return_sequences", "max_matching_ngram_size"):
+            _integer(name, getattr(self, name), 1)
+        _integer("min_new_tokens", self.min_new_tokens, 0)
+        _integer("pad_token_id", self.pad_token_id, 0, optional=True)
+        for token in self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,):
+            _integer("eos_token_id", token, 0, optional=True)
+        for name in ("temperature", "repetition_penalty"):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 < value < math.inf):
+                hint = "; for the most probable token leave do_sample=False" if name == "temperature" else ""
+                raise ValueError(f"{name}={value!r} must be a finite number above 0{hint}")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value <= 1):
+                raise ValueError(f"{name}={value!r} must be above 0 and at most 1; None for no limit")
+        if not (_is_number(self.length_penalty) and math.isfinite(self.length_penalty)):
+            raise ValueError(f"length_penalty={self.length_penalty!r} must be a finite number")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
+        if self.cache_implementation not in (None, "static", "sliding_window", "paged"):
+            raise ValueError(
+                f"cache_implementation={self.cache_implementation!r} must be 'static', 'sliding_window' or 'paged'"
+            )
+        if not all(isinstance(stop, str) and stop for stop in self.stops):
+            raise ValueError(f"stop_strings={self.stop_strings!r} must be strings of at least one character")
+
+    def _check_together(self) -> None:
+        if self.max_new_tokens is not None and self.max_length is not None:
+            raise ValueError(
+                f"max_new_tokens={self.max_new_tokens} and max_length={self.max_length} both limit a row: give one"
+            )
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} must be at most max_new_tokens={self.max_new_tokens}"
+            )
+        drawing = {"temperature": 1.0, "top_k": None, "top_p": None, "min_p": None}
+        for name, off in drawing.items():
+            if not self.do_sample and getattr(self, name) != off:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is given, but do_sample=False takes the most probable token, which "
+                    f"it does not change: set do_sample=True, or leave it out"
+                )
+        if self.page_size is not None and self.cache_implementation != "paged":
+            raise ValueError(
+                f"page_size={self.page_size} is given, but cache_implementation={self.cache_implementation!r} has no "
+                f"pages: set it to 'paged'"
+            )
+        if self.num_beams > 1:
+            others = {"do_sample": False, "prompt_lookup_num_tokens": None, "stop_strings": None}
+            for name, off in others.items():
+                if getattr(self, name) != off:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} and num_beams={self.num_beams}: beam search compares whole "
+                        f"sequences of the most probable tokens; leave one out"
+                    )
+        else:
+            beams = {"length_penalty": 1.0, "early_stopping": False}
+            for name, off in beams.items():
+                if getattr(self, name) != off:
+                    raise ValueError(f"{name}={getattr(self, name)!r} is for beam search, but num_beams=1")
+        most = self.num_beams if not self.do_sample else math.inf
+        if self.num_return_sequences > most:
+            raise ValueError(
+                f"num_return_sequences={self.num_return_sequences} must be at most num_beams={self.num_beams} without "
+                f"do_sample: there are no more different sequences"
+            )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        given = self.stop_strings
+        return () if given is None else (given,) if isinstance(given, str) else given
+
+    def eos_ids(self, own: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The tokens that end a row, which are ``own`` if the config names none."""
+        given = self.eos_token_id
+        return own if given is None else (given,) if isinstance(given, int) else given
+
+    def new_tokens(self, prompt: int) -> int:
+        """Most tokens to generate after a prompt of so many, its padding included.
+
+        Raises:
+            ValueError: ``max_length`` leaves none.
+        """
+        if self.max_length is None:
+            return 20 if self.max_new_tokens is None else self.max_new_tokens
+        if self.max_length <= prompt:
+            raise ValueError(
+                f"max_length={self.max_length} must be above the {prompt} tokens of the prompt; max_new_tokens counts "
+                f"without them"
+            )
+        return self.max_length - prompt
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GenerationConfig:
+        """From the fields of a ``generation_config.json``. A field that is not honoured may have its neutral value.
+
+        Raises:
+            ValueError: a field is not honoured and asks for something, or has no such name.
+        """
+        return cls().updated(values)
+
+    def updated(self, values: Mapping[str, Any]) -> GenerationConfig:
+        """A copy with other fields; see `from_dict`."""
+        known = {field.name for field in dataclasses.fields(self)}
+        own: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in known:
+                own[name] = _default(name) if value is None else value
+            elif name not in _ABOUT_THE_FILE and not (name in _NEUTRAL and value in _NEUTRAL[name]):
+                if value is None:
+                    continue
+                what = f"may only be {' or '.join(map(repr, _NEUTRAL[name]))}" if name in _NEUTRAL else "is not known"
+                raise ValueError(f"{name}={value!r}: generate honours {', '.join(sorted(known))}; {name} {what}")
+        return dataclasses.replace(self, **own)
+
+
+def _default(name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(GenerationConfig) if field.name == name)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _integer(name: str, value: object, least: int, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an int of at least {least}")

@@ -1,0 +1,105 @@
+"""The prompts of a batch: padding left or right, and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+# Of a prompt in chunks nothing is gained by longer ones, and short prompts must not pay for them.
+LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
+
+
+class Prompt(NamedTuple):
+    """B prompts.
+
+    Attributes:
+        tokens: int32 [B, P], as they were given.
+        starts: tokens of left padding, int32 [B].
+        lengths: of each row, its left padding included, int32 [B]; right padding follows.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    def repeated(self, times: int) -> Prompt:
+        """Each row so many times, one after another."""
+        return self if times == 1 else Prompt(*(np.repeat(x, times, axis=0) for x in self))
+
+    def chunks(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All tokens but the last of each row, by chunks: tokens int32 [B, size], and how many of them are real [B]."""
+        most = int(self.lengths.max()) - 1
+        padded = np.pad(self.tokens, ((0, 0), (0, max(0, most + size - self.tokens.shape[1]))))
+        for first in range(0, most, size):
+            yield padded[:, first : first + size], np.clip(self.lengths - 1 - first, 0, size).astype(np.int32)
+
+    def history(self, used: np.ndarray, length: int) -> np.ndarray:
+        """Tokens by index, int32 [B, length]; −1 for padding, and for the ``used[b]`` tokens before the prompt."""
+        tokens = np.full((len(self.lengths), length), -1, np.int32)
+        for b, (start, end) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            tokens[b, used[b] + start : used[b] + end] = self.tokens[b, start:end]
+        return tokens
+
+
+def read_prompt(input_ids: Any, attention_mask: Any, vocab_size: int) -> Prompt:
+    """Prompts from tokens and their mask.
+
+    Args:
+        input_ids: integers [B, P].
+        attention_mask: [B, P], 0 or False for padding, which is left or right of a row's tokens; None: no padding.
+        vocab_size: V.
+
+    Raises:
+        ValueError: another shape or dtype, a token that is none, a row without tokens, or padding between tokens.
+    """
+    if isinstance(input_ids, jax.core.Tracer) or isinstance(attention_mask, jax.core.Tracer):
+        raise ValueError("input_ids or attention_mask is traced: generate compiles its own steps; call it outside jit")
+    tokens = np.asarray(input_ids)
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"input_ids are {tokens.dtype} {tokens.shape}, but must be integers [B, P], at least one")
+    B, P = tokens.shape
+    if attention_mask is None:
+        is_real = np.ones((B, P), bool)
+    else:
+        is_real = np.asarray(attention_mask) != 0
+        if is_real.shape != (B, P):
+            raise ValueError(f"attention_mask has shape {is_real.shape}, but must have that of input_ids, {(B, P)}")
+    count = is_real.sum(axis=1)
+    for b in np.flatnonzero(count == 0):
+        raise ValueError(f"attention_mask[{b}] is all 0, but a row must have a token to start from")
+    starts = is_real.argmax(axis=1)
+    lengths = P - is_real[:, ::-1].argmax(axis=1)
+    for b in np.flatnonzero(lengths - starts != count):
+        raise ValueError(
+            f"attention_mask[{b}] has {lengths[b] - starts[b] - count[b]} zeros between tokens {starts[b]} and "
+            f"{lengths[b] - 1}: padding must be left or right of a row's tokens"
+        )
+    real = tokens[is_real]
+    if real.min() < 0 or real.max() >= vocab_size:
+        raise ValueError(
+            f"input_ids has tokens from {real.min()} to {real.max()}, but the vocabulary is 0 to {vocab_size - 1}"
+        )
+    tokens = np.where(is_real, tokens, 0).astype(np.int32)
+    return Prompt(tokens, starts.astype(np.int32), lengths.astype(np.int32))
+
+
+def chunk_size(given: int | None, tokens: int, most: int | None) -> int:
+    """Tokens of a prompt at a time.
+
+    Args:
+        given: what was asked for; None: a power of two that holds the prompt, at most `LARGEST_CHUNK`.
+        tokens: of the longest prompt.
+        most: what a cache takes at a time, None for no limit.
+
+    Raises:
+        ValueError: more is asked for than a cache takes.
+    """
+    if given is None:
+        size = min(max(1 << max(tokens - 1, 0).bit_length(), SMALLEST_CHUNK), LARGEST_CHUNK)
+        return size if most is None else min(size, most)
+    if most is not None and given > most:
+        raise ValueError(f"chunks of {given} tokens are asked for, but a WindowCache of max_append={most} takes fewer")
+    return given

@@ -1,0 +1,120 @@
+"""The choice of a token from scores: temperature, top-k, top-p and min-p as data, so that one program serves all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How rows draw tokens. Each field is one number, or one a row.
+
+    Attributes:
+        temperature: float32 [] or [B]; 0 takes the token with the largest score.
+        top_k: int32 [] or [B]; 0 for all tokens.
+        top_p: float32 [] or [B]; 1 for all tokens.
+        min_p: float32 [] or [B]; 0 for all tokens.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+
+    @classmethod
+    def create(
+        cls, temperature: ArrayLike = 0.0, top_k: ArrayLike = 0, top_p: ArrayLike = 1.0, min_p: ArrayLike = 0.0
+    ) -> Self:
+        """From numbers or arrays [B]; nothing given is the largest score."""
+        reals = (jnp.asarray(np.asarray(x), jnp.float32) for x in (temperature, top_p, min_p))
+        temperature, top_p, min_p = reals
+        return cls(temperature, jnp.asarray(np.asarray(top_k), jnp.int32), top_p, min_p)
+
+
+def sample(scores: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
+    """A token a row, int32 [B].
+
+    Args:
+        scores: float32 [B, V]; −inf for a token that must not be drawn.
+        keys: [B], a key a row.
+        sampling: how.
+
+    What nobody asks for is not computed: the largest score needs no noise, and plain sampling no limits.
+    """
+    largest = scores.argmax(-1).astype(jnp.int32)
+
+    def drawn() -> jax.Array:
+        temperature = _by_row(sampling.temperature)
+        scaled = scores / jnp.where(temperature > 0, temperature, 1)
+        limits = (sampling.top_k > 0).any() | (sampling.top_p < 1).any() | (sampling.min_p > 0).any()
+        scaled = lax.cond(limits, lambda: limited(scaled, sampling), lambda: scaled)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[-1:], jnp.float32))(keys)
+        return jnp.where(sampling.temperature > 0, (scaled + noise).argmax(-1).astype(jnp.int32), largest)
+
+    return lax.cond((sampling.temperature > 0).any(), drawn, lambda: largest)
+
+
+def limited(scores: jax.Array, sampling: Sampling) -> jax.Array:
+    """Scores [B, V] with −inf for the tokens that top-k, then top-p, then min-p leave out.
+
+    Tokens that tie with the last one that is kept are kept. There is no sort: the least score that is kept is found bit
+    by bit, in 32 passes over the scores.
+    """
+    order = _order(scores)
+    k = _by_row(jnp.where(sampling.top_k > 0, sampling.top_k, scores.shape[-1]))
+    least = _largest_bits(lambda t: (order >= t).sum(-1, keepdims=True) >= k, scores.shape[:-1])
+    probability = jax.nn.softmax(jnp.where(order >= least, scores, -jnp.inf), axis=-1)
+    p = _by_row(sampling.top_p)
+
+    def has_mass(t: jax.Array) -> jax.Array:
+        return jnp.where(order >= t, probability, 0).sum(-1, keepdims=True) >= p
+
+    # Of all tokens together the sum may be below 1 by rounding.
+    nucleus = jnp.where(p < 1, _largest_bits(has_mass, scores.shape[:-1]), 0)
+    least = jnp.maximum(least, nucleus)
+    kept = (order >= least) & (probability >= _by_row(sampling.min_p) * probability.max(-1, keepdims=True))
+    return jnp.where(kept, scores, -jnp.inf)
+
+
+def row_keys(key: jax.Array, batch: int) -> jax.Array:
+    """A key a row [B], from one for all, or from one a row; typed or not.
+
+    Raises:
+        ValueError: another shape.
+    """
+    typed = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    if typed.shape == (batch,):
+        return typed
+    if typed.shape != ():
+        raise ValueError(f"prng_key has {typed.shape} keys, but must be one key, or one for each of {batch} rows")
+    return jax.vmap(lambda row: jax.random.fold_in(typed, row))(jnp.arange(batch))
+
+
+def _by_row(x: jax.Array) -> jax.Array:
+    """[] or [B] against [B, V]."""
+    return x[:, None] if x.ndim else x
+
+
+def _order(x: jax.Array) -> jax.Array:
+    """Integers uint32 in the order of the floats."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_bits(holds: object, shape: tuple[int, ...]) -> jax.Array:
+    """The largest uint32 [..., 1] for which a monotone predicate holds; 0 if none does."""
+    assert callable(holds)
+
+    def bit(i: jax.Array, found: jax.Array) -> jax.Array:
+        trial = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(holds(trial), trial, found)
+
+    return lax.fori_loop(0, 32, bit, jnp.zeros((*shape, 1), jnp.uint32))

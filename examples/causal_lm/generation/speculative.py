@@ -1,0 +1,47 @@
+"""Prompt lookup: tokens drafted from an earlier place of the same row (Saxena 2023, "Prompt Lookup Decoding")."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def look_up(tokens: jax.Array, lengths: jax.Array, count: int, largest: int) -> tuple[jax.Array, jax.Array]:
+    """What followed the last tokens of each row where they came before: drafts, and how many there are.
+
+    The most last tokens that came before decide, at most ``largest``; of several places the last one with ``count``
+    tokens after it, or else the first.
+
+    Args:
+        tokens: int32 [B, S]; negative ones match nothing.
+        lengths: of the rows, int32 [B].
+        count: g, most drafts.
+        largest: most last tokens that are compared.
+
+    Returns:
+        Drafts int32 [B, g], of which the first int32 [B] are real.
+    """
+    S = tokens.shape[1]
+    index = jnp.arange(S)
+    # run[b, j]: how many tokens before place j are the same as those at the row's end, up to the first that differs.
+    same = jnp.ones(tokens.shape, bool)
+    run = jnp.zeros(tokens.shape, jnp.int32)
+    for back in range(1, largest + 1):
+        end = jnp.take_along_axis(tokens, jnp.maximum(lengths - back, 0)[:, None], axis=1)
+        earlier = jnp.roll(tokens, back, axis=1)
+        same &= (earlier == end) & (earlier >= 0) & (index >= back) & (lengths[:, None] >= back)
+        run += same
+    after = lengths[:, None] - index  # tokens from place j to the row's end
+    run = jnp.where(after > 0, run, 0)
+    best = run.max(axis=1, keepdims=True)
+    full = jnp.where((run == best) & (after >= count), index, -1).max(axis=1)
+    start = jnp.where(full >= 0, full, (run == best).argmax(axis=1))
+    found = jnp.where(best[:, 0] > 0, jnp.minimum(lengths - start, count), 0)
+    place = jnp.minimum(start[:, None] + jnp.arange(count), S - 1)
+    return jnp.take_along_axis(tokens, place, axis=1), found.astype(jnp.int32)
+
+
+def accepted(drafts: jax.Array, found: jax.Array, picked: jax.Array) -> jax.Array:
+    """How many drafts are what was picked in their place, up to the first that is not, int32 [B]."""
+    right = (drafts == picked[:, : drafts.shape[1]]) & (jnp.arange(drafts.shape[1]) < found[:, None])
+    return jnp.cumprod(right, axis=1).sum(axis=1).astype(jnp.int32)

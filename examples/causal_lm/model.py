@@ -18,6 +18,7 @@ from attnops.models.rotary import rotary_tables
 
 from .caching import Caching
 from .config import Config
+from .generation import Generation
 from .layers import DecoderLayer, Linear, Norm, precision
 from .pretrained import Pretrained
 
@@ -138,7 +139,7 @@ def _positions(
     return jnp.broadcast_to(place, (B, T))
 
 
-class CausalLM(Decoder, Caching, Pretrained):
+class CausalLM(Decoder, Caching, Pretrained, Generation):
     """A decoder-only language model.
 
     Args:

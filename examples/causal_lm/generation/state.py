@@ -52,7 +52,7 @@ class Rows:
         # Each has a buffer of its own, since all are donated.
         return cls(
             caches=caches, tokens=tokens, lengths=lengths, first=lengths + 0,
-            finished=jnp.zeros(lengths.shape, bool), keys=keys, drafted=jnp.zeros_like(lengths),
+            finished=jnp.zeros(lengths.shape, bool), keys=jax.random.clone(keys), drafted=jnp.zeros_like(lengths),
             accepted=jnp.zeros_like(lengths), steps=jnp.zeros((), jnp.int32),
         )  # fmt: skip
 

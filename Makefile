@@ -14,7 +14,7 @@ LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 # At most four workers, of a gigabyte each. Each runs modules from its own half of the list, and helps out at the end.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all exhaustive quick bench lint readme clean
+.PHONY: demo test test-all exhaustive parity quick bench lint readme clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -34,6 +34,12 @@ $(VENV)/.test: $(VENV)/.demo $(PLUGINS:%=%/pyproject.toml)
 	$(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
 	@touch $@
 
+# On Linux, PyTorch comes with several GB of CUDA, unless pip also finds its build for CPUs: PIP_FIND_LINKS names a folder
+# that has it, or PIP_EXTRA_INDEX_URL PyTorch's own index of such builds.
+$(VENV)/.parity: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[parity]"
+	@touch $@
+
 demo: $(VENV)/.demo  ## embed real sentences with every installed operation, and decode over every cache
 	$(BIN)/attnops demo
 
@@ -45,6 +51,10 @@ test-all: $(VENV)/.test  ## the rest, but for what takes hours
 
 exhaustive: $(VENV)/.test  ## every pair of features interpreted, every case compiled for every TPU and GPU
 	$(PYTEST) -m exhaustive $(TESTS)
+
+# Tests of their own, which `tests` leaves out (norecursedirs): the others must not need PyTorch.
+parity: $(VENV)/.parity  ## models of transformers compute with attnops what they compute with PyTorch's attention
+	$(PYTEST) tests/parity
 
 quick: test
 

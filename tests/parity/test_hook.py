@@ -1,0 +1,149 @@
+"""The masks that `transformers_hook` makes of transformers' mask functions, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import masking_utils
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_compatibility_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
+from transformers_hook import ExpressionTensor, attention, create_mask, operation, register, to_jax, to_torch
+from transformers_models import ARCHITECTURES, left_padded
+
+B, TOKENS = 2, 12
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 3 + [1] * 9])
+PREFIX = torch.tensor([[0] * 4 + [-1] * 8, [0] * 7 + [-1] * 5])
+IMAGES = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, -1, -1, -1], [0, 0, -1, -1, -1, -1, -1, 1, 1, 1, 1, -1]])
+STARTS = torch.tensor([0, 3])
+
+
+def every_third(b, h, q, kv):
+    return kv % 3 == 0
+
+
+def by_token(b, h, q, kv):
+    return DOCUMENTS[b, q] <= DOCUMENTS[b, kv]
+
+
+packed = functools.partial(
+    packed_sequence_compatibility_function, position_ids=POSITIONS, packed_sequence_mask=DOCUMENTS
+)
+
+# Functions, and the kinds of the masks that they become.
+FUNCTIONS = {
+    "causal": (causal_mask_function, {"Causal"}),
+    "all": (bidirectional_mask_function, {"Full"}),
+    "window": (sliding_window_causal_mask_function(4), {"Causal", "SlidingWindow"}),
+    "window both ways": (sliding_window_bidirectional_mask_function(3), {"Full", "SlidingWindow"}),
+    "chunks": (chunked_causal_mask_function(5, STARTS), {"Causal", "Chunked", "at"}),
+    "prefix": (or_masks(causal_mask_function, blockwise_overlay(PREFIX)), {"PrefixLM"}),
+    "images": (or_masks(causal_mask_function, blockwise_overlay(IMAGES)), {"Causal", "Segments"}),
+    "images in a window": (
+        and_masks(or_masks(causal_mask_function, blockwise_overlay(IMAGES)), sliding_window_overlay(4)),
+        {"Causal", "Segments", "SlidingWindow"},
+    ),
+    "packed": (packed(causal_mask_function), {"Causal", "Segments", "at"}),
+    "packed window": (
+        packed(sliding_window_causal_mask_function(3)),
+        {"Causal", "SlidingWindow", "Segments", "at"},
+    ),
+    "a caller's own": (and_masks(causal_mask_function, every_third), {"Causal", "Dense"}),
+    "a caller's own of tokens, packed": (packed(and_masks(causal_mask_function, by_token)), {"Segments", "Dense"}),
+}
+# Queries and keys as ranges of tokens: all; those after a cache; a cache of a window, which dropped the first keys.
+RANGES = [(range(TOKENS), range(TOKENS)), (range(9, TOKENS), range(TOKENS)), (range(9, TOKENS), range(5, TOKENS))]
+
+
+@pytest.mark.parametrize(("q", "kv"), RANGES, ids=["all", "cache", "window cache"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_expression_is_the_function(name: str, q: range, kv: range) -> None:
+    function, kinds = FUNCTIONS[name]
+    if name == "prefix" and len(q) < TOKENS:
+        kinds = {"Causal", "Segments"}  # which also holds for queries after a cache
+    is_token = torch.arange(TOKENS) >= STARTS[:, None]
+    grid = (B, len(q), len(kv), q.start, kv.start, function)
+    mask = create_mask(*grid, is_token).mask
+    assert mask.kinds() - {"&", "|"} == kinds | {"KeyPadding"}
+    expected = masking_utils.sdpa_mask(*grid, is_token, allow_is_causal_skip=False, use_vmap=True)
+    actual = mask.bind(B, 1, len(q), len(kv)).dense(B, 1, len(q), len(kv))
+    np.testing.assert_array_equal(np.broadcast_to(actual, expected.shape), expected.numpy())
+
+
+def test_a_mask_has_a_shape_but_no_values() -> None:
+    mask = create_mask(B, 3, TOKENS, 9)
+    assert isinstance(mask, ExpressionTensor)
+    assert mask.shape == (B, 1, 3, TOKENS)
+    assert mask.untyped_storage().nbytes() == 1
+    assert mask.to("cpu") is mask
+    for read in (lambda: mask[:, :, :, :4], mask.all, lambda: ~mask, mask.float):
+        with pytest.raises(TypeError, match="pass it on as it is"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "refused", [{"dropout": 0.1}, {"output_attentions": True}, {"cache": object()}, {"attention_mask": torch.zeros(1)}]
+)
+def test_what_is_not_served_raises(refused: dict) -> None:
+    query = torch.zeros(1, 1, 1, 4)
+    arguments = {"attention_mask": None} | refused
+    with pytest.raises(ValueError, match=r"must be"):
+        attention(operation(), torch.nn.Module(), query, query, query, **arguments)
+
+
+@pytest.mark.parametrize(("is_causal", "last"), [(True, 0.0), (False, 1.0), (None, 0.0)])
+def test_without_a_mask_the_layer_says_whether_it_is_causal(is_causal: bool | None, last: float) -> None:
+    layer = torch.nn.Module()
+    layer.is_causal = True
+    value = torch.tensor([0.0, 2.0]).reshape(1, 1, 2, 1)
+    query = torch.zeros_like(value)
+    out, weights = attention(operation(), layer, query, query, value, None, is_causal=is_causal)
+    assert weights is None
+    assert out[0, 0, 0, 0] == last  # the first query sees the last key, or does not
+
+
+def test_an_array_mask_is_used() -> None:
+    value = torch.tensor([0.0, 2.0]).reshape(1, 1, 2, 1)
+    query = torch.zeros_like(value)
+    mask = torch.tensor([[False, True], [True, True]])[None, None]
+    out, _ = attention(operation(), torch.nn.Module(), query, query, value, mask)
+    assert out.flatten().tolist() == [2.0, 1.0]
+
+
+def test_tensors_share_no_memory_with_arrays() -> None:
+    """PyTorch writes to tensors in place, and JAX's arrays never change."""
+    tensor = torch.zeros(64, 64)
+    array = to_jax(tensor)
+    tensor.add_(1.0)
+    assert jnp.all(array == 0)
+    to_torch(array).add_(1.0)
+    assert jnp.all(array == 0)
+
+
+def test_decoding_over_transformers_own_cache() -> None:
+    """A prompt and then token by token: more keys than queries, and windows whose first keys are dropped."""
+    model, inputs = ARCHITECTURES["gemma2"].build(), left_padded()
+    register("attnops", operation())
+    runs = []
+    for implementation in ("eager", "attnops"):
+        model.set_attn_implementation(implementation)
+        options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+        outputs = {"output_logits": True, "return_dict_in_generate": True}
+        runs.append(model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options, **outputs))
+    assert torch.equal(runs[0].sequences, runs[1].sequences)
+    for expected, actual in zip(runs[0].logits, runs[1].logits, strict=True):
+        assert float((actual - expected).abs().max()) <= 2e-5

@@ -17,12 +17,16 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.flax import save_file
 
-from .families import config_from_hf, config_to_hf, weights
+from .families import Weight, config_from_hf, config_to_hf, weights
+from .params import by_path, placed
 
 if TYPE_CHECKING:
     import os
 
+    from jax.sharding import Mesh
+
     from .model import CausalLM
+    from .sharding import PartitionRules
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -47,7 +51,7 @@ def set_weights(model: CausalLM, read: Callable[[str], jax.Array]) -> None:
                 f"config does not fit the checkpoint"
             )
         old = param.get_value()  # an array, or only its shape
-        param.set_value(jax.device_put(jnp.asarray(value, old.dtype), old.sharding))
+        param.set_value(placed(jnp.asarray(value, old.dtype), old.sharding))
 
 
 def param_of(model: nnx.Module, path: str) -> Any:
@@ -67,12 +71,44 @@ def named_weights(model: CausalLM) -> dict[str, jax.Array]:
     return found
 
 
-def load(cls: type[CausalLM], directory: str | os.PathLike[str], **options: Any) -> CausalLM:
+def mapping(model: nnx.Module) -> list[Weight]:
+    """Every weight of a causal language model or of a classifier, and its name in transformers."""
+    found = list(weights(model.config, lm_head=hasattr(model, "head")))
+    if hasattr(model, "score"):
+        found.append(Weight("score.kernel", "score.weight", swapped=True))
+    return found
+
+
+def refuse_wrapped(model: nnx.Module) -> None:
+    """Raise for a model with parameters that a checkpoint does not have.
+
+    Raises:
+        ValueError: with the first of them, and what to do.
+    """
+    known = {weight.path for weight in mapping(model)} | {"score.bias"}
+    extra = sorted(set(by_path(nnx.state(model))) - known)
+    if extra:
+        raise ValueError(
+            f"{extra[0]} is not in a checkpoint of {model.config.family}; call unwrap_lora_to_layers() for LoRA, and "
+            f"write a model before it is quantised"
+        )
+
+
+def load(
+    cls: type[CausalLM],
+    directory: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    partition_rules: PartitionRules | None = None,
+    **options: Any,
+) -> CausalLM:
     """A model from a directory with ``config.json`` and safetensors.
 
     Args:
         cls: the class of model.
         directory: on this machine; nothing is downloaded.
+        mesh: over which weights are sharded as they are read; None: they are on one device.
+        partition_rules: see `CausalLM.shard_model`.
         **options: operation, metadata and dtype, see `CausalLM`.
 
     Raises:
@@ -83,6 +119,8 @@ def load(cls: type[CausalLM], directory: str | os.PathLike[str], **options: Any)
     config = config_from_hf(json.loads((directory / "config.json").read_text()))
     files = _files(directory)
     model = cls.lazy_init(config, **options)
+    if mesh is not None:
+        model = model.shard_model(partition_rules, mesh)
     handles = {path: safe_open(path, framework="flax") for path in set(files.values())}
 
     def read(name: str) -> jax.Array:
@@ -113,8 +151,12 @@ def save(model: CausalLM, directory: str | os.PathLike[str], dtype: Any = None) 
         model: weights that are sharded over this process's devices are gathered.
         directory: made if it does not exist.
         dtype: of the weights in the file; None: as they are.
+
+    Raises:
+        ValueError: a model with LoRA or quantised layers.
     """
     directory = Path(directory)
+    refuse_wrapped(model)
     directory.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, value in named_weights(model).items():

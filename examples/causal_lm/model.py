@@ -21,6 +21,7 @@ from .config import Config
 from .generation import Generation
 from .layers import DecoderLayer, Linear, Norm, precision
 from .pretrained import Pretrained
+from .protocol import CausalLMProtocol, ClassifierProtocol
 
 Caches = tuple[Cache, ...]
 
@@ -54,6 +55,7 @@ class Decoder(nnx.Module):
     ) -> None:
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
+        self.runtime_dtype = jnp.dtype(dtype)
         self.operation_name = operation
         self.metadata = OperationMetadata(on_unsupported="error") if metadata is None else metadata
         op = OperationRegistry.create(operation, self.metadata)
@@ -64,8 +66,8 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype[Any]:
-        """The dtype of the weights, and of what is computed but for norms, softmax and logits."""
-        return self.embed[...].dtype
+        """The dtype of what is computed but for norms, softmax and logits, and of caches."""
+        return self.runtime_dtype
 
     def hidden(
         self,
@@ -92,7 +94,7 @@ class Decoder(nnx.Module):
             raise ValueError("query_lengths and rows are for calls with past_key_values; without, give attention_mask")
         if past_key_values is not None and len(past_key_values) != self.config.num_layers:
             raise ValueError(f"{len(past_key_values)} caches given, but the model has {self.config.num_layers} layers")
-        x = self.embed[...][input_ids] if inputs_embeds is None else inputs_embeds.astype(self.dtype)
+        x = (self.embed[...][input_ids] if inputs_embeds is None else inputs_embeds).astype(self.dtype)
         x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         if segment_ids is not None:
             mask = Segments(segment_ids) if mask is None else Segments(segment_ids) & mask
@@ -139,14 +141,14 @@ def _positions(
     return jnp.broadcast_to(place, (B, T))
 
 
-class CausalLM(Decoder, Caching, Pretrained, Generation):
+class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
     """A decoder-only language model.
 
     Args:
         config: sizes and choices; `Config.family` says how checkpoints name them.
         operation: the attention, any name that `OperationRegistry` knows.
         metadata: of the operation; None: what it does not support is an error.
-        dtype: of the weights and of what is computed.
+        dtype: of the weights and of what is computed; `to_dtype` changes it.
         rngs: of the initial weights; None: seed 0.
     """
 
@@ -205,7 +207,7 @@ class CausalLM(Decoder, Caching, Pretrained, Generation):
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-class SequenceClassifier(Decoder):
+class SequenceClassifier(Decoder, ClassifierProtocol):
     """A decoder with a head over classes, read at each row's last token that is not padding."""
 
     def __init__(self, config: Config, num_labels: int, operation: str = "flash", **options: Any) -> None:

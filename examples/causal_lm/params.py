@@ -1,0 +1,130 @@
+"""A model's parameters, by their paths such as ``layers.0.attention.q.kernel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+def path_of(parts: tuple[Any, ...]) -> str:
+    """The parts of a path, joined by dots."""
+    return ".".join(map(str, parts))
+
+
+def copied(model: Model) -> Model:
+    """A model of its own whose arrays are shared."""
+    return nnx.merge(*nnx.split(model), copy=True)
+
+
+def with_values(model: Model, change: Callable[[str, Any], Any], kind: Any = nnx.Variable) -> Model:
+    """A copy of the model.
+
+    Args:
+        model: is left as it is; values that are not changed are shared.
+        change: the new value of a path and its value, an array or a `jax.ShapeDtypeStruct`.
+        kind: which variables are changed, such as `flax.nnx.Param`.
+    """
+    graphdef, chosen, others = nnx.split(model, kind, ...)
+    changed = nnx.map_state(lambda path, x: x.replace(change(path_of(path), x.get_value())), chosen)
+    return nnx.merge(graphdef, changed, others, copy=True)
+
+
+def by_path(state: Any) -> dict[str, Any]:
+    """The values of a state or of nested dicts, by their paths."""
+    if isinstance(state, nnx.State):
+        state = nnx.to_pure_dict(state)
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        nested = by_path(value) if isinstance(value, Mapping) else {"": value}
+        found |= {f"{key}.{path}".rstrip("."): x for path, x in nested.items()}
+    return found
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by their paths, as the nested dicts of `nnx.to_pure_dict`: numbers are integers."""
+    result: dict[Any, Any] = {}
+    for path, value in flat.items():
+        *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
+        here = result
+        for part in parents:
+            here = here.setdefault(part, {})
+        here[last] = value
+    return result
+
+
+def merged(model: Model, values: Mapping[str, Any], kind: Any = nnx.Param) -> Model:
+    """A copy of the model with some parameters replaced.
+
+    Args:
+        model: is left as it is.
+        values: arrays by path, nested dicts, or a state; parameters that are not in it are kept.
+        kind: which variables it may name.
+
+    Raises:
+        ValueError: a path that the model does not have, or another shape.
+    """
+    new = by_path(values)
+    old = by_path(nnx.state(model, kind))
+    if unknown := sorted(set(new) - set(old)):
+        raise ValueError(f"the model has no {kind.__name__} {unknown[0]} ({len(unknown)} are unknown)")
+    for path, value in new.items():
+        if value.shape != old[path].shape:
+            raise ValueError(f"{path} has shape {tuple(value.shape)}, but the model's has {tuple(old[path].shape)}")
+    return with_values(model, lambda path, x: new.get(path, x), kind)
+
+
+def components(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Parameters in two parts: ``{"params": …, "lora_params": …}``, each nested dicts; see `merged`."""
+    flat = by_path(params)
+    lora = {path for path in flat if path.endswith((".lora_a", ".lora_b"))}
+    return {
+        "params": nested({path: x for path, x in flat.items() if path not in lora}),
+        "lora_params": nested({path: x for path, x in flat.items() if path in lora}),
+    }
+
+
+def with_modules(model: Model, kind: Any, replacement: Callable[[str, Any], nnx.Module | None]) -> Model:
+    """A copy of the model with some modules replaced.
+
+    Args:
+        model: is left as it is.
+        kind: the class of modules that are offered, or several.
+        replacement: the new module of a path and a module; None to keep it.
+    """
+    model = copied(model)
+    found = [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, kind)]
+    for path, module in found:
+        new = replacement(path_of(path), module)
+        if new is None:
+            continue
+        parent: Any = model
+        for part in path[:-1]:
+            parent = parent[part] if isinstance(part, int) else getattr(parent, part)
+        setattr(parent, str(path[-1]), new)
+    return model
+
+
+def bytes_of(model: nnx.Module) -> int:
+    """The memory of all variables, of every copy on every device counted once."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model)))
+
+
+def placed(value: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    """An array with a sharding; of a `jax.ShapeDtypeStruct` one with it.
+
+    An array of this process alone may get a sharding over several processes, all of which have the same array.
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if value.is_fully_addressable:
+        host = np.asarray(value)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: host[index])
+    return jax.jit(lambda x: x, out_shardings=sharding)(value)

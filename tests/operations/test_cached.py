@@ -48,6 +48,13 @@ def test_tiles_of_packed_rows_divide_a_row():
         assert not page or block % page == 0
 
 
+def test_a_tile_of_packed_rows_has_few_queries_since_each_reads_the_keys_of_every_row_that_it_has_queries_of():
+    assert tiles(256, 4096, is_packed=True)[0] == 16
+    assert tiles(256, 4096)[0] == 256
+    assert tiles(5, 4096, is_packed=True)[0] == 5
+    assert tiles(256, 4096, is_packed=True, block_q=64)[0] == 64
+
+
 def test_a_window_has_tiles_of_a_quarter_of_it():
     positions = jnp.zeros((1, 1), jnp.int32)
     window = (SlidingWindow(1023, 0).at(positions) & Causal().at(positions)).bind(1, H, 1, 32768)

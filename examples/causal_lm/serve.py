@@ -100,9 +100,9 @@ class Request:
 class Pages:
     """Which pages are free, how many rows hold each, and which prefix each has.
 
-    It stands in for `attnops.caches.PagePool`, which lives on the device: who is admitted and who is put back is decided
-    before every step from these numbers, and would wait for the device to tell them. The key of a full page is the hash
-    of all tokens up to its end. Pages that no row holds keep what they have until they are needed.
+    On the host, in place of `attnops.caches.PagePool` on the device: these numbers decide before every step which
+    requests run, and reading them from the device would wait for it. The key of a full page is a hash of all tokens up
+    to its end. Pages that no row holds keep their contents until they are taken.
     """
 
     def __init__(self, count: int, size: int, sharing: bool = True) -> None:
@@ -112,6 +112,7 @@ class Pages:
         self.unused: dict[int, None] = {}  # held by no row, but with a key; least recently used first
         self.page_of: dict[bytes, int] = {}
         self.content: dict[int, tuple[bytes, bytes, list[int]]] = {}  # page -> key of the pages before, key, tokens
+        self.filling: set[int] = set()  # pages that become full in this step
         self.after: dict[bytes, dict[int, None]] = collections.defaultdict(dict)  # key -> pages that come next
 
     @property
@@ -150,6 +151,7 @@ class Pages:
     def name(self, before: bytes, tokens: list[int], page: int) -> bytes:
         """The key of a page that is now full; of pages with equal keys the first is found by it."""
         key = _key(before, tokens)
+        self.filling.add(page)
         if self.sharing and key not in self.page_of:
             self.page_of[key], self.content[page] = page, (before, key, tokens)
             self.after[before][page] = None
@@ -167,12 +169,20 @@ class Pages:
         return pages, key
 
     def find_part(self, key: bytes, tokens: list[int]) -> tuple[int, int]:
-        """The page after ``key`` that begins with most of these tokens, and with how many."""
-        found = [(self.content[page][2], page) for page in self.after.get(key, ())]
-        counts = [(sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(has, tokens))), page)
-                  for has, page in found]  # fmt: skip
-        count, page = max(counts, default=(0, -1))
+        """The page after ``key`` that begins with most of these tokens, and with how many.
+
+        A page can be shared whole in the step that fills it, which appends all tokens before any attends; but not
+        copied, since copies are made before.
+        """
+        pages = [page for page in self.after.get(key, ()) if page not in self.filling]
+        found = ((_common(self.content[page][2], tokens), page) for page in pages)
+        count, page = max(found, default=(0, -1))
         return page, count
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first tokens are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _key(before: bytes, tokens: Sequence[int]) -> bytes:
@@ -207,18 +217,19 @@ class StoppedError(Exception):
 class Engine:
     """Continuous batching: every step is one call of the model, on whichever rows have tokens to compute.
 
-    A step has at most N tokens: one of each row that generates, and for the rest chunks of prompts. It is one of two
-    programs: [R, 1] if no prompt is left, else N packed tokens. What differs between steps is data. Pages are taken as
-    tokens come; if there is none, the youngest request is put back, and computed again when there is room.
+    A step has at most N tokens: one of each row that generates, and for the rest chunks of prompts. It is one of few
+    programs: [R, 1] if no row has more than one token, else packed tokens, of the least size that holds them. What
+    differs between steps is data. Pages are taken as tokens come; if there is none, the youngest request is put back,
+    and computed again when there is room: its text is the same.
 
     Args:
-        model: its weights are read at construction.
+        model: its weights are read here, once.
         tokenizer: for the text of tokens.
         rows: R, requests that run at a time.
         pages: pages of all requests together.
         page_size: tokens a page.
         max_length: most tokens of a request, prompt included; rounded up to whole pages.
-        chunk: N, tokens a step.
+        chunks: sizes of packed steps, each larger than R; the largest is N.
         max_waiting: most requests that wait; more are a `QueueFullError`.
         prefix_sharing: whether requests with the same first tokens share the pages of them.
         codec: how keys and values are stored; None: as they are.
@@ -236,7 +247,7 @@ class Engine:
         pages: int = 512,
         page_size: int = 16,
         max_length: int = 2048,
-        chunk: int = 256,
+        chunks: Sequence[int] = (64, 256),
         max_waiting: int = 256,
         prefix_sharing: bool = True,
         codec: Quantized | None = None,
@@ -244,18 +255,17 @@ class Engine:
         width = math.ceil(max_length / page_size)  # M
         if pages < width:
             raise ValueError(f"pages={pages} of {page_size} tokens must hold one request of max_length={max_length}")
-        if chunk <= rows:
+        if not chunks or min(chunks) <= rows:
             raise ValueError(
-                f"chunk={chunk} must be more than rows={rows}, so that prompts advance while rows generate"
+                f"chunks={chunks} must be more than rows={rows}: prompts advance while other rows generate"
             )
-        self.tokenizer, self.rows, self.chunk, self.max_waiting = tokenizer, rows, chunk, max_waiting
+        self.tokenizer, self.rows, self.chunks, self.max_waiting = tokenizer, rows, sorted(chunks), max_waiting
         self.vocab_size, self.max_length = model.config.vocab_size, width * page_size
         self.eos_ids = frozenset(tokenizer.eos_ids)
         self.pages = Pages(pages, page_size, prefix_sharing)
         self.table = np.full((rows, width), -1, np.int32)
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
-        self.filling: set[int] = set()  # pages that become full in this step
         self.copies: list[tuple[int, int]] = []  # pages to copy before the next step
         self.counts: collections.Counter[str] = collections.Counter()  # traces, steps, preempted, copied, ...
         self.changed = threading.Condition()
@@ -266,12 +276,12 @@ class Engine:
             batch_size=rows, pages=pages, page_size=page_size, max_model_length=self.max_length, codec=codec
         )
 
-        def step(is_packed: bool, state: Any, caches: Any, batch: Batch) -> tuple[Any, Any]:
+        def step(state: Any, caches: Any, batch: Batch) -> tuple[Any, Any]:
             self.counts["traces"] += 1
             # Lengths and table are the host's; the device keeps the tokens.
             caches = tuple(dataclasses.replace(c.with_table(batch.table), lengths=batch.lengths) for c in caches)
             ends = jnp.cumsum(batch.counts)
-            if is_packed:
+            if batch.tokens.shape[0] > rows:
                 slots = jnp.arange(rows, dtype=jnp.int32)
                 given: dict[str, Any] = {"rows": Rows(jnp.concatenate([jnp.zeros(1, ends.dtype), ends]), slots)}
                 tokens, last = batch.tokens[None], jnp.maximum(ends - 1, 0)[None]
@@ -281,12 +291,11 @@ class Engine:
             out = nnx.merge(graph, state)(tokens, past_key_values=caches, logits_at=last, **given)
             keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(batch.seed, batch.index)
             sampling = Sampling(batch.temperature, batch.top_k, batch.top_p, jnp.zeros(rows))
-            return (
-                sample(out.logits.reshape(rows, -1), keys, sampling),
-                out.past_key_values[0].overflowed.any(),
-            ), out.past_key_values
+            tokens = sample(out.logits.reshape(rows, -1), keys, sampling)
+            assert out.past_key_values is not None
+            return (tokens, out.past_key_values[0].overflowed.any()), out.past_key_values
 
-        self._step = jax.jit(step, static_argnums=0, donate_argnums=2)
+        self._step = jax.jit(step, donate_argnums=1)
         self._copy = jax.jit(lambda caches, copies: tuple(c.copy_pages(copies) for c in caches), donate_argnums=0)
 
     def submit(self, *requests: Request) -> None:
@@ -341,8 +350,8 @@ class Engine:
 
     def warm(self) -> None:
         """Compile the programs, by steps without tokens."""
-        for is_packed in (False, True):
-            self._call(is_packed, self._batch({}, is_packed))
+        for size in (self.rows, *self.chunks):
+            self._call(self._batch({}, size))
         none = np.full(self.rows, -1, np.int32)
         self.caches = self._copy(self.caches, PageCopies(none, none))
 
@@ -358,9 +367,11 @@ class Engine:
             self.caches = self._copy(self.caches, PageCopies(*pairs))
             self.counts["copied"] += len(self.copies)
             self.copies.clear()
+        total = sum(runs.values())
         is_packed = max(runs.values()) > 1
-        tokens = self._call(is_packed, self._batch(runs, is_packed))
-        self.counts.update(steps=1, tokens=sum(runs.values()))
+        size = next(n for n in self.chunks if n >= total) if is_packed else self.rows
+        tokens = self._call(self._batch(runs, size))
+        self.counts.update(steps=1, tokens=total)
         with self.changed:
             for request in runs:
                 if not request.pending and not self.is_stopped:
@@ -373,9 +384,9 @@ class Engine:
             self._release(request)
             self.counts["cancelled"] += 1
         self.waiting = collections.deque(x for x in self.waiting if not x.is_cancelled)
-        self.filling.clear()
+        self.pages.filling.clear()
         runs: dict[Request, int] = {}
-        left, preempted = self.chunk, self.counts["preempted"]
+        left, preempted = self.chunks[-1], self.counts["preempted"]
         # Those that generate come first, so that no prompt delays them.
         for request in sorted(self.running, key=lambda x: (x.pending > 1, x.number)):
             count = min(request.pending, left)
@@ -403,9 +414,7 @@ class Engine:
         # The last token is computed in any case, for the logits of the next.
         pages, key = self.pages.find(tokens[:-1])
         part, count = self.pages.find_part(key, tokens[len(pages) * size : -1])
-        # A page can be shared in the step that computes it, which appends all tokens before any attends; to copy it is
-        # too early, since copies come before.
-        if count < size // 2 or part in self.filling:
+        if count < size // 2:
             part, count = -1, 0
         held = [*pages, part] if count else pages
         for page in held:
@@ -449,7 +458,6 @@ class Engine:
         size = self.pages.size
         for i in range(request.shared, request.computed // size):
             request.key = self.pages.name(request.key, request.tokens[i * size : (i + 1) * size], request.pages[i])
-            self.filling.add(request.pages[i])
         request.shared = request.computed // size
 
     def _release(self, request: Request) -> None:
@@ -462,23 +470,23 @@ class Engine:
         self.running.remove(request)
         request.row, request.computed, request.pages, request.key, request.shared = -1, 0, [], b"", 0
 
-    def _batch(self, runs: dict[Request, int], is_packed: bool) -> Batch:
+    def _batch(self, runs: dict[Request, int], size: int) -> Batch:
         R = self.rows
-        tokens = np.zeros(self.chunk if is_packed else R, np.int32)
+        tokens = np.zeros(size, np.int32)
         by_row = [np.zeros(R, t) for t in (np.int32, np.int32, np.float32, np.int32, np.float32, np.uint32, np.int32)]
         counts, lengths, temperature, top_k, top_p, seed, index = by_row
         top_p[:] = 1
         start = 0
         for x, count in sorted(runs.items(), key=lambda item: item[0].row):
-            r, first = x.row, start if is_packed else x.row
+            r, first = x.row, start if size > R else x.row
             tokens[first : first + count] = x.tokens[x.computed - count : x.computed]
             start, counts[r], lengths[r] = start + count, count, x.computed - count
             temperature[r], top_k[r], top_p[r], seed[r] = x.temperature, x.top_k, x.top_p, x.seed
             index[r] = len(x.tokens) - x.prompt_length
         return Batch(tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index)
 
-    def _call(self, is_packed: bool, batch: Batch) -> np.ndarray:
-        results, self.caches = self._step(is_packed, self.state, self.caches, batch)
+    def _call(self, batch: Batch) -> np.ndarray:
+        results, self.caches = self._step(self.state, self.caches, batch)
         tokens, has_overflowed = jax.device_get(results)
         if has_overflowed:
             raise RuntimeError("a token had no page, so the tables of pages are wrong")
@@ -568,10 +576,15 @@ class APIError(Exception):
     @classmethod
     def of_body(cls, error: ValidationError) -> APIError:
         """The first of what is wrong in a body, with the name of the field."""
-        first = error.errors()[0]
-        path = itertools.takewhile(lambda x: isinstance(x, int) or (x.isidentifier() and x != "str"), first["loc"])
-        param = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in path).lstrip(".") or None
-        return cls(400, f"{param}: {first['msg']}" if param else first["msg"], param, first["type"])
+
+        def name(loc: tuple[int | str, ...]) -> str | None:  # without the types that were tried, such as list[int]
+            path = itertools.takewhile(lambda x: isinstance(x, int) or (x.isidentifier() and x != "str"), loc)
+            return "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in path).lstrip(".") or None
+
+        errors = error.errors()
+        param = name(errors[0]["loc"])
+        message = ", or ".join(dict.fromkeys(x["msg"] for x in errors if name(x["loc"]) == param))
+        return cls(400, f"{param}: {message}" if param else message, param, errors[0]["type"])
 
 
 class Server:
@@ -819,17 +832,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, default, text in (
         ("rows", 16, "requests that run at a time"), ("pages", 1024, "pages of all requests together"),
         ("page-size", 16, "tokens a page"), ("max-length", 2048, "most tokens of a request, prompt included"),
-        ("chunk", 256, "most tokens a step"), ("max-waiting", 256, "most requests that wait; more get status 429"),
+        ("max-waiting", 256, "most requests that wait; more get status 429"),
         ("port", 8000, "0 for any that is free"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[64, 256], help="tokens a step, each a program")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--no-prefix-sharing", action="store_true", help="compute every prompt from its first token")
     given = parser.parse_args(arguments)
     model, tokenizer = load(given.checkpoint, given.operation)
     engine = Engine(
         model, tokenizer, rows=given.rows, pages=given.pages, page_size=given.page_size, max_length=given.max_length,
-        chunk=given.chunk, max_waiting=given.max_waiting, prefix_sharing=not given.no_prefix_sharing,
+        chunks=given.chunks, max_waiting=given.max_waiting, prefix_sharing=not given.no_prefix_sharing,
         codec=Quantized(given.codec) if given.codec else None,
     )  # fmt: skip
     engine.warm()

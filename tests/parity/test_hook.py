@@ -95,13 +95,20 @@ def test_a_mask_has_a_shape_but_no_values() -> None:
             read()
 
 
-@pytest.mark.parametrize(
-    "refused", [{"dropout": 0.1}, {"output_attentions": True}, {"cache": object()}, {"attention_mask": torch.zeros(1)}]
-)
+REFUSED = [
+    {"dropout": 0.1},
+    {"output_attentions": True},
+    {"cache": object()},
+    {"attention_mask": torch.zeros(1, 1, 1, 1)},
+    {"attention_mask": create_mask(1, 1, 2)},
+]
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: next(iter(refused)))
 def test_what_is_not_served_raises(refused: dict) -> None:
     query = torch.zeros(1, 1, 1, 4)
     arguments = {"attention_mask": None} | refused
-    with pytest.raises(ValueError, match=r"must be"):
+    with pytest.raises(ValueError, match="must"):
         attention(operation(), torch.nn.Module(), query, query, query, **arguments)
 
 

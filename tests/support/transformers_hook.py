@@ -89,6 +89,9 @@ def attention(
     """
     if dropout or output_attentions or cache is not None:
         raise ValueError(f"{dropout=}, {output_attentions=} and {cache=} must be 0, False and None")
+    lengths = query.shape[2], key.shape[2]
+    if attention_mask is not None and tuple(attention_mask.shape[-2:]) != lengths:
+        raise ValueError(f"a mask of shape {tuple(attention_mask.shape)} must end with T and S={lengths}")
     if isinstance(attention_mask, ExpressionTensor):
         mask = attention_mask.mask
     elif attention_mask is not None:
@@ -108,18 +111,18 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Attend, *tensors: torch.Tensor | None) -> torch.Tensor:
-        query, key, value, *others = tensors
-        given = {name: to_jax(x) for name, x in zip(("bias", "sinks"), others, strict=True) if x is not None}
-        ctx.names = tuple(given)
-        run = lambda q, k, v, given: call(q, k, v, **given)  # noqa: E731
-        out, ctx.vjp = jax.vjp(run, to_jax(query), to_jax(key), to_jax(value), given)
+        """Of query, key, value, bias and sinks."""
+
+        def run(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> jax.Array:
+            given = {name: x for name, x in (("bias", bias), ("sinks", sinks)) if x is not None}
+            return call(query, key, value, **given)
+
+        out, ctx.vjp = jax.vjp(run, *(None if x is None else to_jax(x) for x in tensors))
         return to_torch(out)
 
     @staticmethod
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *gradients, given = ctx.vjp(to_jax(d_out))
-        gradients += [given.get(name) for name in ("bias", "sinks")]
-        return None, *(None if x is None else to_torch(x) for x in gradients)
+        return None, *(None if x is None else to_torch(x) for x in ctx.vjp(to_jax(d_out)))
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:

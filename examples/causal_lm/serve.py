@@ -381,8 +381,8 @@ class Engine:
     def _schedule(self) -> dict[Request, int]:
         """How many tokens of which requests the next step computes; their pages are taken."""
         for request in [x for x in [*self.running, *self.waiting] if x.is_cancelled]:
-            self._release(request)
             self.counts["cancelled"] += 1
+            self._release(request)
         self.waiting = collections.deque(x for x in self.waiting if not x.is_cancelled)
         self.pages.filling.clear()
         runs: dict[Request, int] = {}
@@ -840,7 +840,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--no-prefix-sharing", action="store_true", help="compute every prompt from its first token")
     given = parser.parse_args(arguments)
-    model, tokenizer = load(given.checkpoint, given.operation)
+    model, tokenizer = load_model(given.checkpoint, given.operation)
     engine = Engine(
         model, tokenizer, rows=given.rows, pages=given.pages, page_size=given.page_size, max_length=given.max_length,
         chunks=given.chunks, max_waiting=given.max_waiting, prefix_sharing=not given.no_prefix_sharing,
@@ -850,7 +850,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     uvicorn.run(application(engine, given.name), host=given.host, port=given.port, log_level="info")
 
 
-def load(checkpoint: str | None, operation: str) -> tuple[CausalLM, Tokenizer]:
+def load_model(checkpoint: str | None, operation: str) -> tuple[CausalLM, Tokenizer]:
     """A model and its tokenizer: of a directory in Hugging Face's format, or SmolLM2-135M-Instruct."""
     from .gguf_file import load_smollm2
     from .model import CausalLM

@@ -62,15 +62,6 @@ def param_of(model: nnx.Module, path: str) -> Any:
     return found
 
 
-def named_weights(model: CausalLM) -> dict[str, jax.Array]:
-    """Every weight by its name in a checkpoint, in the checkpoint's layout."""
-    found = {}
-    for weight in weights(model.config):
-        value = param_of(model, weight.path)[...]
-        found[weight.name] = value.swapaxes(-1, -2) if weight.swapped else value
-    return found
-
-
 def mapping(model: nnx.Module) -> list[Weight]:
     """Every weight of a causal language model or of a classifier, and its name in transformers."""
     found = list(weights(model.config, lm_head=hasattr(model, "head")))
@@ -144,24 +135,36 @@ def _files(directory: Path) -> Mapping[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
-def save(model: CausalLM, directory: str | os.PathLike[str], dtype: Any = None) -> None:
+def save(
+    model: CausalLM,
+    directory: str | os.PathLike[str],
+    dtype: Any = None,
+    gather_fns: Mapping[str, Callable[[jax.Array], jax.Array]] | None = None,
+) -> None:
     """Write ``config.json`` and ``model.safetensors``, which `load` and transformers read.
 
     Args:
         model: weights that are sharded over this process's devices are gathered.
         directory: made if it does not exist.
         dtype: of the weights in the file; None: as they are.
+        gather_fns: by path, what makes a weight whole before it is written.
 
     Raises:
-        ValueError: a model with LoRA or quantised layers.
+        ValueError: a model with LoRA or quantised layers, or a path of ``gather_fns`` that it does not have.
     """
     directory = Path(directory)
     refuse_wrapped(model)
+    gather = dict(gather_fns or {})
+    if unknown := sorted(set(gather) - {weight.path for weight in weights(model.config)}):
+        raise ValueError(f"gather_fns has {unknown[0]}, which is not a weight's path, such as layers.0.mlp.up.kernel")
     directory.mkdir(parents=True, exist_ok=True)
     found = {}
-    for name, value in named_weights(model).items():
+    for weight in weights(model.config):
+        value = param_of(model, weight.path)[...]
+        value = gather.get(weight.path, lambda x: x)(value)
+        value = value.swapaxes(-1, -2) if weight.swapped else value
         value = value if dtype is None else value.astype(dtype)
-        found[name] = jnp.asarray(np.ascontiguousarray(jax.device_get(value)))
+        found[weight.name] = jnp.asarray(np.ascontiguousarray(jax.device_get(value)))
     save_file(found, directory / SINGLE, metadata={"format": "pt"})
     written = config_to_hf(model.config) | {"dtype": next(iter(found.values())).dtype.name}
     (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")

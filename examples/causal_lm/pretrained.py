@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from flax import nnx
@@ -10,6 +11,9 @@ from . import checkpoint
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Mapping
+
+    import jax
 
     from .config import Config
 
@@ -33,15 +37,30 @@ class Pretrained:
         return checkpoint.load(cls, pretrained_model_name_or_path, **options)  # type: ignore[arg-type, return-value]
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, float_dtype: Any = None
+        self,
+        save_directory: str | os.PathLike[str],
+        push_to_hub: bool = False,
+        token: str | bool | None = None,
+        gather_fns: Mapping[str, Callable[[jax.Array], jax.Array]] | None = None,
+        float_dtype: Any = None,
+        step: int | None = None,
     ) -> None:
         """Write a directory that `from_pretrained` and transformers read.
 
         Args:
             save_directory: made if it does not exist.
             push_to_hub: must be False: nothing is sent anywhere.
+            token: must be None, for the same reason.
+            gather_fns: by a weight's path, such as ``layers.0.mlp.up.kernel``, a function that makes it whole. Not
+                needed on one process; over several, see `gather_model`.
             float_dtype: of the weights in the file; None: as they are.
+            step: if given, the directory is ``checkpoint-{step}`` in ``save_directory``.
+
+        Raises:
+            ValueError: an argument that must not be given, a path of ``gather_fns`` that the model does not have, or a
+                model with LoRA or quantised layers.
         """
-        if push_to_hub:
-            raise ValueError("push_to_hub=True is not supported; save to a directory, and use huggingface_hub")
-        checkpoint.save(self, save_directory, float_dtype)  # type: ignore[arg-type]
+        if push_to_hub or token is not None:
+            raise ValueError("push_to_hub and token are not supported; save to a directory, and use huggingface_hub")
+        directory = Path(save_directory) / (f"checkpoint-{step}" if step is not None else "")
+        checkpoint.save(self, directory, float_dtype, gather_fns)  # type: ignore[arg-type]

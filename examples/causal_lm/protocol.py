@@ -256,6 +256,11 @@ class ClassifierProtocol(Protocol):
     """What a classifier has."""
 
     @classmethod
+    def can_generate(cls) -> bool:
+        """False: there is no head over the vocabulary."""
+        return False
+
+    @classmethod
     def get_torch_loader(cls) -> Any:
         """``transformers.AutoModelForSequenceClassification``."""
         from transformers import AutoModelForSequenceClassification

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from attnops import OperationMetadata
 from attnops.caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache, pages_that_fit, sharded
 
 from .config import Config
@@ -50,6 +51,7 @@ class Caching:
 
     config: Config
     dtype: Any
+    metadata: OperationMetadata
 
     def create_cache_metadata(self, batch_size: int, max_length: int, pad_token_id: int | None = None) -> CacheMetadata:
         """The sizes of a cache with a row of ``max_length`` tokens for each of ``batch_size`` sequences."""
@@ -76,7 +78,8 @@ class Caching:
             batch_size: B, the rows.
             max_length: S, the tokens of a row, left padding included.
             starts: tokens of left padding of each row, integers [B] or one for all; None for none.
-            shardings: ``{"mesh": Mesh, "rules": AxisRules}``: where the caches lie; None: on one device.
+            shardings: ``{"mesh": Mesh, "rules": AxisRules}``: where the caches lie; None: on the mesh of the model's
+                metadata, or on one device where it has none.
             pad_token_id: not used, since padding is told by lengths; taken because the protocol has it.
             codec: how tokens are stored; None: as they are.
             max_append: if given, layers with a window have a `WindowCache` that takes so many tokens at a time, in
@@ -86,6 +89,8 @@ class Caching:
         """
         c = self.config
         del pad_token_id
+        if shardings is None and self.metadata.mesh is not None:
+            shardings = {"mesh": self.metadata.mesh, "rules": self.metadata.axis_rules}
         if starts is not None:
             starts = jnp.broadcast_to(jnp.asarray(starts, jnp.int32), (batch_size,))
         sizes = {

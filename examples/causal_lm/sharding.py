@@ -56,7 +56,7 @@ def shard(model: Model, partition_rules: PartitionRules | None = None, mesh: Mes
     """A copy whose parameters are sharded over a mesh, and whose attention runs on it.
 
     With several processes each has the same model, and the mesh the devices of all. Of a `lazy_init` model the shapes
-    get their shardings, so that loading a checkpoint never puts all of a weight on one device.
+    get their shardings, so that loading a checkpoint never puts all weights on one device.
 
     Args:
         model: is left as it is.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,3 +77,17 @@ def test_arguments_of_a_call_are_prepared() -> None:
     assert list(classifier.prepare_inputs_for_call(input_ids=[[1]])) == ["input_ids"]
     with pytest.raises(ValueError, match="takes no argument 'logits_at'"):
         classifier.prepare_inputs_for_call(logits_at=[1])
+
+
+def test_weights_are_gathered_by_functions_as_they_are_saved(tmp_path: Path) -> None:
+    model = small()
+    path = "layers.1.mlp.up.kernel"
+    model.save_pretrained(tmp_path, gather_fns={path: lambda x: 2 * x}, step=7)
+    loaded = CausalLM.from_pretrained(tmp_path / "checkpoint-7")
+    assert np.array_equal(loaded.layers[1].mlp.up.kernel[...], 2 * model.layers[1].mlp.up.kernel[...])
+    assert np.array_equal(loaded.layers[1].mlp.gate.kernel[...], model.layers[1].mlp.gate.kernel[...])
+    with pytest.raises(ValueError, match=r"gather_fns has up\.kernel, which is not a weight's path"):
+        model.save_pretrained(tmp_path, gather_fns={"up.kernel": jnp.asarray})
+    for options in ({"push_to_hub": True}, {"token": "x"}):
+        with pytest.raises(ValueError, match="push_to_hub and token are not supported"):
+            model.save_pretrained(tmp_path, **options)  # type: ignore[arg-type]

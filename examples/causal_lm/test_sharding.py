@@ -53,6 +53,7 @@ def test_logits_over_eight_devices_are_those_of_one(mesh: Mesh, family: str, rin
     expected = call(model, ids).logits
     close(call(sharded, jax.device_put(ids, NamedSharding(mesh, P("dp")))).logits, expected)
     caches = sharded.init_cache(B, S, shardings={"mesh": mesh}, max_append=8 if ring else None)
+    assert caches[0].placement == sharded.init_cache(B, S, max_append=8 if ring else None)[0].placement
     assert caches[0].placement is not None
     for start, stop in ((0, 8), (8, 9), (9, T)):
         out = call(sharded, ids[:, start:stop], past_key_values=caches)

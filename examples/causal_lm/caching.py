@@ -186,6 +186,32 @@ def with_table(caches: tuple[PagedCache, ...], table: jax.Array) -> tuple[PagedC
     return tuple(cache.with_table(table) for cache in caches)
 
 
+def with_one_length(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
+    """The caches of all layers with the very same arrays by row, so that XLA computes what depends on them once.
+
+    Layers hold the same tokens, so these arrays are equal; but XLA can't know it of different ones, and would compute
+    which tiles are seen in each layer.
+    """
+    names = ("lengths", "starts", "written", "table")
+    kinds: dict[object, Cache] = {}
+
+    def shared(cache: Cache) -> Cache:
+        first = kinds.setdefault((type(cache), cache.length), cache)
+        same = {name: getattr(first, name) for name in names if hasattr(cache, name)}
+        return dataclasses.replace(cache, **same)  # type: ignore[arg-type]
+
+    return tuple(shared(cache) for cache in caches)
+
+
+def with_own_arrays(cache: Cache, own: Cache) -> Cache:
+    """What became of a cache of `with_one_length`, with the arrays of ``own`` that a call does not change.
+
+    Else all layers would return one array, which could not be donated to the next call.
+    """
+    names = [name for name in ("starts", "table") if hasattr(own, name)]
+    return dataclasses.replace(cache, **{name: getattr(own, name) for name in names})  # type: ignore[arg-type]
+
+
 def _placed(create: functools.partial[Cache], shardings: dict[str, Any]) -> Cache:
     if "mesh" not in shardings or set(shardings) - {"mesh", "rules"}:
         raise ValueError(f"shardings has {sorted(shardings)}, but must have mesh and may have rules, an AxisRules")

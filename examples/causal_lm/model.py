@@ -16,7 +16,7 @@ from attnops.caches import Cache, Rows
 from attnops.masks import KeyPadding, Mask, Segments
 from attnops.models.rotary import rotary_tables
 
-from .caching import Caching
+from .caching import Caching, with_one_length, with_own_arrays
 from .config import Config
 from .generation import Generation
 from .layers import DecoderLayer, Linear, Norm, precision
@@ -107,11 +107,12 @@ class Decoder(nnx.Module):
             positions = _positions(shape, attention_mask, segment_ids, past_key_values, query_lengths, rows)
         tables = {kind: rotary_tables(rotary, positions) for kind, rotary in self.config.rotary}
         caches: list[Cache] = []
+        shared = None if past_key_values is None else with_one_length(past_key_values)
         for i, layer in enumerate(self.layers):
-            cache = None if past_key_values is None else past_key_values[i]
+            cache = None if shared is None else shared[i]
             x, cache = layer(x, tables[self.config.layer_types[i]], mask, cache, query_lengths, rows)
-            if cache is not None:
-                caches.append(cache)
+            if cache is not None and past_key_values is not None:
+                caches.append(with_own_arrays(cache, past_key_values[i]))
         return self.norm(x), tuple(caches) if past_key_values is not None else None
 
 

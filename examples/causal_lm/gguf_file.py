@@ -58,6 +58,11 @@ def load_smollm2(**options: Any) -> tuple[CausalLM, Tokenizer]:
     return load_gguf(smollm2_path(), **options)
 
 
+def load_tokenizer() -> Tokenizer:
+    """SmolLM2's tokenizer alone."""
+    return Tokenizer.from_gguf(_fields(gguf.GGUFReader(smollm2_path())))
+
+
 def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
     """A Llama model from a GGUF file whose tokenizer is byte-level BPE.
 
@@ -65,7 +70,7 @@ def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
         ValueError: another architecture.
     """
     reader = gguf.GGUFReader(path)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
+    fields = _fields(reader)
     config = _config(fields, tied=not any(t.name == "output.weight" for t in reader.tensors))
     tensors = {_name(tensor.name): tensor for tensor in reader.tensors}
 
@@ -80,6 +85,10 @@ def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
     model = CausalLM.lazy_init(config, **options)
     set_weights(model, read)
     return model, Tokenizer.from_gguf(fields)
+
+
+def _fields(reader: gguf.GGUFReader) -> dict[str, Any]:
+    return {name: field.contents() for name, field in reader.fields.items()}
 
 
 def _config(fields: dict[str, Any], tied: bool) -> Config:

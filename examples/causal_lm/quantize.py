@@ -1,6 +1,6 @@
 """Linear layers with int8 weights, and products of quantised operands, by qwix.
 
-Quantisation is symmetric: an int8 value and a float32 scale for each output, the largest absolute value / 127.
+Quantisation is symmetric: an int8 value and a float32 scale for each output, the largest absolute value / 127.5.
 """
 
 from __future__ import annotations

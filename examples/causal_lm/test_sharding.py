@@ -63,6 +63,17 @@ def test_logits_over_eight_devices_are_those_of_one(mesh: Mesh, family: str, rin
     assert part.sharding.shard_shape(part.shape)[0] == B // 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(2, 2, 2), (1, 1, 8)])  # 8: kv heads and heads do not divide
+def test_quantised_with_lora_over_three_axes_logits_are_those_of_one(dims: tuple[int, ...]) -> None:
+    model, ids = small().quantize().apply_lora_to_layers(2), tokens((B, T))
+    model = model.merge_lora_params(jax.tree.map(lambda x: x + 0.02, model.split_lora_params()))
+    expected = call(model, ids).logits
+    sharded = model.shard_model(mesh=create_mesh(dims, ("dp", "fsdp", "tp")))
+    close(call(sharded, ids).logits, expected)
+    close(call(sharded, ids, past_key_values=sharded.init_cache(B, S)).logits, expected)
+
+
 def test_default_rules_shard_each_weight_as_documented() -> None:
     mesh = create_mesh((2, 2, 2), ("dp", "fsdp", "tp"))
     found = shards(small(tie_word_embeddings=False).shard_model(mesh=mesh))

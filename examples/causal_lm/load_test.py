@@ -71,7 +71,8 @@ class Report:
 
 async def ask(client: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: int, cancel: bool = False) -> Answer:
     """One streamed completion; with ``cancel`` closed after its first piece of text."""
-    begin, first, pieces = time.perf_counter(), float("nan"), []
+    begin, first = time.perf_counter(), float("nan")
+    pieces: list[str] = []
     stream = await client.completions.create(
         model=model, prompt=prompt, max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
     )

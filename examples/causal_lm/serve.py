@@ -20,11 +20,12 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jinja2
 import numpy as np
 import uvicorn
 from flax import nnx
@@ -352,8 +353,7 @@ class Engine:
         """Compile the programs, by steps without tokens."""
         for size in (self.rows, *self.chunks):
             self._call(self._batch({}, size))
-        none = np.full(self.rows, -1, np.int32)
-        self.caches = self._copy(self.caches, PageCopies(none, none))
+        self._copy_pages([])
 
     def step(self) -> bool:
         """Compute one batch. False: there was nothing to compute."""
@@ -362,10 +362,7 @@ class Engine:
         if not runs:
             return False
         if self.copies:
-            pairs = np.full((2, self.rows), -1, np.int32)
-            pairs[:, : len(self.copies)] = np.transpose(self.copies)
-            self.caches = self._copy(self.caches, PageCopies(*pairs))
-            self.counts["copied"] += len(self.copies)
+            self._copy_pages(self.copies)
             self.copies.clear()
         total = sum(runs.values())
         is_packed = max(runs.values()) > 1
@@ -414,13 +411,16 @@ class Engine:
         # The last token is computed in any case, for the logits of the next.
         pages, key = self.pages.find(tokens[:-1])
         part, count = self.pages.find_part(key, tokens[len(pages) * size : -1])
-        if count < size // 2:
-            part, count = -1, 0
+        count *= count >= size // 2  # a copy for fewer is not worth it
         held = [*pages, part] if count else pages
         for page in held:
             self.pages.hold(page)
-        spare = len(self.running)  # a page for each, so that it is not put back by the next step
-        if self.pages.available < math.ceil(len(tokens) / size) - len(pages) + spare:
+        # And a page for each that runs, so that the next step does not put it back.
+        needed = math.ceil(len(tokens) / size) - len(pages) + len(self.running)
+        if count and self.pages.available < needed:  # the page to copy from may be one of these
+            self.pages.drop(held.pop())
+            count = 0
+        if self.pages.available < needed:
             for page in reversed(held):
                 self.pages.drop(page)
             return False
@@ -485,8 +485,14 @@ class Engine:
             index[r] = len(x.tokens) - x.prompt_length
         return Batch(tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index)
 
+    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        padded = np.asarray(copies + [(-1, -1)] * (self.rows - len(copies)), np.int32)
+        self.caches = self._copy(self.caches, PageCopies(jnp.asarray(padded[:, 0]), jnp.asarray(padded[:, 1])))
+        self.counts["copied"] += len(copies)
+
     def _call(self, batch: Batch) -> np.ndarray:
         results, self.caches = self._step(self.state, self.caches, batch)
+        tokens: np.ndarray
         tokens, has_overflowed = jax.device_get(results)
         if has_overflowed:
             raise RuntimeError("a token had no page, so the tables of pages are wrong")
@@ -511,10 +517,27 @@ Stop = Annotated[str, Field(min_length=1)]
 Nothing = Annotated[float, Field(ge=0, le=0)]  # options of that API that are not served
 
 
-class Body(BaseModel):
-    """What both endpoints take; anything else is refused by name."""
+class Strict(BaseModel):
+    """JSON whose fields have exactly these types, and no others."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    """Whether the last event of a stream has the numbers of tokens."""
+
+    include_usage: bool = False
+
+
+class Message(Strict):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Body(Strict):
+    """What both endpoints take."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -532,29 +555,12 @@ class Body(BaseModel):
     user: str | None = None
 
 
-class StreamOptions(BaseModel):
-    """Whether the last event of a stream has the numbers of tokens."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    include_usage: bool = False
-
-
 class CompletionBody(Body):
     """``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: Literal[False] = False
     best_of: Literal[1] | None = None
-
-
-class Message(BaseModel):
-    """One turn of a conversation."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Literal["system", "user", "assistant"]
-    content: str
 
 
 class ChatBody(Body):
@@ -629,7 +635,11 @@ class Server:
     async def chat(self, http: HTTPRequest) -> Response:
         """Answer a conversation."""
         body = await self._body(http, ChatBody)
-        tokens = self.engine.tokenizer.encode(self.engine.tokenizer.chat([x.model_dump() for x in body.messages]))
+        try:
+            text = self.engine.tokenizer.chat([x.model_dump() for x in body.messages])
+        except (ValueError, jinja2.TemplateError) as error:  # such as roles that do not alternate
+            raise APIError(400, f"messages: {error}", "messages") from None
+        tokens = self.engine.tokenizer.encode(text)
         most = body.max_completion_tokens or body.max_tokens or max(self.engine.max_length - len(tokens), 1)
         request = self._request(body, tokens, "messages", most)
         return await self._respond(http, body, [request])
@@ -805,19 +815,13 @@ def application(engine: Engine, name: str) -> Starlette:
         assert isinstance(error, APIError)
         return JSONResponse(error.content, error.status)
 
-    def route(path: str, endpoint: Callable[[HTTPRequest], Awaitable[Response]], method: str) -> Route:
-        return Route(path, endpoint, methods=[method])
-
-    return Starlette(
-        routes=[
-            route("/health", server.health, "GET"),
-            route("/v1/models", server.models, "GET"),
-            route("/v1/completions", server.completions, "POST"),
-            route("/v1/chat/completions", server.chat, "POST"),
-        ],
-        exception_handlers={APIError: refuse, HTTPException: refuse},
-        lifespan=lifespan,
-    )
+    routes = [
+        Route("/health", server.health),
+        Route("/v1/models", server.models),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={APIError: refuse, HTTPException: refuse}, lifespan=lifespan)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -58,7 +58,7 @@ def engine(warm_engine: Engine) -> Iterator[Engine]:
     warm_engine.counts = collections.Counter()
     arrays = len(jax.live_arrays())
     yield warm_engine
-    assert warm_engine.pages.available == PAGES
+    assert warm_engine.pages.available == warm_engine.pages.count
     assert not any(warm_engine.pages.references)
     assert warm_engine.counts["traces"] == 0
     assert len(jax.live_arrays()) == arrays
@@ -183,6 +183,15 @@ def test_a_page_that_is_shared_in_part_is_copied_before_it_is_written_to(engine:
     assert [first.tokens[16:], *results] == [alone(x, 20) for x in (prompt, other, prompt)]
     assert [second.cached, third.cached] == [15, 15]
     assert engine.counts["copied"] == 2
+
+
+def test_a_request_that_needs_every_page_does_without_a_copy(engine: Engine, alone: Any):
+    engine.pages = Pages(LENGTH // PAGE, PAGE)
+    prompt = make_prompts(1, seed=10, most=2)[0] * 61
+    prompt[14] += 1
+    first, second = Request(prompt[:14] + [5] * 6, 4), Request(list(prompt), 3)
+    serve(engine, first)
+    assert serve(engine, second) == [alone(prompt, 3)]
 
 
 def test_a_cancelled_request_gives_its_pages_back_and_the_others_are_undisturbed(engine: Engine, alone: Any):

@@ -220,11 +220,11 @@ def test_two_hundred_requests_at_once_equal_each_alone_and_leave_nothing(engine:
 @pytest.mark.slow
 @pytest.mark.optimised
 def test_two_hundred_requests_of_smollm2_equal_each_alone():
-    engine = Engine(*load_model(None, "flash"), pages=40, max_length=128)
+    engine = Engine(*load_model(None, "flash"), pages=40, page_size=4, max_length=64)
     engine.warm()
     arrays = len(jax.live_arrays())
     with serving(engine) as url:
-        check_load(url, load_test.PROMPTS[:20], [6, 20, 9, 14], 200)
+        check_load(url, load_test.PROMPTS[:10], [6, 20, 9, 14], 200)
         assert wait_until_empty(url)["pages_free"] == 40
     assert engine.counts["preempted"] > 0
     assert engine.counts["traces"] == 3

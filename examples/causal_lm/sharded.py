@@ -1,11 +1,12 @@
-"""A model sharded over processes, with caches and without, compared with one device's.
+"""A model sharded over processes: its logits, with caches and without, and generated tokens, against one device's.
 
 On each of two hosts (on a cluster that JAX knows, such as a TPU pod or Slurm, all three options can be left out)::
 
     python -m examples.causal_lm.sharded --coordinator 10.0.0.1:1234 --processes 2 --index 0
     python -m examples.causal_lm.sharded --coordinator 10.0.0.1:1234 --processes 2 --index 1
 
-Each process prints the error of its shards relative to one device's result, and exits with 1 if it exceeds rounding.
+Each process prints the error of its shards relative to one device's result, and exits with 1 if it exceeds rounding
+or the tokens differ.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def main() -> int:
     model = small()
     with jax.default_device(jax.local_devices()[0]):
         expected = np.asarray(_logits(model, ids, None)[0])
+        tokens = model.generate(ids, max_new_tokens=4).tokens
 
     sharded = model.shard_model(mesh=mesh)
     kernel = sharded.layers[0].mlp.up.kernel[...]
@@ -47,6 +49,7 @@ def main() -> int:
     whole = sharded.gather_model()
     for found, given in zip(jax.tree.leaves(nnx.state(whole)), jax.tree.leaves(nnx.state(model)), strict=True):
         assert np.array_equal(np.asarray(found), np.asarray(given))
+    assert np.array_equal(sharded.generate(ids, max_new_tokens=4).tokens, tokens)
     who = f"process {jax.process_index()} of {jax.process_count()}"
     print(f"{who}, {jax.device_count()} devices: {worst:.1e} from one device", flush=True)
     return int(not worst <= BOUND)

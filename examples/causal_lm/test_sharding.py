@@ -64,6 +64,14 @@ def test_logits_over_eight_devices_are_those_of_one(mesh: Mesh, family: str, rin
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "paged", "page_size": 4}, {"num_beams": 2}])
+def test_over_eight_devices_the_same_tokens_are_generated(mesh: Mesh, options: dict[str, Any]) -> None:
+    model, ids = small(), tokens((B, T))
+    expected, found = (m.generate(ids, max_new_tokens=6, **options) for m in (model, model.shard_model(mesh=mesh)))
+    assert np.array_equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(2, 2, 2), (1, 1, 8)])  # 8: kv heads and heads do not divide
 def test_quantised_with_lora_over_three_axes_logits_are_those_of_one(dims: tuple[int, ...]) -> None:
     model, ids = small().quantize().apply_lora_to_layers(2), tokens((B, T))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from .beam import EARLY, BeamRules, Beams, Pages, beam_programs
 from .config import GenerationConfig
@@ -175,7 +176,7 @@ def _with_host(call: Call, steps: StepProgram, leaves: Leaves, rows: Rows) -> tu
     stopped = np.zeros(B, bool)
     while True:
         rows, news = steps.run(leaves, rows, rules, jnp.asarray(stopped), one)
-        tokens, counts, finished = (np.asarray(x) for x in news)
+        tokens, counts, finished = (on_host(x) for x in news)
         finished = finished.copy()
         for b in range(B):
             new = tokens[b, : counts[b]].tolist()
@@ -222,9 +223,9 @@ class _Columns:
 
 
 def _rows_result(call: Call, rows: Rows, room: Room, texts: list[TextOfRow] | None) -> Generated:
-    first, lengths = np.asarray(rows.first), np.asarray(rows.lengths)
+    first, lengths = on_host(rows.first), on_host(rows.lengths)
     _check_fit(rows.caches)
-    tokens = _generated(np.asarray(rows.tokens), first, lengths, call.pad)
+    tokens = _generated(on_host(rows.tokens), first, lengths, call.pad)
     count = lengths - first
     if texts is not None:
         for text in texts:
@@ -235,8 +236,8 @@ def _rows_result(call: Call, rows: Rows, room: Room, texts: list[TextOfRow] | No
         lengths=count,
         past_key_values=rows.caches,
         scores=None,
-        drafted=np.asarray(rows.drafted),
-        accepted=np.asarray(rows.accepted),
+        drafted=on_host(rows.drafted),
+        accepted=on_host(rows.accepted),
         steps=int(rows.steps),
         texts=[text.text for text in texts] if texts is not None else _texts(call, tokens, count),
     )
@@ -245,9 +246,9 @@ def _rows_result(call: Call, rows: Rows, room: Room, texts: list[TextOfRow] | No
 def _beams_result(call: Call, beams: Beams) -> Generated:
     n = call.config.num_return_sequences
     _check_fit(beams.caches)
-    first = np.repeat(np.asarray(beams.first).reshape(beams.scores.shape)[:, 0], n)
-    lengths = np.asarray(beams.ended_lengths)[:, :n].reshape(-1)
-    kept = np.asarray(beams.ended_tokens)[:, :n].reshape(len(lengths), -1)
+    first = np.repeat(on_host(beams.first).reshape(beams.scores.shape)[:, 0], n)
+    lengths = on_host(beams.ended_lengths)[:, :n].reshape(-1)
+    kept = on_host(beams.ended_tokens)[:, :n].reshape(len(lengths), -1)
     tokens, count = _generated(kept, first, lengths, call.pad), lengths - first
     zeros = np.zeros_like(count)
     return Generated(
@@ -255,7 +256,7 @@ def _beams_result(call: Call, beams: Beams) -> Generated:
         tokens=tokens,
         lengths=count,
         past_key_values=None,
-        scores=np.asarray(beams.ended_scores)[:, :n].reshape(-1),
+        scores=on_host(beams.ended_scores)[:, :n].reshape(-1),
         drafted=zeros,
         accepted=zeros,
         steps=int(beams.steps),
@@ -278,7 +279,12 @@ def _texts(call: Call, tokens: np.ndarray, count: np.ndarray) -> list[str] | Non
     return [call.tokenizer.decode([token for token in row if token not in call.eos]) for row in rows]
 
 
+def on_host(x: jax.Array) -> np.ndarray:
+    """The whole array, in each of several processes too."""
+    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+
+
 def _check_fit(caches: Caches) -> None:
     """What `make_room` makes room for fits; a cache of the caller may have overflowed before."""
-    if rows := np.flatnonzero(np.asarray(caches[0].overflowed)).tolist():
+    if rows := np.flatnonzero(on_host(caches[0].overflowed)).tolist():
         raise ValueError(f"past_key_values have overflowed in rows {rows}: tokens are missing in them")

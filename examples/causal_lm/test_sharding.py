@@ -83,26 +83,26 @@ def test_quantised_with_lora_over_three_axes_logits_are_those_of_one(dims: tuple
 
 
 def test_default_rules_shard_each_weight_as_documented() -> None:
-    mesh = create_mesh((2, 2, 2), ("dp", "fsdp", "tp"))
+    mesh = create_mesh((1, 2, 4), ("dp", "fsdp", "tp"))
     found = shards(small(tie_word_embeddings=False).shard_model(mesh=mesh))
     layer = {path.removeprefix("layers.0."): x for path, x in found.items() if path.startswith("layers.0.")}
     assert layer == {
-        "attention.q.kernel": (16, 16), "attention.k.kernel": (16, 8), "attention.v.kernel": (16, 8),
-        "attention.o.kernel": (16, 16), "mlp.gate.kernel": (16, 24), "mlp.up.kernel": (16, 24),
-        "mlp.down.kernel": (24, 16), "attention_norm.scale": (32,), "mlp_norm.scale": (32,),
+        "attention.q.kernel": (16, 8), "attention.k.kernel": (16, 4), "attention.v.kernel": (16, 4),
+        "attention.o.kernel": (8, 16), "mlp.gate.kernel": (16, 12), "mlp.up.kernel": (16, 12),
+        "mlp.down.kernel": (12, 16), "attention_norm.scale": (32,), "mlp_norm.scale": (32,),
     }  # fmt: skip
-    assert (found["embed"], found["head.kernel"], found["norm.scale"]) == ((48, 16), (16, 48), (32,))
-    experts = shards(small("gpt_oss").shard_model(mesh=create_mesh((2, 2, 2), ("ep", "fsdp", "tp"))))
-    assert experts["layers.0.mlp.gate_up"] == (2, 16, 48)
-    assert experts["layers.0.mlp.down"] == (2, 24, 16)
-    assert experts["layers.0.attention.sinks"] == (2,)
-    assert experts["layers.0.attention.q.bias"] == (16,)
+    assert (found["embed"], found["head.kernel"], found["norm.scale"]) == ((24, 16), (16, 24), (32,))
+    experts = shards(small("gpt_oss").shard_model(mesh=create_mesh((2, 1, 4), ("ep", "fsdp", "tp"))))
+    assert experts["layers.0.mlp.gate_up"] == (2, 32, 24)
+    assert experts["layers.0.mlp.down"] == (2, 12, 32)
+    assert experts["layers.0.attention.sinks"] == (1,)
+    assert experts["layers.0.attention.q.bias"] == (8,)
     lora = shards(small().quantize().apply_lora_to_layers(2).shard_model(mesh=mesh))
     assert lora["layers.0.attention.q.lora_a"] == (16, 2)
-    assert lora["layers.0.attention.q.lora_b"] == (2, 16)
-    assert lora["layers.0.mlp.down.lora_a"] == (24, 2)
-    assert lora["layers.0.mlp.down.base_module.qvalue"] == (24, 16)
-    assert lora["layers.0.mlp.up.base_module.scale"] == (1, 24)
+    assert lora["layers.0.attention.q.lora_b"] == (2, 8)
+    assert lora["layers.0.mlp.down.lora_a"] == (12, 2)
+    assert lora["layers.0.mlp.down.base_module.qvalue"] == (12, 16)
+    assert lora["layers.0.mlp.up.base_module.scale"] == (1, 12)
 
 
 def test_rules_of_ones_own(mesh: Mesh) -> None:

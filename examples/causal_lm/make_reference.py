@@ -37,6 +37,7 @@ def main() -> None:
         )
         model = model.double()
         logits = model(tokens).logits[0]
+        answer = torch.log_softmax(model(generated).logits[0, prompt.shape[1] - 1 : -1], -1)
     # A sample of the vocabulary, and the token that each position's logits prefer.
     columns = np.linspace(0, logits.shape[-1] - 1, COLUMNS).astype(int)
     likelihood = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
@@ -50,8 +51,10 @@ def main() -> None:
         # How far transformers' own float32 is from it, over the whole vocabulary.
         error_of_float32=(single - logits).abs().max().item(),
         perplexity=(-likelihood.mean()).exp().item(),
+        question=QUESTION,
         prompt=prompt[0].numpy().astype(np.int32),
         generated=generated[0, prompt.shape[1] :].numpy().astype(np.int32),
+        likelihood=answer.gather(1, generated[0, prompt.shape[1] :, None])[:, 0].float().numpy(),
     )
 
 

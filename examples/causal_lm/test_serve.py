@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from attnops.caches import Quantized
+
 from .model import CausalLM
 from .serve import Delta, Engine, Pages, QueueFullError, Request, StoppedError
 from .testing import small
@@ -270,6 +272,17 @@ def test_windows_and_sinks_over_shared_pages_equal_each_alone(family: str):
     results = serve(engine, *(Request(x[:2] * 8 + x, 10) for x in prompts))
     find = greedy(model)
     assert results == [find(x[:2] * 8 + x, 10) for x in prompts]
+
+
+@pytest.mark.slow
+def test_requests_over_pages_in_int8_equal_each_alone_over_such_pages(model: CausalLM):
+    engine, prompts = make_engine(model, codec=Quantized("int8")), make_prompts(8, seed=11)
+    prompts = [list(range(14)) + x for x in prompts]
+    together = serve(engine, *(Request(list(x), 15) for x in prompts))
+    assert engine.counts["preempted"] * engine.counts["copied"] * engine.counts["shared"] > 0
+    for prompt, result in zip(prompts, together, strict=True):
+        engine.pages = Pages(PAGES, PAGE)
+        assert serve(engine, Request(list(prompt), 15)) == [result]
 
 
 def test_a_waiting_engine_wakes_for_a_request_and_ends_when_it_is_stopped(engine: Engine, alone: Any):

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
+    from .config import Config
     from .model import CausalLM
     from .sharding import PartitionRules
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def set_weights(model: CausalLM, read: Callable[[str], jax.Array]) -> None:
@@ -39,7 +41,7 @@ def set_weights(model: CausalLM, read: Callable[[str], jax.Array]) -> None:
         read: the weight of a name, in the checkpoint's layout.
 
     Raises:
-        ValueError: a weight has another shape than the model's; with its name and both shapes.
+        ValueError: a weight has another shape than the model's, or is quantised; with its name and both.
     """
     for weight in weights(model.config):
         value = read(weight.name)
@@ -50,6 +52,8 @@ def set_weights(model: CausalLM, read: Callable[[str], jax.Array]) -> None:
                 f"{weight.name} has shape {tuple(value.shape)}, but {weight.path} has {tuple(param.shape)}: the "
                 f"config does not fit the checkpoint"
             )
+        if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.itemsize < 2:
+            raise ValueError(f"{weight.name} is {value.dtype}, but must be floating point of at least 16 bits")
         old = param.get_value()  # an array, or only its shape
         param.set_value(placed(jnp.asarray(value, old.dtype), old.sharding))
 
@@ -104,11 +108,12 @@ def load(
 
     Raises:
         FileNotFoundError: the directory lacks a file.
-        ValueError: a family that is not mapped, or weights that don't fit the config.
+        ValueError: a family that is not mapped, weights that don't fit the config, or that the model does not have.
     """
     directory = Path(directory)
     config = config_from_hf(json.loads((directory / "config.json").read_text()))
     files = _files(directory)
+    _refuse_unread(directory, config, files)
     model = cls.lazy_init(config, **options)
     if mesh is not None:
         model = model.shard_model(partition_rules, mesh)
@@ -120,7 +125,22 @@ def load(
         return handles[files[name]].get_tensor(name)
 
     set_weights(model, read)
+    if config.tie_word_embeddings and HEAD in files and not jnp.array_equal(read(HEAD), read(EMBEDDING)):
+        raise ValueError(
+            f"tie_word_embeddings=True, but {directory} has a {HEAD} of its own: set it to false in config.json, or "
+            f"remove the weight"
+        )
     return model
+
+
+def _refuse_unread(directory: Path, config: Config, files: Mapping[str, Path]) -> None:
+    known = {weight.name for weight in weights(config)} | {HEAD}
+    extra = sorted(name for name in set(files) - known if not name.endswith(".rotary_emb.inv_freq"))
+    if extra:
+        raise ValueError(
+            f"{directory} has {extra[0]} ({len(extra)} in all), which a {config.family!r} of its config.json does not "
+            f"use: is the config that of these weights?"
+        )
 
 
 def _files(directory: Path) -> Mapping[str, Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from attnops.models.rotary import RotaryConfig
 
@@ -61,6 +61,8 @@ class Config:
             )
         if len(self.layer_types) != self.num_layers:
             raise ValueError(f"{len(self.layer_types)} layer_types given, but num_layers={self.num_layers}")
+        if unknown := set(self.layer_types) - set(get_args(LayerType)):
+            raise ValueError(f"layer_types has {sorted(unknown)}, but each must be one of {get_args(LayerType)}")
         if missing := set(self.layer_types) - {kind for kind, _ in self.rotary}:
             raise ValueError(f"rotary has no entry for {sorted(missing)}, which layer_types has")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:

@@ -95,6 +95,8 @@ def _config(fields: dict[str, Any], tied: bool) -> Config:
     kind = fields["general.architecture"]
     if kind != "llama":
         raise ValueError(f"general.architecture={kind!r} must be 'llama'; for others use a safetensors checkpoint")
+    if (scaling := fields.get("llama.rope.scaling.type", "none")) != "none":
+        raise ValueError(f"llama.rope.scaling.type={scaling!r} must be 'none'; else use a safetensors checkpoint")
     heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
     layers, D = fields["llama.block_count"], fields.get("llama.rope.dimension_count", width // heads)
     return Config(

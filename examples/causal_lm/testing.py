@@ -10,7 +10,7 @@ from flax import nnx
 from .families import config_from_hf
 from .model import CausalLM
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
 }  # fmt: skip
@@ -31,7 +31,7 @@ def small(family: str = "llama", operation: str = "flash", seed: int = 0, **chan
         seed: of the weights.
         **changes: fields of a Hugging Face config.
     """
-    hf = {"model_type": family} | _SIZES | _FAMILIES[family] | changes
+    hf = {"model_type": family} | SIZES | _FAMILIES[family] | changes
     model = CausalLM(config_from_hf(hf), operation, rngs=nnx.Rngs(seed))
     graphdef, state = nnx.split(model)
     # Far enough from 0 that greedy choices have no near ties, and that attention matters.

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from examples.causal_lm import CausalLM
-from examples.causal_lm.families import FAMILIES
+from examples.causal_lm.families import FAMILIES, SIZES, config_from_hf
 
 T = 24
 SMALL: dict[str, Any] = {
@@ -95,6 +95,16 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, batch: tupl
     assert type(loaded) is type(reference)
     np.testing.assert_allclose(logits_of(loaded.eval(), ids, mask)[seen], expected, atol=1e-6 * np.abs(expected).max())
     assert CausalLM.from_pretrained(tmp_path / "ours").config == model.config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_that_are_left_out_have_the_defaults_of_transformers(family: str) -> None:
+    theirs = transformers.CONFIG_MAPPING[family](num_hidden_layers=30).to_dict()
+    given = {name: theirs[name] for name in SIZES.values() if name in theirs and name != "tie_word_embeddings"}
+    left_out = given | {name: theirs[name] for name in ("model_type", "eos_token_id")}
+    if family == "gpt_oss":
+        left_out |= {name: theirs[name] for name in ("num_local_experts", "num_experts_per_tok")}
+    assert config_from_hf(left_out) == config_from_hf(theirs)
 
 
 def test_every_family_has_a_case() -> None:

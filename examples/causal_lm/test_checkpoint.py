@@ -1,0 +1,69 @@
+"""A checkpoint whose weights are not those of its config is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from safetensors.flax import load_file, save_file
+
+from .checkpoint import SINGLE
+from .model import CausalLM
+from .testing import small
+
+Weights = dict[str, jax.Array]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    small(num_hidden_layers=1).save_pretrained(directory)
+    return directory
+
+
+def changed(saved: Path, directory: Path, change: Callable[[Weights], object]) -> Path:
+    """A copy of the checkpoint with other weights."""
+    weights = load_file(saved / SINGLE)
+    change(weights)
+    save_file(weights, directory / SINGLE)
+    (directory / "config.json").write_text((saved / "config.json").read_text())
+    return directory
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda w: w.pop(f"{Q}.weight"), f"has no weight {Q}.weight"),
+        (lambda w: w.update({f"{Q}.bias": jnp.ones(32)}), rf"has {Q}.bias \(1 in all\)"),
+        (lambda w: w.update({f"{Q}.weight": w[f"{Q}.weight"].astype(jnp.int8)}), "is int8, but must be floating"),
+        (lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 1}), "lm_head.weight of its own"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    saved: Path, tmp_path: Path, change: Callable[[Weights], object], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        CausalLM.from_pretrained(changed(saved, tmp_path, change))
+
+
+def test_a_copy_of_a_tied_head_and_tables_of_rotations_are_passed_over(saved: Path, tmp_path: Path) -> None:
+    def change(weights: Weights) -> None:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = jnp.ones(4)
+
+    assert CausalLM.from_pretrained(changed(saved, tmp_path, change)).head is None
+
+
+def test_a_bfloat16_checkpoint_is_read_in_the_dtype_of_the_model(saved: Path, tmp_path: Path) -> None:
+    small(num_hidden_layers=1).save_pretrained(tmp_path, float_dtype=jnp.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    model = CausalLM.from_pretrained(tmp_path)
+    assert model.embed[...].dtype == jnp.float32
+    assert jnp.array_equal(model.embed[...], small(num_hidden_layers=1).embed[...].astype(jnp.bfloat16))

@@ -94,8 +94,12 @@ class Decoder(nnx.Module):
             raise ValueError("query_lengths and rows are for calls with past_key_values; without, give attention_mask")
         if past_key_values is not None and len(past_key_values) != self.config.num_layers:
             raise ValueError(f"{len(past_key_values)} caches given, but the model has {self.config.num_layers} layers")
-        x = (self.embed[...][input_ids] if inputs_embeds is None else inputs_embeds).astype(self.dtype)
-        x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        if input_ids is not None:
+            x = self.embed[...][input_ids].astype(self.dtype)
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        else:
+            assert inputs_embeds is not None
+            x = inputs_embeds.astype(self.dtype)
         if segment_ids is not None:
             mask = Segments(segment_ids) if mask is None else Segments(segment_ids) & mask
         if attention_mask is not None:
@@ -175,7 +179,7 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
         Args:
             input_ids: integers [B, T]; [1, N] with ``rows``.
             logits_at: integers [B, n], [1, n] with ``rows``: of which tokens logits are computed; None: all.
-            **options: inputs_embeds: [B, T, M], in place of input_ids.
+            **options: inputs_embeds: [B, T, M], in place of input_ids; already scaled, where a family scales its table.
                 attention_mask: [B, T], 0 for padding, left or right; without caches alone.
                 position_ids: integers [B, T]; None: counted from each sequence's first token.
                 segment_ids: integers [B, T], documents that are packed into a row; without caches alone.
@@ -202,7 +206,7 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
             flat = hidden.reshape(-1, hidden.shape[-1])
             table = self.embed[...].astype(hidden.dtype)
             scores = jnp.einsum("vm,nm->vn", table, flat, precision=precision(hidden)).T
-            scores = scores.reshape(*hidden.shape[:-1], -1)
+            scores = scores.reshape(*hidden.shape[:-1], table.shape[0])
         scores = scores.astype(jnp.float32)
         cap = self.config.final_soft_cap
         return scores if cap is None else cap * jnp.tanh(scores / cap)
@@ -221,7 +225,15 @@ class SequenceClassifier(Decoder, ClassifierProtocol):
     def __call__(
         self, input_ids: jax.Array | None = None, *, attention_mask: jax.Array | None = None, **options: Any
     ) -> SequenceClassifierOutput:
-        """The logits of the classes, float32 [B, C]. See `CausalLM.__call__` for the arguments."""
+        """The logits of the classes, float32 [B, C]. See `CausalLM.__call__` for the arguments.
+
+        Raises:
+            ValueError: past_key_values are given.
+        """
+        if options.get("past_key_values") is not None:
+            raise ValueError(
+                "past_key_values are given, but a classifier reads a whole sequence in one call: leave out"
+            )
         hidden, _ = self.hidden(input_ids, attention_mask=attention_mask, **options)
         B, T, _ = hidden.shape
         last = jnp.full((B,), T - 1)

@@ -149,3 +149,22 @@ def test_what_excludes_each_other_is_refused() -> None:
         small(num_key_value_heads=3)
     with pytest.raises(ValueError, match=r"model_type='bert' must be one of"):
         small(model_type="bert")
+
+
+def test_logits_of_no_tokens_are_empty() -> None:
+    none = jnp.zeros((B, 0), jnp.int32)
+    for tied in (True, False):
+        model = small(tie_word_embeddings=tied, num_hidden_layers=1)
+        assert model(tokens(), logits_at=none).logits.shape == (B, 0, 96)
+
+
+def test_embeddings_are_taken_as_they_are_given_where_a_family_scales_its_own() -> None:
+    model = small("gemma2", num_hidden_layers=1)
+    embeds = model.embed[...][tokens()] * model.config.embedding_scale
+    close(call(model, inputs_embeds=embeds).logits, call(model, tokens()).logits)
+
+
+def test_a_classifier_refuses_caches() -> None:
+    model = SequenceClassifier(small(num_hidden_layers=1).config, 3)
+    with pytest.raises(ValueError, match="past_key_values are given, but a classifier"):
+        model(tokens(), past_key_values=())

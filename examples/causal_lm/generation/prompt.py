@@ -95,11 +95,13 @@ def chunk_size(given: int | None, tokens: int, most: int | None) -> int:
         most: what a cache takes at a time, None for no limit.
 
     Raises:
-        ValueError: more is asked for than a cache takes.
+        ValueError: more is asked for than a cache takes, or no number of tokens.
     """
     if given is None:
         size = min(max(1 << max(tokens - 1, 0).bit_length(), SMALLEST_CHUNK), LARGEST_CHUNK)
         return size if most is None else min(size, most)
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"chunk={given!r} must be an int of at least 1, or None")
     if most is not None and given > most:
         raise ValueError(f"chunks of {given} tokens are asked for, but a WindowCache of max_append={most} takes fewer")
     return given

@@ -53,7 +53,9 @@ def sample(scores: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
 
     def drawn() -> jax.Array:
         temperature = _by_row(sampling.temperature)
-        scaled = scores / jnp.where(temperature > 0, temperature, 1)
+        # Of differences, since a score divided by a small temperature may be too large for float32, and its order lost.
+        least = jnp.finfo(jnp.float32).tiny
+        scaled = (scores - scores.max(-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1).clip(least)
         limits = (sampling.top_k > 0).any() | (sampling.top_p < 1).any() | (sampling.min_p > 0).any()
         scaled = lax.cond(limits, lambda: limited(scaled, sampling), lambda: scaled)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[-1:], jnp.float32))(keys)

@@ -45,6 +45,8 @@ def pages() -> tuple[PagedCache]:
         ({"stop_strings": "x"}, "stop_strings='x' and tokenizer=None: they are looked for in text; give it"),
         ({"num_beams": 2, "streamer": object()}, "streamer is given, and num_beams=2: a beam may be dropped"),
         ({"past_key_values": window(4), "chunk": 8}, "chunks of 8 tokens are asked for, but a WindowCache of max_appe"),
+        ({"chunk": 0}, "chunk=0 must be an int of at least 1"),
+        ({"chunk": -1}, "chunk=-1 must be an int of at least 1"),
         (
             {"past_key_values": window(4), "prompt_lookup_num_tokens": 4},
             "past_key_values[0] was created with max_append=4, but a step appends 5 tokens, the last one and its",

@@ -79,3 +79,9 @@ def test_keys_of_another_shape_are_refused() -> None:
     assert row_keys(jax.random.PRNGKey(0), 3).shape == (3,)
     with pytest.raises(ValueError, match=r"prng_key has \(2,\) keys, but must be one key, or one for each of 3 rows"):
         row_keys(jax.random.split(jax.random.key(0), 2), 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 2}])
+def test_a_temperature_near_zero_draws_the_largest_score(options: dict[str, float]) -> None:
+    scores, keys = jnp.array([[1.0, 90.0, 100.0, -2.0]]), row_keys(jax.random.key(0), 1)
+    assert sample(scores, keys, Sampling.create(1e-37, **options)).tolist() == [2]

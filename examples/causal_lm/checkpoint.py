@@ -97,7 +97,7 @@ def load(
     partition_rules: PartitionRules | None = None,
     **options: Any,
 ) -> CausalLM:
-    """A model from a directory with ``config.json`` and safetensors.
+    """A model from a directory with ``config.json`` and safetensors, and perhaps ``generation_config.json``.
 
     Args:
         cls: the class of model.
@@ -111,7 +111,7 @@ def load(
         ValueError: a family that is not mapped, weights that don't fit the config, or that the model does not have.
     """
     directory = Path(directory)
-    config = config_from_hf(json.loads((directory / "config.json").read_text()))
+    config = _config(directory)
     files = _files(directory)
     _refuse_unread(directory, config, files)
     model = cls.lazy_init(config, **options)
@@ -131,6 +131,15 @@ def load(
             f"remove the weight"
         )
     return model
+
+
+def _config(directory: Path) -> Config:
+    """Of ``config.json``; the end tokens of ``generation_config.json``, which may have more, such as a turn's."""
+    hf = json.loads((directory / "config.json").read_text())
+    generation = directory / "generation_config.json"
+    if generation.exists() and (eos := json.loads(generation.read_text()).get("eos_token_id")) is not None:
+        hf["eos_token_id"] = eos
+    return config_from_hf(hf)
 
 
 def _refuse_unread(directory: Path, config: Config, files: Mapping[str, Path]) -> None:

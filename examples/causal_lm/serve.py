@@ -308,11 +308,7 @@ class Engine:
             ValueError: one can never be served.
         """
         for request in requests:
-            if not 0 < len(request.tokens) <= self.max_length - request.max_tokens or request.max_tokens < 1:
-                raise ValueError(
-                    f"{len(request.tokens)} tokens of prompt and max_tokens={request.max_tokens} must each be at least "
-                    f"1, and together at most max_length={self.max_length}"
-                )
+            self._check(request)
         with self.changed:
             if self.is_stopped:
                 raise StoppedError("the engine has stopped")
@@ -322,6 +318,23 @@ class Engine:
                 request.number, request.text = next(self.numbers), TextOfRow(self.tokenizer, request.stop)
                 self.waiting.append(request)
             self.changed.notify_all()
+
+    def _check(self, x: Request) -> None:
+        """Raise for what can't be computed: an error in a step would end all requests."""
+        if not 0 < len(x.tokens) <= self.max_length - x.max_tokens or x.max_tokens < 1:
+            raise ValueError(
+                f"{len(x.tokens)} tokens of prompt and max_tokens={x.max_tokens} must each be at least "
+                f"1, and together at most max_length={self.max_length}"
+            )
+        if not 0 <= min(x.tokens) <= max(x.tokens) < self.vocab_size:
+            raise ValueError(
+                f"tokens from {min(x.tokens)} to {max(x.tokens)} must be of the vocabulary, 0 to {self.vocab_size - 1}"
+            )
+        if not (0 <= x.temperature < math.inf and 0 < x.top_p <= 1 and x.top_k >= 0 and 0 <= x.seed < 2**32):
+            raise ValueError(
+                f"temperature={x.temperature} must be finite and at least 0, top_p={x.top_p} above 0 and at most 1, "
+                f"top_k={x.top_k} at least 0, seed={x.seed} from 0 to 2**32 - 1"
+            )
 
     def cancel(self, *requests: Request) -> None:
         """Give up requests, such as those whose client has gone, before the next step; from any thread."""
@@ -481,7 +494,7 @@ class Engine:
             r, first = x.row, start if size > R else x.row
             tokens[first : first + count] = x.tokens[x.computed - count : x.computed]
             start, counts[r], lengths[r] = start + count, count, x.computed - count
-            temperature[r], top_k[r], top_p[r], seed[r] = x.temperature, x.top_k, x.top_p, x.seed
+            temperature[r], top_k[r], top_p[r], seed[r] = x.temperature, min(x.top_k, self.vocab_size), x.top_p, x.seed
             index[r] = len(x.tokens) - x.prompt_length
         return Batch(tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index)
 
@@ -618,13 +631,13 @@ class Server:
     async def completions(self, http: HTTPRequest) -> Response:
         """Continue a prompt, or several."""
         body = await self._body(http, CompletionBody)
-        prompt = body.prompt
+        prompt, encode = body.prompt, functools.partial(self.engine.tokenizer.encode, add_special_tokens=True)
         if isinstance(prompt, str):
-            prompts = [self.engine.tokenizer.encode(prompt)]
+            prompts = [encode(prompt)]
         elif prompt and isinstance(prompt[0], int):
             prompts = [prompt]
         else:
-            prompts = [self.engine.tokenizer.encode(x) if isinstance(x, str) else x for x in prompt]
+            prompts = [encode(x) if isinstance(x, str) else x for x in prompt]
         if not prompts or not all(prompts):
             raise APIError(400, "prompt: it has no tokens", "prompt")
         if not all(0 <= token < self.engine.vocab_size for x in prompts for token in x):
@@ -656,10 +669,9 @@ class Server:
     def _request(self, body: Body, tokens: list[int], param: str, max_tokens: int) -> Request:
         most = self.engine.max_length
         if len(tokens) + max_tokens > most:
-            raise APIError(
-                400, f"{param}: {len(tokens)} tokens and max_tokens={max_tokens} are more than the model's {most}",
-                param if len(tokens) >= most else "max_tokens", "context_length_exceeded",
-            )  # fmt: skip
+            field = param if len(tokens) >= most else "max_tokens"
+            message = f"{field}: {len(tokens)} tokens of {param} and max_tokens={max_tokens} are more than {most}"
+            raise APIError(400, message, field, "context_length_exceeded")
         seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return Request(
@@ -683,6 +695,8 @@ class Server:
             raise APIError(429, str(error), code="queue_full") from None
         except StoppedError as error:
             raise APIError(503, str(error), code="stopped") from None
+        except ValueError as error:
+            raise APIError(400, str(error)) from None
         answer = Answer(self, body, requests, queue)
         if body.stream:
             return Events(answer)

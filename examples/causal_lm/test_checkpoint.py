@@ -67,3 +67,9 @@ def test_a_bfloat16_checkpoint_is_read_in_the_dtype_of_the_model(saved: Path, tm
     model = CausalLM.from_pretrained(tmp_path)
     assert model.embed[...].dtype == jnp.float32
     assert jnp.array_equal(model.embed[...], small(num_hidden_layers=1).embed[...].astype(jnp.bfloat16))
+
+
+def test_end_tokens_are_those_of_the_generation_config(saved: Path, tmp_path: Path) -> None:
+    directory = changed(saved, tmp_path, lambda weights: None)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    assert CausalLM.from_pretrained(directory).config.eos_token_ids == (1, 7)

@@ -26,7 +26,7 @@ class Characters:
 
     eos_ids: Sequence[int] = ()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [ord(x) - 32 for x in text]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -239,6 +239,13 @@ def test_what_can_not_be_served_is_refused_when_it_is_submitted(engine: Engine):
     for tokens, count in (([], 1), ([1], 0), ([1] * LENGTH, 1)):
         with pytest.raises(ValueError, match=f"together at most max_length={LENGTH}"):
             engine.submit(Request(tokens, count))
+    wrong: list[tuple[list[int], dict[str, Any]]] = [
+        ([1, 96], {}), ([-1], {}), ([1], {"seed": 1 << 32}), ([1], {"seed": -1}), ([1], {"top_k": -1}),
+        ([1], {"top_p": 0.0}), ([1], {"temperature": float("nan")}), ([1], {"temperature": -1.0}),
+    ]  # fmt: skip
+    for tokens, options in wrong:
+        with pytest.raises(ValueError, match="must"):
+            engine.submit(Request(tokens, 1, **options))
     engine.max_waiting = 2
     with pytest.raises(QueueFullError, match="0 requests wait, and at most 2 may"):
         engine.submit(*(Request([1], 1) for _ in range(3)))

@@ -62,6 +62,8 @@ class Tokenizer:
         """From a directory with ``tokenizer.json`` and perhaps ``tokenizer_config.json`` or ``chat_template.jinja``."""
         directory = Path(directory)
         backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        backend.no_truncation()  # a file may have both, for training
+        backend.no_padding()
         config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = json.loads(config_file.read_text()) if config_file.exists() else {}
         template = template_file.read_text() if template_file.exists() else config.get("chat_template")
@@ -73,9 +75,14 @@ class Tokenizer:
             eos_ids = [backend.token_to_id(special["eos_token"])]
         return cls(backend, template, special, eos_ids)
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text; special tokens in it are recognised, and none are added."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The tokens of a text; special tokens in it are recognised.
+
+        Args:
+            text: such as a prompt.
+            add_special_tokens: whether those are added that the tokenizer begins a text with. Chat templates have them.
+        """
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; bytes that are not whole characters become U+FFFD."""

@@ -74,7 +74,7 @@ def limited(scores: jax.Array, sampling: Sampling) -> jax.Array:
     k = _by_row(jnp.where(sampling.top_k > 0, sampling.top_k, scores.shape[-1]))
     least = _largest_bits(lambda t: (order >= t).sum(-1, keepdims=True) >= k, scores.shape[:-1])
     probability = jax.nn.softmax(jnp.where(order >= least, scores, -jnp.inf), axis=-1)
-    p = _by_row(sampling.top_p)
+    p = _by_row(sampling.top_p).clip(jnp.finfo(jnp.float32).tiny)  # else no token is the fewest with it
 
     def has_mass(t: jax.Array) -> jax.Array:
         return jnp.where(order >= t, probability, 0).sum(-1, keepdims=True) >= p

@@ -85,3 +85,8 @@ def test_keys_of_another_shape_are_refused() -> None:
 def test_a_temperature_near_zero_draws_the_largest_score(options: dict[str, float]) -> None:
     scores, keys = jnp.array([[1.0, 90.0, 100.0, -2.0]]), row_keys(jax.random.key(0), 1)
     assert sample(scores, keys, Sampling.create(1e-37, **options)).tolist() == [2]
+
+
+def test_a_top_p_near_zero_draws_the_largest_score() -> None:
+    scores, keys = jnp.array([[1.0, 3.0, 3.5, -2.0]]), row_keys(jax.random.key(0), 1)
+    assert sample(scores, keys, Sampling.create(1.0, top_p=1e-300)).tolist() == [2]

@@ -1,10 +1,10 @@
-"""Figures of decoding on a CPU: one token over dense, paged and quantised caches, against jax.nn and torch.
+"""Figures of decoding on a CPU: one token over dense, paged and quantised caches, against peers.
 
-Run ``python benchmarks/decode.py`` (``--quick`` for a minute, ``--json FILE`` to keep the figures) on an idle machine;
-torch is measured if it is installed. In each case all contenders are timed in turns, each checked first against
-float64; the best time is reported, as bytes a second of the tokens that are seen, and as a share of the bandwidth at
-which the same run reads the same array once. ``floor`` is a loop over the same tiles that only slices the cache and
-multiplies: what XLA's products leave to gain.
+Run ``python benchmarks/decode.py`` (``--quick`` for a minute, ``--json FILE`` to keep the figures) on an idle machine.
+The peers are jax.nn, and flax.nnx and torch if they are installed; they attend to plain arrays. In each case all
+contenders are timed in turns, each checked first against float64; the best time is reported, as bytes a second of the
+tokens that are seen, and as a share of the bandwidth at which the same run reads the same array once. ``floor`` is a
+loop over the same tiles that only slices the cache and multiplies: what XLA's products leave to gain.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from attnops.masks import Causal, SlidingWindow
 
 H, K, D = 32, 8, 128
 WINDOW = 1024
+# Each is timed if it is installed.
+COMPARED = ("jax.nn", "flax.nnx", "torch")
 # Timings of each contender, and after how many seconds of them they end.
 ROUNDS, SECONDS = 9, 2.0
 
@@ -110,7 +112,7 @@ def floor(case: CacheCase) -> Ready:
 
 
 def decode(batch: int, length: int, used: int, dtype: str) -> dict[str, Any]:
-    """One token over each cache, jax.nn and torch."""
+    """One token over each cache, and the peers."""
     caches = {
         "dense": dense(batch, length, dtype),
         "paged 16": paged(batch, length, dtype, 16),
@@ -130,7 +132,7 @@ def decode(batch: int, length: int, used: int, dtype: str) -> dict[str, Any]:
         if name in ("dense", "int8"):
             entries.append((f"{name} floor", case, Contender("floor", floor)))
             entries.append((f"{name} read", case, reading()))
-    entries += [(name, first, PEERS[name].contender) for name in ("jax.nn", "torch") if PEERS[name].installed]
+    entries += [(name, first, PEERS[name].contender) for name in COMPARED if PEERS[name].installed]
     found = best(entries)
     return {
         "batch": batch, "length": length, "used": used, "dtype": dtype, "seconds": seconds(found),
@@ -182,7 +184,10 @@ def prompt(length: int, dtype: str) -> dict[str, Any]:
 
 def report(found: list[dict[str, Any]], window: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> None:
     """Print the tables."""
-    table = Table(title="One token, H32 K8 D128, best time in ms (GB/s of the tokens seen; share of one read)")
+    table = Table(
+        title="One token, H32 K8 D128, best time in ms (GB/s of the tokens seen; share of one read)",
+        caption="flax.nnx: dot_product_attention over all slots with a mask, by which its MultiHeadAttention decodes",
+    )
     for column in (
         "dtype",
         "B",
@@ -193,8 +198,7 @@ def report(found: list[dict[str, Any]], window: list[dict[str, Any]], prompts: l
         "GB/s",
         "of read",
         "of floor",
-        "over jax.nn",
-        "over torch",
+        *(f"over {peer}" for peer in COMPARED),
     ):
         table.add_column(column, justify="left" if column in ("dtype", "contender") else "right")
     for x in found:
@@ -206,7 +210,7 @@ def report(found: list[dict[str, Any]], window: list[dict[str, Any]], prompts: l
                 x["dtype"], str(x["batch"]), f"{x['length']:,}", f"{x['used']:,}", name, f"{seconds * 1e3:,.2f}",
                 f"{total / seconds / 1e9:.1f}", f"{times[f'{kind} read'] / seconds:.2f}",
                 f"{times[f'{kind} floor'] / seconds:.2f}",
-                *(f"{times[peer] / seconds:.1f} ×" if peer in times else "–" for peer in ("jax.nn", "torch")),
+                *(f"{times[peer] / seconds:.1f} ×" if peer in times else "–" for peer in COMPARED),
             )  # fmt: skip
     other = Table(title="Windows and prompts, best time in ms")
     for column in ("what", "dtype", "ms"):

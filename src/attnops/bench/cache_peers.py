@@ -36,6 +36,21 @@ def jax_nn(case: CacheCase, what: str) -> Ready:
     return compiled(case, attend, (*tokens.plain(case.cache.codec), mask, lengths), f"{what} with {given}", plain=True)
 
 
+def flax_nnx(case: CacheCase, what: str) -> Ready:
+    """The function by which flax.nnx's `MultiHeadAttention` decodes: over all slots, with a mask array."""
+    tokens = case.tokens
+    if tokens.latent is not None:
+        raise Refused(f"it needs Dv = D, but the value is {tokens.latent} of {tokens.head_dim} features of the key")
+    nnx: Any = importlib.import_module("flax.nnx")
+    mask = jnp.asarray(mask_array(case, tokens.S))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        return nnx.dot_product_attention(q, k, v, mask=mask)
+
+    arguments = (*tokens.plain(case.cache.codec), mask)
+    return compiled(case, attend, arguments, f"{what} over all slots with a mask array", plain=True)
+
+
 def torch(case: CacheCase, what: str) -> Ready:
     """The SDPA of torch over the slice of the arrays that is in use."""
     tokens = case.tokens

@@ -119,6 +119,19 @@ def _jax_nn(case: Case) -> Ready:
     return _like_jax_nn(case, jax.nn.dot_product_attention, PEERS["jax.nn"].describe())
 
 
+def _flax(case: Case) -> Ready:
+    """`flax.nnx.dot_product_attention`: causal by name, the rest as an array."""
+    nnx: Any = importlib.import_module("flax.nnx")
+    terms = _terms(case)
+    window = None if terms.window is None else SlidingWindow(*terms.window)
+    dense = case.dense(_all(window, terms.segments, terms.rest))
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return nnx.dot_product_attention(query, key, value, mask=mask, is_causal=terms.causal)
+
+    return compile_jax(case, attend, dense, PEERS["flax.nnx"].describe())
+
+
 def _tokamax(case: Case) -> Ready:
     """`tokamax.dot_product_attention`, which has jax.nn's arguments and picks its implementation by device."""
     tokamax = importlib.import_module("tokamax")
@@ -209,6 +222,7 @@ PEERS: Final = {
     peer.name: peer
     for peer in (
         Peer("jax.nn", "jax", _jax_nn, "jax.nn.dot_product_attention", cache_peers.jax_nn),
+        Peer("flax.nnx", "flax", _flax, "flax.nnx.dot_product_attention", cache_peers.flax_nnx),
         Peer("torch", "torch", _torch, "torch.nn.functional.scaled_dot_product_attention", cache_peers.torch),
         Peer("tokamax", "tokamax", _tokamax, "tokamax.dot_product_attention"),
         Peer("ejkernel", "ejkernel", _ejkernel, "ejkernel.modules.flash_attention"),

@@ -40,7 +40,8 @@ def command(
     operations: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Names of operations, and of peers: jax.nn, torch, tokamax, ejkernel.", show_default="all installed"
+            help="Names of operations, and of peers: jax.nn, flax.nnx, torch, tokamax, ejkernel.",
+            show_default="all installed",
         ),
     ] = None,
     batch: Annotated[int, typer.Option("-B", "--batch", help="B", min=1)] = 1,

@@ -19,7 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.programs.functions import Bound, Opaque
-from attnops.programs.program import IDENTITIES, Atom, Equation, Program, bind, needed, run
+from attnops.programs.program import (
+    IDENTITIES,
+    Atom,
+    Equation,
+    Program,
+    bind,
+    in_32_bits,
+    narrow,
+    narrowed,
+    needed,
+    run,
+)
 from attnops.programs.varying import equally_varying
 
 if TYPE_CHECKING:
@@ -91,6 +102,13 @@ class Elementwise:
             function = jax.vmap(function, in_axes=[0 if j == k else None for j in range(len(axes))])
         value = function(*(jnp.arange(sizes[axis], dtype=jnp.int32) for axis in axes))
         return jnp.asarray(value).reshape([sizes[axis] if axis in axes else 1 for axis in AXES])
+
+    def in_32_bits(self) -> Elementwise:
+        """The same, with 32-bit numbers on a tile; those that are computed before the kernel keep theirs."""
+        return dataclasses.replace(
+            self, dtypes=tuple(map(narrow, self.dtypes)),
+            equations=tuple(map(in_32_bits, self.equations)), result=narrowed(self.result),
+        )  # fmt: skip
 
     # The arguments of a function of scores, and what a kernel gives in place of its arrays, a parameter each.
     def apply(

@@ -214,6 +214,32 @@ def is_floating(x: Leaf) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
+def in_32_bits(equation: Equation) -> Equation:
+    """An equation whose 64-bit numbers have 32 bits, for kernels, whose languages may have no others."""
+    params = {name: narrow(x) if isinstance(x, np.dtype) else x for name, x in equation.params.items()}
+    rule = equation.rule and Rule(*(
+        dataclasses.replace(
+            program, equations=tuple(map(in_32_bits, program.equations)), results=tuple(map(narrowed, program.results))
+        )
+        for program in equation.rule
+    ))  # fmt: skip
+    return dataclasses.replace(
+        equation, params=params, inputs=tuple(map(narrowed, equation.inputs)),
+        dtypes=tuple(map(narrow, equation.dtypes)), rule=rule,
+    )  # fmt: skip
+
+
+def narrowed(x: Atom) -> Atom:
+    """A variable, or a literal of at most 32 bits."""
+    return Literal(x.value, narrow(x.dtype)) if isinstance(x, Literal) else x
+
+
+def narrow(dtype: DType) -> DType:
+    """The dtype that JAX gives where x64 is off."""
+    known = np.dtype(dtype)
+    return np.dtype(f"{known.kind}4") if known.kind in "iuf" and known.itemsize == 8 else dtype
+
+
 def needed(equations: Sequence[Equation], results: Leaf) -> list[Equation]:
     """The equations that the results depend on, in order."""
     wanted = {x for x in results if isinstance(x, int)}

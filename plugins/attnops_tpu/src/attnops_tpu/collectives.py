@@ -26,7 +26,8 @@ _COLLECTIVE: Final = re.compile(
     r" ((?:collective-permute|all-gather|all-reduce|all-to-all|reduce-scatter))(-start|-done)?\(%?([\w.\-]+)"
 )
 _CALLED: Final = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?((?:%[\w.\-]+(?:, )?)+)")
-_KERNEL: Final = 'custom_call_target="tpu_custom_call"'
+# In the line of every instruction that runs a kernel.
+KERNEL: Final = 'custom_call_target="tpu_custom_call"'
 
 
 class Event(NamedTuple):
@@ -68,12 +69,12 @@ def exchanges(program: str) -> dict[str, list[Event]]:
     Args:
         program: see `scheduled`.
     """
-    bodies = _bodies(program)
+    bodies = computations(program)
 
     @functools.cache
     def computes(computation: str) -> bool:
         """Whether a computation, or one that it calls, runs a kernel."""
-        return any(_KERNEL in line or any(map(computes, _called(line))) for line in bodies.get(computation, ()))
+        return any(KERNEL in line or any(map(computes, _called(line))) for line in bodies.get(computation, ()))
 
     def event(line: str) -> Event | None:
         named = _NAME.match(line)
@@ -83,7 +84,7 @@ def exchanges(program: str) -> dict[str, list[Event]]:
         if collective:
             what, phase, operand = collective.groups()
             return Event((phase or "-whole")[1:], what, operand if phase == "-done" else named[1])
-        if _KERNEL in line or any(map(computes, _called(line))):
+        if KERNEL in line or any(map(computes, _called(line))):
             return Event("kernel", named[1].split(".")[0], named[1])
         return None
 
@@ -108,7 +109,7 @@ def exposed(events: list[Event]) -> list[Event]:
     return waits
 
 
-def _bodies(program: str) -> dict[str, list[str]]:
+def computations(program: str) -> dict[str, list[str]]:
     """The instructions of each computation, a line each."""
     bodies: dict[str, list[str]] = {}
     lines: list[str] = []

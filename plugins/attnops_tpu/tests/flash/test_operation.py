@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_tpu.aot import compile_for
 from attnops_tpu.flash.tile_sizes import MAX_TILES, TABLE, Problem, choose
 from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError, explain
+from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
-from attnops.masks import Causal, MaskFn
+from attnops.masks import Causal, MaskFn, Segments
 from attnops.testing import attention
 from attnops.testing.features import combine
 
@@ -150,18 +151,24 @@ def test_kernels_are_traced_where_x64_is_on() -> None:
         assert [d.dtype.name for d in found] == ["float32", "float32", "float64"]
 
 
-def test_a_backward_pass_where_x64_is_on_is_refused() -> None:
-    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_values_and_gradients_where_x64_is_on(dtype: jax.typing.DTypeLike) -> None:
+    problem = dataclasses.replace(combine(["Causal", "GQA"]), dtype=dtype).problem(make(interpret=True).metadata)
+    with jax.enable_x64(True):
+        problem.check(OperationRegistry.create(NAME, problem.metadata))
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_where_x64_is_on() -> None:
     operation = make()
 
-    def forward(x: jax.Array, mode: str | None = None) -> jax.Array:
-        return operation(x, x, x, mask=Causal(), mode=mode).attention_outputs
+    def loss(q: jax.Array, k: jax.Array, slope: jax.Array, ids: jax.Array) -> jax.Array:
+        bias = ScoreFn(lambda s, b, h, q, kv, slope: s - (slope * abs(q - kv)).astype(s.dtype), (slope,))
+        out = operation(q, k, k, mask=Causal() & Segments(ids), bias=bias).attention_outputs
+        return out.astype(jnp.float32).sum()
 
-    auto = OperationRegistry.create("auto", OperationMetadata(platform="tpu"))
-    assert explain(auto.request(x, x, x)).chosen.name == NAME
     with jax.enable_x64(True):
-        with pytest.raises(UnsupportedError, match="jax_enable_x64=True: Mosaic does not compile the backward"):
-            jax.eval_shape(forward, x)
-        assert explain(auto.request(x, x, x)).chosen.name != NAME
-        served = jax.jit(forward, static_argnames="mode")
-        jax.export.export(served, platforms=["tpu"])(x, mode="prefill")
+        q, k = (jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
+        slope, ids = jax.ShapeDtypeStruct((), jnp.float64), jax.ShapeDtypeStruct((1, 256), jnp.int64)
+        compiled = compile_for(jax.grad(loss, (0, 1, 2)), (q, k, slope, ids), "v6e")
+    assert [d.dtype.name for d in jax.tree.leaves(compiled.out_info)] == ["bfloat16", "bfloat16", "float64"]

@@ -13,7 +13,13 @@ from attnops_tpu.flash import backward, forward
 from attnops_tpu.flash.tile_schedule import MAX_ROWS, tile_schedule, unpack
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal, Chunked, Coverage, Mask, Segments, SlidingWindow, block_map
+from attnops.masks import Causal, Chunked, Coverage, Dense, Mask, Segments, SlidingWindow, block_map
+from attnops.testing import attention
+
+
+def operation() -> Any:
+    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_q=16, block_k=16)
+    return OperationRegistry.create("attnops-tpu:flash", metadata)
 
 
 def listed(coverage: np.ndarray, schedule: Any) -> list[list[tuple[int, int, int]]]:
@@ -75,12 +81,11 @@ def test_only_tiles_that_are_not_empty_are_computed(name: str, traced: bool, mon
 
     monkeypatch.setattr(forward, "_scores", counting("forward", forward._scores))
     monkeypatch.setattr(backward, "products", counting("backward", backward.products))
-    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_q=16, block_k=16)
-    operation = OperationRegistry.create("attnops-tpu:flash", metadata)
+    flash = operation()
     q, k, v = jnp.ones((1, 96, 1, 8)), jnp.ones((1, 96, 1, 8)), jnp.ones((1, 96, 1, 8))
 
     def run(mask: Mask, *qkv: jax.Array) -> jax.Array:
-        return jax.grad(lambda *qkv: operation(*qkv, mask=mask).attention_outputs.sum(), (0, 1, 2))(*qkv)
+        return jax.grad(lambda *qkv: flash(*qkv, mask=mask).attention_outputs.sum(), (0, 1, 2))(*qkv)
 
     mask = jax.tree.map(jnp.asarray, MASKS[name]) if traced else MASKS[name]
     jax.block_until_ready(jax.jit(run)(mask, q, k, v) if traced else jax.jit(lambda *a: run(mask, *a))(q, k, v))
@@ -89,3 +94,35 @@ def test_only_tiles_that_are_not_empty_are_computed(name: str, traced: bool, mon
     tiles = [(int(q), int(kv)) for q, kv in zip(*np.nonzero(coverage), strict=True)]
     assert len(tiles) < coverage.size
     assert seen == collections.Counter((which, q, kv) for which in ("forward", "backward") for q, kv in tiles)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_maps_of_very_different_lengths_are_drained_once_each(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entries that pad the shorter maps compute nothing."""
+    drained: list[int] = []
+    step = forward._step
+
+    def counting(plan: Any, refs: Any, indices: Any, state: Any, first: Any, masked: bool) -> None:
+        if first is None:
+            jax.debug.callback(lambda b: drained.append(int(b)), indices[0].b)
+        step(plan, refs, indices, state, first, masked)
+
+    monkeypatch.setattr(forward, "_step", counting)
+    ids = np.stack([np.zeros(64, np.int32), np.arange(64, dtype=np.int32) // 8])
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 64, 1, 8)).astype(np.float32)
+    out = jax.jit(lambda ids: operation()(q, k, v, mask=Segments(ids)).attention_outputs)
+    found = out(jnp.asarray(ids)) if traced else operation()(q, k, v, mask=Segments(ids)).attention_outputs
+    jax.effects_barrier()
+    assert sorted(drained) == [0, 1]
+    expected = attention(q, k, v, mask=(ids[:, :, None] == ids[:, None])[:, None]).out
+    np.testing.assert_allclose(found, expected, atol=5e-6)
+
+
+def test_an_empty_row_is_zero_after_a_row_of_nan() -> None:
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 48, 1, 8)).astype(np.float32)
+    q[:, :16] = np.nan
+    seen = np.ones((1, 1, 48, 48), bool)
+    seen[:, :, 16:32] = False
+    out = operation()(q, k, v, mask=Dense(seen)).attention_outputs
+    assert (out[:, 16:32] == 0).all()
+    np.testing.assert_allclose(out[:, 32:], attention(q[:, 32:], k, v, mask=seen[:, :, 32:]).out, atol=5e-6)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from attnops.biases import Bias
@@ -46,6 +48,9 @@ class PallasFlash(FlashBackend):
             (T, S), mask, call.bias, call.logits_soft_cap, call.dropout_prob, call.sinks is not None,
             dropout_step(call.dropout_key),
         )  # fmt: skip
+        if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:  # where x64 is on
+            mask_of, bias_of = (f and f.in_32_bits() for f in (scoring.mask, scoring.bias))
+            scoring = dataclasses.replace(scoring, mask=mask_of, bias=bias_of)
         array = _array_bias(call.bias) if scoring.array else None
         problem = Problem(
             T=T, S=S, G=H // K, D=D, Dv=Dv, itemsize=dtype.itemsize,

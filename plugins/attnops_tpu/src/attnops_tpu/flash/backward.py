@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import folds_batch, output_like
 from attnops.masks import Coverage
+from attnops_tpu.flash.launch import Result, Scratch, launch
 from attnops_tpu.flash.operands import (
     Arrays,
     Operand,
@@ -33,7 +33,6 @@ from attnops_tpu.flash.operands import (
     TileIndex,
     by_query,
     columns_of_key,
-    compiler_params,
     cost,
     rows_of_key,
     score_operands,
@@ -48,7 +47,6 @@ from attnops_tpu.flash.tile import (
     zero_masked_queries,
 )
 from attnops_tpu.flash.tile_schedule import TileSchedule
-from attnops_tpu.interpreter import interpret_params
 
 if TYPE_CHECKING:
     from attnops.typing import DType, PyTree, Ref
@@ -161,32 +159,27 @@ def _span(
         return pl.BlockSpec((None, None, d, plan.bk), index)
 
     kernel = functools.partial(_kernel, plan, schedule, [operand.name for operand in operands])
-    return pl.pallas_call(
+    dq, dk, dv = launch(
+        plan,
         kernel,
-        out_shape=[
-            output_like(inputs.q, (plan.B, plan.H, plan.D, width), jnp.float32),
-            output_like(inputs.q, (plan.B, K, plan.D, plan.Sp), dtype),
-            output_like(inputs.q, (plan.B, K, plan.Dv, plan.Sp), dtype),
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(plan.B, K, schedule.steps, G),
-            in_specs=[operand.spec(tile_at) for operand in operands],
-            out_specs=[
+        "attnops_flash_backward",
+        grid=(plan.B, K, schedule.steps, G),
+        scalars=[schedule.entries, first],
+        inputs=[operand.blocks(tile_at) for operand in operands],
+        results=[
+            Result(
+                output_like(inputs.q, (plan.B, plan.H, plan.D, width), jnp.float32),
                 pl.BlockSpec((None, G, plan.D, width), lambda b, k, step, g, entries, first: (b, k, 0, 0)),
-                of_keys(plan.D),
-                of_keys(plan.Dv),
-            ],
-            scratch_shapes=[
-                *(pltpu.VMEM((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)),
-                *[pltpu.VMEM((sizes.rows + _OFFSET, sizes.cols), plan.dtype)] * (2 * (sizes.lag + 1)),
-            ],
-        ),
-        compiler_params=compiler_params(plan, 4),
-        cost_estimate=cost(plan, schedule.longest, 3 * plan.D + 2 * plan.Dv),
-        interpret=interpret_params(plan.interpret),
-        name="attnops_flash_backward",
-    )(schedule.entries, first, *(operand.array for operand in operands))
+            ),
+            *(Result(output_like(inputs.q, (plan.B, K, d, plan.Sp), dtype), of_keys(d)) for d in (plan.D, plan.Dv)),
+        ],
+        scratch=[
+            *(Scratch((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)),
+            *[Scratch((sizes.rows + _OFFSET, sizes.cols), plan.dtype)] * (2 * (sizes.lag + 1)),
+        ],
+        cost=cost(plan, schedule.longest, 3 * plan.D + 2 * plan.Dv),
+    )
+    return dq, dk, dv
 
 
 def _kernel(

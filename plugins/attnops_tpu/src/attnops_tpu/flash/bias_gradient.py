@@ -11,16 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import folds_batch, one_by_one, output_like
 from attnops.masks import Coverage
 from attnops_tpu.flash.backward import Inputs, input_operands, products, weights_and_gradients
-from attnops_tpu.flash.operands import Arrays, Refs, TileIndex, compiler_params, concatenate_rows, cost
+from attnops_tpu.flash.launch import Result, Scratch, launch
+from attnops_tpu.flash.operands import Arrays, Refs, TileIndex, concatenate_rows, cost
 from attnops_tpu.flash.plan import Plan
 from attnops_tpu.flash.tile import SubTile, cap_and_bias_vjp, sheared, to_row, zero_masked_scores
 from attnops_tpu.flash.tile_schedule import TileSchedule
-from attnops_tpu.interpreter import interpret_params
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf, PyTree, Ref
@@ -101,24 +100,18 @@ def _value_gradients(
         return (index.b, index.h, 0, index.q_tile)
 
     lengths = [plan.Sp] * len(wanted.by_key) + [plan.Sp + plan.Tp] * plan.scoring.table
-    results = pl.pallas_call(
+    blocks = [(plan.Tp, pl.BlockSpec((None, None, 1, plan.bq), row_index))] * len(wanted.by_query)
+    blocks += [(n, pl.BlockSpec((None, None, 1, n), lambda b, h, step, entries: (b, h, 0, 0))) for n in lengths]
+    results = launch(
+        plan,
         functools.partial(_value_kernel, plan, schedule, [operand.name for operand in operands], wanted),
-        out_shape=[
-            output_like(inputs.q, (plan.B, plan.H, 1, n), jnp.float32)
-            for n in [plan.Tp] * len(wanted.by_query) + lengths
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(plan.B, plan.H, schedule.steps),
-            in_specs=[operand.spec(tile_at) for operand in operands],
-            out_specs=[pl.BlockSpec((None, None, 1, plan.bq), row_index)] * len(wanted.by_query)
-            + [pl.BlockSpec((None, None, 1, n), lambda b, h, step, entries: (b, h, 0, 0)) for n in lengths],
-        ),
-        compiler_params=compiler_params(plan, 3),
-        cost_estimate=cost(plan, schedule.longest, plan.D + plan.Dv),
-        interpret=interpret_params(plan.interpret),
-        name="attnops_flash_bias_gradient",
-    )(schedule.entries, *(operand.array for operand in operands))
+        "attnops_flash_bias_gradient",
+        grid=(plan.B, plan.H, schedule.steps),
+        scalars=[schedule.entries],
+        inputs=[operand.blocks(tile_at) for operand in operands],
+        results=[Result(output_like(inputs.q, (plan.B, plan.H, 1, n), jnp.float32), spec) for n, spec in blocks],
+        cost=cost(plan, schedule.longest, plan.D + plan.Dv),
+    )
     by_value = dict(zip([*wanted.by_query, *wanted.by_key], results, strict=False))
     gradients = tuple(by_value.get(i) for i in range(len(arrays.bias)))
     return gradients, None if arrays.table is None else results[-1]
@@ -243,23 +236,22 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSc
         entry = schedule.at(ids[-1], *ids[:3])
         return (ids[0], ids[1], entry.row, entry.column)
 
-    gradient = output_like(inputs.q, array.shape, jnp.float32)
-    return pl.pallas_call(
+    # EMPTY tiles keep the zeros of the input.
+    zeros = jnp.zeros_like(array, jnp.float32), pl.BlockSpec(memory_space=pl.ANY)
+    (gradient,) = launch(
+        plan,
         kernel,
-        out_shape=gradient,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(array.shape[0], array.shape[1], schedule.steps, batches * heads),
-            in_specs=[*(operand.spec(tile_at) for operand in operands), pl.BlockSpec(memory_space=pl.ANY)],
-            out_specs=pl.BlockSpec((None, None, plan.bq, plan.bk), tile),
-            scratch_shapes=[pltpu.VMEM((plan.bk, plan.bq), jnp.float32)],
-        ),
-        # EMPTY tiles keep the zeros of the input.
-        input_output_aliases={1 + len(operands): 0},
-        compiler_params=compiler_params(plan, 4),
-        interpret=interpret_params(plan.interpret),
-        name="attnops_flash_array_gradient",
-    )(schedule.entries, *(operand.array for operand in operands), jnp.zeros_like(array, jnp.float32))
+        "attnops_flash_array_gradient",
+        grid=(array.shape[0], array.shape[1], schedule.steps, batches * heads),
+        scalars=[schedule.entries],
+        inputs=[*(operand.blocks(tile_at) for operand in operands), zeros],
+        results=[
+            Result(output_like(inputs.q, array.shape, jnp.float32), pl.BlockSpec((None, None, plan.bq, plan.bk), tile))
+        ],
+        scratch=[Scratch((plan.bk, plan.bq), jnp.float32)],
+        aliases={len(operands): 0},
+    )
+    return gradient
 
 
 def _sub_tiles(plan: Plan, refs: Refs, index: TileIndex) -> list[SubTile]:

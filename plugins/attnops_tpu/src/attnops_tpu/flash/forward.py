@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import folds_batch, output_like
 from attnops.masks import Coverage
+from attnops_tpu.flash.launch import Result, Scratch, launch
 from attnops_tpu.flash.operands import (
     Arrays,
     Operand,
     Refs,
     TileIndex,
     by_query,
-    compiler_params,
     concatenate_rows,
     cost,
     rows_of_key,
@@ -35,12 +34,12 @@ from attnops_tpu.flash.operands import (
 from attnops_tpu.flash.plan import Plan
 from attnops_tpu.flash.tile import SubTile, log2_unit, product, score_unit
 from attnops_tpu.flash.tile_schedule import TileSchedule
-from attnops_tpu.interpreter import interpret_params
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf, Ref
 
 SUBLANES = 8
+EMPTY: Final = int(Coverage.EMPTY)
 
 
 class _State(NamedTuple):
@@ -112,33 +111,33 @@ def _rows(
         index = previous(*ids)
         return (index.b, index.h, 0, index.q_tile)
 
-    operands = [*for_scores, *for_values]
-    return pl.pallas_call(
-        functools.partial(_kernel, plan, schedule, [operand.name for operand in operands]),
-        out_shape=[
-            output_like(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.out_dtype),
-            *[output_like(q, (plan.B, plan.H, 1, plan.Tp), jnp.float32)] * 2,
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(plan.B, plan.H, schedule.steps + 1),
-            in_specs=[operand.spec(current) for operand in for_scores]
-            + [operand.spec(previous) for operand in for_values],
-            out_specs=[
+    row = Result(
+        output_like(q, (plan.B, plan.H, 1, plan.Tp), jnp.float32), pl.BlockSpec((None, None, 1, plan.bq), row_index)
+    )
+    out, lse, residual = launch(
+        plan,
+        functools.partial(_kernel, plan, schedule, [operand.name for operand in (*for_scores, *for_values)]),
+        "attnops_flash_forward",
+        grid=(plan.B, plan.H, schedule.steps + 1),
+        scalars=[schedule.entries],
+        inputs=[operand.blocks(tile) for some, tile in ((for_scores, current), (for_values, previous))
+                for operand in some],
+        results=[
+            Result(
+                output_like(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.out_dtype),
                 pl.BlockSpec((None, None, plan.bq, plan.Dv), out_index),
-                *[pl.BlockSpec((None, None, 1, plan.bq), row_index)] * 2,
-            ],
-            scratch_shapes=[
-                pltpu.VMEM((plan.bk, plan.bq), jnp.float32),
-                *[pltpu.VMEM((SUBLANES, plan.bq), jnp.float32)] * 4,
-                pltpu.VMEM((plan.Dv, plan.bq), jnp.float32),
-            ],
-        ),
-        compiler_params=compiler_params(plan, 3),
-        cost_estimate=cost(plan, schedule.longest, plan.D + plan.Dv),
-        interpret=interpret_params(plan.interpret),
-        name="attnops_flash_forward",
-    )(schedule.entries, *(operand.array for operand in operands))
+            ),
+            row,
+            row,
+        ],
+        scratch=[
+            Scratch((plan.bk, plan.bq), jnp.float32),
+            *[Scratch((SUBLANES, plan.bq), jnp.float32)] * 4,
+            Scratch((plan.Dv, plan.bq), jnp.float32),
+        ],
+        cost=cost(plan, schedule.longest, plan.D + plan.Dv),
+    )  # fmt: skip
+    return out, lse, residual
 
 
 def _current_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:
@@ -172,11 +171,13 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
         def _(masked: bool = kind == Coverage.PARTIAL) -> None:
             _step(plan, named, indices, state, entry.first == 1, masked)
 
-    @pl.when(entry.kind == int(Coverage.EMPTY))
+    # After another EMPTY tile, such as those that pad a map, there are no scores to accumulate.
+    @pl.when((entry.kind == EMPTY) & (previous.kind != EMPTY))
     def _() -> None:
         _step(plan, named, indices, state, None, False)
         state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
         state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
+        state.alpha[...] = jnp.zeros(state.alpha.shape, jnp.float32)
 
     @pl.when((step > 0) & (previous.last == 1))
     def _() -> None:

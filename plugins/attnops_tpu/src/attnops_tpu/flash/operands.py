@@ -16,9 +16,6 @@ from jax.experimental.pallas import tpu as pltpu
 from attnops_tpu.flash.plan import Plan
 from attnops_tpu.flash.tile_schedule import TileSchedule
 
-PARALLEL, ARBITRARY = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
-
-
 # An index, in a scalar register.
 Index: TypeAlias = jax.Array
 # References to the blocks of operands, by their names.
@@ -79,6 +76,10 @@ class Operand:
             return pl.BlockSpec(memory_space=pltpu.SMEM)
         return pl.BlockSpec(self.block, lambda *ids: block_index(tile_at(*ids)))
 
+    def blocks(self, tile_at: Callable[..., TileIndex]) -> tuple[jax.Array, pl.BlockSpec]:
+        """The array, and `spec`."""
+        return self.array, self.spec(tile_at)
+
 
 def rows_of_query(name: str, x: jax.Array, plan: Plan) -> Operand:
     """[B, H, Tp, d]: a tile's queries, as rows."""
@@ -129,16 +130,6 @@ def concatenate_rows(
     return jnp.concatenate(
         [lax.slice_in_dim(x, a * plan.bq, b * plan.bq, axis=axis) for x, (a, b) in zip(results, rows, strict=True)],
         axis=axis,
-    )
-
-
-def compiler_params(plan: Plan, axes: int) -> pltpu.CompilerParams:
-    """For a grid of two parallel axes, batch and heads, and ``axes - 2`` sequential ones."""
-    return pltpu.CompilerParams(
-        dimension_semantics=(PARALLEL, PARALLEL, *[ARBITRARY] * (axes - 2)),
-        vmem_limit_bytes=plan.vmem,
-        # Block indices are those of tile schedules, which are checked here; the interpreter checks them too.
-        disable_bounds_checks=True,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar, Final
 
 import jax
@@ -44,9 +44,6 @@ class TPUFlashAttention(FlashAttention):
         """See `attnops.BaseOperation.unsupported`."""
         if not isinstance(request, AttentionRequest):
             return
-        if _is_x64() and request.needs_grad and not request.interpret:
-            yield Reason("jax_enable_x64", True, "Mosaic does not compile the backward kernels where it is on",
-                         "turn it off, or call it with mode='prefill' if you take no gradient")  # fmt: skip
         multiple, why = (8, "the sublanes") if request.interpret else (128, "the lanes")
         for name, length in (("block_q", request.query_length), ("block_k", request.key_length)):
             block = getattr(self.metadata, name)
@@ -56,10 +53,6 @@ class TPUFlashAttention(FlashAttention):
             elif length > MAX_TILES * (block or LARGEST):
                 yield Reason(name, block, f"{length} tokens are more than {MAX_TILES} such tiles",
                              "leave it out for the table's, or shard the sequence")  # fmt: skip
-
-    def environment_key(self) -> Hashable:
-        """See `attnops.BaseOperation.environment_key`."""
-        return super().environment_key(), _is_x64()
 
     # The contract's options that it has, a parameter each.
     def forward_tpu(
@@ -90,7 +83,3 @@ class TPUFlashAttention(FlashAttention):
         from attnops_tpu.flash.backend import PallasFlash
 
         return PallasFlash()
-
-
-def _is_x64() -> bool:
-    return jax.dtypes.canonicalize_dtype("int64") == "int64"

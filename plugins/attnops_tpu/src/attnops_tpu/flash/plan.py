@@ -38,7 +38,7 @@ class Plan:
         strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.
         interpret: whether kernels run in Pallas's interpreter.
         split: the query heads of a kv head are processed in so many groups in the backward pass; a divisor of G.
-        vmem: bytes of vector memory that a kernel may use.
+        vmem: the most bytes of vector memory that a kernel may use.
     """
 
     B: int

@@ -86,8 +86,9 @@ MAX_TILES: Final = min(MAX_ROWS, MAX_COLUMNS)
 MAX_WITH_CAP_OR_BIAS: Final = 512
 # Gradients of queries may occupy at most this share of vector memory.
 SPAN_SHARE: Final = 0.3
-# The share of vector memory that is planned for; the compiler needs the remainder.
+# The share of vector memory that is planned for, and the most that a kernel may use, with what the compiler adds.
 USABLE: Final = 0.85
+MOST: Final = 0.95
 LANES: Final = 128
 
 
@@ -138,7 +139,7 @@ def choose(metadata: OperationMetadata, problem: Problem, count_active: Callable
     forward, backward = (
         sizes._replace(rows=_sub_tile(bk, sizes.rows), cols=_sub_tile(bq, sizes.cols)) for sizes in SUB_TILES[tpu.name]
     )
-    return Tiles(bq, bk, forward, backward, _span(split_problem, bq, bk, tpu), split, int(tpu.vmem * 0.95))
+    return Tiles(bq, bk, forward, backward, _span(split_problem, bq, bk, tpu), split, int(tpu.vmem * MOST))
 
 
 def _candidates(

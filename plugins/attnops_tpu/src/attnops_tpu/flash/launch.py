@@ -1,0 +1,122 @@
+"""Calls of kernels: the grid, the blocks of operands, and the vector memory that these need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops_tpu.flash.plan import Plan
+from attnops_tpu.interpreter import interpret_params
+
+if TYPE_CHECKING:
+    from attnops.typing import DType, Function
+
+PARALLEL, ARBITRARY = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
+# A share and a number of bytes for what the compiler adds to blocks and scratch, mostly spilled registers; in addition
+# it may hold a tile of each dense mask with 32 bits an element.
+_MARGIN: Final = 1.1, 8 << 20
+_LANES: Final = 128
+
+
+class Scratch(NamedTuple):
+    """A buffer in vector memory that is kept from step to step."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+
+class Result(NamedTuple):
+    """An output of a kernel, and the block of each grid step."""
+
+    array: jax.ShapeDtypeStruct
+    spec: pl.BlockSpec
+
+
+def launch(
+    plan: Plan,
+    kernel: Function,
+    name: str,
+    *,
+    grid: tuple[jax.Array | int, ...],
+    scalars: Sequence[jax.Array],
+    inputs: Iterable[tuple[jax.Array, pl.BlockSpec]],
+    results: Sequence[Result],
+    scratch: Sequence[Scratch] = (),
+    cost: pl.CostEstimate | None = None,
+    aliases: Mapping[int, int] | None = None,
+) -> Sequence[jax.Array]:
+    """The results of a kernel.
+
+    Args:
+        plan: of the call.
+        kernel: of references to ``scalars``, to blocks of ``inputs`` and ``results``, and to ``scratch``.
+        name: of the kernel.
+        grid: two parallel axes, batch and heads, and sequential ones.
+        scalars: arrays in scalar memory, which index maps take too.
+        inputs: arrays and their blocks.
+        results: the outputs.
+        scratch: further buffers.
+        cost: the estimate by which the compiler overlaps the kernel with transfers.
+        aliases: the results, by index, that are written over an input, by index.
+    """
+    inputs = list(inputs)
+    blocks = [(spec, array.dtype) for array, spec in inputs] + [(spec, array.dtype) for array, spec in results]
+    given: Callable[..., Sequence[jax.Array]] = pl.pallas_call(
+        kernel,
+        out_shape=[result.array for result in results],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[spec for _, spec in inputs],
+            out_specs=[result.spec for result in results],
+            scratch_shapes=[pltpu.VMEM(buffer.shape, jnp.dtype(buffer.dtype)) for buffer in scratch],
+        ),
+        input_output_aliases={len(scalars) + i: j for i, j in (aliases or {}).items()},
+        compiler_params=compiler_params(plan, len(grid), needed(blocks, scratch)),
+        cost_estimate=cost,
+        interpret=interpret_params(plan.interpret),
+        name=name,
+    )
+    # Kernels and index maps have numbers of 32 bits, even where x64 is on: Mosaic has no others.
+    with jax.enable_x64(False):
+        return given(*scalars, *(array for array, _ in inputs))
+
+
+def compiler_params(plan: Plan, axes: int, memory: int) -> pltpu.CompilerParams:
+    """For a grid of two parallel axes, batch and heads, and ``axes - 2`` sequential ones.
+
+    Args:
+        plan: of the call.
+        axes: of the grid.
+        memory: see `needed`. What a kernel may use is not available to the program around it, whose arrays the compiler
+            keeps in vector memory too.
+    """
+    factor, offset = _MARGIN
+    offset += 4 * plan.bq * plan.bk * plan.scoring.dense
+    return pltpu.CompilerParams(
+        dimension_semantics=(PARALLEL, PARALLEL, *[ARBITRARY] * (axes - 2)),
+        vmem_limit_bytes=min(plan.vmem, int(factor * memory) + offset),
+        # Block indices are those of tile schedules, which are checked here; the interpreter checks them too.
+        disable_bounds_checks=True,
+    )
+
+
+def needed(blocks: Iterable[tuple[pl.BlockSpec, DType]], scratch: Iterable[Scratch]) -> int:
+    """Bytes of vector memory for the blocks of arrays, of which there are two buffers each, and for scratch."""
+    shapes = [(spec.block_shape, dtype) for spec, dtype in blocks if spec.block_shape is not None]
+    return 2 * sum(_bytes(*block) for block in shapes) + sum(_bytes(*buffer) for buffer in scratch)
+
+
+def _bytes(shape: Sequence[Any], dtype: DType) -> int:
+    """Of an array, whose last two axes are padded to registers; a single row is not."""
+    *outer, rows, lanes = (1 if n is None else int(n) for n in shape)
+    itemsize = jnp.dtype(dtype).itemsize
+    sublanes = 8 * 4 // itemsize
+    rows = rows if rows == 1 else -(-rows // sublanes) * sublanes
+    return math.prod(outer) * rows * -(-lanes // _LANES) * _LANES * itemsize

@@ -135,6 +135,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: OP(QUERY, dense(), dropout_key=jax.random.key(0)),
         r"dropout_key is given, but attention over a cache has no dropout",
     ),
+    "the mode train": (
+        lambda: OP(QUERY, dense(), mode="train"),
+        r"^mode='train', but attention over a cache has no gradient and no dropout; give the call mode='prefill'",
+    ),
+    "the mode train of a step": (
+        lambda: OP.step(QUERY, NEW, NEW, dense(), mode="__train__"), r"^mode='train', but attention over a cache",
+    ),
+    "the mode train of the metadata": (
+        lambda: OperationRegistry.create("attnops:vanilla", OperationMetadata(mode="train"))(QUERY, dense()),
+        r"^metadata\.mode='train', but attention over a cache",
+    ),
+    "an unknown mode": (lambda: OP(QUERY, dense(), mode="learn"), r"mode='learn' is not a runtime mode"),
     "bias with an offset": (
         lambda: OP(QUERY, dense(), bias=ALiBi(np.ones(H, np.float32), offset=3)),
         r"has offset=3, but over a cache the queries' positions are known",
@@ -167,6 +179,13 @@ def test_refused(case: str) -> None:
     call, text = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=text):
         call()
+
+
+def test_the_mode_of_a_call_over_a_cache_is_decode_or_prefill_unless_it_is_stated() -> None:
+    modes = {1: "__autoregressive__", 2: "__prefill__"}
+    assert {T: OP.request(x(B, T, H, D), dense()).mode for T in modes} == modes
+    trained: Any = OperationRegistry.create("attnops:flash", OperationMetadata(mode="train", dropout_prob=0.1))
+    assert trained.request(QUERY, dense(), mode="insert").mode == "__insert__"
 
 
 @pytest.mark.parametrize("of", ["query", "cache", "tokens"])

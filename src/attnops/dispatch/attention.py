@@ -113,7 +113,8 @@ class OperationImpl(BaseOperation):
             dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``, each by a hash of
                 the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of the caller's own these are
                 indices within the slice, so that slices that must differ need keys of their own.
-            mode: runtime mode; see `OperationMetadata`.
+            mode: runtime mode; see `OperationMetadata`. Over a cache "train" is refused, and None is the metadata's,
+                else decode for one query, else prefill.
             return_lse: whether the output has ``logsumexp``.
             return_weights: whether the output has ``attention_weights``, in the query's dtype; O(B · H · T · S) memory.
             query_lengths: with a cache, integers [B]: the first ``query_lengths[b]`` queries of row b are real, the

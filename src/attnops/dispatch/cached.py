@@ -32,7 +32,7 @@ from attnops.dispatch.request import AttentionRequest, CacheRequest, dtype_name,
 from attnops.kernels.nograd import without_gradient
 from attnops.masks.base import Dense, Mask
 from attnops.masks.checks import check_boolean, check_broadcastable
-from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL
+from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL, MODE_TRAIN, canonicalize_mode
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -72,9 +72,9 @@ def bind_cached(
     if metadata.layout == "BHTD":
         query = swap_heads("query", query)
     cache._check_layer()
-    for name in ("dropout_key",):
-        if options.get(name) is not None:
-            raise ValueError(f"{name} is given, but attention over a cache has no dropout; leave it out")
+    if options.get("dropout_key") is not None:
+        raise ValueError("dropout_key is given, but attention over a cache has no dropout; leave it out")
+    options = options | {"mode": _mode(metadata, options.get("mode"), query.shape[1])}
     if rows is not None:
         check_rows(rows)
     _check_query(query, cache, rows)
@@ -87,8 +87,6 @@ def bind_cached(
     if bias is not None:
         bound = bias if isinstance(bias, Bias) else bind_bias(bias, scores.shape)
         options["bias"] = slot_bias(bound, cache, scores)
-    if options.get("mode") is None and metadata.mode is None:
-        options["mode"] = MODE_DECODE if query.shape[1] == 1 else MODE_PREFILL
     if metadata.runtime_dtype is not None:
         query = query.astype(metadata.runtime_dtype)
     _, H, _, _ = scores.shape
@@ -155,6 +153,20 @@ def printed_bytes(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
     return f"{size} bytes"
+
+
+def _mode(metadata: OperationMetadata, mode: str | None, query_length: int) -> str:
+    """The runtime mode of a call: as stated, else decode for one query, else prefill."""
+    stated = metadata.mode if mode is None else mode
+    if stated is None:
+        return MODE_DECODE if query_length == 1 else MODE_PREFILL
+    if canonicalize_mode(stated) == MODE_TRAIN:
+        raise ValueError(
+            f"{'metadata.mode' if mode is None else 'mode'}='train', but attention over a cache has no gradient and no "
+            f"dropout; give the call mode='prefill' or mode='decode', or call the operation with the keys and values "
+            f"of all tokens: op(query, key, value, mask=...)"
+        )
+    return stated
 
 
 def _check_query(query: jax.Array, cache: Cache, rows: Rows | None) -> None:

@@ -17,6 +17,7 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.flax import save_file
 
+from .dtypes import floating
 from .families import Weight, config_from_hf, config_to_hf, weights
 from .params import by_path, placed
 
@@ -52,8 +53,7 @@ def set_weights(model: CausalLM, read: Callable[[str], jax.Array]) -> None:
                 f"{weight.name} has shape {tuple(value.shape)}, but {weight.path} has {tuple(param.shape)}: the "
                 f"config does not fit the checkpoint"
             )
-        if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.itemsize < 2:
-            raise ValueError(f"{weight.name} is {value.dtype}, but must be floating point of at least 16 bits")
+        floating(weight.name, value.dtype)
         old = param.get_value()  # an array, or only its shape
         param.set_value(placed(jnp.asarray(value, old.dtype), old.sharding))
 
@@ -153,15 +153,14 @@ def _refuse_unread(directory: Path, config: Config, files: Mapping[str, Path]) -
 
 
 def _files(directory: Path) -> Mapping[str, Path]:
-    """Which file has each weight."""
-    index = directory / INDEX
-    if index.exists():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    single = directory / SINGLE
-    if not single.exists():
+    """Which file has each weight. Of both kinds the single file counts, as in transformers: it was saved later."""
+    single, index = directory / SINGLE, directory / INDEX
+    if single.exists():
+        with safe_open(single, framework="numpy") as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.exists():
         raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}")
-    with safe_open(single, framework="numpy") as file:
-        return dict.fromkeys(file.keys(), single)
+    return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
 
 
 def save(
@@ -179,10 +178,12 @@ def save(
         gather_fns: by path, what makes a weight whole before it is written.
 
     Raises:
-        ValueError: a model with LoRA or quantised layers, or a path of ``gather_fns`` that it does not have.
+        ValueError: a model with LoRA or quantised layers, a path of ``gather_fns`` that it does not have, or a dtype
+            that `load` does not read.
     """
     directory = Path(directory)
     refuse_wrapped(model)
+    dtype = None if dtype is None else floating("float_dtype", dtype)
     gather = dict(gather_fns or {})
     if unknown := sorted(set(gather) - {weight.path for weight in weights(model.config)}):
         raise ValueError(f"gather_fns has {unknown[0]}, which is not a weight's path, such as layers.0.mlp.up.kernel")

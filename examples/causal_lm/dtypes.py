@@ -16,6 +16,18 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="Decoder")
 
 
+def floating(name: str, dtype: Any) -> jnp.dtype[Any]:
+    """The dtype of weights.
+
+    Raises:
+        ValueError: it is not floating-point, or has fewer than 16 bits.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(f"{name} is {dtype.name}, but must be floating-point of at least 16 bits; see quantize for 8")
+    return dtype
+
+
 def to_dtype(model: Model, dtype: Any, change_runtime_dtype: bool = True) -> Model:
     """A copy with floating-point parameters in another dtype; the scales of quantised weights are kept.
 
@@ -25,11 +37,9 @@ def to_dtype(model: Model, dtype: Any, change_runtime_dtype: bool = True) -> Mod
         change_runtime_dtype: whether it is computed in this dtype too. Else weights are converted where they are used.
 
     Raises:
-        ValueError: a dtype that is not floating-point.
+        ValueError: a dtype that is not floating-point of at least 16 bits.
     """
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype={dtype.name} must be floating-point; for integers use quantize")
+    dtype = floating("dtype", dtype)
 
     def cast(_: str, x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -41,4 +51,7 @@ def to_dtype(model: Model, dtype: Any, change_runtime_dtype: bool = True) -> Mod
     result = with_values(model, cast, nnx.Param)
     if change_runtime_dtype:
         result.runtime_dtype = dtype
+        for _, module in nnx.iter_modules(result):
+            if isinstance(module, nnx.LoRA):  # which does not take the dtype of what it is given
+                module.dtype = dtype
     return result

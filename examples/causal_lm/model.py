@@ -18,6 +18,7 @@ from attnops.models.rotary import rotary_tables
 
 from .caching import Caching, with_one_length, with_own_arrays
 from .config import Config
+from .dtypes import floating
 from .generation import Generation
 from .layers import DecoderLayer, Linear, Norm, precision
 from .pretrained import Pretrained
@@ -55,7 +56,7 @@ class Decoder(nnx.Module):
     ) -> None:
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
-        self.runtime_dtype = jnp.dtype(dtype)
+        self.runtime_dtype = floating("dtype", dtype)
         self.operation_name = operation
         self.metadata = OperationMetadata(on_unsupported="error") if metadata is None else metadata
         op = OperationRegistry.create(operation, self.metadata)

@@ -53,12 +53,12 @@ class Pretrained:
             token: must be None, for the same reason.
             gather_fns: by a weight's path, such as ``layers.0.mlp.up.kernel``, a function that makes it whole. Not
                 needed on one process; over several, see `gather_model`.
-            float_dtype: of the weights in the file; None: as they are.
+            float_dtype: of the weights in the file, of at least 16 bits; None: as they are.
             step: if given, the directory is ``checkpoint-{step}`` in ``save_directory``.
 
         Raises:
-            ValueError: an argument that must not be given, a path of ``gather_fns`` that the model does not have, or a
-                model with LoRA or quantised layers.
+            ValueError: an argument that must not be given, a path of ``gather_fns`` that the model does not have, a
+                ``float_dtype`` of integers or of 8 bits, or a model with LoRA or quantised layers.
         """
         if push_to_hub or token is not None:
             raise ValueError("push_to_hub and token are not supported; save to a directory, and use huggingface_hub")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from safetensors.flax import load_file, save_file
 
-from .checkpoint import SINGLE
+from .checkpoint import INDEX, SINGLE
 from .model import CausalLM
 from .testing import small
 
@@ -67,6 +67,28 @@ def test_a_bfloat16_checkpoint_is_read_in_the_dtype_of_the_model(saved: Path, tm
     model = CausalLM.from_pretrained(tmp_path)
     assert model.embed[...].dtype == jnp.float32
     assert jnp.array_equal(model.embed[...], small(num_hidden_layers=1).embed[...].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_weights_are_not_written_in_a_dtype_that_is_not_read(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(ValueError, match=f"float_dtype is {dtype}, but must be floating-point of at least 16 bits"):
+        small(num_hidden_layers=1).save_pretrained(tmp_path / "new", float_dtype=dtype)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_of_several_files_is_read_until_one_is_saved_over_it(saved: Path, tmp_path: Path) -> None:
+    directory = changed(saved, tmp_path, lambda weights: None)
+    weights, files = load_file(saved / SINGLE), {}
+    (directory / SINGLE).unlink()
+    for i, name in enumerate(sorted(weights)):
+        files[name] = f"model-{i % 3}.safetensors"
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in files if files[name] == file}, directory / file)
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    model, other = small(num_hidden_layers=1), small(num_hidden_layers=1, seed=1)
+    assert jnp.array_equal(CausalLM.from_pretrained(directory).embed[...], model.embed[...])
+    other.save_pretrained(directory)
+    assert jnp.array_equal(CausalLM.from_pretrained(directory).embed[...], other.embed[...])
 
 
 def test_end_tokens_are_those_of_the_generation_config(saved: Path, tmp_path: Path) -> None:

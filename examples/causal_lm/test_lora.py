@@ -79,6 +79,14 @@ def test_over_quantised_layers_only_the_matrices_are_trained() -> None:
     assert again.layers[0].mlp.up.base_module.qvalue.dtype == jnp.int8
 
 
+def test_matrices_are_computed_in_the_dtype_of_the_model() -> None:
+    model = small().apply_lora_to_layers(2).to_dtype(jnp.bfloat16)
+    x = jnp.ones((1, 32), jnp.bfloat16)
+    assert model.layers[0].attention.q(x).dtype == jnp.bfloat16
+    assert jax.eval_shape(model, tokens((1, 3))).last_hidden_state.dtype == jnp.bfloat16
+    assert model.float().layers[0].attention.q(x.astype(jnp.float32)).dtype == jnp.float32
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Any) -> None:
     model = small()
     with pytest.raises(ValueError, match="lora_rank=0 must be 1 or more"):

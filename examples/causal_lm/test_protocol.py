@@ -61,8 +61,10 @@ def test_dtypes_of_weights_and_of_what_is_computed() -> None:
     lazy = CausalLM.lazy_init(model.config).to_dtype("bfloat16")
     assert isinstance(lazy.embed.get_value(), jax.ShapeDtypeStruct)
     assert lazy.embed.get_value().dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match="dtype=int8 must be floating-point"):
-        model.to_dtype(jnp.int8)
+    for dtype in ("int8", "float8_e4m3fn"):
+        for change in (model.to_dtype, lambda x: CausalLM(model.config, dtype=x)):
+            with pytest.raises(ValueError, match=f"dtype is {dtype}, but must be floating-point of at least 16 bits"):
+                change(dtype)
 
 
 def test_arguments_of_a_call_are_prepared() -> None:

@@ -229,14 +229,15 @@ class Engine:
         rows: R, requests that run at a time.
         pages: pages of all requests together.
         page_size: tokens a page.
-        max_length: most tokens of a request, prompt included; rounded up to whole pages.
+        max_length: most tokens of a request, prompt included, at most the model's context; rounded up to whole pages.
         chunks: sizes of packed steps, each larger than R; the largest is N.
         max_waiting: most requests that wait; more are a `QueueFullError`.
         prefix_sharing: whether requests with the same first tokens share the pages of them.
         codec: how keys and values are stored; None: as they are.
 
     Raises:
-        ValueError: a request of ``max_length`` does not fit, or a step has no room for a prompt.
+        ValueError: a request of ``max_length`` does not fit, in pages or in the model's context, or a step has no room
+            for a prompt.
     """
 
     def __init__(
@@ -256,6 +257,8 @@ class Engine:
         width = math.ceil(max_length / page_size)  # M
         if pages < width:
             raise ValueError(f"pages={pages} of {page_size} tokens must hold one request of max_length={max_length}")
+        if max_length > (context := model.config.max_position_embeddings):
+            raise ValueError(f"max_length={max_length} must be at most the model's context, {context} tokens")
         if not chunks or min(chunks) <= rows:
             raise ValueError(
                 f"chunks={chunks} must be more than rows={rows}: prompts advance while other rows generate"
@@ -527,6 +530,7 @@ class Engine:
 # --- The endpoints ----------------------------------------------------------------------------------------------------
 
 Stop = Annotated[str, Field(min_length=1)]
+One = Annotated[int, Field(ge=1, le=1)]
 Nothing = Annotated[float, Field(ge=0, le=0)]  # options of that API that are not served
 
 
@@ -562,7 +566,7 @@ class Body(Strict):
     ignore_eos: bool = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = 1
+    n: One | None = 1
     frequency_penalty: Nothing | None = None
     presence_penalty: Nothing | None = None
     user: str | None = None
@@ -573,7 +577,7 @@ class CompletionBody(Body):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: Literal[False] = False
-    best_of: Literal[1] | None = None
+    best_of: One | None = None
 
 
 class ChatBody(Body):
@@ -601,7 +605,11 @@ class APIError(Exception):
             return "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in path).lstrip(".") or None
 
         errors = error.errors()
+        *parents, last = errors[0]["loc"] or ("",)
         param = name(errors[0]["loc"])
+        if errors[0]["type"] == "extra_forbidden":  # whatever the client calls it
+            param = f"{name(tuple(parents)) or ''}.{last}".lstrip(".")
+            return cls(400, f"{param}: no such field", param, errors[0]["type"])
         message = ", or ".join(dict.fromkeys(x["msg"] for x in errors if name(x["loc"]) == param))
         return cls(400, f"{param}: {message}" if param else message, param, errors[0]["type"])
 
@@ -652,7 +660,12 @@ class Server:
             text = self.engine.tokenizer.chat([x.model_dump() for x in body.messages])
         except (ValueError, jinja2.TemplateError) as error:  # such as roles that do not alternate
             raise APIError(400, f"messages: {error}", "messages") from None
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            message = "max_tokens: it is the old name of max_completion_tokens, which is given too; leave one out"
+            raise APIError(400, message, "max_tokens")
         tokens = self.engine.tokenizer.encode(text)
+        if not tokens:
+            raise APIError(400, "messages: they have no tokens", "messages")
         most = body.max_completion_tokens or body.max_tokens or max(self.engine.max_length - len(tokens), 1)
         request = self._request(body, tokens, "messages", most)
         return await self._respond(http, body, [request])
@@ -664,13 +677,16 @@ class Server:
             raise APIError.of_body(error) from None
         if body.model != self.name:
             raise APIError(404, f"model: {body.model!r} is not served, but {self.name!r}", "model", "model_not_found")
+        if body.stream_options is not None and not body.stream:
+            raise APIError(400, "stream_options: it is for stream=true alone", "stream_options")
         return body
 
     def _request(self, body: Body, tokens: list[int], param: str, max_tokens: int) -> Request:
         most = self.engine.max_length
         if len(tokens) + max_tokens > most:
-            field = param if len(tokens) >= most else "max_tokens"
-            message = f"{field}: {len(tokens)} tokens of {param} and max_tokens={max_tokens} are more than {most}"
+            name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) else "max_tokens"
+            field = param if len(tokens) >= most else name
+            message = f"{field}: {len(tokens)} tokens of {param} and {name}={max_tokens} are more than {most}"
             raise APIError(400, message, field, "context_length_exceeded")
         seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())

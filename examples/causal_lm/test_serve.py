@@ -255,6 +255,8 @@ def test_what_can_not_be_served_is_refused_when_it_is_submitted(engine: Engine):
 def test_an_engine_that_could_not_serve_every_request_is_refused(model: CausalLM):
     with pytest.raises(ValueError, match=r"pages=3 of 4 tokens must hold one request of max_length=16"):
         make_engine(model, pages=3, max_length=16)
+    with pytest.raises(ValueError, match="max_length=257 must be at most the model's context, 256 tokens"):
+        make_engine(model, pages=100, max_length=257)
     with pytest.raises(ValueError, match="must be more than rows=4"):
         make_engine(model, chunks=[4])
 

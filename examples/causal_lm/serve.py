@@ -260,9 +260,7 @@ class Engine:
         if max_length > (context := model.config.max_position_embeddings):
             raise ValueError(f"max_length={max_length} must be at most the model's context, {context} tokens")
         if not chunks or min(chunks) <= rows:
-            raise ValueError(
-                f"chunks={chunks} must be more than rows={rows}: prompts advance while other rows generate"
-            )
+            raise ValueError(f"chunks={chunks} must be more than rows={rows}: prompts advance while others generate")
         self.tokenizer, self.rows, self.chunks, self.max_waiting = tokenizer, rows, sorted(chunks), max_waiting
         self.vocab_size, self.max_length = model.config.vocab_size, width * page_size
         self.eos_ids = frozenset(tokenizer.eos_ids)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jinja2
+import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
@@ -20,3 +22,14 @@ def test_texts_are_whole_and_special_tokens_added_on_request_alone(tmp_path: Pat
     tokenizer = Tokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode("a b a b") == [1, 2, 1, 2]
     assert tokenizer.encode("a b a b", add_special_tokens=True) == [0, 1, 2, 1, 2]
+
+
+def test_chat_templates_have_the_functions_of_transformers() -> None:
+    template = (
+        "{{ strftime_now('%Y')|length }}{% for m in messages %}{% if m.role != 'user' %}"
+        "{{ raise_exception('only users') }}{% endif %}{{ m.content|tojson }}{% break %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(tokenizers.Tokenizer(models.WordLevel({})), template)
+    assert tokenizer.chat([{"role": "user", "content": "a<é"}] * 2) == '4"a<é"'
+    with pytest.raises(jinja2.TemplateError, match="only users"):
+        tokenizer.chat([{"role": "system", "content": "a"}])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jinja2
 import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -93,12 +95,27 @@ class Tokenizer:
 
         Raises:
             ValueError: the model has no chat template.
+            jinja2.TemplateError: the template refuses the conversation, such as roles that do not alternate.
         """
         if self.template is None:
             raise ValueError("the model has no chat template; encode a text of your own")
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        # What templates may use: as in transformers.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
         template = environment.from_string(self.template)
         return template.render(
             messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt,
             **self.special,
         )  # fmt: skip
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """Jinja's own would escape what is special in HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 # Fields of Hugging Face's class that are not honoured, with the values that ask for nothing. What is not listed is
 # refused unless it is None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -89,9 +91,13 @@ class GenerationConfig:
     prefill_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("eos_token_id", "stop_strings"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):  # such as an entry of an array
+                object.__setattr__(self, field.name, value.item())
+            elif isinstance(value, list):
+                values = (x.item() if isinstance(x, np.generic) else x for x in value)
+                object.__setattr__(self, field.name, tuple(values))
         self._check_ranges()
         self._check_together()
 
@@ -227,5 +233,5 @@ def _is_number(value: object) -> bool:
 def _integer(name: str, value: object, least: int, *, optional: bool = False) -> None:
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be an int of at least {least}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise ValueError(f"{name}={value!r} must be an int of at least {least}, below 2**31")

@@ -48,7 +48,7 @@ class Generation:
         rounded length, chunk, drafts and processor are the same. How tokens are drawn, limits and end tokens are data.
 
         Args:
-            input_ids: integers [B, P].
+            input_ids: integers [B, P]; or lists of tokens of different lengths.
             generation_config: what to do; None for the defaults.
             prng_key: a key, or keys [B]; with ``do_sample`` alone. What a row draws depends on its key and on its
                 tokens, not on the batch, the chunks or the drafts.

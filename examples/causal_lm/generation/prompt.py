@@ -48,7 +48,7 @@ def read_prompt(input_ids: Any, attention_mask: Any, vocab_size: int) -> Prompt:
     """Prompts from tokens and their mask.
 
     Args:
-        input_ids: integers [B, P].
+        input_ids: integers [B, P]; or lists of integers of different lengths, which are padded right.
         attention_mask: [B, P], 0 or False for padding, which is left or right of a row's tokens; None: no padding.
         vocab_size: V.
 
@@ -57,6 +57,7 @@ def read_prompt(input_ids: Any, attention_mask: Any, vocab_size: int) -> Prompt:
     """
     if isinstance(input_ids, jax.core.Tracer) or isinstance(attention_mask, jax.core.Tracer):
         raise ValueError("input_ids or attention_mask is traced: generate compiles its own steps; call it outside jit")
+    input_ids, attention_mask = _padded(input_ids, attention_mask)
     tokens = np.asarray(input_ids)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"input_ids are {tokens.dtype} {tokens.shape}, but must be integers [B, P], at least one")
@@ -84,6 +85,24 @@ def read_prompt(input_ids: Any, attention_mask: Any, vocab_size: int) -> Prompt:
         )
     tokens = np.where(is_real, tokens, 0).astype(np.int32)
     return Prompt(tokens, starts.astype(np.int32), lengths.astype(np.int32))
+
+
+def _padded(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
+    """Lists of different lengths as an array, and its mask."""
+    if not isinstance(input_ids, (list, tuple)) or not all(np.ndim(row) == 1 for row in input_ids):
+        return input_ids, attention_mask
+    lengths = [len(row) for row in input_ids]
+    if len(set(lengths)) < 2:
+        return input_ids, attention_mask
+    if attention_mask is not None:
+        raise ValueError(f"input_ids has rows of {lengths} tokens, which need no attention_mask; leave it out")
+    if 0 in lengths:
+        raise ValueError(f"input_ids[{lengths.index(0)}] is empty, but a row must have a token to start from")
+    rows = [np.asarray(row) for row in input_ids]
+    padded = np.zeros((len(rows), max(lengths)), np.result_type(*rows))
+    for row, own in zip(padded, rows, strict=True):
+        row[: len(own)] = own
+    return padded, np.arange(max(lengths)) < np.asarray(lengths)[:, None]
 
 
 def chunk_size(given: int | None, tokens: int, most: int | None) -> int:

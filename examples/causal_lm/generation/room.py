@@ -61,6 +61,8 @@ def make_room(
         ValueError: the caller's caches have too little room.
     """
     if given is not None:
+        if len(given) != model.config.num_layers:
+            raise ValueError(f"{len(given)} caches given, but the model has {model.config.num_layers} layers")
         return _checked(given, lengths, most, step)
     S = rounded(int(lengths.max()) + most)
     used = np.zeros(len(lengths), np.int32)
@@ -106,14 +108,15 @@ def _checked(caches: tuple[Cache, ...], lengths: np.ndarray, most: int, step: in
     used = np.asarray(caches[0].lengths)
     needed = used + lengths + most - 1  # the last token is never appended
     for i, cache in enumerate(caches):
-        room = np.full(len(lengths), cache.length)
+        room, what = np.full(len(lengths), cache.length), "make it longer"
         if isinstance(cache, PagedCache):
+            what = "give it the table of a pool that has reserved them"
             room = (np.cumprod(np.asarray(cache.table) >= 0, axis=1).sum(axis=1)) * cache.page_size
         short = np.flatnonzero(needed > room) if not cache.unbounded else ()
         for b in short:
             raise ValueError(
                 f"past_key_values[{i}] has room for {room[b]} tokens in row {b}, but {used[b]} in it, {lengths[b]} of "
-                f"the prompt and {most} - 1 generated ones are {needed[b]}: make it longer, or generate fewer"
+                f"the prompt and {most} - 1 generated ones are {needed[b]}: {what}, or generate fewer"
             )
         if isinstance(cache, WindowCache) and cache.max_append < step:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from .config import GenerationConfig
@@ -18,6 +19,8 @@ from .config import GenerationConfig
         ({"top_k": 5}, "top_k=5 is given, but do_sample=False"),
         ({"top_p": 1.5, "do_sample": True}, "top_p=1.5 must be above 0 and at most 1; None for no limit"),
         ({"top_k": 0, "do_sample": True}, "top_k=0 must be an int of at least 1"),
+        ({"top_k": 2**32 + 5, "do_sample": True}, "top_k=4294967301 must be an int of at least 1, below 2**31"),
+        ({"pad_token_id": 2**31}, "pad_token_id=2147483648 must be an int of at least 0, below 2**31"),
         ({"num_beams": True}, "num_beams=True must be an int of at least 1"),
         ({"eos_token_id": (1, -1)}, "eos_token_id=-1 must be an int of at least 0"),
         ({"max_new_tokens": 3, "max_length": 5}, "max_new_tokens=3 and max_length=5 both limit a row: give one"),
@@ -36,6 +39,13 @@ from .config import GenerationConfig
 def test_fields_that_do_not_fit_are_refused_with_both_values(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         GenerationConfig(**fields)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = GenerationConfig(
+        max_new_tokens=np.int64(3), do_sample=np.bool(True), temperature=np.float32(0.5), eos_token_id=[np.int32(1)]
+    )
+    assert given == GenerationConfig(max_new_tokens=3, do_sample=True, temperature=0.5, eos_token_id=(1,))
 
 
 def test_a_file_of_hugging_face_is_read() -> None:

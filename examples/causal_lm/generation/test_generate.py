@@ -84,6 +84,8 @@ def test_padded_prompts_are_continued_as_each_alone(model: CausalLM, drafts: int
     wanted = uncached(model, ragged=True)
     right = greedy(model, attention_mask=mask_of(left=False), chunk=4, prompt_lookup_num_tokens=drafts)
     np.testing.assert_array_equal(right.tokens, wanted)
+    lists = [row[:n].tolist() for row, n in zip(PROMPT, LENGTHS, strict=True)]
+    np.testing.assert_array_equal(greedy(model, lists, chunk=4, prompt_lookup_num_tokens=drafts).tokens, wanted)
     left = greedy(model, left_padded(), attention_mask=mask_of(left=True), chunk=4, prompt_lookup_num_tokens=drafts)
     np.testing.assert_array_equal(left.tokens, wanted)
     # Negative control: without the mask padding is seen.

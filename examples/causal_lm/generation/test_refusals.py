@@ -54,7 +54,7 @@ def pages() -> tuple[PagedCache]:
         (
             {"past_key_values": pages(), "max_new_tokens": 3},
             "past_key_values[0] has room for 4 tokens in row 1, but 0 in it, 5 of the prompt and 3 - 1 generated ones "
-            "are 7: make it longer, or generate fewer",
+            "are 7: give it the table of a pool that has reserved them, or generate fewer",
         ),
         ({"past_key_values": pages(), "input_ids": IDS[:1]}, "past_key_values have 2 rows, but input_ids 1: one row"),
         (
@@ -64,6 +64,13 @@ def pages() -> tuple[PagedCache]:
         (
             {"past_key_values": window(4), "cache_implementation": "paged"},
             "past_key_values are given, and {'num_return",
+        ),
+        ({"past_key_values": ()}, "0 caches given, but the model has 1 layers"),
+        ({"past_key_values": window(4) * 2}, "2 caches given, but the model has 1 layers"),
+        ({"input_ids": [[1, 2], []]}, "input_ids[1] is empty, but a row must have a token to start from"),
+        (
+            {"input_ids": [[1, 2], [3]], "attention_mask": IDS},
+            "input_ids has rows of [2, 1] tokens, which need no attention_mask",
         ),
         ({"bad_words_ids": [[1]]}, "bad_words_ids=[[1]]: generate honours cache_implementation, do_sample,"),
     ],

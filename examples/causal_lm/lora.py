@@ -42,8 +42,8 @@ def apply(
     Raises:
         ValueError: a rank below 1, a model that has LoRA already, or a pattern that no layer matches.
     """
-    if lora_rank < 1:
-        raise ValueError(f"lora_rank={lora_rank} must be 1 or more")
+    if isinstance(lora_rank, bool) or not isinstance(lora_rank, int) or lora_rank < 1:
+        raise ValueError(f"lora_rank={lora_rank!r} must be an int of 1 or more")
     if has_lora(model):
         raise ValueError("the model has LoRA layers already; call unwrap_lora_to_layers() first")
     rngs = nnx.Rngs(0) if rngs is None else rngs

@@ -69,7 +69,14 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, config: LossConfig) -> L
 
     Returns:
         The metrics; zeros where no label counts.
+
+    Raises:
+        ValueError: labels of another shape, or that are not integers.
     """
+    if labels.shape != logits.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(
+            f"labels={labels.dtype} {labels.shape} must be integers {logits.shape[:-1]}, as the logits are"
+        )
     logits = logits.astype(jnp.float32)
     counts = (labels != config.ignore_index).astype(jnp.float32)
     index = jnp.where(counts > 0, labels, 0)

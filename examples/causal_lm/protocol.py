@@ -236,12 +236,12 @@ class CausalLMProtocol(Protocol):
             A `CausalLMOutput` and the metrics.
 
         Raises:
-            ValueError: an argument that must not be given, or no labels with ``inputs_embeds``.
+            ValueError: an argument that must not be given, no labels with ``inputs_embeds``, or those of another shape.
         """
         refuse(cache_metadata, output_attentions, output_hidden_states)
         labels = input_ids if labels is None else labels
         if labels is None:
-            raise ValueError("labels=None takes input_ids as labels, but inputs_embeds is given; give labels")
+            raise ValueError("labels=None takes input_ids as labels, but input_ids=None; give one of them")
         config = config_of(loss_config, loss_kwargs)
         inputs = self.prepare_inputs_for_call(
             input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, mask=mask_info,
@@ -309,11 +309,9 @@ class ClassifierProtocol(Protocol):
             position_ids=position_ids, segment_ids=segment_ids,
         )  # fmt: skip
         output = self(**inputs)
-        labels = None if labels is None else jnp.asarray(labels)
-        if labels is None or labels.shape != output.logits.shape[:1] or not jnp.issubdtype(labels.dtype, jnp.integer):
-            given = None if labels is None else f"{labels.dtype} {labels.shape}"
-            raise ValueError(f"labels={given} must be integers {output.logits.shape[:1]}, a class a row")
-        return output, cross_entropy(output.logits, labels, config)
+        if labels is None:
+            raise ValueError(f"labels=None must be integers {output.logits.shape[:1]}, a class a row")
+        return output, cross_entropy(output.logits, jnp.asarray(labels), config)
 
 
 def refuse(cache_metadata: Any, output_attentions: bool | None, output_hidden_states: bool | None) -> None:

@@ -43,8 +43,7 @@ class QuantizationConfig:
     pattern: str = r"^layers\..*\.(q|k|v|o|gate|up|down)(\.base_module)?$"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise ValueError(f"bits={self.bits} must be 2 to 8")
+        _check_bits(self.bits)
 
 
 class QuantizedWeight(nnx.Variable[jax.Array]):
@@ -96,23 +95,25 @@ def quantize(
 
     Raises:
         ModuleNotFoundError: qwix is not installed.
-        ValueError: the pattern matches no linear layer.
+        ValueError: the pattern matches no linear layer, or one that is quantised already.
     """
     config = QuantizationConfig() if quantization_config is None else quantization_config
     pattern = re.compile(config.pattern)
     count = 0
 
-    def quantized(path: str, layer: Linear) -> nnx.Module | None:
+    def quantized(path: str, layer: Linear | QuantizedLinear) -> nnx.Module | None:
         nonlocal count
         if not pattern.search(path):
             return None
+        if isinstance(layer, QuantizedLinear):
+            raise ValueError(f"{path} is {layer.qtype} already, and would be rounded twice; quantise the model it was")
         count += 1
         if quantize_tensors:
             return QuantizedLinear(layer, config)
         layer.dot_general = get_dot_general_by_bits(config.bits, "serve")["dot_general_cls"]()
         return None
 
-    result = with_modules(model, Linear, quantized)
+    result = with_modules(model, (Linear, QuantizedLinear), quantized)
     if not count:
         raise ValueError(f"pattern={config.pattern!r} matches no linear layer; paths are as layers.0.attention.q")
     if verbose:
@@ -141,8 +142,7 @@ def get_dot_general_by_bits(
         raise ValueError(f"mode={mode!r} must be train, serve or eval")
     if bits is None:
         return {}
-    if not 2 <= bits <= 8:
-        raise ValueError(f"bits={bits} must be 2 to 8, or None for no quantisation")
+    _check_bits(bits)
     return {"dot_general_cls": functools.partial(_dot_general_of, bits, bits if mode == "train" else None)}
 
 
@@ -203,6 +203,11 @@ def _backward(bits: int | None, backward_bits: int | None, saved: Any, g: jax.Ar
 
 
 _product.defvjp(_forward, _backward)
+
+
+def _check_bits(bits: int) -> None:
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
+        raise ValueError(f"bits={bits!r} must be an int, 2 to 8")
 
 
 def _qwix() -> Any:

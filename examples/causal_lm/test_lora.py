@@ -89,8 +89,9 @@ def test_matrices_are_computed_in_the_dtype_of_the_model() -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Any) -> None:
     model = small()
-    with pytest.raises(ValueError, match="lora_rank=0 must be 1 or more"):
-        model.apply_lora_to_layers(0)
+    for rank in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"lora_rank={rank} must be an int of 1 or more"):
+            model.apply_lora_to_layers(rank)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="matches no linear layer"):
         model.apply_lora_to_layers(1, "query")
     wrapped = model.apply_lora_to_layers(1)

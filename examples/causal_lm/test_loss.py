@@ -121,6 +121,9 @@ def test_what_is_not_served_is_refused() -> None:
         model.compute_loss(ids, loss_kwargs={"smoothing": 0.1})
     with pytest.raises(ValueError, match="labels=None takes input_ids"):
         model.compute_loss(inputs_embeds=jnp.zeros((1, 4, 32)))
+    for labels in (ids[:, :3], ids[0], ids.astype(jnp.float32)):
+        with pytest.raises(ValueError, match=r"labels=.* must be integers \(1, 4\), as the logits are"):
+            model.compute_loss(ids, labels)
     with pytest.raises(ValueError, match="must be at least 0 and below 1"):
         LossConfig(label_smoothing=1.0)
     with pytest.raises(ValueError, match="must be mean or sum"):

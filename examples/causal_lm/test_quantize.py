@@ -124,13 +124,17 @@ def test_flax_takes_it() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="bits=9 must be 2 to 8"):
+    with pytest.raises(ValueError, match="bits=9 must be an int, 2 to 8"):
         get_dot_general_by_bits(9)
     with pytest.raises(ValueError, match="mode='convert' stores weights"):
         get_dot_general_by_bits(8, "convert")
     with pytest.raises(ValueError, match="must be train, serve or eval"):
         get_dot_general_by_bits(8, "fast")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="bits=16 must be 2 to 8"):
+    with pytest.raises(ValueError, match="bits=16 must be an int, 2 to 8"):
         QuantizationConfig(bits=16)
+    with pytest.raises(ValueError, match=r"bits=4\.0 must be an int"):
+        QuantizationConfig(bits=4.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.k is int8 already, and would be rounded twice"):
+        small().quantize().quantize(QuantizationConfig(bits=4))
     with pytest.raises(ValueError, match="matches no linear layer"):
         small().quantize(QuantizationConfig(pattern="query"))

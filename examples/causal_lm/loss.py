@@ -109,7 +109,12 @@ def next_tokens(
 
     Returns:
         Integers [B, T]; ``config.ignore_index`` where nothing is predicted.
+
+    Raises:
+        ValueError: labels that are not [B, T].
     """
+    if labels.ndim != 2:
+        raise ValueError(f"labels={labels.dtype} {labels.shape} must be integers [B, T], a token each")
     config = LossConfig() if config is None else config
     ignored = config.ignore_index
 

@@ -130,8 +130,13 @@ class Transformers:
             return self.torch.stack(found, 1).numpy()
 
     def repeat(self, rows: int) -> None:
-        with self.torch.inference_mode():
-            self.cache.batch_repeat_interleave(rows)
+        first, self.cache = self.cache, self.library.StaticCache(config=self.model.config, max_cache_len=self.context)
+        for old, new in zip(first.layers, self.cache.layers, strict=True):
+            with self.torch.inference_mode():
+                new.lazy_initialization(*(x.expand(rows, -1, -1, -1) for x in (old.keys, old.values)))
+                new.keys.copy_(old.keys.expand_as(new.keys))
+                new.values.copy_(old.values.expand_as(new.values))
+                new.cumulative_length.copy_(old.cumulative_length)
 
     def stop(self) -> None:
         self.cache = None
@@ -290,12 +295,12 @@ def main() -> None:
         for batch in given.batches:
             new = case(found, batch, context, given.rounds, given.most)
             figures += new
-            for f in new:  # what is known if the rest is interrupted
+            for f in new:
                 print(f"B {batch}, context {context:,}: {f.contender}, {f.decode_rate:.1f} tokens/s", file=sys.stderr)
+            if given.json:  # what is known if the rest is interrupted
+                rows = [dataclasses.asdict(f) for f in figures]
+                given.json.write_text(json.dumps({"machine": machine, "dtype": given.dtype, "figures": rows}, indent=1))
     report(figures)
-    if given.json:
-        rows = [dataclasses.asdict(f) for f in figures]
-        given.json.write_text(json.dumps({"machine": machine, "dtype": given.dtype, "figures": rows}, indent=1))
 
 
 if __name__ == "__main__":

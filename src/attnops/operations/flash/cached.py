@@ -1,5 +1,7 @@
 """Flash attention over a cache, in place: tiles are loaded from its blocks and dequantised one at a time.
 
+A few queries over a float32 cache whose slots are mostly seen are computed at once instead, see `whole`.
+
 The scores are those of `attnops.caches.slots`, by slot; only tiles that hold a key that some query sees are loaded.
 """
 
@@ -21,6 +23,7 @@ from attnops.kernels.flash import FlashCall
 from attnops.masks.at import At
 from attnops.masks.base import And, Mask
 from attnops.masks.positions import SlidingWindow
+from attnops.operations.flash import whole
 from attnops.operations.flash.backend import NativeFlash, call_once
 from attnops.operations.flash.forward import KeyValue, LoadKeyValue, forward
 from attnops.operations.flash.operands import Arrays
@@ -120,7 +123,12 @@ def _forward(
     plan: Plan, blocks: Blocks, query: jax.Array, store: Store, table: jax.Array | None, arrays: Arrays,
     schedule: TileSchedule,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    return forward(plan, query, from_store(plan, blocks, store, table), arrays, schedule, of_rows=blocks.is_packed)
+    def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return forward(plan, query, from_store(plan, blocks, store, table), arrays, schedule, of_rows=blocks.is_packed)
+
+    if table is None and not blocks.is_packed and whole.serves(plan, store):
+        return whole.attend_or(plan, query, store, arrays, schedule, in_tiles)
+    return in_tiles()
 
 
 # Compiled once for equal plans, also where the caller does not compile.

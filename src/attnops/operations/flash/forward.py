@@ -111,7 +111,7 @@ def forward(
                 k_, v_ = (zero_masked_tokens(x, visible, axis=1) for x in (k_, v_))
                 if value_scale is not None:  # of a token that is not there it may be NaN
                     value_scale = jnp.where(visible.any(axis=1), value_scale, 0.0)
-            scores = plan.product(q_, k_, 2, 2)  # [P, R, bk]
+            scores = plan.scores(q_, k_)  # [P, R, bk]
             if key_scale is not None:
                 scores = scores * key_scale[..., None, :]
             if scoring.has_cap_or_bias:
@@ -136,7 +136,7 @@ def forward(
         none = zeros(query, (plan.problems_per_tile, plan.R))
         start = _Softmax(zeros(query, (plan.problems_per_tile, plan.R, plan.Dv)), none - jnp.inf, none)
         acc, m, l = for_active_tiles(schedule, plan.map_index(group), q_tile, step, start)
-        out, lse, lse_residual = _finish(score_unit * m, l, acc, None if sinks is None else sinks[group])
+        out, lse, lse_residual = finish(score_unit * m, l, acc, None if sinks is None else sinks[group])
         return (
             store(plan, state[0], group, q_tile, plan.bq, out, out_dtype),
             store_rows(plan, state[1], group, q_tile, lse),
@@ -154,7 +154,7 @@ def _finite(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
-def _finish(
+def finish(
     m: jax.Array, l: jax.Array, acc: jax.Array, sink: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Divide by the denominator, sinks included; fully masked rows give 0 and −inf.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import jax
@@ -27,6 +28,10 @@ class Foldable(abc.ABC):
             B: batch of each slice.
         """
 
+    def most(self, batched: PyTree, n: int, B: int) -> int:
+        """How many of ``n`` slices `fold` can take at a time; at least 1. The arguments are those of `fold`."""
+        return n
+
 
 class HasBatch(Protocol):
     """A plan: a dataclass with the batch size."""
@@ -41,15 +46,24 @@ Plan = TypeVar("Plan", bound=HasBatch)
 def folds_batch(kernel: Function) -> Function:
     """``kernel(plan, *arguments)``, mapped by `jax.vmap` as one call of a larger batch; ``plan`` is static.
 
+    Where `Foldable.most` allows fewer slices, it is a loop of such calls.
+
     The arguments are pytrees of `Foldable` objects and of arrays whose first axis is the batch, or 1 if all batches
     share one element. The results are such pytrees too, whose first axis is always the batch.
     """
 
     def mapped(called: Function, plan: Plan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
-        larger = dataclasses.replace(plan, B=n * plan.B)  # type: ignore[type-var]
         tree: PyTree
         leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, Foldable))
         batched = tree.flatten_up_to(tuple(in_batched))
+        foldable = [(x, b) for x, b in zip(leaves, batched, strict=True) if isinstance(x, Foldable)]
+        most = min((x.most(b, n, plan.B) for x, b in foldable), default=n)
+        if most < n:
+            some = next(size for size in range(most, 0, -1) if n % size == 0)
+            return _in_turns(
+                functools.partial(mapped, called, plan, some, in_batched), n // some, in_batched, arguments
+            )
+        larger = dataclasses.replace(plan, B=n * plan.B)  # type: ignore[type-var]
         folded = [_fold(x, b, n, plan.B) for x, b in zip(leaves, batched, strict=True)]
         results = called(larger, *jax.tree.unflatten(tree, folded))
         return jax.tree.map(lambda x: x.reshape(n, plan.B, *x.shape[1:]), results)
@@ -61,15 +75,12 @@ def one_by_one(kernel: Function) -> Function:
     """``kernel(plan, *arguments)``, mapped as a loop, for results that all batches share."""
 
     def mapped(called: Function, plan: Plan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
-        leaves, tree = jax.tree.flatten(arguments)
-        batched = jax.tree.leaves(in_batched)
+        def one(arguments: PyTree) -> PyTree:
+            leaves, tree = jax.tree.flatten(arguments)
+            each = [x[0] if b else x for x, b in zip(leaves, jax.tree.leaves(in_batched), strict=True)]
+            return jax.tree.map(lambda x: x[None], called(plan, *jax.tree.unflatten(tree, each)))
 
-        def body(some: list[PyTree]) -> PyTree:
-            mapped = iter(some)
-            each = [next(mapped) if b else x for x, b in zip(leaves, batched, strict=True)]
-            return called(plan, *jax.tree.unflatten(tree, each))
-
-        return jax.lax.map(body, [x for x, b in zip(leaves, batched, strict=True) if b])
+        return _in_turns(one, n, in_batched, arguments)
 
     return _with_rule(kernel, mapped)
 
@@ -90,6 +101,21 @@ def _with_rule(kernel: Function, mapped: Function) -> Function:
         return run(*arguments)
 
     return called
+
+
+def _in_turns(function: Function, turns: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
+    """``function(arguments)`` in a loop, each time for an equal number of slices of the mapped axis, in order."""
+    leaves, tree = jax.tree.flatten(arguments)
+    batched = jax.tree.leaves(in_batched)
+
+    def body(some: list[PyTree]) -> PyTree:
+        mapped = iter(some)
+        return function(
+            jax.tree.unflatten(tree, [next(mapped) if b else x for x, b in zip(leaves, batched, strict=True)])
+        )
+
+    parts = [x.reshape(turns, -1, *x.shape[1:]) for x, b in zip(leaves, batched, strict=True) if b]
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(body, parts))
 
 
 def _fold(x: Leaf, batched: PyTree, n: int, B: int) -> PyTree:

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu.flash import tile_schedule, tile_sizes
+from attnops_tpu.aot import compile_for
+from attnops_tpu.flash import forward, tile_schedule, tile_sizes
 from attnops_tpu.generations import generation, target
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
+from attnops.masks import Causal, Segments
+from attnops.testing import attention, attention_gradients
 from attnops.testing.features import combine
 
 FIELDS: dict[str, Any] = {"on_unsupported": "error", "block_q": 16, "block_k": 16}
@@ -81,3 +84,41 @@ def test_rows_that_fit_scalar_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     causal = np.tril(np.ones((1, 2, 6, 6), np.int8))
     assert tile_schedule.row_chunks(causal) == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6)]
     assert tile_schedule.row_chunks(jnp.asarray(causal[:, :1])) == [(i, i + 1) for i in range(6)]
+
+
+def test_slices_that_scalar_memory_does_not_hold_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`jax.vmap` multiplies the tile schedules: here two of four slices fit."""
+    ids = np.stack([np.arange(32) // size for size in (4, 8, 16, 32)])[:, None]
+    q, k, v, d = np.random.default_rng(0).normal(size=(4, 4, 1, 32, 2, 8)).astype(np.float32)
+    batches: list[int] = []
+    rows = forward._kernel
+    monkeypatch.setattr(forward, "_kernel", lambda plan, *args: (batches.append(plan.B), rows(plan, *args))[1])
+    monkeypatch.setattr(tile_schedule, "MAX_ENTRIES", 10)
+
+    def gradients(ids: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> tuple[jax.Array, Any]:
+        out, pull_back = jax.vjp(lambda *qkv: TPU(*qkv, mask=Causal() & Segments(ids)).attention_outputs, q, k, v)
+        return out, pull_back(d)
+
+    out, found = jax.jit(jax.vmap(gradients))(jnp.asarray(ids), q, k, v, d)
+    assert max(batches) == 2
+    seen = (ids[..., :, None] == ids[..., None, :]) & np.tril(np.ones((32, 32), bool))
+    for i in range(4):
+        qkv = q[i], k[i], v[i]
+        np.testing.assert_allclose(out[i], attention(*qkv, mask=seen[i][:, None]).out, atol=5e-6)
+        expected = attention_gradients(*qkv, mask=seen[i][:, None], d_out=d[i])
+        for x, y in zip(found, (expected.values[name] for name in ("query", "key", "value")), strict=True):
+            np.testing.assert_allclose(x[i], y, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_32_mapped_sequences_of_131072_tokens_compile() -> None:
+    operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
+    x, ids = (
+        jax.ShapeDtypeStruct((32, 1, 131072, 1, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((32, 1, 131072), jnp.int32),
+    )
+
+    def forward(x: jax.Array, ids: jax.Array) -> jax.Array:
+        return operation(x, x, x, mask=Causal() & Segments(ids)).attention_outputs
+
+    compile_for(jax.vmap(forward), (x, ids), "v5e")

@@ -96,6 +96,12 @@ class TileSchedule(Foldable):
             self, entries=folded.reshape(-1), map_shape=(batches, self.map_shape[1]), traced=steps
         )
 
+    def most(self, batched: PyTree, n: int, B: int) -> int:
+        """See `attnops.kernels.vmap.Foldable.most`: as many as fit scalar memory."""
+        if not batched.entries and self.map_shape[0] == 1:
+            return n
+        return max(1, min(n, MAX_ENTRIES // (B * self.map_shape[1] * (self.longest + 1))))
+
     def at(self, entries: Ref, b: jax.Array, h: jax.Array, step: jax.Array) -> Entry:
         """The entry of a batch and head at a step, read from ``entries`` in scalar memory."""
         m = (b if self.map_shape[0] > 1 else 0) * self.map_shape[1] + (h if self.map_shape[1] > 1 else 0)

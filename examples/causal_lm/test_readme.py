@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
-from attnops.sharding import create_mesh
-
 from .families import FAMILIES
-from .model import CausalLM, SequenceClassifier
-from .quantize import QuantizationConfig
+from .model import SequenceClassifier
 from .test_model import call, close, tokens
+from .test_serve import Characters
 from .testing import small
 
 README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
@@ -115,26 +113,31 @@ def test_the_families_are_all_of_them_and_the_files_are_there() -> None:
     assert not [name for name in named if not (here / name).exists()]
 
 
-def test_it_shards_and_saves_as_it_says(tmp_path: Path) -> None:
-    model, ids = small(), tokens((4, 6))
-    expected = call(model, ids).logits
-    names: dict[str, Any] = {"model": model, "ids": ids, "create_mesh": create_mesh}
-    exec(blocks("Shard").replace("sharded(ids)", "call(sharded, ids)"), names | {"call": call}, names)
+def after_the_first_block() -> dict[str, Any]:
+    """The names that the first block leaves, of a small model in place of SmolLM2."""
+    return {"model": small(), "tokenizer": Characters(), "prompt": "Hello"}
+
+
+def test_it_shards_and_saves_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = after_the_first_block()
+    exec(blocks("Shard"), names)
+    expected = call(small(), names["ids"]).logits
     close(names["logits"], expected)
     assert all(x.is_fully_replicated for x in jax.tree.leaves(nnx.state(names["whole"])))
-    names = {"model": names["whole"], "directory": tmp_path, "CausalLM": CausalLM}
+    monkeypatch.chdir(tmp_path)
+    names = {"model": names["whole"]}
     exec(blocks("Save"), names)
-    close(call(names["again"], ids).logits, expected)
+    close(call(names["again"], jnp.asarray([Characters().encode("Hello")])).logits, expected)
 
 
 @pytest.mark.slow
 def test_it_is_fine_tuned_and_quantised_as_it_says() -> None:
     model, ids = small(), tokens((2, 6))
-    names: dict[str, Any] = {"model": model, "batches": [ids] * 4, "jax": jax, "nnx": nnx, "optax": optax}
+    names: dict[str, Any] = {"model": model, "ids": ids}
     exec(blocks("Fine-tune"), names)
     before = model.compute_loss(ids)[1].loss
     assert names["tuned"].compute_loss(ids)[1].loss < names["value"] < before
-    names = {"model": model, "QuantizationConfig": QuantizationConfig}
+    names = {"model": model}
     exec(blocks("Quantise"), names)
     expected = np.asarray(call(model, ids).logits)
     for name in ("int8", "both", "aware"):

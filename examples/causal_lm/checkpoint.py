@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from .config import Config
-    from .model import CausalLM
+    from .model import Decoder
     from .sharding import PartitionRules
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def set_weights(model: CausalLM, read: Callable[[str], jax.Array]) -> None:
+Model = TypeVar("Model", bound="Decoder")
+
+
+def set_weights(model: Decoder, read: Callable[[str], jax.Array]) -> None:
     """Set every weight from a checkpoint.
 
     Args:
@@ -44,7 +46,7 @@ def set_weights(model: CausalLM, read: Callable[[str], jax.Array]) -> None:
     Raises:
         ValueError: a weight has another shape than the model's, or is quantised; with its name and both.
     """
-    for weight in weights(model.config):
+    for weight in mapping(model):
         value = read(weight.name)
         value = value.swapaxes(-1, -2) if weight.swapped else value
         param = param_of(model, weight.path)
@@ -74,6 +76,21 @@ def mapping(model: nnx.Module) -> list[Weight]:
     return found
 
 
+def config_of(model: Decoder) -> dict[str, Any]:
+    """The Hugging Face ``config.json`` of a causal language model or of a classifier."""
+    hf = config_to_hf(model.config)
+    if hasattr(model, "num_labels"):
+        names = {i: f"LABEL_{i}" for i in range(model.num_labels)}
+        # Gemma3ForCausalLM is of text; of classifiers that is another class.
+        text = "Text" if model.config.family == "gemma3_text" else ""
+        (architecture,) = hf["architectures"]
+        hf |= {
+            "architectures": [architecture.replace("ForCausalLM", f"{text}ForSequenceClassification")],
+            "id2label": names, "label2id": {name: i for i, name in names.items()},
+        }  # fmt: skip
+    return hf
+
+
 def refuse_wrapped(model: nnx.Module) -> None:
     """Raise for a model with parameters that a checkpoint does not have.
 
@@ -90,31 +107,32 @@ def refuse_wrapped(model: nnx.Module) -> None:
 
 
 def load(
-    cls: type[CausalLM],
+    cls: type[Model],
     directory: str | os.PathLike[str],
     *,
     mesh: Mesh | None = None,
     partition_rules: PartitionRules | None = None,
     **options: Any,
-) -> CausalLM:
+) -> Model:
     """A model from a directory with ``config.json`` and safetensors, and perhaps ``generation_config.json``.
 
     Args:
-        cls: the class of model.
+        cls: the class of model, `CausalLM` or `SequenceClassifier`.
         directory: on this machine; nothing is downloaded.
         mesh: over which weights are sharded as they are read; None: they are on one device.
         partition_rules: see `CausalLM.shard_model`.
-        **options: operation, metadata and dtype, see `CausalLM`.
+        **options: operation, metadata and dtype, see `CausalLM`; of a classifier num_labels, if not the config's.
 
     Raises:
         FileNotFoundError: the directory lacks a file.
         ValueError: a family that is not mapped, weights that don't fit the config, or that the model does not have.
     """
     directory = Path(directory)
-    config = _config(directory)
+    hf = _hf_config(directory)
+    config = config_from_hf(hf)
     files = _files(directory)
-    _refuse_unread(directory, config, files)
-    model = cls.lazy_init(config, **options)
+    model = cls.lazy_init(config, **(cls.head_options(hf) | options))
+    _refuse_unread(directory, model, files)
     if mesh is not None:
         model = model.shard_model(partition_rules, mesh)
     handles = {path: safe_open(path, framework="flax") for path in set(files.values())}
@@ -125,7 +143,7 @@ def load(
         return handles[files[name]].get_tensor(name)
 
     set_weights(model, read)
-    if config.tie_word_embeddings and HEAD in files and not jnp.array_equal(read(HEAD), read(EMBEDDING)):
+    if HEAD in files and config.tie_word_embeddings and not jnp.array_equal(read(HEAD), read(EMBEDDING)):
         raise ValueError(
             f"tie_word_embeddings=True, but {directory} has a {HEAD} of its own: set it to false in config.json, or "
             f"remove the weight"
@@ -133,22 +151,22 @@ def load(
     return model
 
 
-def _config(directory: Path) -> Config:
-    """Of ``config.json``; the end tokens of ``generation_config.json``, which may have more, such as a turn's."""
-    hf = json.loads((directory / "config.json").read_text())
+def _hf_config(directory: Path) -> dict[str, Any]:
+    """``config.json``; the end tokens of ``generation_config.json``, which may have more, such as a turn's."""
+    hf: dict[str, Any] = json.loads((directory / "config.json").read_text())
     generation = directory / "generation_config.json"
     if generation.exists() and (eos := json.loads(generation.read_text()).get("eos_token_id")) is not None:
         hf["eos_token_id"] = eos
-    return config_from_hf(hf)
+    return hf
 
 
-def _refuse_unread(directory: Path, config: Config, files: Mapping[str, Path]) -> None:
-    known = {weight.name for weight in weights(config)} | {HEAD}
+def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, Path]) -> None:
+    known = {weight.name for weight in mapping(model)} | ({HEAD} if hasattr(model, "head") else set())
     extra = sorted(name for name in set(files) - known if not name.endswith(".rotary_emb.inv_freq"))
     if extra:
         raise ValueError(
-            f"{directory} has {extra[0]} ({len(extra)} in all), which a {config.family!r} of its config.json does not "
-            f"use: is the config that of these weights?"
+            f"{directory} has {extra[0]} ({len(extra)} in all), which a {type(model).__name__} of its config.json, "
+            f"{model.config.family!r}, does not use: is the config that of these weights?"
         )
 
 
@@ -164,7 +182,7 @@ def _files(directory: Path) -> Mapping[str, Path]:
 
 
 def save(
-    model: CausalLM,
+    model: Decoder,
     directory: str | os.PathLike[str],
     dtype: Any = None,
     gather_fns: Mapping[str, Callable[[jax.Array], jax.Array]] | None = None,
@@ -185,16 +203,16 @@ def save(
     refuse_wrapped(model)
     dtype = None if dtype is None else floating("float_dtype", dtype)
     gather = dict(gather_fns or {})
-    if unknown := sorted(set(gather) - {weight.path for weight in weights(model.config)}):
+    if unknown := sorted(set(gather) - {weight.path for weight in mapping(model)}):
         raise ValueError(f"gather_fns has {unknown[0]}, which is not a weight's path, such as layers.0.mlp.up.kernel")
     directory.mkdir(parents=True, exist_ok=True)
     found = {}
-    for weight in weights(model.config):
+    for weight in mapping(model):
         value = param_of(model, weight.path)[...]
         value = gather.get(weight.path, lambda x: x)(value)
         value = value.swapaxes(-1, -2) if weight.swapped else value
         value = value if dtype is None else value.astype(dtype)
         found[weight.name] = jnp.asarray(np.ascontiguousarray(jax.device_get(value)))
     save_file(found, directory / SINGLE, metadata={"format": "pt"})
-    written = config_to_hf(model.config) | {"dtype": next(iter(found.values())).dtype.name}
+    written = config_of(model) | {"dtype": next(iter(found.values())).dtype.name}
     (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")

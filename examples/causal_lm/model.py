@@ -5,6 +5,7 @@ Dimensions: `B` rows, `T` tokens, `V` vocabulary, `M` width, `L` layers, `C` cla
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -213,8 +214,13 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-class SequenceClassifier(Decoder, ClassifierProtocol):
+class SequenceClassifier(Decoder, Pretrained, ClassifierProtocol):
     """A decoder with a head over classes, read at each row's last token that is not padding."""
+
+    @classmethod
+    def head_options(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """``num_labels``: as many as the config names, two if it names none, as in transformers."""
+        return {"num_labels": len(hf["id2label"]) if hf.get("id2label") else hf.get("num_labels", 2)}
 
     def __init__(self, config: Config, num_labels: int, operation: str = "flash", **options: Any) -> None:
         rngs = options.pop("rngs", None) or nnx.Rngs(0)

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 class Pretrained:
-    """``from_pretrained``, ``save_pretrained`` and ``lazy_init`` of a `CausalLM`."""
+    """``from_pretrained``, ``save_pretrained`` and ``lazy_init``."""
+
+    @classmethod
+    def head_options(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the class that a Hugging Face ``config.json`` has, beyond a `Config`."""
+        return {}
 
     @classmethod
     def lazy_init(cls, config: Config, **options: Any) -> Self:
@@ -27,7 +32,7 @@ class Pretrained:
 
         Args:
             config: sizes and choices.
-            **options: see `CausalLM`.
+            **options: see the class, such as `CausalLM`.
         """
         return nnx.eval_shape(lambda: cls(config, **options))  # type: ignore[call-arg]
 

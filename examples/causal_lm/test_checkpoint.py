@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from safetensors.flax import load_file, save_file
 
 from .checkpoint import INDEX, SINGLE
-from .model import CausalLM
+from .model import CausalLM, SequenceClassifier
 from .testing import small
 
 Weights = dict[str, jax.Array]
@@ -89,6 +90,24 @@ def test_a_checkpoint_of_several_files_is_read_until_one_is_saved_over_it(saved:
     assert jnp.array_equal(CausalLM.from_pretrained(directory).embed[...], model.embed[...])
     other.save_pretrained(directory)
     assert jnp.array_equal(CausalLM.from_pretrained(directory).embed[...], other.embed[...])
+
+
+def test_a_classifier_is_written_and_read_with_its_classes(saved: Path, tmp_path: Path) -> None:
+    model = SequenceClassifier(small(num_hidden_layers=1).config, 5, rngs=nnx.Rngs(3))
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForSequenceClassification"]
+    assert len(written["id2label"]) == len(written["label2id"]) == 5
+    again = SequenceClassifier.from_pretrained(tmp_path)
+    assert again.num_labels == 5
+    for a, b in zip(*(jax.tree.leaves(nnx.state(x)) for x in (again, model)), strict=True):
+        assert jnp.array_equal(a, b)
+    with pytest.raises(ValueError, match=r"score\.weight has shape \(32, 5\), but score\.kernel has \(32, 3\)"):
+        SequenceClassifier.from_pretrained(tmp_path, num_labels=3)
+    with pytest.raises(ValueError, match=r"has score\.weight \(1 in all\), which a CausalLM of its config"):
+        CausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has no weight score\.weight"):
+        SequenceClassifier.from_pretrained(saved)
 
 
 def test_end_tokens_are_those_of_the_generation_config(saved: Path, tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .checkpoint import mapping, param_of, refuse_wrapped
-from .families import config_to_hf
+from .checkpoint import config_of, mapping, param_of, refuse_wrapped
 from .params import nested
 
 if TYPE_CHECKING:
@@ -32,11 +31,9 @@ def to_torch(model: Decoder, loader: Any) -> Any:
     from transformers import AutoConfig
 
     refuse_wrapped(model)
-    hf = config_to_hf(model.config)
-    if hasattr(model, "num_labels"):
-        hf["num_labels"] = model.num_labels
-        hf.pop("architectures")
-        hf["pad_token_id"] = model.config.pad_token_id if model.config.pad_token_id is not None else 0
+    hf = config_of(model)
+    if hasattr(model, "num_labels") and hf["pad_token_id"] is None:
+        hf["pad_token_id"] = 0
     result = loader.from_config(AutoConfig.for_model(**hf))
     state = {}
     for weight in mapping(model):

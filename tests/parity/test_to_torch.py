@@ -81,6 +81,17 @@ def test_a_classifier_in_torch_has_the_same_logits() -> None:
     assert np.array_equal(params["score"]["kernel"], model.score.kernel[...])
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_saved_classifier_is_read_by_transformers_and_back(family: str, tmp_path: Any) -> None:
+    model = SequenceClassifier(of_family(family).config.replace(pad_token_id=0), 5)
+    model.save_pretrained(tmp_path / "ours")
+    loaded = model.get_torch_loader().from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    assert type(loaded).__name__ == loaded.config.architectures[0]
+    close(logits_of(model), theirs(loaded))
+    loaded.save_pretrained(tmp_path / "theirs")
+    close(logits_of(SequenceClassifier.from_pretrained(tmp_path / "theirs")), logits_of(model))
+
+
 def test_the_loss_is_that_of_transformers() -> None:
     model = small("gemma2")
     labels = IDS.copy()

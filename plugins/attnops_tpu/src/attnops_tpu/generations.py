@@ -1,8 +1,9 @@
-"""The TPU generation that kernels are compiled for."""
+"""What kernels are compiled for: the TPU generation, and whether with bounds checks."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -72,3 +73,15 @@ def generation() -> Generation:
     if name is None and jax.default_backend() == "tpu":
         name = _KINDS.get(jax.devices()[0].device_kind)
     return GENERATIONS.get(name or "", UNKNOWN)
+
+
+def bounds_checks() -> bool:
+    """Whether kernels check at run time that their accesses are in bounds, for debugging.
+
+    Raises:
+        ValueError: the environment variable ``ATTNOPS_TPU_BOUNDS_CHECKS`` is neither 0 nor 1.
+    """
+    value = os.environ.get("ATTNOPS_TPU_BOUNDS_CHECKS", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"ATTNOPS_TPU_BOUNDS_CHECKS={value!r} must be 0 or 1; unset it to check nothing")
+    return value == "1"

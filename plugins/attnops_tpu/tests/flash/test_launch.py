@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from attnops_tpu.flash.launch import Scratch, compiler_params, needed
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.generations import GENERATIONS
+from attnops_tpu.generations import GENERATIONS, bounds_checks
 from jax.experimental import pallas as pl
 
+from attnops import OperationMetadata, OperationRegistry
 from attnops.kernels import Scoring
 
 
@@ -37,3 +39,32 @@ def test_the_limit_is_what_is_needed_and_a_margin_but_never_more_than_the_most(n
     assert 8 << 20 < small < 10 << 20
     assert large == vmem
     assert compiler_params(plan(vmem, dense=1), 3, 1 << 20).vmem_limit_bytes == small + 4 * 1024 * 512
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_environment_switches_bounds_checks_of_all_kernels(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of calls like one that was traced under the other value."""
+    flash = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
+    x, bias = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 1, 128, 128), jnp.float32)
+
+    def kernels() -> str:
+        def gradients(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, ...]:
+            out, pull_back = jax.vjp(lambda x, bias: flash(x, x, x, bias=bias).attention_outputs, x, bias)
+            return (out, *pull_back(out))
+
+        return str(jax.make_jaxpr(gradients)(x, bias))
+
+    keys = []
+    for each in ("0", "1", value):
+        monkeypatch.setenv("ATTNOPS_TPU_BOUNDS_CHECKS", each)
+        text = kernels()
+        keys.append(flash.environment_key())
+    assert len(set(keys)) == 2
+    assert text.count(f"disable_bounds_checks={value == '0'}") == 3, "forward, backward, gradient of the bias"
+    assert f"disable_bounds_checks={value == '1'}" not in text
+
+
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNOPS_TPU_BOUNDS_CHECKS", "yes")
+    with pytest.raises(ValueError, match="ATTNOPS_TPU_BOUNDS_CHECKS='yes' must be 0 or 1"):
+        bounds_checks()

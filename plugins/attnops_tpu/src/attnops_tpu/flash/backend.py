@@ -24,7 +24,7 @@ from attnops_tpu.flash.prepare import arrays, by_score, count_active_tiles, tile
 from attnops_tpu.flash.tile import LN2, score_unit
 from attnops_tpu.flash.tile_schedule import TileSchedules
 from attnops_tpu.flash.tile_sizes import Problem, choose
-from attnops_tpu.generations import generation
+from attnops_tpu.generations import bounds_checks, generation
 
 if TYPE_CHECKING:
     from attnops.typing import DType, PyTree
@@ -66,6 +66,7 @@ class PallasFlash(FlashBackend):
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), is_partial=call.is_partial,
             scoring=scoring, precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale,
             interpret=metadata.interpret, strided_rotation=generation().strided_rotation,
+            bounds_checks=bounds_checks(),
             **tiles._asdict(),
         )  # fmt: skip
 

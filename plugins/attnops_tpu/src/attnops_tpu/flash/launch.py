@@ -103,7 +103,7 @@ def compiler_params(plan: Plan, axes: int, memory: int) -> pltpu.CompilerParams:
         dimension_semantics=(PARALLEL, PARALLEL, *[ARBITRARY] * (axes - 2)),
         vmem_limit_bytes=min(plan.vmem, int(factor * memory) + offset),
         # Block indices are those of tile schedules, which are checked here; the interpreter checks them too.
-        disable_bounds_checks=True,
+        disable_bounds_checks=not plan.bounds_checks,
     )
 
 

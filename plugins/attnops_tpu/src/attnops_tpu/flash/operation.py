@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import ClassVar, Final
 
 import jax
@@ -13,6 +13,7 @@ from attnops.kernels import FlashBackend
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
+from attnops_tpu.generations import bounds_checks
 
 # The primitives of a `MaskFn` or a `ScoreFn` that kernels evaluate for each score; the tests compile each of them.
 PRIMITIVES: Final = frozenset({
@@ -53,6 +54,10 @@ class TPUFlashAttention(FlashAttention):
             elif length > MAX_TILES * (block or LARGEST):
                 yield Reason(name, block, f"{length} tokens are more than {MAX_TILES} such tiles",
                              "leave it out for the table's, or shard the sequence")  # fmt: skip
+
+    def environment_key(self) -> Hashable:
+        """See `attnops.BaseOperation.environment_key`: whether kernels have bounds checks, too."""
+        return super().environment_key(), bounds_checks()
 
     # The contract's options that it has, a parameter each.
     def forward_tpu(

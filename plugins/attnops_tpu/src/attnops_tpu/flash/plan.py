@@ -37,6 +37,7 @@ class Plan:
         span: tiles of queries whose gradients are in vector memory at a time.
         strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.
         interpret: whether kernels run in Pallas's interpreter.
+        bounds_checks: whether kernels check that their accesses are in bounds.
         split: the query heads of a kv head are processed in so many groups in the backward pass; a divisor of G.
         vmem: the most bytes of vector memory that a kernel may use.
     """
@@ -62,6 +63,7 @@ class Plan:
     split: int
     strided_rotation: bool
     interpret: bool
+    bounds_checks: bool
     vmem: int
 
     @property

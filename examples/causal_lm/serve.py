@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from .model import CausalLM
     from .tokenizer import Tokenizer
 
+CONTEXT = 4  # last tokens of a prompt, after which the text of the next is looked for
+
 # --- Requests and their text ------------------------------------------------------------------------------------------
 
 
@@ -316,7 +318,8 @@ class Engine:
             if len(self.waiting) + len(requests) > self.max_waiting:
                 raise QueueFullError(f"{len(self.waiting)} requests wait, and at most {self.max_waiting} may")
             for request in requests:
-                request.number, request.text = next(self.numbers), TextOfRow(self.tokenizer, request.stop)
+                request.number = next(self.numbers)
+                request.text = TextOfRow(self.tokenizer, request.stop, request.tokens[-CONTEXT:])
                 self.waiting.append(request)
             self.changed.notify_all()
 

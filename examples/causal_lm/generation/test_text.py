@@ -6,6 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models
 
 from .text import Detokenizer, StopStrings, TextOfRow, TextStreamer
 
@@ -23,6 +25,17 @@ def test_pieces_are_whole_characters_and_joined_are_the_text(text: str) -> None:
     pieces = [row.push(token) for token in text.encode()]
     assert "".join(pieces) + row.finish() == text
     assert not any("�" in piece for piece in pieces)
+
+
+def test_a_word_after_a_prompt_has_its_space() -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"▁Paris": 0, "▁is": 1, "<end>": 2}))
+    words.decoder = decoders.Metaspace()
+    words.add_special_tokens(["<end>"])
+    for context, first in (((), "Paris"), ((1,), " Paris"), ((1, 1), " Paris"), ((2,), "Paris")):
+        row = Detokenizer(words, context)
+        assert [row.push(token) for token in (0, 1)] == [first, " is"]
+    row = Detokenizer(Bytes(), "🙂".encode()[:2])  # a prompt that ends within a character
+    assert row.push(ord("a")) == "a"
 
 
 def test_a_broken_character_comes_at_the_end() -> None:

@@ -33,12 +33,19 @@ class Detokenizer:
 
     A token may end within a character; its text is kept until the character is whole. Only the tokens since the last
     whole character, and those of the piece before it, are decoded again.
+
+    Args:
+        tokenizer: of the model.
+        context: tokens before the first one, such as the prompt's last; their text is not returned. Tokenizers of
+            SentencePiece leave out the space that a text begins with, so that without it a word would lack its space.
     """
 
-    def __init__(self, tokenizer: Decoder) -> None:
+    def __init__(self, tokenizer: Decoder, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._before, self._read = 0, 0  # where the last piece begins, and where it ends
+        self._ids = list(context)
+        if context and tokenizer.decode(self._ids).endswith(_REPLACEMENT):  # it ends within a character
+            self._ids.clear()
+        self._before, self._read = 0, len(self._ids)  # where the last piece begins, and where it ends
 
     def push(self, token: int) -> str:
         """The text that one more token completes."""
@@ -93,10 +100,10 @@ class StopStrings:
 
 
 class TextOfRow:
-    """The text of one row until a stop string."""
+    """The text of one row until a stop string. See `Detokenizer` for the context."""
 
-    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = ()) -> None:
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+        self._detokenizer, self._stops = Detokenizer(tokenizer, context), StopStrings(stops)
         self.text = ""
 
     @property

@@ -238,8 +238,8 @@ class Engine:
         codec: how keys and values are stored; None: as they are.
 
     Raises:
-        ValueError: a request of ``max_length`` does not fit, in pages or in the model's context, or a step has no room
-            for a prompt.
+        ValueError: a size is not positive, a request of ``max_length`` does not fit, in pages or in the model's context,
+            or a step has no room for a prompt.
     """
 
     def __init__(
@@ -256,13 +256,8 @@ class Engine:
         prefix_sharing: bool = True,
         codec: Quantized | None = None,
     ) -> None:
+        _check_sizes(model.config.max_position_embeddings, rows, pages, page_size, max_length, chunks)
         width = math.ceil(max_length / page_size)  # M
-        if pages < width:
-            raise ValueError(f"pages={pages} of {page_size} tokens must hold one request of max_length={max_length}")
-        if max_length > (context := model.config.max_position_embeddings):
-            raise ValueError(f"max_length={max_length} must be at most the model's context, {context} tokens")
-        if not chunks or min(chunks) <= rows:
-            raise ValueError(f"chunks={chunks} must be more than rows={rows}: prompts advance while others generate")
         self.tokenizer, self.rows, self.chunks, self.max_waiting = tokenizer, rows, sorted(chunks), max_waiting
         self.vocab_size, self.max_length = model.config.vocab_size, width * page_size
         self.eos_ids = frozenset(tokenizer.eos_ids)
@@ -526,6 +521,17 @@ class Engine:
             text += request.text.finish()
             self._release(request)
         request.emit(Delta(text, reason))
+
+
+def _check_sizes(context: int, rows: int, pages: int, page_size: int, max_length: int, chunks: Sequence[int]) -> None:
+    if min(rows, page_size, max_length) < 1:
+        raise ValueError(f"rows={rows}, page_size={page_size} and max_length={max_length} must each be at least 1")
+    if pages * page_size < max_length:
+        raise ValueError(f"pages={pages} of {page_size} tokens must hold one request of max_length={max_length}")
+    if max_length > context:
+        raise ValueError(f"max_length={max_length} must be at most the model's context, {context} tokens")
+    if not chunks or min(chunks) <= rows:
+        raise ValueError(f"chunks={chunks} must be more than rows={rows}: prompts advance while others generate")
 
 
 # --- The endpoints ----------------------------------------------------------------------------------------------------

@@ -257,6 +257,8 @@ def test_an_engine_that_could_not_serve_every_request_is_refused(model: CausalLM
         make_engine(model, pages=3, max_length=16)
     with pytest.raises(ValueError, match="max_length=257 must be at most the model's context, 256 tokens"):
         make_engine(model, pages=100, max_length=257)
+    with pytest.raises(ValueError, match="rows=4, page_size=0 and max_length=64 must each be at least 1"):
+        make_engine(model, page_size=0)
     with pytest.raises(ValueError, match="must be more than rows=4"):
         make_engine(model, chunks=[4])
 

@@ -238,7 +238,7 @@ class Engine:
         codec: how keys and values are stored; None: as they are.
 
     Raises:
-        ValueError: a size is not positive, a request of ``max_length`` does not fit, in pages or in the model's context,
+        ValueError: a size is not positive, a request of ``max_length`` does not fit into pages or the model's context,
             or a step has no room for a prompt.
     """
 

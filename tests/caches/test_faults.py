@@ -54,6 +54,14 @@ def test_of_two_traced_runs_of_a_row_the_first_is_computed_and_the_second_is_pad
     assert cache.overflowed.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("other", [0, -1, 7])
+def test_where_runs_are_traced_those_that_are_empty_may_have_any_known_slot(flash: Any, other: int) -> None:
+    *wanted, cache = stepped(flash, jnp.array([0, 2, 5]), jnp.array([0, 1]))
+    *found, same = stepped(flash, jnp.array([0, 2, 5, 5]), np.array([0, 1, other]))
+    for x, y in zip([*found, *jax.tree.leaves(same)], [*wanted, *jax.tree.leaves(cache)], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_traced_starts_beyond_the_queries_are_the_queries_there_are(flash: Any) -> None:
     wanted, wanted_lse, _ = stepped(flash, jnp.array([0, 2, 5]), jnp.array([0, 1]))
     out, lse, _ = stepped(flash, jnp.array([0, 2, 9]), jnp.array([0, 1]))

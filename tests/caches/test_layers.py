@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
+from attnops.caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache
 from attnops.masks import Causal
 
 L, B, S, H, K, D = 3, 2, 12, 4, 2, 8
@@ -115,3 +115,21 @@ def test_what_has_no_layer_axis_is_refused() -> None:
         create("dense", L).read()
     with pytest.raises(ValueError, match="take_rows is for all layers together"):
         create("dense", L).layer(1).take_rows(np.array([0, 1]))  # type: ignore[attr-defined]
+
+
+def test_a_fork_is_of_all_layers() -> None:
+    pool = PagePool.create(pages=8, page_size=4, rows=B, max_pages=3).reserve(np.array([6, 0]))
+    ids = [0, 1], [1, -1]  # the second entry does nothing
+    forked, copies = pool.fork(*map(np.array, ids))
+    key, value = tokens(0, K, 6), tokens(1, K, 6)
+    whole, ones = create("pages", L).with_table(pool.table), []  # type: ignore[attr-defined]
+    for layer in range(L):
+        one = create("pages", None).with_table(pool.table)  # type: ignore[attr-defined]
+        ones.append(one.append(key[layer], value[layer], [6, 0]).fork(*ids, forked.table, copies))
+        whole = whole.with_layer(layer, whole.layer(layer).append(key[layer], value[layer], [6, 0]))
+    whole = whole.fork(*ids, forked.table, copies)
+    assert whole.lengths.tolist() == [[6, 6]] * L
+    for found, *wanted in zip(jax.tree.leaves(whole), *map(jax.tree.leaves, ones), strict=True):
+        np.testing.assert_array_equal(found, np.stack(wanted))
+    with pytest.raises(ValueError, match="copy_pages is for all layers together"):
+        whole.layer(1).fork(*ids, forked.table, copies)

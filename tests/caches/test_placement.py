@@ -193,6 +193,25 @@ def test_a_context_that_is_cut_is_merged_in_one_exchange(
     assert not np.asarray(results[0].attention_outputs)[1].any()
 
 
+@pytest.mark.parametrize(
+    ("rows", "kind"),
+    [
+        ([3, 0, 1], AxisType.Explicit),
+        *(pytest.param([0, 0, 3, 1, 2, 0], kind, marks=slow) for kind in (AxisType.Auto, AxisType.Explicit)),
+        pytest.param([3, 0, 1], AxisType.Auto, marks=slow),
+    ],
+)
+def test_another_number_of_rows_is_taken_and_sharded_where_it_divides(rows: list[int], kind: AxisType) -> None:
+    mesh = mesh_of("dp", "tp", kind=kind)
+    placed, single = (cache.take_rows(rows) for cache in pair("dense", mesh))
+    assert placed.store.key.sharding.spec[0] == placed.placement.batch == ("dp" if len(rows) % 2 == 0 else None)
+    query, key, value = array(len(rows), 1, H, D), array(len(rows), 1, K, D), array(len(rows), 1, K, D)
+    found, placed = operation("flash", mesh=mesh).step(query, key, value, placed, mask=Causal())
+    wanted, single = operation("flash").step(query, key, value, single, mask=Causal())
+    np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
+    equal(placed, single)
+
+
 @slow
 @pytest.mark.parametrize("names", [("dp", "sp"), ("dp", "tp")])
 @pytest.mark.parametrize("name", ["attnops:flash", "attnops:vanilla"])

@@ -11,7 +11,7 @@ import pytest
 
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi
-from attnops.caches import DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache
+from attnops.caches import DenseCache, PageCopies, PagedCache, PagePool, Quantized, Rows, WindowCache
 from attnops.masks import Ancestors, Causal, Dense, KeyPadding, Segments
 
 B, H, K, D, S = 2, 4, 2, 8, 12
@@ -97,6 +97,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no slots": (lambda: DenseCache.create(length=0, **OPTIONS), r"length=0 must be an int of at least 1"),
     "a chosen row that is an id": (
         lambda: dense().reset(np.array([1, 0])), r"rows is int\d+ \(2,\), but must be bool \[B\]=\(2,\)",
+    ),
+    "a fork of as many sources as not targets": (
+        lambda: paged().fork([0, 1], [1], paged().table, PageCopies(np.array([-1]), np.array([-1]))),
+        r"source has shape \(2,\) and target \(1,\), but both must have shape \[N\]",
+    ),
+    "copies of as many sources as not targets": (
+        lambda: paged().copy_pages(PageCopies(np.array([1]), np.array([2, 3]))),
+        r"copies\.source has shape \(1,\) and copies\.target \(2,\), but both must have shape \[N\]",
+    ),
+    "copies of pages that are no integers": (
+        lambda: paged().copy_pages(PageCopies(np.array([1.5]), np.array([2]))),
+        r"copies\.source has dtype float64, but must be integers",
     ),
     "rows that overlap": (
         lambda: OP(PACKED, dense(), rows=Rows([0, 2, 5], [1, 1])),

@@ -33,8 +33,8 @@ class Contents(NamedTuple):
     """What a cache holds, by slot.
 
     Attributes:
-        keys: [B, S, K, D], dequantised.
-        values: [B, S, K, Dv].
+        keys: [B, S, K, D], dequantised, of the cache's dtype.
+        values: [B, S, K, Dv], dequantised, of the cache's dtype.
         positions: of the tokens in their sequences, int32 [B, S].
         held: whether the slot holds a token, bool [B, S]; the others may hold anything, NaN too.
     """
@@ -58,7 +58,9 @@ class Cache(abc.ABC):
     with ``keys, values, positions, held = cache.read()``. All methods return a new cache and leave the old one as it
     is; where its buffers are donated they are updated in place.
 
-    A layer axis may be in front of every array (``create(layers=L)``); methods are for one layer, see `layer`.
+    A layer axis may be in front of every array (``create(layers=L)``). Methods are for one layer, see `layer`, and
+    raise a `ValueError` for all together; except ``with_table``, and those that move rows or pages (``take_rows``,
+    ``fork``, ``copy_pages``), which are for all layers.
 
     Attributes:
         store: the arrays of the tokens.
@@ -146,15 +148,17 @@ class Cache(abc.ABC):
 
         Args:
             key: [B, T, K, D], of the cache's dtype; [1, N, K, D] with ``rows``.
-            value: [B, T, K, Dv], of the cache's dtype; None for latent content.
-            lengths: integers [B]: of row b the first ``lengths[b]`` tokens are real. None: all T.
+            value: [B, T, K, Dv], of the cache's dtype; [1, N, K, Dv] with ``rows``; None for latent content.
+            lengths: integers [B] from 0 to T: of row b the first ``lengths[b]`` tokens are real. None: all T. Those
+                known when tracing are checked, others are clipped.
             rows: which packed tokens belong to which row; None for a batch [B, T].
 
         Tokens that don't fit are dropped and set ``overflowed``; nothing else is changed by them. So are those of
-        a run whose row has another run before it.
+        a run whose row has another run before it. Those of a run whose slot is no row are padding.
 
         Raises:
-            ValueError: another shape or dtype.
+            ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
+            UnsupportedError: packed rows, and a mesh that shards the context.
         """
         self._check_layer()
         batch = self.batch if rows is None else 1
@@ -218,7 +222,13 @@ class Cache(abc.ABC):
         """The cache with the last tokens taken back, such as rejected drafts.
 
         Args:
-            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices; more than it has keeps all.
+            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices; more than it has keeps all, and a
+                negative number none.
+
+        A `PagedCache` keeps its table: `PagePool.truncate` gives pages back.
+
+        Raises:
+            ValueError: another shape or dtype.
         """
         self._check_layer()
         kept = jnp.minimum(self.lengths, jnp.maximum(integers_by_row("lengths", lengths, self.batch), 0))
@@ -267,7 +277,15 @@ class Cache(abc.ABC):
         return dataclasses.replace(self, store=self.store.layer(layer), **fields)  # type: ignore[arg-type]
 
     def with_layer(self, layer: ArrayLike, one: Self) -> Self:
-        """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``."""
+        """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``.
+
+        Args:
+            layer: the integer that `layer` was given.
+            one: that layer afterwards.
+
+        Raises:
+            ValueError: there is no layer axis, a known layer is not in it, or ``one`` is no layer of a cache.
+        """
         if self.lengths.ndim != 2 or not isinstance(one, Cache) or one.store.first is None:
             raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
         check_layer(layer, self.lengths.shape[0])
@@ -285,6 +303,11 @@ class Cache(abc.ABC):
 
         Args:
             rows: bool [B], True for those to be emptied.
+
+        A `PagedCache` keeps its table: `PagePool.release` gives pages back.
+
+        Raises:
+            ValueError: another shape or dtype.
         """
         self._check_layer()
         chosen = jnp.asarray(rows)

@@ -14,6 +14,7 @@ from attnops.caches.codec import Quantized
 from attnops.caches.create import check_size, create_rows, create_store
 from attnops.caches.integers import int32
 from attnops.caches.store import Pieces
+from attnops.sharding.placing import placed
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -57,15 +58,16 @@ class DenseCache(Cache):
             codec: how tokens are stored; None: as they are.
             latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
                 features of the key, and is not stored again.
-            key_scale: with scales by tensor, float32 []; by head, [K].
-            value_scale: likewise of the values.
+            key_scale: with scales by tensor, float32 []; by head, [K]; [L] or [L, K] for layers that differ.
+            value_scale: the same of the values.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
             layers: L, for a layer axis in front of every array; None for none.
 
         Memory: B · S tokens of ``bytes_per_token``, times L.
 
         Raises:
-            ValueError: a size below 1, or scales that the codec has not.
+            ValueError: a size below 1; another dtype or codec; a latent larger than D; scales that are missing, or that
+                the codec computes itself, or that are known not to be above 0; starts that are known to be negative.
         """
         check_size("batch", batch)
         store = create_store(
@@ -100,11 +102,14 @@ class DenseCache(Cache):
         """The cache with row ``rows[b]`` in place of row b, as beam search reorders them.
 
         Args:
-            rows: integers [B']. Known ones are checked; in place of a traced one that is no row there is an empty row
-                whose ``overflowed`` is set.
+            rows: integers [B']. Those known when tracing are checked; in place of another that is no row there is an
+                empty row whose ``overflowed`` is set.
+
+        On a mesh, axes that do not divide B' no longer shard the rows. With a layer axis, of every layer.
 
         Raises:
-            ValueError: they are not integers of rank 1, or known not to be rows.
+            ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of one with a
+                layer axis.
         """
         return take_rows(self, rows)
 
@@ -139,7 +144,9 @@ def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
         return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **blocks), **fields)  # type: ignore[arg-type]
 
     placement = None if cache.placement is None else cache.placement.free()
-    if placement is None or index.shape != (cache.batch,):
+    if cache.placement is None or placement is None:
         return taken(cache)
-    result: CacheType = placement.by_compiler(taken, cache, placement.specs(cache))
-    return result
+    changed = {"placement": cache.placement.for_rows(index.shape[0])}
+    specs = placement.for_rows(index.shape[0]).specs(dataclasses.replace(cache, **changed))  # type: ignore[arg-type]
+    result: CacheType = placement.by_compiler(lambda cache: dataclasses.replace(taken(cache), **changed), cache, specs)  # type: ignore[arg-type]
+    return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]

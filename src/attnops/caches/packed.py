@@ -25,7 +25,9 @@ class Rows:
 
     Attributes:
         starts: integers [R + 1], not decreasing.
-        slots: integers [R], different from each other; the rows of the cache. Where a run is empty, any.
+        slots: integers [R], different from each other; the rows of the cache. Where a run is empty, any. They are
+            checked where starts and slots are known when tracing; else queries of a slot that is no row, and of a run
+            whose row has another run before it, are padding.
     """
 
     starts: Leaf
@@ -58,9 +60,8 @@ class Rows:
             raise ValueError("Rows has 0 slots, but must have at least 1; its run may be empty: Rows([0, 0], [0])")
         if isinstance(starts, np.ndarray):
             _check_starts(starts.astype(np.int64), N)
-        if isinstance(slots, np.ndarray):
-            runs = np.diff(starts.astype(np.int64)) > 0 if isinstance(starts, np.ndarray) else np.ones(len(slots), bool)
-            _check_slots(slots.astype(np.int64)[runs], batch)
+        if isinstance(slots, np.ndarray) and isinstance(starts, np.ndarray):
+            _check_slots(slots.astype(np.int64)[np.diff(starts.astype(np.int64)) > 0], batch)
         return Rows(int32(starts), int32(slots))
 
     def counts(self, N: int, batch: int) -> jax.Array:

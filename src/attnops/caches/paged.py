@@ -200,40 +200,46 @@ class PagedCache(Cache):
     def fork(self, source: ArrayLike, target: ArrayLike, table: ArrayLike, copies: PageCopies) -> Self:
         """Rows that become copies of others, as `PagePool.fork` decided: their pages are shared, the last one copied.
 
+        With a layer axis, of every layer.
+
         Args:
-            source: integers [N], −1 for none.
-            target: integers [N].
+            source: integers [N], the rows to copy; −1, or no row, for an entry that does nothing.
+            target: integers [N], the rows to replace; −1, or no row, for an entry that does nothing.
             table: the pool's table, afterwards.
             copies: which pages are copied, from `PagePool.fork`.
 
         Raises:
+            TypeError, ValueError: source and target that are not integers of one shape [N]; see also `copy_pages` and
+                `with_table`.
             UnsupportedError: see `copy_pages`.
         """
-        self._check_layer()
-        self._check_whole()
-        source, target = (int32(integers(name, x)) for name, x in (("source", source), ("target", target)))
+        moved = self.copy_pages(copies)
+        source, target = _pairs(source, target)
         fields: dict[str, Any] = {"lengths": self.lengths, "starts": self.starts, "overflowed": self.overflowed}
         for i in range(source.shape[0]):  # in order: a target may be a later source
             is_copied = (source[i] >= 0) & (source[i] < self.batch) & (target[i] >= 0)
             to = jnp.where(is_copied, target[i], self.batch)
             fields = {
-                name: jnp.asarray(x).at[to].set(x[jnp.maximum(source[i], 0)], mode="drop") for name, x in fields.items()
+                name: jnp.asarray(x).at[..., to].set(x[..., jnp.maximum(source[i], 0)], mode="drop")
+                for name, x in fields.items()
             }
-        return dataclasses.replace(self.copy_pages(copies).with_table(table), **fields)
+        return dataclasses.replace(moved.with_table(table), **fields)
 
     def copy_pages(self, copies: PageCopies) -> Self:
         """The cache with pages copied, all read before any is written; with a layer axis, of every layer.
 
         Args:
-            copies: ``source`` and ``target``, int32 [N]; −1 for none.
+            copies: ``source`` and ``target``, integers [N]; −1 for none.
 
         Raises:
+            TypeError, ValueError: they are not integers of one shape [N].
+            ValueError: the cache is one layer of one with a layer axis.
             UnsupportedError: a mesh shards the pages; each shard copies its own, in a `jax.shard_map`.
         """
         if self.store.first is not None:
             raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
         self._check_whole()
-        source, target = (jnp.asarray(x, jnp.int32) for x in copies)
+        source, target = _pairs(copies.source, copies.target, "copies.")
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
         lead = (slice(None),) * (self.lengths.ndim - 1)
@@ -252,3 +258,13 @@ class PagedCache(Cache):
                 "call it in a jax.shard_map over these axes, with cache.specs as in_specs and out_specs",
             )  # fmt: skip
             raise UnsupportedError(f"pages can't be copied or forked here:\n  - {reason}", [reason])
+
+
+def _pairs(source: Any, target: Any, prefix: str = "") -> tuple[jax.Array, jax.Array]:
+    """Integers [N] that belong together, as int32; ``prefix`` is in front of their names in messages."""
+    source, target = integers(f"{prefix}source", source), integers(f"{prefix}target", target)
+    if source.ndim != 1 or source.shape != target.shape:
+        raise ValueError(
+            f"{prefix}source has shape {source.shape} and {prefix}target {target.shape}, but both must have shape [N]"
+        )
+    return int32(source), int32(target)

@@ -67,6 +67,12 @@ class Placement:
         found = Placement(self.mesh, *kept)
         return None if (found.batch, found.kv_heads, found.slots) == (None, None, None) else found
 
+    def for_rows(self, rows: int) -> Placement:
+        """This placement for another number of rows: without the axes that do not divide it."""
+        names, manual = names_of(self.batch), manual_axes()
+        kept = names_of(_dividing(self.batch, rows, self.mesh))
+        return dataclasses.replace(self, batch=entry_of(name for name in names if name in manual or name in kept))
+
     def shards(self, entry: MeshAxes) -> int:
         """The devices along some of its mesh axes."""
         return math.prod(self.mesh.shape[name] for name in names_of(entry))
@@ -122,6 +128,9 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
 
     Returns:
         The cache with its ``placement``; its methods give caches with the same one.
+
+    Raises:
+        ValueError: see the ``create`` of the cache's class.
     """
     shape = jax.eval_shape(create)
     placement = placement_of(shape, mesh, axis_rules)
@@ -145,24 +154,26 @@ def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_
         by_page: whether the rows of a `PagedCache` may have pages of their shard only.
     """
     spec = axis_rules.spec([BATCH, KV_HEAD, KV_LENGTH], mode=MODE_DECODE)
-    manual = manual_axes()
     paged, dense = cache.storage == "PagedCache", cache.storage == "DenseCache"
     # A number that mesh axes divide if they divide rows and pages.
     rows = math.gcd(cache.batch, cache.store.own_blocks) if paged else cache.batch
     if cache.store.first is not None:
         rows = 1  # one layer among the blocks of others
 
-    def dividing(entry: MeshAxes, size: int) -> MeshAxes:
-        names = tuple(name for name in names_of(entry) if name not in manual)
-        kept = names_of(correct_spec(PartitionSpec(names), (size,), mesh)[0]) if names else ()
-        return entry_of(name for name in kept if mesh.shape[name] > 1)
-
     return Placement(
         mesh=mesh,
-        batch=dividing(spec[0], rows) if by_page or not paged else None,
-        kv_heads=dividing(spec[1], cache.kv_heads),
-        slots=dividing(spec[2], cache.length) if dense else None,
+        batch=_dividing(spec[0], rows, mesh) if by_page or not paged else None,
+        kv_heads=_dividing(spec[1], cache.kv_heads, mesh),
+        slots=_dividing(spec[2], cache.length, mesh) if dense else None,
     )
+
+
+def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
+    """The axes of a mesh that divide a size, without those that an enclosing `jax.shard_map` uses."""
+    manual = manual_axes()
+    names = tuple(name for name in names_of(entry) if name not in manual)
+    kept = names_of(correct_spec(PartitionSpec(names), (size,), mesh)[0]) if names else ()
+    return entry_of(name for name in kept if mesh.shape[name] > 1)
 
 
 def append(

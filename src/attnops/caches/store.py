@@ -47,7 +47,7 @@ class Store:
         key: [blocks, K, n, D], in the codec's dtype; narrow floats as bits, see `attnops.caches.bits`.
         value: [blocks, K, n, Dv]; None for latent content, whose value is a part of the key.
         key_scale: float32 [], [K] or [blocks, K, n], by the codec; None without one.
-        value_scale: likewise of the values.
+        value_scale: the same of the values; None of latent content.
         dtype: of keys and values as they are appended and read.
         codec: None: tokens are stored as they are.
         latent: the value is the first so many features of the key; None where values are stored.

@@ -96,6 +96,8 @@ class Decoder(nnx.Module):
             raise ValueError("query_lengths and rows are for calls with past_key_values; without, give attention_mask")
         if past_key_values is not None and len(past_key_values) != self.config.num_layers:
             raise ValueError(f"{len(past_key_values)} caches given, but the model has {self.config.num_layers} layers")
+        given = (input_ids, inputs_embeds, attention_mask, segment_ids)
+        input_ids, inputs_embeds, attention_mask, segment_ids = _checked(*given)
         if input_ids is not None:
             x = self.embed[...][input_ids].astype(self.dtype)
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
@@ -120,6 +122,20 @@ class Decoder(nnx.Module):
             if cache is not None and past_key_values is not None:
                 caches.append(with_own_arrays(cache, past_key_values[i]))
         return self.norm(x), tuple(caches) if past_key_values is not None else None
+
+
+def _checked(*given: Any) -> tuple[jax.Array | None, ...]:
+    """Tokens or their embeddings, their mask and their documents, as arrays whose shapes fit."""
+    ids, embeds, mask, segments = arrays = tuple(None if x is None else jnp.asarray(x) for x in given)
+    if ids is not None and (ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer)):
+        raise ValueError(f"input_ids are {ids.dtype} {ids.shape}, but must be integers [B, T]")
+    if embeds is not None and embeds.ndim != 3:
+        raise ValueError(f"inputs_embeds have shape {embeds.shape}, but must be [B, T, M]")
+    tokens = (embeds if ids is None else ids).shape[:2]
+    for name, x in (("attention_mask", mask), ("segment_ids", segments)):
+        if x is not None and x.shape != tokens:
+            raise ValueError(f"{name} has shape {x.shape}, but must have that of the tokens, {tokens}")
+    return arrays
 
 
 def _positions(
@@ -193,10 +209,10 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
         Memory: logits are float32, B · T · V · 4 bytes without ``logits_at``.
 
         Raises:
-            ValueError: options that exclude each other, or caches of another number of layers.
+            ValueError: options that exclude each other, or don't fit the tokens, or caches of another number of layers.
         """
         hidden, caches = self.hidden(input_ids, **options)
-        x = hidden if logits_at is None else jnp.take_along_axis(hidden, logits_at[..., None], axis=1)
+        x = hidden if logits_at is None else jnp.take_along_axis(hidden, jnp.asarray(logits_at)[..., None], axis=1)
         return CausalLMOutput(self.logits(x), caches, hidden)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -245,6 +261,6 @@ class SequenceClassifier(Decoder, Pretrained, ClassifierProtocol):
         B, T, _ = hidden.shape
         last = jnp.full((B,), T - 1)
         if attention_mask is not None:
-            last = (T - 1) - jnp.argmax(attention_mask[:, ::-1].astype(bool), axis=1)
+            last = (T - 1) - jnp.argmax(jnp.asarray(attention_mask)[:, ::-1].astype(bool), axis=1)
         pooled = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
         return SequenceClassifierOutput(self.score(pooled).astype(jnp.float32), hidden)

@@ -151,6 +151,22 @@ def test_what_excludes_each_other_is_refused() -> None:
         small(model_type="bert")
 
 
+def test_lists_are_taken_and_other_shapes_and_dtypes_refused() -> None:
+    model = small()
+    expected = model(jnp.array([[1, 2, 3]]), attention_mask=jnp.array([[1, 1, 0]]), logits_at=jnp.array([[1]]))
+    assert jnp.array_equal(model([[1, 2, 3]], attention_mask=[[1, 1, 0]], logits_at=[[1]]).logits, expected.logits)  # type: ignore[arg-type]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"input_ids": jnp.ones((1, 2))}, r"input_ids are float32 \(1, 2\), but must be integers \[B, T\]"),
+        ({"input_ids": jnp.ones(3, int)}, r"input_ids are int32 \(3,\), but must be integers"),
+        ({"inputs_embeds": jnp.ones((3, 32))}, r"inputs_embeds have shape \(3, 32\), but must be \[B, T, M\]"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, r"attention_mask has shape \(1, 1\), but must .* \(1, 2\)"),
+        ({"input_ids": [[1, 2]], "segment_ids": [0, 1]}, r"segment_ids has shape \(2,\), but must .* \(1, 2\)"),
+    ]
+    for options, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            model(**options)
+
+
 def test_logits_of_no_tokens_are_empty() -> None:
     none = jnp.zeros((B, 0), jnp.int32)
     for tied in (True, False):

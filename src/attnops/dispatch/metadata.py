@@ -40,7 +40,7 @@ class OperationMetadata:
             ``dropout_key``, which is required in train mode; in the other modes a call without one drops nothing.
         layout: ``"BTHD"`` for arrays of shape [batch, length, heads, head_dim], ``"BHTD"`` for heads first.
         mode: runtime mode (a constant of `attnops.sharding`, or "train", "prefill", "decode", "insert").
-            None: decode where the query's length is 1, else train.
+            None: decode where the query's length is 1, else train; over a cache prefill, since train is refused there.
         platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: see `attnops.dispatch.platforms.find_platform`.
         mesh: the mesh that calls run on. None: the current mesh (`jax.set_mesh`), else that of the arrays' types
             (`jax.sharding.AxisType.Explicit`), if any. It must have the axes of the current mesh, if there is one.

@@ -553,11 +553,23 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
+class Part(Strict):
+    """A part of a turn's content; images and sound are not served."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: str | Annotated[list[Part], Field(min_length=1)]
+
+    def for_template(self) -> dict[str, str]:
+        """With the content as one text, a line a part."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": content}
 
 
 class Body(Strict):
@@ -664,7 +676,7 @@ class Server:
         """Answer a conversation."""
         body = await self._body(http, ChatBody)
         try:
-            text = self.engine.tokenizer.chat([x.model_dump() for x in body.messages])
+            text = self.engine.tokenizer.chat([x.for_template() for x in body.messages])
         except (ValueError, jinja2.TemplateError) as error:  # such as roles that do not alternate
             raise APIError(400, f"messages: {error}", "messages") from None
         if body.max_tokens is not None and body.max_completion_tokens is not None:

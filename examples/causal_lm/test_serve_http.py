@@ -88,6 +88,8 @@ def test_streamed_and_whole_chats_are_equal_and_continue_the_chat_template(clien
     assert events[0].choices[0].delta.role == "assistant"
     content = "".join(x.choices[0].delta.content or "" for x in events)
     assert content == whole.choices[0].message.content
+    options["messages"] = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert client.chat.completions.create(**options).choices[0].message.content == content
     options.pop("messages")
     options["max_tokens"] = options.pop("max_completion_tokens")
     assert client.completions.create(**options, prompt="<user>Hi").choices[0].text == content
@@ -150,6 +152,8 @@ CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content
         (GOOD | {"str": 4}, "str"),
         ({"model": "small", "messages": []}, "messages"),
         ({"model": "small", "messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"model": "small", "messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         (CHAT | {"messages": [*CHAT["messages"], {"role": "x", "content": "a"}]}, "messages[1].role"),
         (CHAT | {"tools": []}, "tools"),
         (CHAT | {"max_completion_tokens": LENGTH}, "max_completion_tokens"),

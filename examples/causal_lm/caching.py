@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from attnops import OperationMetadata
@@ -86,12 +87,16 @@ class Caching:
                 place of all S tokens.
 
         Memory: of each layer 2 · B · S · K · D elements; of one with a `WindowCache`, (window + max_append) for S.
+
+        Raises:
+            ValueError: starts that are not integers from 0 to S, or not B of them; sizes that no cache has.
         """
         c = self.config
         del pad_token_id
         if shardings is None and self.metadata.mesh is not None:
             shardings = {"mesh": self.metadata.mesh, "rules": self.metadata.axis_rules}
         if starts is not None:
+            _check_starts(starts, batch_size, max_length)
             starts = jnp.broadcast_to(jnp.asarray(starts, jnp.int32), (batch_size,))
         sizes = {
             "batch": batch_size, "kv_heads": c.num_kv_heads, "head_dim": c.head_dim, "dtype": self.dtype,
@@ -179,6 +184,18 @@ class Caching:
             for _ in range(metadata.num_layers)
         )  # fmt: skip
         return caches, pool
+
+
+def _check_starts(starts: ArrayLike, batch_size: int, max_length: int) -> None:
+    if isinstance(starts, jax.core.Tracer) or not getattr(starts, "is_fully_addressable", True):
+        return  # what they are is not known here
+    host = np.asarray(starts)
+    if host.dtype.kind not in "iu" or host.shape not in ((), (batch_size,)):
+        raise ValueError(f"starts are {host.dtype} {host.shape}, but must be one integer or {batch_size}, one a row")
+    if host.min() < 0 or host.max() > max_length:
+        raise ValueError(
+            f"starts={host.tolist()} must be from 0 to max_length={max_length}: they count tokens of a row"
+        )
 
 
 def with_table(caches: tuple[PagedCache, ...], table: jax.Array) -> tuple[PagedCache, ...]:

@@ -143,6 +143,12 @@ def test_what_excludes_each_other_is_refused() -> None:
         model(ids, past_key_values=caches[:1])
     with pytest.raises(ValueError, match="with past_key_values"):
         model(ids, query_lengths=jnp.ones(B, jnp.int32))
+    with pytest.raises(ValueError, match=r"starts=\[0, 9\] must be from 0 to max_length=8"):
+        model.init_cache(2, 8, starts=[0, 9])
+    with pytest.raises(ValueError, match=r"starts=-1 must be from 0 to max_length=8"):
+        model.init_cache(2, 8, starts=-1)
+    with pytest.raises(ValueError, match=r"starts are int64 \(3,\), but must be one integer or 2, one a row"):
+        model.init_cache(2, 8, starts=[0, 1, 2])
     with pytest.raises(ValueError, match="does not report its memory"):
         model.init_ragged_pages(page_size=4, hbm_utilization=0.9, max_model_length=S)
     with pytest.raises(ValueError, match=r"num_heads=4 must be a multiple of num_kv_heads=3"):

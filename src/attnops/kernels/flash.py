@@ -129,7 +129,10 @@ def attention(backend: FlashBackend, call: FlashCall) -> tuple[jax.Array, jax.Ar
     plan = backend.plan(fitted)
     given = fitted.query, fitted.key, fitted.value, backend.arrays(plan, fitted), backend.schedule(plan, fitted)
     out, lse, residual = backend.run(plan, Operands(*equally_varying(reverse_mode_only(given, REVERSE_ONLY))))
-    return out[..., : call.value.shape[3]].astype(call.out_dtype), lse, residual
+    Dv = call.value.shape[3]
+    # Eagerly, even a slice of everything costs as much as a kernel's launch.
+    out = out if out.shape[3] == Dv else out[..., :Dv]
+    return out if out.dtype == call.out_dtype else out.astype(call.out_dtype), lse, residual
 
 
 def partial(backend: FlashBackend, call: FlashCall) -> PartialSoftmax:

@@ -87,8 +87,8 @@ class VanillaAttention(OperationImpl):
         sink = None if sinks is None else sinks.astype(jnp.float32).reshape(K, H // K, 1, 1)
 
         weights, _, logsumexp = _softmax(scores, sink)
-        # A constant has no gradient, even if the cotangent of a fully masked row is NaN.
-        logsumexp = jnp.where(logsumexp == -jnp.inf, -jnp.inf, logsumexp)
+        if return_lse:  # a constant has no gradient, even if the cotangent of a fully masked row is NaN
+            logsumexp = jnp.where(logsumexp == -jnp.inf, -jnp.inf, logsumexp)
         if dropout_key is not None:
             prob = self.metadata.dropout_prob
             keep = dropout_mask(dropout_key, prob, (B, H, T, S)).reshape(weights.shape)
@@ -109,6 +109,8 @@ def _products(q: jax.Array, k: jax.Array, precision: lax.Precision) -> jax.Array
     """
     chunks = (slice(first, first + 128) for first in range(0, q.shape[-1], 128))
     dimensions = (((4,), (3,)), ((0, 1), (0, 1)))
+    if q.shape[-1] <= 128:  # eagerly, a slice of everything is a copy
+        return lax.dot_general(q, k, dimensions, precision=precision)
     products = (lax.dot_general(q[..., chunk], k[..., chunk], dimensions, precision=precision) for chunk in chunks)
     return functools.reduce(jnp.add, products)
 
@@ -130,14 +132,14 @@ def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.
     if sink is not None:
         sink = jnp.where(m == -jnp.inf, -jnp.inf, sink)
         m = jnp.maximum(m, sink)
-    m = jnp.maximum(m, jnp.finfo(m.dtype).min)
+    m = lax.max(m, jnp.finfo(m.dtype).min)
     numerator = jnp.exp(scores - m)
     l = numerator.sum(axis=-1, keepdims=True)
     at_sink = None if sink is None else jnp.exp(sink - m)
     if at_sink is not None:
         l = l + at_sink
     # The maximum contributes 1 to every other row.
-    denominator = jnp.maximum(l, 0.5)
+    denominator = lax.max(l, l.dtype.type(0.5))
     return numerator / denominator, None if at_sink is None else at_sink / denominator, m + jnp.log(l)
 
 

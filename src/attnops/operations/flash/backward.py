@@ -28,7 +28,7 @@ from attnops.operations.flash.operands import (
     unpack_transposed,
     zeros,
 )
-from attnops.operations.flash.plan import Index, Plan, TileIndex
+from attnops.operations.flash.plan import Index, Plan, TileIndex, quotient_and_remainder
 from attnops.operations.flash.scoring import Numbers
 from attnops.operations.flash.tile import allowed, cap_and_bias_vjp, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
@@ -156,7 +156,7 @@ def backward(plan: Plan, wants_bias: bool, inputs: Inputs, arrays: Arrays, sched
     dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 
     def row(i: Index, state: Gradients) -> Gradients:
-        group, kv_tile = i // plan.nk, i % plan.nk
+        group, kv_tile = quotient_and_remainder(i, plan.nk)
         keys = sweep.load_keys(group, kv_tile)
 
         def step(q_tile: Index, carry: Gradients, masked: bool) -> Gradients:

@@ -27,7 +27,7 @@ from attnops.operations.flash import whole
 from attnops.operations.flash.backend import NativeFlash, call_once
 from attnops.operations.flash.forward import KeyValue, LoadKeyValue, forward
 from attnops.operations.flash.operands import Arrays
-from attnops.operations.flash.plan import Index, Plan
+from attnops.operations.flash.plan import Index, Plan, quotient_and_remainder
 from attnops.operations.flash.tile_schedule import TileSchedule
 from attnops.operations.flash.tile_sizes import Row, choose_tiles
 
@@ -145,7 +145,7 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
 
     def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
         first = group * plan.problems_per_tile
-        row, head = first // plan.K, first % plan.K
+        row, head = quotient_and_remainder(first, plan.K)
         slot = plan.first_key(kv_tile)
         if blocks.is_packed:
             row, slot = slot // blocks.slots, slot % blocks.slots

@@ -23,7 +23,7 @@ from attnops.operations.flash.operands import (
     unpack_rows,
     zeros,
 )
-from attnops.operations.flash.plan import Index, Plan
+from attnops.operations.flash.plan import Index, Plan, quotient_and_remainder
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
 
@@ -100,7 +100,7 @@ def forward(
     score_unit = 1.0 if scoring.has_cap_or_bias or numbers.scale_residual is None else numbers.scale_residual
 
     def row(i: Index, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        group, q_tile = i // plan.nq, i % plan.nq
+        group, q_tile = quotient_and_remainder(i, plan.nq)
         q_ = numbers.fold_scale(load(plan, q, group, q_tile, plan.bq, query.dtype), plan.dtype)  # [P, R, D]
 
         def step(kv_tile: Index, carry: _Softmax, masked: bool) -> _Softmax:

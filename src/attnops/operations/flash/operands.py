@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.masks.base import Mask
-from attnops.operations.flash.plan import Index, Plan
+from attnops.operations.flash.plan import Index, Plan, quotient_and_remainder
 from attnops.operations.flash.scoring import Numbers, Scoring
 from attnops.operations.flash.tile_bias import Leaves
 
@@ -148,5 +148,6 @@ def _slice(
     """Start and sizes of the slice of [B, rows, heads, d] that holds a tile of a group of problems."""
     per_batch = min(plan.problems_per_tile, plan.K)
     first = group * plan.problems_per_tile
-    start = plan.indices(first // plan.K, tile * size, first % plan.K * heads, 0)
+    b, k = quotient_and_remainder(first, plan.K)
+    start = plan.indices(b, tile * size, k * heads, 0)
     return start, (plan.problems_per_tile // per_batch, size, per_batch * heads)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from attnops.operations.flash.scoring import Scoring
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
 
 # An index, static or computed by a loop.
 Index: TypeAlias = jax.Array | int
+
+
+def quotient_and_remainder(n: Index, divisor: int) -> tuple[Index, Index]:
+    """``n // divisor`` and ``n % divisor`` of indices that are not negative; traced with a tenth of the operations."""
+    if isinstance(n, int):
+        return divmod(n, divisor)
+    if divisor == 1:
+        return n, 0
+    by = np.asarray(divisor, n.dtype)
+    return lax.div(n, by), lax.rem(n, by)
 
 
 class TileIndex(NamedTuple):
@@ -120,17 +131,19 @@ class Plan:
     def map_index(self, group: Index) -> Index:
         """The index of a group's block map among those of [batch, kv heads]."""
         first = group * self.problems_per_tile
-        b, k = first // self.K, first % self.K
+        b, k = quotient_and_remainder(first, self.K)
         return (b if self.map_shape[0] != 1 else 0) * self.map_shape[1] + (k if self.map_shape[1] > 1 else 0)
 
     def tile_index(self, group: Index, q_tile: Index, kv_tile: Index, transposed: bool) -> TileIndex:
         """The indices of a tile."""
-        n = group * self.problems_per_tile + jnp.arange(self.problems_per_tile, dtype=jnp.int32)
-        row = jnp.arange(self.R, dtype=jnp.int32)
-        b = (n // self.K)[:, None, None]
-        h = (n % self.K)[:, None] * self.G + (row // self.bq)[None, :]  # [P, R]
-        q = (q_tile * self.bq + row % self.bq)[None, :]  # [1, R]
-        kv = (self.first_key(kv_tile) + jnp.arange(self.bk, dtype=jnp.int32))[None, :]  # [1, bk]
+        problem, row, key = (np.arange(n, dtype=np.int32) for n in (self.problems_per_tile, self.R, self.bk))
+        # A group begins with a batch's first kv head, or lies within a batch.
+        batch, kv_head = quotient_and_remainder(group * self.problems_per_tile, self.K)
+        b = jnp.asarray(batch + problem // self.K)[:, None, None]
+        head = (kv_head + problem % self.K) * self.G
+        h = jnp.asarray(head[:, None] + (row // self.bq)[None, :])  # [P, R]
+        q = jnp.asarray(q_tile * self.bq + row % self.bq)[None, :]  # [1, R]
+        kv = jnp.asarray(self.first_key(kv_tile) + key)[None, :]  # [1, bk]
         if transposed:
             return TileIndex(group, q_tile, kv_tile, True, b, h[:, None, :], q[:, None, :], kv[:, :, None])
         return TileIndex(group, q_tile, kv_tile, False, b, h[:, :, None], q[:, :, None], kv[:, None, :])

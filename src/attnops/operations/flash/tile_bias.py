@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.biases import Bias, RelativeBias
-from attnops.operations.flash.plan import Plan, TileIndex
+from attnops.operations.flash.plan import Plan, TileIndex, quotient_and_remainder
 
 if TYPE_CHECKING:
     from jax.tree_util import PyTreeDef
@@ -74,7 +74,7 @@ class ArrayTiles(TileBias):
 
     def _window(self, plan: Plan, leaf: jax.Array, index: TileIndex) -> tuple[list[jax.Array], list[int]]:
         first = index.group * plan.problems_per_tile
-        b, k = first // plan.K, first % plan.K
+        b, k = quotient_and_remainder(first, plan.K)
         problem = (b if self.batch != 1 else 0) * self.heads + (k if self.heads > 1 else 0)
         problems = plan.problems_per_tile if self.heads > 1 else 1
         q, rows = (index.q_tile * plan.bq, plan.bq) if self.by_q else (0, 1)

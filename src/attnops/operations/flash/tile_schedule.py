@@ -67,7 +67,8 @@ def tile_schedule(coverage: Array, is_data: bool = False) -> TileSchedule:
     tiles, active = coverage.shape[1] * coverage.shape[2], schedule.columns.shape[1]
     # Above, a power of two, since lists of all tiles would grow with T · S.
     size = tiles if tiles <= _MAX_DENSE else max(_MAX_DENSE, 1 << (active - 1).bit_length())
-    columns = np.pad(schedule.columns, ((0, 0), (0, size - active)))
+    columns = np.zeros((len(schedule.columns), size), np.int32)  # faster than `np.pad`
+    columns[:, :active] = schedule.columns
     return dataclasses.replace(schedule, columns=columns, any_full=True, any_partial=True)
 
 

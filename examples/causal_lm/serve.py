@@ -572,8 +572,14 @@ class Message(Strict):
         return {"role": self.role, "content": content}
 
 
+class TextFormat(Strict):
+    """The format of an answer: text; JSON by a schema is not served."""
+
+    type: Literal["text"]
+
+
 class Body(Strict):
-    """What both endpoints take."""
+    """What both endpoints take; of an option that is not served, the value that asks for nothing."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -588,6 +594,7 @@ class Body(Strict):
     n: One | None = 1
     frequency_penalty: Nothing | None = None
     presence_penalty: Nothing | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     user: str | None = None
 
 
@@ -595,8 +602,10 @@ class CompletionBody(Body):
     """``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    echo: Literal[False] = False
+    echo: Literal[False] | None = None
     best_of: One | None = None
+    logprobs: None = None
+    suffix: None = None
 
 
 class ChatBody(Body):
@@ -604,6 +613,10 @@ class ChatBody(Body):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: None = None
+    tools: Annotated[list[object], Field(max_length=0)] | None = None
+    response_format: TextFormat | None = None
 
 
 class APIError(Exception):

@@ -115,6 +115,22 @@ def test_stop_strings_and_logits_options_reach_the_engine(client: openai.OpenAI)
     assert len(drawn) == 2  # without a seed, each draws with its own
 
 
+def test_options_that_ask_for_nothing_are_taken(url: str):
+    nothing: dict[str, Any] = {
+        "n": 1,
+        "stop": None,
+        "logprobs": None,
+        "logit_bias": {},
+        "frequency_penalty": 0,
+        "seed": None,
+    }
+    completion = {"prompt": "Hello", "echo": False, "best_of": 1, "suffix": None}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": False, "top_logprobs": None, "tools": []}
+    chat["response_format"] = {"type": "text"}
+    for path, own in (("completions", completion), ("chat/completions", chat)):
+        assert httpx.post(f"{url}/v1/{path}", json={"model": "small", **nothing, **own}).status_code == 200
+
+
 def test_the_models_are_listed_and_the_health_has_the_pages(client: openai.OpenAI, url: str):
     assert [x.id for x in client.models.list()] == ["small"]
     assert wait_until_empty(url)["pages_free"] == PAGES
@@ -143,6 +159,8 @@ CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content
         (GOOD | {"stop": ["a", ""]}, "stop"),
         (GOOD | {"n": 2}, "n"),
         (GOOD | {"presence_penalty": 0.5}, "presence_penalty"),
+        (GOOD | {"logit_bias": {"5": 1.0}}, "logit_bias"),
+        (GOOD | {"logprobs": 3}, "logprobs"),
         (GOOD | {"stream_options": {"x": 1}}, "stream_options.x"),
         (GOOD | {"n": True}, "n"),
         (GOOD | {"stream_options": {"include_usage": True}}, "stream_options"),
@@ -155,7 +173,7 @@ CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content
         ({"model": "small", "messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         (CHAT | {"messages": [*CHAT["messages"], {"role": "x", "content": "a"}]}, "messages[1].role"),
-        (CHAT | {"tools": []}, "tools"),
+        (CHAT | {"tools": [{"type": "function"}]}, "tools"),
         (CHAT | {"max_completion_tokens": LENGTH}, "max_completion_tokens"),
         (CHAT | {"max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
     ],

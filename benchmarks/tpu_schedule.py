@@ -1,8 +1,9 @@
 """The TPU compiler's schedule of a kernel, without a TPU: bundles (cycles without stalls) a tile, the use of each
-unit, spills and memory, for any generation.
+unit, spills and memory, for any generation. `tpu_kernels.py` adds up whole kernels; this is the step that computes a
+tile without a mask.
 
-Flash attention: attnops-tpu compared with JAX's ``flash_attention``, ``splash_attention`` and, where it is
-installed, tokamax's splash, each at the best of its block sizes::
+Flash attention: attnops-tpu compared with JAX's ``flash_attention`` and ``splash_attention``, each at the best of its
+block sizes::
 
     python benchmarks/tpu_schedule.py                       # bfloat16, head dim 128, all generations
     python benchmarks/tpu_schedule.py --generation v6e --head-dim 64 --pass forward --json out.json --plot out.png
@@ -20,7 +21,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -71,8 +71,6 @@ def jobs(backward: bool) -> Iterator[Job]:
     for q, k, compute in sizes:
         tiles = q * k / TILE
         yield Job("splash", backward, (q, k, compute), tiles, "dkv" if backward else "splash")
-        if _has("tokamax"):
-            yield Job("tokamax", backward, (q, k, compute), tiles, "dkv" if backward else "splash")
     if not backward:
         for q, k in ((512, 512), (512, 1024), (1024, 512), (1024, 1024)):
             yield Job("flash_attention", backward, (q, k), q * k / TILE, "")
@@ -100,10 +98,11 @@ def _gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: jax.vjp(function, *args[:-1])[1](args[-1])
 
 
-def splash(job: Job, head_dim: int, module: str) -> tuple[Callable[..., Any], list[Any]]:
+def splash(job: Job, head_dim: int) -> tuple[Callable[..., Any], list[Any]]:
     import jax
     import jax.numpy as jnp
 
+    module = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
     kernels, masks = (importlib.import_module(f"{module}_{part}") for part in ("kernel", "mask"))
     q, k, compute = job.blocks
     if job.backward:
@@ -132,8 +131,7 @@ def flash_attention(job: Job, head_dim: int) -> tuple[Callable[..., Any], list[A
 
 CONTENDERS: dict[str, Callable[[Job, int], tuple[Callable[..., Any], list[Any]]]] = {
     "attnops-tpu": attnops,
-    "splash": functools.partial(splash, module="jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"),
-    "tokamax": functools.partial(splash, module="tokamax._src.ops.experimental.tpu.splash_attention.splash_attention"),
+    "splash": splash,
     "flash_attention": flash_attention,
 }
 
@@ -176,10 +174,6 @@ def _own_tiles(head_dim: int, generation: str) -> float:
     with target(generation):
         tiles = choose(OperationMetadata(), problem, lambda block_q, block_k: None)
     return tiles.bq * tiles.bk / TILE
-
-
-def _has(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def compare(

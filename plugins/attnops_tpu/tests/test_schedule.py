@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from attnops_tpu.schedule import UNITS, Block, in_tiles, measure, read
+from attnops_tpu.schedule import UNITS, Block, Region, Regions, in_tiles, measure, read, regions_of
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "tpu_schedule.py"
 
@@ -68,6 +70,64 @@ def test_any_function_of_a_file_is_scheduled(tmp_path: Path) -> None:
     assert row["generation"] == "v5e"
     assert row["bundles"] > 0
     assert row["MATMUL"] > 0
+
+
+def kernel(*lines: tuple[str, str, bool]) -> Regions:
+    """The regions of a kernel of (loops, what a bundle does, whether it stores) bundles."""
+    table = [[int(stores) if unit == "VSTORE" else 1 for unit in UNITS] for *_, stores in lines]
+    return regions_of([f"  0x{i:x}   : {loops} {{ {text} }}" for i, (loops, text, _) in enumerate(lines)], table)
+
+
+def test_a_whole_kernel_is_its_regions_times_their_trips() -> None:
+    delay = [(">", "slot", False)] * 4
+    found = kernel(
+        *[("", "prologue", False)] * 7,
+        (">", "sbr.rel (%p0) target = $region9", False), *delay,  # around the whole step
+        *[(">", "index", False)] * 3,
+        (">", "sbr.rel (%p1) target = $region2", False), *delay,
+        *[(">", "vst", True)] * 60,
+        (">", "vmul } /* Start/End empty region 2 :: Start region 3 */", False),
+        (">", "sbr.rel (%p2) target = $region4 ;; nop", False), *delay,
+        *[(">>", "vst", True)] * 8,
+        (">", "nop } /* Start region 4 */", False),
+        (">", "sbr.rel (%p3) target = $region5", False), *delay,
+        *[(">", "dma", False)] * 70,  # stores nothing
+        (">", "nop } /* Start region 5 */", False),
+        (">", "nop } /* Start region 9 */", False),
+        (">", "sbr.rel (!%p4) target = $region1", False),
+    )  # fmt: skip
+    assert [(r.bundles, r.loops) for r in found.skipped] == [(60, ()), (0, (8,))]
+    assert (found.once, found.step) == (7, 5 + 3 + 5 + 1 + 5 + 1 + 5 + 70 + 1 + 1 + 1)
+    total = found.total(10, [("body", 3, 0), ("clear", 2, 16)])
+    assert total == {"once": 7, "steps": 10 * found.step, "body": 180, "clear": 2 * 16 * 8}
+    with pytest.raises(LookupError, match=r"2 regions, of \[60, 0\] bundles, but 1 are expected: \['body'\]"):
+        found.total(10, [("body", 3, 0)])
+
+
+def benchmark() -> Any:
+    spec = importlib.util.spec_from_file_location("tpu_kernels", SCRIPT.with_name("tpu_kernels.py"))
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tpu_kernels"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_trips_are_those_of_the_tile_schedules() -> None:
+    whole = benchmark()
+    ((steps, trips),) = whole.own_trips(whole.Job("attnops-tpu", False, "causal", 4096, 128), "v6e")
+    assert (steps, [(name, runs) for name, runs, _ in trips]) == (
+        11, [("init", 1), ("FULL", 6), ("PARTIAL", 4), ("drain", 1), ("finish", 4), ("clear", 4)]
+    )  # fmt: skip
+    ((steps, trips),) = whole.own_trips(whole.Job("attnops-tpu", True, "causal", 4096, 128), "v6e")
+    assert (steps, [(name, runs) for name, runs, _ in trips]) == (
+        10, [("clear dq", 1), ("clear dk, dv", 4), ("FULL", 6), ("PARTIAL", 4), ("write", 4)]
+    )  # fmt: skip
+    assert whole.counts("window", 4096, 1024, 1024, False) == whole.Counts(active=7, full=0, rows=4, widest=2)
+    changed = Regions(0, 0, (Region(60, (), dict.fromkeys(UNITS, 1)),) * 5)
+    with pytest.raises(LookupError, match="splash has 5 bodies"):
+        whole.peer_trips(whole.Job("splash", False, "causal", 4096, 128, (1024, 1024, 512)), "causal 4k", changed)
 
 
 def test_reads_what_the_compiler_writes(tmp_path: Path) -> None:

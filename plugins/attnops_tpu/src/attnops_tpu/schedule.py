@@ -4,19 +4,22 @@ The compiler dumps, for every kernel, its final bundles (without stalls one is i
 and each bundle's uses of every unit of the core, see `UNITS`. A block is a run of bundles between branches. In a kernel
 without loops and branches inside its tile, the body, which computes one tile, is the block with the most uses of the
 matrix unit; check `Schedule.blocks` for whether it is.
+
+A whole kernel is added up from its `Regions`, each as often as a problem runs it: see `Regions.total`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import glob
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from attnops_tpu.aot import environment
@@ -37,6 +40,15 @@ UNITS: Final = {
 }
 # Shorter blocks compute no tile.
 _SHORTEST: Final = 100
+# Regions that a branch skips are counted in every step if they are shorter and have no loop, if they store nothing, or
+# if they have branches of their own: the latter transfer blocks.
+_SHORTEST_REGION: Final = 50
+# Bundles after a branch that run whether or not it is taken.
+_DELAY_SLOTS: Final = 4
+_STORE: Final = list(UNITS).index("VSTORE")
+_BUNDLE: Final = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s[^{]*:([ >]*)\{")
+_BRANCH: Final = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
+_MARK: Final = re.compile(r"Start(?:/End empty)? region (\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +65,56 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
+class Region:
+    """Bundles of a grid step that a branch may skip.
+
+    Attributes:
+        bundles: how many, without loops.
+        loops: bundles of each loop, of one round.
+        uses: of each of `UNITS`, loops included once.
+    """
+
+    bundles: int
+    loops: tuple[int, ...]
+    uses: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """The bundles of a kernel by what runs them.
+
+    Attributes:
+        once: bundles outside of the grid's loop.
+        step: bundles of every grid step, with the regions that transfer blocks, and short ones.
+        skipped: the other regions that a branch may skip, in order; the innermost.
+    """
+
+    once: int
+    step: int
+    skipped: tuple[Region, ...]
+
+    def total(self, steps: float, trips: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+        """The bundles of a whole kernel by part: ``"once"``, ``"steps"``, and the name of each region.
+
+        Args:
+            steps: of the grid.
+            trips: for each region in order, its name, how often it runs, and the rounds of its loops.
+
+        Raises:
+            LookupError: the kernel has another number of regions, so that the names would be wrong.
+        """
+        if len(trips) != len(self.skipped):
+            raise LookupError(
+                f"the kernel has {len(self.skipped)} regions, of {[r.bundles for r in self.skipped]} bundles, but "
+                f"{len(trips)} are expected: {[name for name, *_ in trips]}"
+            )
+        total = {"once": float(self.once), "steps": steps * self.step}
+        for (name, runs, rounds), region in zip(trips, self.skipped, strict=True):
+            total[name] = total.get(name, 0.0) + runs * (region.bundles + rounds * sum(region.loops))
+        return total
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """The static schedule of a kernel.
 
@@ -61,12 +123,14 @@ class Schedule:
         bundles: of the complete kernel.
         capacity: the most uses of each of `UNITS` in a bundle.
         blocks: those of at least 100 bundles, in order.
+        regions: all bundles, by what runs them.
     """
 
     kernel: str
     bundles: int
     capacity: Mapping[str, int]
     blocks: tuple[Block, ...]
+    regions: Regions
 
     @property
     def body(self) -> Block:
@@ -120,8 +184,8 @@ def read(folder: str, kernel: str | None = None) -> Schedule:
     capacity = dict(zip(UNITS, map(int, lines[2].split()), strict=False))
     table = [list(map(int, line.split())) for line in lines[4:] if line.strip()]
     with open(largest) as file:
-        bundles = [line for line in file if re.match(r"\s*(0x[0-9a-f]+|0)\s.*:.*\{", line)]
-    ends = [i for i, line in enumerate(bundles) if "sbr.rel" in line or i == len(bundles) - 1]
+        bundles = _bundles(file.read())
+    ends = [i for i, text in enumerate(bundles) if "sbr.rel" in text or i == len(bundles) - 1]
     blocks = []
     for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
         if end + 1 - start >= _SHORTEST:
@@ -130,7 +194,53 @@ def read(folder: str, kernel: str | None = None) -> Schedule:
                 Block(end + 1 - start, {unit: sum(row[i] for row in rows) for i, unit in enumerate(UNITS)})
             )  # fmt: skip
     name = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", os.path.basename(largest))
-    return Schedule(name, len(bundles), capacity, tuple(blocks))
+    return Schedule(name, len(bundles), capacity, tuple(blocks), regions_of(bundles, table))
+
+
+def _bundles(text: str) -> list[str]:
+    """The text of each bundle; some have several lines."""
+    bundles: list[str] = []
+    for line in text.splitlines():
+        if _BUNDLE.match(line):
+            bundles.append(line)
+        elif bundles:
+            bundles[-1] += line
+    return bundles
+
+
+def regions_of(bundles: Sequence[str], table: Sequence[Sequence[int]]) -> Regions:
+    """The regions of a kernel.
+
+    Args:
+        bundles: the text of each; a ``>`` for each loop that it is in, the outermost of which is the grid's.
+        table: the uses of each of `UNITS` by each bundle.
+    """
+    depth = [match[1].count(">") if (match := _BUNDLE.match(text)) else 0 for text in bundles]
+    begins = {int(region): i for i, text in enumerate(bundles) for region in _MARK.findall(text)}
+    spans = []
+    for i, text in enumerate(bundles):
+        branch = _BRANCH.search(text)
+        end = begins.get(int(branch[1]), 0) if branch else 0
+        if depth[i] and end > i:
+            spans.append((min(i + 1 + _DELAY_SLOTS, end), end))
+    leaves = [
+        (start, end)
+        for start, end in spans
+        if not any((start, end) != inner and start <= inner[0] <= inner[1] <= end for inner in spans)
+        and any(row[_STORE] for row in table[start:end])
+        and (end - start >= _SHORTEST_REGION or max(depth[start:end]) > 1)
+    ]
+    skipped = tuple(_region(start, end, depth, table) for start, end in leaves)
+    inside = sum(end - start for start, end in leaves)
+    step = sum(1 for d in depth if d) - inside
+    return Regions(len(bundles) - inside - step, step, skipped)
+
+
+def _region(start: int, end: int, depth: Sequence[int], table: Sequence[Sequence[int]]) -> Region:
+    runs = [(deep, len(list(run))) for deep, run in itertools.groupby(d > 1 for d in depth[start:end])]
+    loops = tuple(length for deep, length in runs if deep)
+    uses = {unit: sum(row[i] for row in table[start:end]) for i, unit in enumerate(UNITS)}
+    return Region(end - start - sum(loops), loops, uses)
 
 
 def in_tiles(block: Block, tiles: float) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def own_trips(job: Job, generation: str) -> list[tuple[int, Trips]]:
     import jax.numpy as jnp
     from attnops_tpu.flash.backend import PallasFlash
     from attnops_tpu.flash.prepare import tile_schedules
-    from attnops_tpu.flash.tile_schedule import unpack
+    from attnops_tpu.flash.tile_schedule import KINDS, REDUCED, unpack
 
     from attnops import OperationMetadata
     from attnops.kernels import FlashCall
@@ -201,8 +201,8 @@ def own_trips(job: Job, generation: str) -> list[tuple[int, Trips]]:
     for schedule in schedules.spans if job.backward else schedules.forward:
         entries = unpack(np.asarray(schedule.entries).reshape(-1, schedule.longest + 1)[0])
         tiles = [
-            (Coverage(kind).name, float((entries.kind == kind).sum()), 0.0)
-            for kind in (Coverage.FULL, Coverage.PARTIAL)
+            ("REDUCED" if kind == REDUCED else Coverage(kind).name, float((entries.kind == kind).sum()), 0.0)
+            for kind in KINDS
             if kind in (every if job.backward else schedule.kinds)
         ]
         rows, rounds = float(entries.last.sum()), job.head_dim / 8

@@ -122,7 +122,7 @@ def test_trips_are_those_of_the_tile_schedules() -> None:
     )  # fmt: skip
     ((steps, trips),) = whole.own_trips(whole.Job("attnops-tpu", True, "causal", 4096, 128), "v6e")
     assert (steps, [(name, runs) for name, runs, _ in trips]) == (
-        10, [("clear dq", 1), ("clear dk, dv", 4), ("FULL", 6), ("PARTIAL", 4), ("write", 4)]
+        10, [("clear dq", 1), ("clear dk, dv", 4), ("FULL", 6), ("REDUCED", 4), ("write", 4)]
     )  # fmt: skip
     assert whole.counts("window", 4096, 1024, 1024, False) == whole.Counts(active=7, full=0, rows=4, widest=2)
     changed = Regions(0, 0, (Region(60, (), dict.fromkeys(UNITS, 1)),) * 5)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu.flash import backward, forward
-from attnops_tpu.flash.tile_schedule import MAX_ROWS, tile_schedule, unpack
+from attnops_tpu.flash import backward, forward, tile_sizes
+from attnops_tpu.flash.tile_schedule import MAX_ROWS, REDUCED, reduced, tile_schedule, unpack
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Chunked, Coverage, Dense, Mask, Segments, SlidingWindow, block_map
-from attnops.testing import attention
+from attnops.testing import attention, attention_gradients
 
 
 def operation() -> Any:
@@ -126,3 +126,36 @@ def test_an_empty_row_is_zero_after_a_row_of_nan() -> None:
     out = operation()(q, k, v, mask=Dense(seen)).attention_outputs
     assert (out[:, 16:32] == 0).all()
     np.testing.assert_allclose(out[:, 32:], attention(q[:, 32:], k, v, mask=seen[:, :, 32:]).out, atol=5e-6)
+
+
+def test_partial_tiles_lack_the_sub_tiles_that_a_mask_hides() -> None:
+    full, partial = int(Coverage.FULL), int(Coverage.PARTIAL)
+    coverage = np.array([[partial, full, full], [0, partial, full], [0, 0, partial]], np.int8)[None, None]
+    seen = np.triu(np.ones((6, 6), bool))[None, None]  # [keys, queries]
+    found, hidden = reduced(coverage, seen)
+    assert hidden == ((1, 0),)
+    assert (found == np.where(coverage == partial, REDUCED, coverage)).all()
+    seen[..., 4:, 4:] = True  # the last tile lacks nothing
+    found, hidden = reduced(coverage, seen)
+    assert hidden == ((1, 0),)
+    assert np.diagonal(found[0, 0]).tolist() == [REDUCED, REDUCED, partial]
+    assert reduced(coverage, np.ones((1, 1, 6, 6), bool)) == (coverage, ())
+
+
+@pytest.mark.parametrize(
+    "name", ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window", "documents"))]
+)
+def test_gradients_without_hidden_sub_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the contract, and the hidden sub-tiles are not computed."""
+    monkeypatch.setattr(tile_sizes, "_sub_tile", lambda block, most: 8)
+    kinds = []
+    add = backward._add_tile
+    monkeypatch.setattr(backward, "_add_tile", lambda *args: (kinds.append(len(args[4])), add(*args))[1])
+    q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 44, 1, 8)).astype(np.float32)
+    mask = Causal() & Segments(np.repeat([0, 1, 2], [12, 20, 12])) if name == "documents" else MASKS[name]
+    found = jax.vjp(lambda *qkv: operation()(*qkv, mask=mask).attention_outputs, q, k, v)[1](d)
+    assert max(kinds) > 0
+    seen = np.asarray(mask.bind(1, 1, 44, 44).dense(1, 1, 44, 44))
+    expected = attention_gradients(q, k, v, mask=seen, d_out=d).values
+    for x, y in zip(found, (expected[name] for name in ("query", "key", "value")), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -46,13 +46,15 @@ from attnops_tpu.flash.tile import (
     zero_masked_keys,
     zero_masked_queries,
 )
-from attnops_tpu.flash.tile_schedule import TileSchedule
+from attnops_tpu.flash.tile_schedule import REDUCED, TileSchedule
 
 if TYPE_CHECKING:
     from attnops.typing import DType, PyTree, Ref
 
 # The offset at which a buffer is read is 0, but as far as the compiler knows it may be this: rows of a 16-bit register.
 _OFFSET: Final = 16
+# Sub-tiles, by row and column.
+Hidden: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Inputs(NamedTuple):
@@ -117,7 +119,7 @@ def backward(
 
     def sweep(carry: PyTree, xs: PyTree) -> PyTree:
         entries, steps, first = xs
-        schedule = TileSchedule(entries, spans[0].map_shape, longest, kinds, spans[0].rows, steps)
+        schedule = TileSchedule(entries, spans[0].map_shape, longest, kinds, spans[0].rows, spans[0].hidden, steps)
         dq, dk, dv = _span(plan, inputs, arrays, schedule, first, jnp.float32)
         return (carry[0] + _sum_splits(plan, dk), carry[1] + _sum_splits(plan, dv)), dq
 
@@ -206,9 +208,11 @@ def _kernel(
     for kind in schedule.kinds:
 
         @pl.when(entry.kind == kind)
-        def _(masked: bool = kind == Coverage.PARTIAL) -> None:
+        def _(
+            masked: bool = kind != Coverage.FULL, hidden: Hidden = schedule.hidden if kind == REDUCED else ()
+        ) -> None:
             start = (index.q_tile - first[0]) * plan.bq
-            _add_tile(plan, named, index, masked, (dq.at[g], dk, dv), start, buffers, first[1])
+            _add_tile(plan, named, index, masked, hidden, (dq.at[g], dk, dv), start, buffers, first[1])
 
     @pl.when((entry.last == 1) & (g == G - 1))
     def _() -> None:
@@ -217,7 +221,15 @@ def _kernel(
 
 
 def _add_tile(
-    plan: Plan, refs: Refs, index: TileIndex, masked: bool, gradients: Ref, start: Ref, buffers: Ref, zero: Ref
+    plan: Plan,
+    refs: Refs,
+    index: TileIndex,
+    masked: bool,
+    hidden: Hidden,
+    gradients: Ref,
+    start: Ref,
+    buffers: Ref,
+    zero: Ref,
 ) -> None:
     """Add the contribution of a tile to the gradients.
 
@@ -225,7 +237,8 @@ def _add_tile(
         plan: of the call.
         refs: by the names of operands.
         index: of the tile.
-        masked: whether it is PARTIAL.
+        masked: whether it is PARTIAL, or `REDUCED`.
+        hidden: the sub-tiles that have no score, which are left out.
         gradients: of queries [D, span · bq], of keys [D, bk] and of values [Dv, bk].
         start: the offset of the tile's queries in the first.
         buffers: for the weights and the gradients of scores of the sub-tiles between two stages,
@@ -237,7 +250,8 @@ def _add_tile(
     rows, cols, lag, keys_first = plan.backward
     columns, lines = range(0, plan.bq, cols), range(0, plan.bk, rows)
     order = itertools.product(columns, lines) if keys_first else ((col, row) for row in lines for col in columns)
-    sub_tiles = [SubTile(plan, refs, index, row, rows, col, cols) for col, row in order]
+    sub_tiles = [SubTile(plan, refs, index, row, rows, col, cols) for col, row in order
+                 if (row // rows, col // cols) not in hidden]  # fmt: skip
     written = pl.ds(zero * _OFFSET if plan.interpret else pl.multiple_of(zero * _OFFSET, _OFFSET), rows)
 
     def prepare(i: int, s: jax.Array, d_weights: jax.Array) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,15 @@ from attnops.kernels import FlashCall, elementwise_bias, merged, of_bias, of_mas
 from attnops.masks import Coverage, Mask, block_map
 from attnops_tpu.flash.operands import Arrays, pad_last, value_layout
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.flash.tile_schedule import TileSchedules, row_chunks, tile_schedule
+from attnops_tpu.flash.tile_schedule import TileSchedules, reduced, row_chunks, tile_schedule
 
 if TYPE_CHECKING:
-    from attnops.typing import PyTree
+    from attnops.typing import Array, PyTree
     from attnops_tpu.flash.tile_schedule import TileSchedule
+
+
+# More sub-tiles take seconds to look at.
+MAX_SUB_TILES: Final = 1 << 22
 
 
 def arrays(plan: Plan, call: FlashCall) -> Arrays:
@@ -60,12 +64,29 @@ def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
     shape = (plan.B, plan.H, plan.T, plan.S)
     coverage = ragged(block_map(mask, shape, plan.bq, plan.bk).coverage, 3, plan.S % plan.bk)
     by_kv_head = merged(coverage, 1, plan.K).swapaxes(2, 3)
+    hidden: tuple[tuple[int, int], ...] = ()
+    if isinstance(by_kv_head, np.ndarray) and mask is not None:
+        by_kv_head, hidden = _reduced(plan, mask, by_kv_head)
     spans = tuple(
-        tile_schedule(by_kv_head[..., first : first + plan.span], first_column=first)
+        tile_schedule(by_kv_head[..., first : first + plan.span], first_column=first, hidden=hidden)
         for first in range(0, plan.nq, plan.span)
     )  # fmt: skip
     forward = tuple(tile_schedule(coverage[:, :, first:stop], first_row=first) for first, stop in row_chunks(coverage))
     return TileSchedules(forward, spans, None)
+
+
+def _reduced(plan: Plan, mask: Mask, coverage: Array) -> tuple[Array, tuple[tuple[int, int], ...]]:
+    """`attnops_tpu.flash.tile_schedule.reduced` of a block map [B or 1, K or 1, tiles of keys, tiles of queries]."""
+    sizes = plan.backward
+    down, across = plan.bk // sizes.rows, plan.bq // sizes.cols
+    if down * across == 1 or coverage.size * down * across > MAX_SUB_TILES:
+        return coverage, ()
+    sub_tiles = block_map(mask, (plan.B, plan.H, plan.T, plan.S), sizes.cols, sizes.rows).coverage
+    if not isinstance(sub_tiles, np.ndarray):
+        return coverage, ()
+    seen = merged(sub_tiles, 1, plan.K).swapaxes(2, 3) > 0
+    missing = (plan.nk * down - seen.shape[2], plan.nq * across - seen.shape[3])
+    return reduced(coverage, np.pad(seen, ((0, 0), (0, 0), *((0, n) for n in missing))))
 
 
 def count_active_tiles(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int) -> int | None:

@@ -26,7 +26,10 @@ MAX_COLUMNS: Final = 1 << (_ROW - _COLUMN)
 
 # Scalar memory has 1 MiB on every generation; an entry has 4 bytes, and a kernel needs the remainder.
 MAX_ENTRIES: Final = 160 * 1024
-KINDS: Final = (int(Coverage.FULL), int(Coverage.PARTIAL))
+# A PARTIAL tile without the sub-tiles of `TileSchedule.hidden`.
+REDUCED: Final = 3
+KINDS: Final = (int(Coverage.FULL), int(Coverage.PARTIAL), REDUCED)
+_COMPARED: Final = 64
 
 
 class Entry(NamedTuple):
@@ -35,7 +38,7 @@ class Entry(NamedTuple):
     Attributes:
         row: index of the row of tiles, whose result is accumulated.
         column: index of the tile in the row.
-        kind: an `attnops.masks.Coverage`; EMPTY in the only entry of a row without active tiles.
+        kind: an `attnops.masks.Coverage`, or `REDUCED`; EMPTY in the only entry of a row without active tiles.
         first: whether it is the first entry of its row.
         last: whether it is the last entry of its row.
     """
@@ -50,7 +53,7 @@ class Entry(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["entries", "traced"],
-    meta_fields=["map_shape", "longest", "kinds", "rows"],
+    meta_fields=["map_shape", "longest", "kinds", "rows", "hidden"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
@@ -61,8 +64,9 @@ class TileSchedule(Foldable):
             map has one such entry more.
         map_shape: how many batches and heads the maps have, each 1 or all.
         longest: entries a map.
-        kinds: the `attnops.masks.Coverage` of entries, other than EMPTY; a kernel has code only for these.
+        kinds: those of entries, other than EMPTY; a kernel has code only for these.
         rows: index of the first row, and of the last plus 1.
+        hidden: the sub-tiles that no score of a `REDUCED` tile is in, (row, column) of the schedule.
         traced: for a traced mask, the grid steps that are needed, int32; else None.
     """
 
@@ -71,6 +75,7 @@ class TileSchedule(Foldable):
     longest: int
     kinds: tuple[int, ...]
     rows: tuple[int, int]
+    hidden: tuple[tuple[int, int], ...] = ()
     traced: Leaf = None
 
     @property
@@ -138,7 +143,35 @@ def row_chunks(coverage: Array) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in chunks]
 
 
-def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0) -> TileSchedule:
+def reduced(coverage: Array, seen: Array) -> tuple[Array, tuple[tuple[int, int], ...]]:
+    """A block map whose PARTIAL tiles are `REDUCED` if they lack certain sub-tiles, and those; known when tracing.
+
+    A kernel has code for one set of sub-tiles: the one that spares most of them in all tiles together, such as those
+    after the diagonal of a causal mask.
+
+    Args:
+        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`.
+        seen: [batches, heads, rows · sub-rows, columns · sub-columns], whether sub-tiles have any score.
+    """
+    *_, rows, columns = coverage.shape
+    down, across = seen.shape[2] // rows, seen.shape[3] // columns
+    tiles = seen.reshape(-1, rows, down, columns, across).swapaxes(2, 3).reshape(*coverage.shape, down * across)
+    hidden = ~tiles[coverage == int(Coverage.PARTIAL)]
+    sets, times = np.unique(hidden, axis=0, return_counts=True)
+    sets, times = sets[~sets.all(axis=1)], times[~sets.all(axis=1)]
+    sets = sets[np.argsort(-times * sets.sum(axis=1))][:_COMPARED]
+    if not sets.any():
+        return coverage, ()
+    lacks = hidden.astype(np.int32) @ sets.T.astype(np.int32) == sets.sum(axis=1)
+    best = int(np.argmax(lacks.sum(axis=0) * sets.sum(axis=1)))
+    coverage = coverage.copy()
+    coverage[coverage == int(Coverage.PARTIAL)] = np.where(lacks[:, best], REDUCED, int(Coverage.PARTIAL))
+    return coverage, tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(sets[best]))
+
+
+def tile_schedule(
+    coverage: Array, first_row: int = 0, first_column: int = 0, hidden: tuple[tuple[int, int], ...] = ()
+) -> TileSchedule:
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
     Args:
@@ -146,6 +179,7 @@ def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0) ->
             tracing; a traced one is sorted at run time, in O(rows · columns) integers.
         first_row: index of the first row, if the coverage is a chunk of rows.
         first_column: index of the first column, if the coverage is a chunk of columns.
+        hidden: see `reduced`.
 
     Raises:
         ValueError: there are more tiles than an entry can number.
@@ -171,7 +205,7 @@ def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0) ->
         steps = None
         kinds = tuple(kind for kind in KINDS if (coverage == kind).any())
     else:
-        kinds = KINDS
+        kinds = KINDS[:2]
         longest = rows * columns
         index = jnp.minimum(jnp.arange(longest + 1), count[:, None] - 1)
         index = jnp.take_along_axis(jnp.argsort(~active, axis=1, stable=True), index, axis=1)
@@ -185,6 +219,7 @@ def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0) ->
         longest,
         kinds,
         (first_row, first_row + rows),
+        hidden,
         steps,
     )
 

@@ -118,7 +118,7 @@ def test_trips_are_those_of_the_tile_schedules() -> None:
     whole = benchmark()
     ((steps, trips),) = whole.own_trips(whole.Job("attnops-tpu", False, "causal", 4096, 128), "v6e")
     assert (steps, [(name, runs) for name, runs, _ in trips]) == (
-        11, [("init", 1), ("FULL", 6), ("PARTIAL", 4), ("drain", 1), ("finish", 4), ("clear", 4)]
+        11, [("init", 1), ("FULL", 6), ("REDUCED", 4), ("drain", 1), ("finish", 4), ("clear", 4)]
     )  # fmt: skip
     ((steps, trips),) = whole.own_trips(whole.Job("attnops-tpu", True, "causal", 4096, 128), "v6e")
     assert (steps, [(name, runs) for name, runs, _ in trips]) == (

@@ -102,10 +102,10 @@ def test_maps_of_very_different_lengths_are_drained_once_each(traced: bool, monk
     drained: list[int] = []
     step = forward._step
 
-    def counting(plan: Any, refs: Any, indices: Any, state: Any, first: Any, masked: bool) -> None:
+    def counting(plan: Any, refs: Any, indices: Any, state: Any, first: Any, masked: bool, hidden: Any = ()) -> None:
         if first is None:
             jax.debug.callback(lambda b: drained.append(int(b)), indices[0].b)
-        step(plan, refs, indices, state, first, masked)
+        step(plan, refs, indices, state, first, masked, hidden)
 
     monkeypatch.setattr(forward, "_step", counting)
     ids = np.stack([np.zeros(64, np.int32), np.arange(64, dtype=np.int32) // 8])
@@ -145,17 +145,22 @@ def test_partial_tiles_lack_the_sub_tiles_that_a_mask_hides() -> None:
 @pytest.mark.parametrize(
     "name", ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window", "documents"))]
 )
-def test_gradients_without_hidden_sub_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are those of the contract, and the hidden sub-tiles are not computed."""
+def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients are those of the contract, and the hidden sub-tiles are not computed."""
     monkeypatch.setattr(tile_sizes, "_sub_tile", lambda block, most: 8)
-    kinds = []
-    add = backward._add_tile
-    monkeypatch.setattr(backward, "_add_tile", lambda *args: (kinds.append(len(args[4])), add(*args))[1])
+    hidden: dict[str, list[int]] = {"forward": [], "backward": []}
+    step, add = forward._step, backward._add_tile
+    monkeypatch.setattr(
+        forward, "_step", lambda *args: (hidden["forward"].append(len(sum(args[6:], ()))), step(*args))[1]
+    )
+    monkeypatch.setattr(backward, "_add_tile", lambda *args: (hidden["backward"].append(len(args[4])), add(*args))[1])
     q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 44, 1, 8)).astype(np.float32)
     mask = Causal() & Segments(np.repeat([0, 1, 2], [12, 20, 12])) if name == "documents" else MASKS[name]
-    found = jax.vjp(lambda *qkv: operation()(*qkv, mask=mask).attention_outputs, q, k, v)[1](d)
-    assert max(kinds) > 0
+    out, pull_back = jax.vjp(lambda *qkv: operation()(*qkv, mask=mask).attention_outputs, q, k, v)
+    found = pull_back(d)
+    assert all(max(each) > 0 for each in hidden.values())
     seen = np.asarray(mask.bind(1, 1, 44, 44).dense(1, 1, 44, 44))
+    np.testing.assert_allclose(out, attention(q, k, v, mask=seen).out, atol=5e-6)
     expected = attention_gradients(q, k, v, mask=seen, d_out=d).values
     for x, y in zip(found, (expected[name] for name in ("query", "key", "value")), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,15 +46,13 @@ from attnops_tpu.flash.tile import (
     zero_masked_keys,
     zero_masked_queries,
 )
-from attnops_tpu.flash.tile_schedule import REDUCED, TileSchedule
+from attnops_tpu.flash.tile_schedule import REDUCED, Hidden, TileSchedule
 
 if TYPE_CHECKING:
     from attnops.typing import DType, PyTree, Ref
 
 # The offset at which a buffer is read is 0, but as far as the compiler knows it may be this: rows of a 16-bit register.
 _OFFSET: Final = 16
-# Sub-tiles, by row and column.
-Hidden: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Inputs(NamedTuple):

@@ -151,7 +151,7 @@ def _value_kernel(
                 of_head[-1][:, pl.ds(sub.first_distance(), width)] += _by_distance(plan, d_scores)
 
     for kind in schedule.kinds:
-        pl.when(entry.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
+        pl.when(entry.kind == kind)(functools.partial(add, kind != Coverage.FULL))
 
 
 def _sub_tile_gradients(sub: SubTile, refs: Refs, wanted: _Wanted, masked: bool) -> tuple[dict[int, Leaf], jax.Array]:
@@ -225,7 +225,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSc
                 acc[sub.keys, sub.queries] += d_scores
 
         for kind in schedule.kinds:
-            pl.when(entry.kind == kind)(functools.partial(add, kind == Coverage.PARTIAL))
+            pl.when(entry.kind == kind)(functools.partial(add, kind != Coverage.FULL))
 
         # The last tile of a shorter map is repeated at its end; it was written already.
         @pl.when((ids[3] == batches * heads - 1) & ((entry.kind > 0) | (entry.last == 1)))

@@ -33,7 +33,7 @@ from attnops_tpu.flash.operands import (
 )
 from attnops_tpu.flash.plan import Plan
 from attnops_tpu.flash.tile import SubTile, log2_unit, product, score_unit
-from attnops_tpu.flash.tile_schedule import TileSchedule
+from attnops_tpu.flash.tile_schedule import REDUCED, Hidden, TileSchedule
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf, Ref
@@ -168,8 +168,10 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
     for kind in schedule.kinds:
 
         @pl.when(entry.kind == kind)
-        def _(masked: bool = kind == Coverage.PARTIAL) -> None:
-            _step(plan, named, indices, state, entry.first == 1, masked)
+        def _(
+            masked: bool = kind != Coverage.FULL, hidden: Hidden = schedule.hidden if kind == REDUCED else ()
+        ) -> None:
+            _step(plan, named, indices, state, entry.first == 1, masked, hidden)
 
     # After another EMPTY tile, such as those that pad a map, there are no scores to accumulate.
     @pl.when((entry.kind == EMPTY) & (previous.kind != EMPTY))
@@ -191,7 +193,13 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
 
 
 def _step(
-    plan: Plan, refs: Refs, indices: tuple[TileIndex, TileIndex], state: _State, first: Leaf, masked: bool
+    plan: Plan,
+    refs: Refs,
+    indices: tuple[TileIndex, TileIndex],
+    state: _State,
+    first: Leaf,
+    masked: bool,
+    hidden: Hidden = (),
 ) -> None:
     """Compute the scores of the current tile, and accumulate those of the previous tile.
 
@@ -201,7 +209,8 @@ def _step(
         indices: of the current and the previous tile.
         state: see `_State`.
         first: whether the current tile begins a row; None if there is no current tile.
-        masked: whether the current tile is PARTIAL.
+        masked: whether the current tile is PARTIAL, or `REDUCED`.
+        hidden: the sub-tiles of the current tile that have no score, which are left out.
     """
     c = log2_unit(plan)
     rows, cols = plan.forward.rows, plan.forward.cols
@@ -219,7 +228,9 @@ def _step(
             if plan.scoring.has_fully_masked_tokens:
                 # Fully masked tokens may hold NaN, and 0 · NaN is NaN.
                 v = jnp.where(weights.max(axis=1, keepdims=True) != 0, v, jnp.zeros((), v.dtype))
-            if first is not None:
+            if (col // cols, row // rows) in hidden:
+                state.scores[keys, at] = jnp.full((rows, cols), -jnp.inf, jnp.float32)
+            elif first is not None:
                 # The matrix unit works in program order: these products fill the time until the weights are there.
                 s = _scores(SubTile(plan, refs, indices[0], row, rows, col, cols), refs, masked)
                 state.scores[keys, at] = s
@@ -234,7 +245,9 @@ def _step(
             state.acc[:, at] = acc + out
         state.l[:, at] = alpha * state.l[:, at] + l_tile
         state.m_before[:, at] = m_before
-        if m_tile is not None:
+        if first is not None:
+            if m_tile is None:
+                m_tile = jnp.full((SUBLANES, cols), -jnp.inf, jnp.float32)
             m_before = jnp.where(first, -jnp.inf, m_before)
             m = jnp.maximum(m_before, jnp.broadcast_to(m_tile.max(axis=0, keepdims=True), m_tile.shape))
             state.m[:, at] = m

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ MAX_ENTRIES: Final = 160 * 1024
 REDUCED: Final = 3
 KINDS: Final = (int(Coverage.FULL), int(Coverage.PARTIAL), REDUCED)
 _COMPARED: Final = 64
+# Sub-tiles of a tile, (row, column) of the schedule.
+Hidden: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Entry(NamedTuple):
@@ -66,7 +68,7 @@ class TileSchedule(Foldable):
         longest: entries a map.
         kinds: those of entries, other than EMPTY; a kernel has code only for these.
         rows: index of the first row, and of the last plus 1.
-        hidden: the sub-tiles that no score of a `REDUCED` tile is in, (row, column) of the schedule.
+        hidden: the sub-tiles that no score of a `REDUCED` tile is in.
         traced: for a traced mask, the grid steps that are needed, int32; else None.
     """
 
@@ -75,7 +77,7 @@ class TileSchedule(Foldable):
     longest: int
     kinds: tuple[int, ...]
     rows: tuple[int, int]
-    hidden: tuple[tuple[int, int], ...] = ()
+    hidden: Hidden = ()
     traced: Leaf = None
 
     @property
@@ -143,7 +145,7 @@ def row_chunks(coverage: Array) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in chunks]
 
 
-def reduced(coverage: Array, seen: Array) -> tuple[Array, tuple[tuple[int, int], ...]]:
+def reduced(coverage: Array, seen: Array) -> tuple[Array, Hidden]:
     """A block map whose PARTIAL tiles are `REDUCED` if they lack certain sub-tiles, and those; known when tracing.
 
     A kernel has code for one set of sub-tiles: the one that spares most of them in all tiles together, such as those
@@ -169,9 +171,7 @@ def reduced(coverage: Array, seen: Array) -> tuple[Array, tuple[tuple[int, int],
     return coverage, tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(sets[best]))
 
 
-def tile_schedule(
-    coverage: Array, first_row: int = 0, first_column: int = 0, hidden: tuple[tuple[int, int], ...] = ()
-) -> TileSchedule:
+def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, hidden: Hidden = ()) -> TileSchedule:
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
     Args:

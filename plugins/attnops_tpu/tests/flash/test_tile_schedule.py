@@ -143,7 +143,7 @@ def test_partial_tiles_lack_the_sub_tiles_that_a_mask_hides() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window", "documents"))]
+    "name", ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window", "documents", "per head"))]
 )
 def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and gradients are those of the contract, and the hidden sub-tiles are not computed."""
@@ -154,12 +154,21 @@ def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.Monke
         forward, "_step", lambda *args: (hidden["forward"].append(len(sum(args[6:], ()))), step(*args))[1]
     )
     monkeypatch.setattr(backward, "_add_tile", lambda *args: (hidden["backward"].append(len(args[4])), add(*args))[1])
-    q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 44, 1, 8)).astype(np.float32)
-    mask = Causal() & Segments(np.repeat([0, 1, 2], [12, 20, 12])) if name == "documents" else MASKS[name]
+    q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 28, 1, 8)).astype(np.float32)
+    if name == "per head":
+        q, d = (np.repeat(x, 2, axis=2) for x in (q, d))
+    H = q.shape[2]
+    mask = (
+        SlidingWindow(np.array([[5, 9]]), 0)
+        if name == "per head"
+        else Causal() & Segments(np.repeat([0, 1, 2], [6, 12, 10]))
+        if name == "documents"
+        else MASKS[name]
+    )
     out, pull_back = jax.vjp(lambda *qkv: operation()(*qkv, mask=mask).attention_outputs, q, k, v)
     found = pull_back(d)
     assert all(max(each) > 0 for each in hidden.values())
-    seen = np.asarray(mask.bind(1, 1, 44, 44).dense(1, 1, 44, 44))
+    seen = np.asarray(mask.bind(1, H, 28, 28).dense(1, H, 28, 28))
     np.testing.assert_allclose(out, attention(q, k, v, mask=seen).out, atol=5e-6)
     expected = attention_gradients(q, k, v, mask=seen, d_out=d).values
     for x, y in zip(found, (expected[name] for name in ("query", "key", "value")), strict=True):

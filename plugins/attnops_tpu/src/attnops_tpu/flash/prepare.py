@@ -87,8 +87,8 @@ def _reduced(plan: Plan, mask: Mask | None, coverage: Array, by_key: bool) -> tu
         return coverage, ()
     sub_tiles = block_map(mask, (plan.B, plan.H, plan.T, plan.S), sizes.cols, sizes.rows).coverage
     missing = plan.nq * queries - sub_tiles.shape[2], plan.nk * keys - sub_tiles.shape[3]
-    seen = np.pad(np.asarray(sub_tiles) > 0, ((0, 0), (0, 0), *((0, n) for n in missing)))
-    return reduced(coverage, merged(seen, 1, plan.K).swapaxes(2, 3) if by_key else seen)
+    sub_tiles = np.pad(np.asarray(sub_tiles), ((0, 0), (0, 0), *((0, n) for n in missing)))
+    return reduced(coverage, (merged(sub_tiles, 1, plan.K).swapaxes(2, 3) if by_key else sub_tiles) > 0)
 
 
 def count_active_tiles(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int) -> int | None:

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from attnops.typing import DType, Function
 
 PARALLEL, ARBITRARY = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
-# A share and a number of bytes for what the compiler adds to blocks and scratch, mostly spilled registers; in addition
-# it may hold a tile of each dense mask with 32 bits an element.
-_MARGIN: Final = 1.1, 8 << 20
+# For what the compiler adds to blocks and scratch, mostly spilled registers: a share, and bytes a score of the tile, no
+# fewer than for 1024 × 1024 (documents whose ids are traced need 5.5 at 1024 × 2048 on v6e); in addition it may hold a
+# tile of each dense mask with 32 bits an element.
+_SHARE: Final = 1.1
+_BYTES_A_SCORE: Final = 8
 _LANES: Final = 128
 
 
@@ -97,11 +99,11 @@ def compiler_params(plan: Plan, axes: int, memory: int) -> pltpu.CompilerParams:
         memory: see `needed`. What a kernel may use is not available to the program around it, whose arrays the compiler
             keeps in vector memory too.
     """
-    factor, offset = _MARGIN
-    offset += 4 * plan.bq * plan.bk * plan.scoring.dense
+    scores = plan.bq * plan.bk
+    margin = _BYTES_A_SCORE * max(scores, 1 << 20) + 4 * scores * plan.scoring.dense
     return pltpu.CompilerParams(
         dimension_semantics=(PARALLEL, PARALLEL, *[ARBITRARY] * (axes - 2)),
-        vmem_limit_bytes=min(plan.vmem, int(factor * memory) + offset),
+        vmem_limit_bytes=min(plan.vmem, int(_SHARE * memory) + margin),
         # Block indices are those of tile schedules, which are checked here; the interpreter checks them too.
         disable_bounds_checks=not plan.bounds_checks,
     )

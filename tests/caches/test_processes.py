@@ -13,7 +13,7 @@ from cache_over_processes import CASES
 
 SCRIPT = Path(__file__).parents[1] / "support" / "cache_over_processes.py"
 # Half of the compiler's time, of programs that run once.
-FAST_COMPILE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(CASES)])

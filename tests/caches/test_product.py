@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,10 +19,8 @@ import pytest
 from attnops.testing.cache_features import CACHE_FEATURES, are_compatible
 from attnops.testing.cache_problem import CacheProblem
 from attnops.testing.caches import cache_name, cache_problem
+from attnops.testing.problem import FAST_COMPILE
 from attnops.testing.runner import Subject
-
-# Half of the compiler's time, of programs that run once.
-FAST_COMPILE: Final = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
 def group(name: str) -> list[str | None]:

@@ -20,7 +20,7 @@ Index: TypeAlias = jax.Array | int
 
 
 def quotient_and_remainder(n: Index, divisor: int) -> tuple[Index, Index]:
-    """``n // divisor`` and ``n % divisor`` of indices that are not negative; traced with a tenth of the operations."""
+    """``n // divisor`` and ``n % divisor`` of indices that are not negative; with fewer operations than jnp's."""
     if isinstance(n, int):
         return divmod(n, divisor)
     if divisor == 1:

@@ -2,36 +2,44 @@
 runs it, and the bytes that the compiled program moves outside of its kernels.
 
 attnops-tpu is compared with JAX's ``splash_attention`` and tokamax's (``pip install tokamax``), each at the best of its
-block sizes, and tokamax with both schedulers of the compiler::
+block sizes and options::
 
     python benchmarks/tpu_kernels.py --generation v6e --problem 'causal 4k' --json out.json
 
+A peer's kernel has the same code for every length, so each of its candidates (`BLOCKS`, and tokamax's options) is
+compiled for a causal mask of 4,096 tokens, and the bundles of each problem are estimated from that. The candidates
+whose estimate is at most 5% above the best, but no more than three, are compiled for the problem itself, and the best
+of these is shown. Every result is kept in the ``--json`` file, and a run with the same file continues where the last
+one ended; results of other versions of the code are measured again. What the compiler refuses is left out, and any
+other failure, such as that of a peer whose interface has changed, stops the run.
+
 Figures are thousands of bundles a head, which are cycles without stalls. "outside" is the whole program's, forward and
-backward, from and to [B, T, H, D]. "end to end" adds the bundles of all heads and the cycles that these bytes need at
-the bandwidth of main memory. Needs Linux on x86 and ``pip install attnops-tpu[aot]``.
+backward, from and to [B, T, H, D]. "end to end" adds the bundles of all heads, and the cycles that these bytes need at
+the bandwidth of main memory; for each peer it is that of its best backward pass by this sum. Needs Linux on x86 and
+``pip install attnops-tpu[aot]``.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
+import dataclasses
+import hashlib
+import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
-import numpy as np
+import attnops_tpu
 import typer
-from attnops_tpu.aot import TOPOLOGIES, devices
-from attnops_tpu.collectives import scheduled
-from attnops_tpu.generations import target
-from attnops_tpu.memory import outside_bytes
-from attnops_tpu.schedule import Regions, measure
+from attnops_tpu.aot import TOPOLOGIES
+from attnops_tpu.schedule import Region, Regions, measure
 from rich.console import Console
 from rich.table import Table
+from tpu_contenders import CONTENDERS, HEADS, REDUCTION, SCHEDULER, Job, child, whole
 
-HEADS: Final = 8
+import attnops
+
 # (tokens, mask)
 PROBLEMS: Final = {
     "causal 4k": (4096, "causal"),
@@ -41,308 +49,174 @@ PROBLEMS: Final = {
     "window 1024, 16k": (16384, "window"),
     "16 documents, 16k": (16384, "documents"),
 }
-# Peers' code does not depend on longer lengths, but masks of NumPy arrays need memory.
-PEER_LENGTH: Final = 8192
+SCREENED: Final = (4096, "causal")
 # Bytes of main memory that a core can move a cycle: the published bandwidth over the clock by which the published peak
 # is that of the matrix units.
 BYTES_A_CYCLE: Final = {"v5e": 546, "v5p": 790, "v6e": 937, "tpu7x": 1682}
-SPLASH: Final = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
-TOKAMAX: Final = "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention"
-# (queries, keys, keys at a time), the best of a wider search.
+# (queries, keys, keys at a time), forward and backward: the best of wider searches on v6e. 4096 × 1024 has the bundles
+# of 2048 × 2048 where nothing is masked, and takes minutes.
 BLOCKS: Final = {
-    False: ((1024, 1024, 1024), (1024, 2048, 512), (2048, 1024, 512), (2048, 2048, 256), (1024, 1024, 512)),
-    True: ((1024, 1024, 512), (1024, 2048, 512), (2048, 1024, 512), (2048, 1024, 1024)),
-}
-Trips = list[tuple[str, float, float]]
+    False: ((1024, 1024, 1024), (1024, 1024, 512), (1024, 2048, 512), (2048, 1024, 512),
+            (2048, 2048, 256), (2048, 2048, 512), (512, 1024, 512)),
+    True: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 1024, 512), (2048, 1024, 1024),
+           (512, 1024, 512)),
+}  # fmt: skip
+# A candidate is compiled for a problem if its estimate is at most this much above the best, and so many at most.
+MARGIN: Final = 1.05
+FINALISTS: Final = 3
+# How the compiler refuses a block size. Anything else stops the run: a peer's interface has changed, or the script is
+# wrong.
+REFUSALS: Final = ("RESOURCE_EXHAUSTED", "exceeded scoped vmem", "Ran out of memory", "Register allocation failed",
+                   "should be a multiple")  # fmt: skip
 
 
-class Job(NamedTuple):
-    """One compilation.
-
-    Attributes:
-        name: the contender's.
-        backward: which pass.
-        mask: one of the masks of `PROBLEMS`.
-        T: tokens.
-        head_dim: of queries, keys and values.
-        blocks: block sizes; empty for the library's own choice.
-        experimental: whether the compiler's other scheduler is used.
-    """
-
-    name: str
-    backward: bool
-    mask: str
-    T: int
-    head_dim: int
-    blocks: tuple[int, ...] = ()
-    experimental: bool = False
+def candidates(name: str, backward: bool, generation: str, head_dim: int, T: int, mask: str) -> Iterator[Job]:
+    """A peer at each of its block sizes and options."""
+    options = ["", REDUCTION if backward else SCHEDULER] if name == "tokamax" else [""]
+    for blocks in BLOCKS[backward]:
+        for option in options:
+            yield Job(generation, name, backward, mask, T, head_dim, blocks, option)
 
 
-def jobs(name: str, backward: bool, problem: str, head_dim: int) -> Iterator[Job]:
-    """A contender at each of its block sizes."""
+class Results:
+    """What was measured of each job, kept in a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.kernels: dict[tuple[str, bool], str] = {}
+
+    def of(self, job: Job, is_screened: bool = False) -> dict[str, Any]:
+        """The kernel's regions, and the bytes outside if the job isn't only screened; or why it doesn't compile."""
+        keys = [json.dumps([job, version(job.name), kind]) for kind in ("whole", "screened")]
+        for key in keys if is_screened else keys[:1]:
+            if key in self.found:
+                return self.found[key]
+        print(f"compiling {job}", file=sys.stderr, flush=True)
+        result = self.found[keys[is_screened]] = self._measured(job, is_screened)
+        if self.path is not None:
+            temporary = self.path.with_suffix(".part")
+            temporary.write_text(json.dumps(self.found, indent=1))
+            temporary.replace(self.path)
+        return result
+
+    def _measured(self, job: Job, is_screened: bool) -> dict[str, Any]:
+        command = [str(Path(__file__).resolve()), "child", json.dumps(job)]
+        known = self.kernels.get((job.name, job.backward))
+        try:
+            if not is_screened or known is None:
+                said = run(command)
+                known = self.kernels[job.name, job.backward] = said["kernel"]
+            schedule, text = measure(command, only=known)
+        except RuntimeError as error:
+            if not any(refusal in str(error) for refusal in REFUSALS):
+                raise
+            return {"error": str(error).strip()[-500:]}
+        return json.loads(text.strip().splitlines()[-1]) | {"regions": dataclasses.asdict(schedule.regions)}
+
+
+def run(command: list[str]) -> dict[str, Any]:
+    """What a child prints, without dumps: the compiler takes many times as long with those of a whole program."""
+    import os
+    import subprocess
+
+    from attnops_tpu.aot import environment
+
+    done = subprocess.run([sys.executable, *command], env={**os.environ, **environment()}, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def version(name: str) -> str:
+    """Of what a result depends on: for attnops-tpu the source."""
+    versions = [importlib.metadata.version(package) for package in ("jax", "libtpu")]
+    if name == "attnops-tpu":
+        digest = hashlib.sha256()
+        for folder in (Path(attnops_tpu.__path__[0]), *(Path(attnops.__path__[0]) / x for x in ("kernels", "masks"))):
+            for path in sorted(folder.rglob("*.py")):
+                digest.update(path.read_bytes())
+        versions.append(digest.hexdigest()[:12])
+    elif name == "tokamax":
+        versions.append(importlib.metadata.version(name))
+    return " ".join(versions)
+
+
+def bundles(job: Job, result: dict[str, Any]) -> dict[str, float]:
+    """The bundles of a head, by part."""
+    x = result["regions"]
+    skipped = tuple(Region(r["bundles"], tuple(r["loops"]), r["uses"]) for r in x["skipped"])
+    return whole(job, Regions(x["once"], x["step"], skipped))
+
+
+def finalists(results: Results, name: str, backward: bool, generation: str, head_dim: int, problem: str) -> list[Job]:
+    """The jobs that are compiled for the problem itself."""
     T, mask = PROBLEMS[problem]
     if name == "attnops-tpu":
-        yield Job(name, backward, mask, T, head_dim)
-        return
-    for blocks in BLOCKS[backward]:
-        for experimental in (False, True) if name == "tokamax" and not backward else (False,):
-            # Without a mask tokamax's kernel asks for a device: the same body is in its causal kernel.
-            compiled = "causal" if name == "tokamax" and mask == "full" else mask
-            yield Job(name, backward, compiled, min(T, PEER_LENGTH), head_dim, blocks, experimental)
-
-
-def attnops_mask(kind: str, T: int) -> Any:
-    from attnops.masks import Causal, Segments, SlidingWindow
-
-    masks = {
-        "causal": Causal(),
-        "window": Causal() & SlidingWindow(1023, 0),
-        "documents": Causal() & Segments(np.arange(T) // 1024),
-    }
-    return masks[kind].bind(1, HEADS, T, T) if kind in masks else None
-
-
-def attnops(job: Job) -> Callable[..., Any]:
-    from attnops import OperationMetadata, OperationRegistry
-
-    flash = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
-    return lambda *qkv: flash(*qkv, mask=attnops_mask(job.mask, job.T)).attention_outputs
-
-
-def _peer_mask(masks: Any, job: Job) -> Any:
-    T = job.T
-    if job.mask == "documents":
-        ids = np.arange(T) // 1024
-        return masks.NumpyMask((ids[:, None] == ids) & np.tri(T, dtype=bool))
-    return {"full": masks.FullMask, "causal": masks.CausalMask}[job.mask]((T, T)) if job.mask != "window" else (
-        masks.LocalMask((T, T), (1023, 0), 0)
-    )  # fmt: skip
-
-
-def _by_head(function: Callable[..., Any], head_dim: int) -> Callable[..., Any]:
-    """A function of [H, T, D], of [1, T, H, D]."""
-
-    def called(q: Any, k: Any, v: Any) -> Any:
-        out = function(*(x[0].swapaxes(0, 1) for x in (q * head_dim**-0.5, k, v)))
-        return out.swapaxes(0, 1)[None]
-
-    return called
-
-
-def splash(job: Job) -> Callable[..., Any]:
-    kernels, masks = (importlib.import_module(f"{SPLASH}_{part}") for part in ("kernel", "mask"))
-    q, k, compute = job.blocks
-    sizes = kernels.BlockSizes(
-        block_q=q, block_kv=k, block_kv_compute=compute, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=compute,
-        use_fused_bwd_kernel=True,
-    )  # fmt: skip
-    mask = masks.MultiHeadMask([_peer_mask(masks, job)] * HEADS)
-    return _by_head(
-        kernels.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes), job.head_dim
-    )  # fmt: skip
-
-
-def tokamax(job: Job) -> Callable[..., Any]:
-    kernels, masks = (importlib.import_module(f"{TOKAMAX}_{part}") for part in ("kernel", "mask"))
-    q, k, compute = job.blocks
-    config = kernels.SplashConfig(
-        block_q=q, block_kv=k, block_kv_compute=compute, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=compute,
-        use_experimental_scheduler=job.experimental,
-    )  # fmt: skip
-    return _by_head(kernels.make_splash_mha_single_device(_peer_mask(masks, job), config=config), job.head_dim)
-
-
-CONTENDERS: Final[dict[str, Callable[[Job], Callable[..., Any]]]] = {
-    "attnops-tpu": attnops,
-    "splash": splash,
-    "tokamax": tokamax,
-}
-
-
-class Counts(NamedTuple):
-    """Of one head: active tiles, all and by coverage, rows of tiles, and the most active tiles of a row."""
-
-    active: int
-    full: int
-    rows: int
-    widest: int
-
-
-def counts(mask: str, T: int, block_q: int, block_k: int, by_key: bool) -> Counts:
-    from attnops.masks import Coverage, block_map
-
-    coverage = np.asarray(block_map(attnops_mask(mask, T), (1, 1, T, T), block_q, block_k).coverage)[0, 0]
-    coverage = coverage.T if by_key else coverage
-    active = coverage > 0
-    return Counts(
-        int(active.sum()), int((coverage == Coverage.FULL).sum()), len(coverage), int(active.sum(axis=1).max())
-    )
-
-
-def own_trips(job: Job, generation: str) -> list[tuple[int, Trips]]:
-    """The grid steps and the trips of each call of the kernel."""
-    import jax
-    import jax.numpy as jnp
-    from attnops_tpu.flash.backend import PallasFlash
-    from attnops_tpu.flash.prepare import tile_schedules
-    from attnops_tpu.flash.tile_schedule import KINDS, REDUCED, unpack
-
-    from attnops import OperationMetadata
-    from attnops.kernels import FlashCall
-    from attnops.masks import Coverage
-
-    x = jax.ShapeDtypeStruct((1, job.T, HEADS, job.head_dim), jnp.bfloat16)
-    mask = attnops_mask(job.mask, job.T)
-    with target(generation):
-        plan = PallasFlash().plan(FlashCall(OperationMetadata(platform="tpu"), x, x, x, mask=mask))  # type: ignore[arg-type]
-        schedules = tile_schedules(plan, mask)
-    calls = []
-    every = {kind for schedule in schedules.spans for kind in schedule.kinds}
-    for schedule in schedules.spans if job.backward else schedules.forward:
-        entries = unpack(np.asarray(schedule.entries).reshape(-1, schedule.longest + 1)[0])
-        tiles = [
-            ("REDUCED" if kind == REDUCED else Coverage(kind).name, float((entries.kind == kind).sum()), 0.0)
-            for kind in KINDS
-            if kind in (every if job.backward else schedule.kinds)
-        ]
-        rows, rounds = float(entries.last.sum()), job.head_dim / 8
-        drains = float(((entries.kind[1:] == 0) & (entries.kind[:-1] > 0)).sum())
-        if job.backward:
-            trips = [("clear dq", 1.0, rounds), ("clear dk, dv", rows, rounds), *tiles, ("write", rows, 0.0)]
-            calls.append((schedule.longest, trips))
+        return [Job(generation, name, backward, mask, T, head_dim)]
+    estimates, errors = {}, []
+    for job in candidates(name, backward, generation, head_dim, *SCREENED):
+        result = results.of(job, is_screened=True)
+        if "error" in result:
+            errors.append(result["error"])
         else:
-            trips = [("init", 1.0, 0.0), *tiles, ("drain", drains, 0.0), ("finish", rows, 0.0), ("clear", rows, 0.0)]
-            calls.append((schedule.longest + 1, trips))
-    return calls
+            own = job._replace(T=T, mask=mask)
+            estimates[own] = sum(bundles(own, result).values())
+    if not estimates:
+        raise RuntimeError(f"{name} compiled with none of its block sizes: {errors}")
+    least = min(estimates.values())
+    best = sorted((job for job in estimates if estimates[job] <= MARGIN * least), key=lambda job: estimates[job])
+    return best[:FINALISTS]
 
 
-def peer_trips(job: Job, problem: str, regions: Regions) -> tuple[int, Trips]:
-    """The grid steps of a head and the trips of splash, JAX's and tokamax's."""
-    q, k, _ = job.blocks
-    T, mask = PROBLEMS[problem]
-    n = counts(mask, T, q, k, job.backward)
-    # tokamax lists the active tiles, forward; other grids have as many columns as the widest row, or all.
-    has_list = job.name == "tokamax" and not job.backward
-    width = -(-T // (q if job.backward else k)) if job.name == "tokamax" else n.widest
-    bodies = sum(region.uses["MATMUL"] > 0 for region in regions.skipped)
-    tiles: dict[int, Trips] = {
-        0: [],
-        1: [("tiles", float(n.active), 0.0)],
-        2: [("FULL", float(n.full), 0.0), ("PARTIAL", float(n.active - n.full), 0.0)],
-    }
-    if bodies not in tiles:
-        raise LookupError(f"{job.name} has {bodies} bodies, but 0 to 2 are known: its kernel changed")
-    steps = n.active if has_list else n.rows * width
-    # With at most two steps a row tokamax writes in each step.
-    ends = [] if len(regions.skipped) == 1 + bodies else [("end", float(n.rows), 0.0)]
-    return steps, [("init", float(n.rows), 0.0), *tiles[bodies], *ends]
-
-
-def run(job: Job, generation: str) -> tuple[Regions, dict[str, Any]]:
-    kernel = {
-        ("attnops-tpu", False): "attnops_flash_forward",
-        ("attnops-tpu", True): "attnops_flash_backward",
-    }.get((job.name, job.backward), "dkv" if job.backward else "fwd")
-    command = [str(Path(__file__).resolve()), "child", json.dumps(job), generation]
-    schedule, said = measure(command, kernel)
-    return schedule.regions, json.loads(said.strip().splitlines()[-1])
-
-
-def child(job: Job, generation: str) -> None:
-    """What a process of its own does: compile, and print what moves outside of the kernels."""
-    import jax
-    import jax.numpy as jnp
-
-    function = CONTENDERS[job.name](job)
-    place = jax.sharding.SingleDeviceSharding(devices(generation)[0])
-    x = jax.ShapeDtypeStruct((1, job.T, HEADS, job.head_dim), jnp.bfloat16, sharding=place)
-
-    def gradients(*args: Any) -> Any:
-        return jax.vjp(function, *args[:-1])[1](args[-1])
-
-    with target(generation):
-        traced = jax.jit(gradients).trace(x, x, x, x) if job.backward else jax.jit(function).trace(x, x, x)
-        lowered = traced.lower(lowering_platforms=("tpu",))
-    compiled, program = scheduled(lowered, generation)
-    moved = {"outside": outside_bytes(program), "temporaries": compiled.memory_analysis().temp_size_in_bytes}
-    print(json.dumps(moved))
-
-
-def whole(job: Job, problem: str, generation: str, regions: Regions) -> dict[str, float]:
-    """The bundles of a head, by part."""
-    calls = own_trips(job, generation) if job.name == "attnops-tpu" else [peer_trips(job, problem, regions)]
-    total: dict[str, float] = {}
-    for steps, trips in calls:
-        for part, bundles in regions.total(steps, trips).items():
-            # Once a call, for all heads.
-            total[part] = total.get(part, 0.0) + (bundles / HEADS if part == "once" else bundles)
-    return total
-
-
-def compare(generation: str, problems: list[str], head_dims: list[int], names: list[str]) -> list[dict[str, Any]]:
-    """The best job of each contender, pass and problem; a failure stops the run, unless another job succeeds."""
-    cached = functools.cache(run)
-    rows = []
-    for problem in problems:
-        for head_dim in head_dims:
-            for name in names:
-                for backward in (False, True):
-                    found, errors = [], []
-                    for job in jobs(name, backward, problem, head_dim):
-                        try:
-                            regions, moved = cached(job, generation)
-                        except RuntimeError as error:
-                            errors.append(str(error).strip().splitlines()[-1][:300])
-                            continue
-                        parts = whole(job, problem, generation, regions)
-                        found.append({
-                            "generation": generation, "problem": problem, "head_dim": head_dim, "name": name,
-                            "pass": "backward" if backward else "forward", "blocks": job.blocks,
-                            "experimental": job.experimental, "bundles": sum(parts.values()), "parts": parts,
-                            "is_whole": PROBLEMS[problem] == (job.T, job.mask),
-                        } | moved)  # fmt: skip
-                    if not found:
-                        raise RuntimeError(f"{name} compiled with none of its block sizes: {errors}")
-                    rows.append(min(found, key=lambda row: row["bundles"]))
-                    print(
-                        {key: rows[-1][key] for key in ("problem", "name", "pass", "blocks", "bundles")},
-                        file=sys.stderr,
-                    )
-    return rows
+def measured(results: Results, name: str, generation: str, head_dim: int, problem: str) -> dict[str, Any]:
+    """A row of the table: a contender's best passes."""
+    row: dict[str, Any] = {"generation": generation, "problem": problem, "head_dim": head_dim, "name": name}
+    passes: dict[str, list[dict[str, Any]]] = {}
+    for backward in (False, True):
+        key = "backward" if backward else "forward"
+        passes[key] = []
+        for job in finalists(results, name, backward, generation, head_dim, problem):
+            result = results.of(job)
+            if "error" in result:
+                continue
+            parts = bundles(job, result)
+            passes[key].append({
+                "blocks": job.blocks, "option": job.option, "bundles": sum(parts.values()), "parts": parts,
+                "outside": result["outside"], "temporaries": result["temporaries"],
+            })  # fmt: skip
+        if not passes[key]:
+            raise RuntimeError(f"{name} compiled with none of its best block sizes for {problem}")
+        row[key] = min(passes[key], key=lambda each: each["bundles"])
+    if generation in BYTES_A_CYCLE:
+        sums = [(row["forward"]["bundles"] + each["bundles"]) * HEADS + each["outside"] / BYTES_A_CYCLE[generation]
+                for each in passes["backward"]]  # fmt: skip
+        row["end"] = min(sums)
+    row["temporaries"] = min(each["temporaries"] for each in passes["backward"])
+    return row
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """A line for each contender, with ratios of attnops-tpu's bundles to its."""
+    """A line for each contender, with ratios of attnops-tpu's figures to its."""
     shown = Table(title="Thousands of bundles a head, bfloat16; in brackets attnops-tpu relative to it")
-    for column in (
-        "TPU",
-        "problem",
-        "D",
-        "kernel",
-        "forward",
-        "backward",
-        "outside MB",
-        "temporaries MB",
-        "end to end",
-    ):
+    for column in ("TPU", "problem", "D", "kernel", "forward", "backward", "outside MB", "temporaries MB",
+                   "end to end"):  # fmt: skip
         shown.add_column(column, justify="left" if column in ("problem", "kernel") else "right", no_wrap=True)
-    cases = dict.fromkeys((r["generation"], r["problem"], r["head_dim"], r["name"]) for r in rows)
     own: dict[str, float] = {}
-    for generation, problem, head_dim, name in cases:
-        case = generation, problem, head_dim, name
-        passes = {r["pass"]: r for r in rows if (r["generation"], r["problem"], r["head_dim"], r["name"]) == case}
-        last = passes["backward"]
-        cost = {key: row["bundles"] for key, row in passes.items()}
-        if last["is_whole"] and generation in BYTES_A_CYCLE:
-            cost["end"] = sum(cost.values()) * HEADS + last["outside"] / BYTES_A_CYCLE[generation]
-        if name == "attnops-tpu":
+    for row in rows:
+        cost = {key: row[key]["bundles"] for key in ("forward", "backward")}
+        if "end" in row:
+            cost["end"] = row["end"]
+        if row["name"] == "attnops-tpu":
             own = cost
-        texts = {key: f"{x / 1e3:.1f}" + (f" ({own[key] / x:.2f})" if key in own and name != "attnops-tpu" else "")
-                 for key, x in cost.items()}  # fmt: skip
-        moved = [f"{last[key] / 1e6:.1f}" if last["is_whole"] else "" for key in ("outside", "temporaries")]
+        texts = {key: f"{x / 1e3:.1f}" + (f" ({own[key] / x:.2f})" if key in own and row["name"] != "attnops-tpu"
+                                          else "") for key, x in cost.items()}  # fmt: skip
+        moved = [f"{x / 1e6:.1f}" for x in (row["backward"]["outside"], row["temporaries"])]
         shown.add_row(
-            generation, problem, str(head_dim), name, texts["forward"], texts["backward"], *moved, texts.get("end", "")
-        )
+            row["generation"], row["problem"], str(row["head_dim"]), row["name"], texts["forward"], texts["backward"],
+            *moved, texts.get("end", ""),
+        )  # fmt: skip
     return shown
 
 
@@ -351,26 +225,28 @@ def main(
     problem: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(PROBLEMS)}; may be repeated.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
     only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CONTENDERS)}; may be repeated.")] = None,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Keeps each result; a later run continues it.")] = None,
 ) -> None:
     """Add up whole attention kernels on TPUs, with no TPU."""
     for name, given, known in (("--generation", generation, TOPOLOGIES), ("--problem", problem, PROBLEMS),
                                ("--only", only, CONTENDERS)):  # fmt: skip
         if not set(given or []) <= set(known):
             raise typer.BadParameter(f"{name} must be of {', '.join(known)}, not {', '.join(given or [])}")
-    rows = [
-        row
-        for each in generation or ["v6e", "tpu7x"]
-        for row in compare(each, problem or list(PROBLEMS), head_dim or [128], only or list(CONTENDERS))
-    ]
-    if output:
-        output.write_text(json.dumps(rows, indent=1))
+    results = Results(output)
     console = Console(width=max(Console().width, 150))
+    rows = []
+    for each in generation or ["v6e", "tpu7x"]:
+        for own_head_dim in head_dim or [128]:
+            for case in problem or list(PROBLEMS):
+                found = [measured(results, one, each, own_head_dim, case) for one in only or list(CONTENDERS)]
+                console.print(table(found))
+                rows += found
     console.print(table(rows))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
-        child(Job(*json.loads(sys.argv[2])), sys.argv[3])
+        fields = json.loads(sys.argv[2])
+        child(Job(*fields[:6], tuple(fields[6]), fields[7]))
     else:
         typer.run(main)

@@ -17,20 +17,22 @@ class Generation(NamedTuple):
         name: such as ``"v6e"``.
         vmem: bytes of vector memory a core.
         strided_rotation: see `attnops_tpu.flash.plan.Plan`.
+        cores: those of a device, which share the parallel axes of a kernel's grid.
     """
 
     name: str
     vmem: int
     strided_rotation: bool = True
+    cores: int = 1
 
 
 _MiB: Final = 1 << 20
 GENERATIONS: Final = {
     g.name: g
     for g in (
-        Generation("v4", 16 * _MiB, strided_rotation=False),
+        Generation("v4", 16 * _MiB, strided_rotation=False, cores=2),
         Generation("v5e", 128 * _MiB),
-        Generation("v5p", 64 * _MiB),
+        Generation("v5p", 64 * _MiB, cores=2),
         Generation("v6e", 128 * _MiB),
         Generation("tpu7x", 64 * _MiB),
     )

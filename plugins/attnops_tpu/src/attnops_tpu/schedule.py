@@ -138,12 +138,14 @@ class Schedule:
         return max(self.blocks, key=lambda block: (block.uses["MATMUL"], block.bundles))
 
 
-def measure(command: list[str], kernel: str | None = None) -> tuple[Schedule, str]:
+def measure(command: list[str], kernel: str | None = None, only: str | None = None) -> tuple[Schedule, str]:
     """Run a Python program that compiles a kernel, in a separate process, and read the kernel's schedule.
 
     Args:
         command: arguments of Python, such as ``["-m", "module"]``.
         kernel: a part of the kernel's name; None for the largest.
+        only: the complete name of the kernel's instruction in the compiled program, such as ``"my_kernel.1"``: nothing
+            else is dumped, which is many times faster.
 
     Returns:
         The schedule, and what the program printed.
@@ -154,6 +156,8 @@ def measure(command: list[str], kernel: str | None = None) -> tuple[Schedule, st
     """
     folder = tempfile.mkdtemp(prefix="attnops_schedule_")
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
+    if only is not None:
+        flags += f" --xla_jf_dump_llo_pass_label_regex=^final_ --xla_jf_dump_only_matching_hlo={only}"
     try:
         run = subprocess.run(
             [sys.executable, *command], env={**os.environ, **environment(), "LIBTPU_INIT_ARGS": flags},
@@ -161,7 +165,7 @@ def measure(command: list[str], kernel: str | None = None) -> tuple[Schedule, st
         )  # fmt: skip
         if run.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {run.stderr.strip()[-2000:]}")
-        return read(folder, kernel), run.stdout
+        return read(folder, only if kernel is None else kernel), run.stdout
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -20,6 +20,13 @@ def races() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def one_core() -> Iterator[None]:
+    """Where the forward kernel drains once, and relative positions are rotated by rows."""
+    with target("v6e"):
+        yield
+
+
 class TestFlashOnTPU(OperationConformance):
     operation, platform = "attnops-tpu:flash", "tpu"
     interpret = True
@@ -28,11 +35,12 @@ class TestFlashOnTPU(OperationConformance):
 
 
 @pytest.mark.slow
-def test_relative_position_by_either_rotation() -> None:
-    """Of `UNKNOWN`, whose hardware has no strided rotation, the suite has it."""
+@pytest.mark.parametrize("features", [["RelativePosition"], ["sinks", "mask per batch"], ["fully masked tiles"]])
+def test_several_cores_without_strided_rotation(features: list[str]) -> None:
+    assert UNKNOWN.cores > 1
     assert not UNKNOWN.strided_rotation
-    with target("v6e"):
-        outcome = TestFlashOnTPU.subject().check(["RelativePosition"])
+    with target(UNKNOWN.name):
+        outcome = TestFlashOnTPU.subject().check(features)
     assert outcome.status is Status.RIGHT, outcome.detail
 
 

@@ -66,7 +66,7 @@ class PallasFlash(FlashBackend):
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), is_partial=call.is_partial,
             scoring=scoring, precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale,
             interpret=metadata.interpret, strided_rotation=generation().strided_rotation,
-            bounds_checks=bounds_checks(),
+            bounds_checks=bounds_checks(), sequential=generation().cores == 1,
             **tiles._asdict(),
         )  # fmt: skip
 

@@ -4,6 +4,9 @@ It is software-pipelined over tiles: in the same straight-line code, a grid step
 vector memory, and converts the scores of the previous tile, which it reads from there, to weights that it multiplies by
 values. The two chains are independent, so the compiler fills the matrix unit's latency in one with the other; and it
 can't hold the scores of a complete tile in registers, of which there are far too few. NOTES.md has the figures.
+
+After the last tile a step drains the pipeline. Where one core runs all batches and heads, in order, this is one step a
+kernel: the last tile of a head is the previous tile of the next head's first. Where cores share them, it is one a head.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ def _rows(
         for_values.append(by_query("dropout", arrays.dropout, plan.bq))
     if arrays.sinks is not None:
         for_values.append(Operand("sinks", arrays.sinks))
-    current, previous = functools.partial(_current_tile, schedule), functools.partial(_previous_tile, schedule)
+    current, previous = functools.partial(_current_tile, schedule), functools.partial(_previous_tile, plan, schedule)
 
     def out_index(*ids: jax.Array) -> tuple[jax.Array | int, ...]:
         index = previous(*ids)
@@ -136,6 +139,7 @@ def _rows(
             Scratch((plan.Dv, plan.bq), jnp.float32),
         ],
         cost=cost(plan, schedule.longest, plan.D + plan.Dv),
+        sequential=plan.sequential,
     )  # fmt: skip
     return out, lse, residual
 
@@ -145,8 +149,29 @@ def _current_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.
     return TileIndex(b, h, entry.row, entry.column)
 
 
-def _previous_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:
-    return _current_tile(schedule, b, h, jnp.maximum(step - 1, 0), entries)
+def _previous_tile(
+    plan: Plan, schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref
+) -> TileIndex:
+    return _current_tile(schedule, *_previous_step(plan, schedule, b, h, step), entries)
+
+
+def _previous_step(
+    plan: Plan, schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The batch, head and entry of the previous step; of the first one its own."""
+    before = jnp.maximum(step - 1, 0)
+    if not plan.sequential or plan.B * plan.H == 1:
+        return b, h, before
+    # Each map's last entry repeats its last tile.
+    is_start = step == 0
+    if plan.B == 1:
+        return b, jnp.maximum(h - is_start, 0), jnp.where(is_start & (h > 0), schedule.longest, before)
+    is_batch_start = is_start & (h == 0)
+    return (
+        jnp.maximum(b - is_batch_start, 0),
+        jnp.where(is_batch_start & (b > 0), plan.H - 1, jnp.maximum(h - is_start, 0)),
+        jnp.where(is_start & (b + h > 0), schedule.longest, before),
+    )
 
 
 def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: Ref, *refs: Ref) -> None:
@@ -155,10 +180,14 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
     out, lse, lse_residual = refs[len(names) : len(names) + 3]
     state = _State(*refs[len(names) + 3 :])
     b, h, step = (pl.program_id(axis) for axis in range(3))
-    entry, previous = schedule.at(entries, b, h, step), schedule.at(entries, b, h, jnp.maximum(step - 1, 0))
-    indices = _current_tile(schedule, b, h, step, entries), _previous_tile(schedule, b, h, step, entries)
+    entry, before = schedule.at(entries, b, h, step), _previous_step(plan, schedule, b, h, step)
+    indices = _current_tile(schedule, b, h, step, entries), _current_tile(schedule, *before, entries)
+    is_first, is_last = step == 0, step == pl.num_programs(2) - 1
+    if plan.sequential:
+        is_first &= b + h == 0
+        is_last &= (b == plan.B - 1) & (h == plan.H - 1)
 
-    @pl.when(step == 0)
+    @pl.when(is_first)
     def _() -> None:
         state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
         state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
@@ -173,22 +202,21 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
         ) -> None:
             _step(plan, named, indices, state, entry.first == 1, masked, hidden)
 
-    # After another EMPTY tile, such as those that pad a map, there are no scores to accumulate.
-    @pl.when((entry.kind == EMPTY) & (previous.kind != EMPTY))
+    # A row without tiles; entries that pad a map do nothing. After another such row there are no scores to accumulate.
+    is_row, previous = (entry.kind == EMPTY) & (entry.first == 1), schedule.at(entries, *before)
+
+    @pl.when(is_row & ((previous.kind != EMPTY) | (previous.first == 0)) | is_last)
     def _() -> None:
         _step(plan, named, indices, state, None, False)
         state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
         state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
         state.alpha[...] = jnp.zeros(state.alpha.shape, jnp.float32)
 
-    @pl.when((step > 0) & (previous.last == 1))
+    @pl.when((entry.first == 1) & ~is_first | is_last)
     def _() -> None:
         sinks = named.get("sinks")
-        sink = None if sinks is None else sinks[b if sinks.shape[0] > 1 else 0, h]
+        sink = None if sinks is None else sinks[before[0] if sinks.shape[0] > 1 else 0, before[1]]
         _finish(plan, out, lse, lse_residual, state, sink)
-
-    @pl.when(entry.first == 1)
-    def _() -> None:
         _clear(state)
 
 

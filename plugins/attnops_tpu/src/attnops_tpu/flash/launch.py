@@ -52,6 +52,7 @@ def launch(
     scratch: Sequence[Scratch] = (),
     cost: pl.CostEstimate | None = None,
     aliases: Mapping[int, int] | None = None,
+    sequential: bool = False,
 ) -> Sequence[jax.Array]:
     """The results of a kernel.
 
@@ -59,13 +60,14 @@ def launch(
         plan: of the call.
         kernel: of references to ``scalars``, to blocks of ``inputs`` and ``results``, and to ``scratch``.
         name: of the kernel.
-        grid: two parallel axes, batch and heads, and sequential ones.
+        grid: batch and heads, and sequential axes.
         scalars: arrays in scalar memory, which index maps take too.
         inputs: arrays and their blocks.
         results: the outputs.
         scratch: further buffers.
         cost: the estimate by which the compiler overlaps the kernel with transfers.
         aliases: the results, by index, that are written over an input, by index.
+        sequential: whether batches and heads must run in order too, on one core.
     """
     inputs = list(inputs)
     blocks = [(spec, array.dtype) for array, spec in inputs] + [(spec, array.dtype) for array, spec in results]
@@ -80,7 +82,7 @@ def launch(
             scratch_shapes=[pltpu.VMEM(buffer.shape, jnp.dtype(buffer.dtype)) for buffer in scratch],
         ),
         input_output_aliases={len(scalars) + i: j for i, j in (aliases or {}).items()},
-        compiler_params=compiler_params(plan, len(grid), needed(blocks, scratch)),
+        compiler_params=compiler_params(plan, len(grid), needed(blocks, scratch), sequential),
         cost_estimate=cost,
         interpret=interpret_params(plan.interpret),
         name=name,
@@ -90,19 +92,20 @@ def launch(
         return given(*scalars, *(array for array, _ in inputs))
 
 
-def compiler_params(plan: Plan, axes: int, memory: int) -> pltpu.CompilerParams:
-    """For a grid of two parallel axes, batch and heads, and ``axes - 2`` sequential ones.
+def compiler_params(plan: Plan, axes: int, memory: int, sequential: bool = False) -> pltpu.CompilerParams:
+    """For a grid of batch and heads, which are parallel axes unless ``sequential``, and ``axes - 2`` sequential ones.
 
     Args:
         plan: of the call.
         axes: of the grid.
         memory: see `needed`. What a kernel may use is not available to the program around it, whose arrays the compiler
             keeps in vector memory too.
+        sequential: see `launch`.
     """
     scores = plan.bq * plan.bk
     margin = _BYTES_A_SCORE * max(scores, 1 << 20) + 4 * scores * plan.scoring.dense
     return pltpu.CompilerParams(
-        dimension_semantics=(PARALLEL, PARALLEL, *[ARBITRARY] * (axes - 2)),
+        dimension_semantics=(*[ARBITRARY if sequential else PARALLEL] * 2, *[ARBITRARY] * (axes - 2)),
         vmem_limit_bytes=min(plan.vmem, int(_SHARE * memory) + margin),
         # Block indices are those of tile schedules, which are checked here; the interpreter checks them too.
         disable_bounds_checks=not plan.bounds_checks,

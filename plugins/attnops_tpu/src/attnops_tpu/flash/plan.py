@@ -35,6 +35,7 @@ class Plan:
         precision: of products.
         scoring: see `Scoring`.
         span: tiles of queries whose gradients are in vector memory at a time.
+        sequential: whether one core runs a kernel's batches and heads, in order.
         strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.
         interpret: whether kernels run in Pallas's interpreter.
         bounds_checks: whether kernels check that their accesses are in bounds.
@@ -61,6 +62,7 @@ class Plan:
     scoring: Scoring
     span: int
     split: int
+    sequential: bool
     strided_rotation: bool
     interpret: bool
     bounds_checks: bool

@@ -1,0 +1,240 @@
+"""The attention kernels that `tpu_kernels.py` compares, how often a problem runs each region of their code, and what
+moves outside of them, compiled in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from attnops_tpu.aot import devices
+from attnops_tpu.collectives import KERNEL, scheduled
+from attnops_tpu.generations import target
+from attnops_tpu.memory import outside_bytes
+from attnops_tpu.schedule import Regions
+
+HEADS: Final = 8
+SPLASH: Final = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
+TOKAMAX: Final = "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention"
+# Options of tokamax: the compiler's other scheduler, forward; gradients of queries in three parts, backward.
+SCHEDULER: Final = "experimental scheduler"
+REDUCTION: Final = "dq_reduction_steps=3"
+Trips = list[tuple[str, float, float]]
+
+
+class Job(NamedTuple):
+    """One compilation.
+
+    Attributes:
+        generation: of the TPU.
+        name: the contender's.
+        backward: which pass.
+        mask: causal, full, window or documents.
+        T: tokens.
+        head_dim: of queries, keys and values.
+        blocks: block sizes, (queries, keys, keys at a time); empty for the library's own choice.
+        option: of tokamax, or none.
+    """
+
+    generation: str
+    name: str
+    backward: bool
+    mask: str
+    T: int
+    head_dim: int
+    blocks: tuple[int, ...] = ()
+    option: str = ""
+
+
+def attnops_mask(kind: str, T: int) -> Any:
+    from attnops.masks import Causal, Segments, SlidingWindow
+
+    masks = {
+        "causal": Causal(),
+        "window": Causal() & SlidingWindow(1023, 0),
+        "documents": Causal() & Segments(np.arange(T) // 1024),
+    }
+    return masks[kind].bind(1, HEADS, T, T) if kind in masks else None
+
+
+def attnops(job: Job) -> Callable[..., Any]:
+    from attnops import OperationMetadata, OperationRegistry
+
+    flash = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
+    return lambda *qkv: flash(*qkv, mask=attnops_mask(job.mask, job.T)).attention_outputs
+
+
+def _peer_mask(masks: Any, job: Job) -> Any:
+    T = job.T
+    if job.mask == "documents":
+        ids = np.arange(T) // 1024
+        return masks.NumpyMask((ids[:, None] == ids) & np.tri(T, dtype=bool))
+    return {"full": masks.FullMask, "causal": masks.CausalMask}[job.mask]((T, T)) if job.mask != "window" else (
+        masks.LocalMask((T, T), (1023, 0), 0)
+    )  # fmt: skip
+
+
+def _by_head(function: Callable[..., Any], head_dim: int) -> Callable[..., Any]:
+    """A function of [H, T, D], of [1, T, H, D]."""
+
+    def called(q: Any, k: Any, v: Any) -> Any:
+        out = function(*(x[0].swapaxes(0, 1) for x in (q * head_dim**-0.5, k, v)))
+        return out.swapaxes(0, 1)[None]
+
+    return called
+
+
+def splash(job: Job) -> Callable[..., Any]:
+    kernels, masks = (importlib.import_module(f"{SPLASH}_{part}") for part in ("kernel", "mask"))
+    q, k, compute = job.blocks
+    sizes = kernels.BlockSizes(
+        block_q=q, block_kv=k, block_kv_compute=compute, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=compute,
+        use_fused_bwd_kernel=True,
+    )  # fmt: skip
+    mask = masks.MultiHeadMask([_peer_mask(masks, job)] * HEADS)
+    return _by_head(
+        kernels.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes), job.head_dim
+    )  # fmt: skip
+
+
+def tokamax(job: Job) -> Callable[..., Any]:
+    kernels, masks = (importlib.import_module(f"{TOKAMAX}_{part}") for part in ("kernel", "mask"))
+    q, k, compute = job.blocks
+    config = kernels.SplashConfig(
+        block_q=q, block_kv=k, block_kv_compute=compute, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=compute,
+        use_experimental_scheduler=job.option == SCHEDULER, dq_reduction_steps=3 if job.option == REDUCTION else None,
+    )  # fmt: skip
+    return _by_head(kernels.make_splash_mha_single_device(_peer_mask(masks, job), config=config), job.head_dim)
+
+
+CONTENDERS: Final[dict[str, Callable[[Job], Callable[..., Any]]]] = {
+    "attnops-tpu": attnops,
+    "splash": splash,
+    "tokamax": tokamax,
+}
+
+
+class Counts(NamedTuple):
+    """Of one head: active tiles, all and by coverage, rows of tiles, and the most active tiles of a row."""
+
+    active: int
+    full: int
+    rows: int
+    widest: int
+
+
+def counts(mask: str, T: int, block_q: int, block_k: int, by_key: bool) -> Counts:
+    from attnops.masks import Coverage, block_map
+
+    coverage = np.asarray(block_map(attnops_mask(mask, T), (1, 1, T, T), block_q, block_k).coverage)[0, 0]
+    coverage = coverage.T if by_key else coverage
+    active = coverage > 0
+    return Counts(
+        int(active.sum()), int((coverage == Coverage.FULL).sum()), len(coverage), int(active.sum(axis=1).max())
+    )
+
+
+def own_trips(job: Job) -> list[tuple[int, Trips]]:
+    """The grid steps and the trips of each call of the kernel."""
+    import jax
+    import jax.numpy as jnp
+    from attnops_tpu.flash.backend import PallasFlash
+    from attnops_tpu.flash.prepare import tile_schedules
+    from attnops_tpu.flash.tile_schedule import KINDS, REDUCED, unpack
+
+    from attnops import OperationMetadata
+    from attnops.kernels import FlashCall
+    from attnops.masks import Coverage
+
+    x = jax.ShapeDtypeStruct((1, job.T, HEADS, job.head_dim), jnp.bfloat16)
+    mask = attnops_mask(job.mask, job.T)
+    with target(job.generation):
+        plan = PallasFlash().plan(FlashCall(OperationMetadata(platform="tpu"), x, x, x, mask=mask))  # type: ignore[arg-type]
+        schedules = tile_schedules(plan, mask)
+    calls = []
+    every = {kind for schedule in schedules.spans for kind in schedule.kinds}
+    for schedule in schedules.spans if job.backward else schedules.forward:
+        entries = unpack(np.asarray(schedule.entries).reshape(-1, schedule.longest + 1)[0])
+        tiles = [
+            ("REDUCED" if kind == REDUCED else Coverage(kind).name, float((entries.kind == kind).sum()), 0.0)
+            for kind in KINDS
+            if kind in (every if job.backward else schedule.kinds)
+        ]
+        rows, rounds = float(entries.last.sum()), job.head_dim / 8
+        begins = 1 / HEADS if plan.sequential else 1.0
+        if job.backward:
+            trips = [("clear dq", 1.0, rounds), ("clear dk, dv", rows, rounds), *tiles, ("write", rows, 0.0)]
+            calls.append((schedule.longest, trips))
+        else:
+            trips = [("init", begins, 0.0), *tiles, ("drain", begins, 0.0), ("finish", rows, 0.0)]
+            calls.append((schedule.longest + 1, trips))
+    return calls
+
+
+def peer_trips(job: Job, regions: Regions) -> tuple[int, Trips]:
+    """The grid steps of a head and the trips of splash, JAX's and tokamax's."""
+    q, k, _ = job.blocks
+    n = counts(job.mask, job.T, q, k, job.backward)
+    # tokamax may list the active tiles; other grids have as many columns as the widest row, or all.
+    has_list = job.name == "tokamax" and (not job.backward or job.option == REDUCTION)
+    width = -(-job.T // (q if job.backward else k)) if job.name == "tokamax" else n.widest
+    bodies = sum(region.uses["MATMUL"] > 0 for region in regions.skipped)
+    tiles: dict[int, Trips] = {
+        0: [],
+        1: [("tiles", float(n.active), 0.0)],
+        2: [("FULL", float(n.full), 0.0), ("PARTIAL", float(n.active - n.full), 0.0)],
+    }
+    if bodies not in tiles:
+        raise LookupError(f"{job.name} has {bodies} bodies, but 0 to 2 are known: its kernel changed")
+    steps = n.active if has_list else n.rows * width
+    # With at most two steps a row tokamax writes in each step.
+    ends = [] if len(regions.skipped) == 1 + bodies else [("end", float(n.rows), 0.0)]
+    return steps, [("init", float(n.rows), 0.0), *tiles[bodies], *ends]
+
+
+def whole(job: Job, regions: Regions) -> dict[str, float]:
+    """The bundles of a head, by part."""
+    calls = own_trips(job) if job.name == "attnops-tpu" else [peer_trips(job, regions)]
+    total: dict[str, float] = {}
+    for steps, trips in calls:
+        for part, bundles in regions.total(steps, trips).items():
+            # Once a call, for all heads.
+            total[part] = total.get(part, 0.0) + (bundles / HEADS if part == "once" else bundles)
+    return total
+
+
+def child(job: Job) -> None:
+    """What a process of its own does: compile, and print the kernel's name, and what moves outside of the kernels."""
+    import jax
+    import jax.numpy as jnp
+
+    # Without a mask tokamax's kernel asks for a device: the same body is in its causal kernel, of the same arrays.
+    compiled_job = job._replace(mask="causal") if (job.name, job.mask) == ("tokamax", "full") else job
+    function = CONTENDERS[job.name](compiled_job)
+    place = jax.sharding.SingleDeviceSharding(devices(job.generation)[0])
+    x = jax.ShapeDtypeStruct((1, job.T, HEADS, job.head_dim), jnp.bfloat16, sharding=place)
+
+    def gradients(*args: Any) -> Any:
+        return jax.vjp(function, *args[:-1])[1](args[-1])
+
+    with target(job.generation):
+        traced = jax.jit(gradients).trace(x, x, x, x) if job.backward else jax.jit(function).trace(x, x, x)
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    compiled, program = scheduled(lowered, job.generation)
+    names = re.findall(r"%([\w.\-]+) = [^\n]*" + re.escape(KERNEL), program)
+    part = {("attnops-tpu", False): "attnops_flash_forward", ("attnops-tpu", True): "attnops_flash_backward"}.get(
+        (job.name, job.backward), "dkv" if job.backward else "fwd"
+    )
+    found = [name for name in names if part in name]
+    if not found:
+        raise LookupError(f"{job.name} has no kernel named like {part}, but {names}: its kernels were renamed")
+    print(
+        json.dumps({
+            "kernel": found[0], "outside": outside_bytes(program),
+            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        })
+    )  # fmt: skip

@@ -82,8 +82,8 @@ class PallasFlash(FlashBackend):
     def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, PyTree]:
         query, key, value, arrays, schedules = operands
         q, k, v = _heads_first(_scaled(plan, query), plan.Tp), _heads_first(key, plan.Sp), _heads_first(value, plan.Sp)
-        out, *rows = forward(plan, q, k, v, arrays, schedules.forward)
-        lse, log2_residual = (x[:, :, 0, : plan.T] for x in rows)
+        out, rows = forward(plan, q, k, v, arrays, schedules.forward)
+        lse, log2_residual = (rows[:, :, i, : plan.T] for i in range(2))
         return out[:, :, : plan.T].swapaxes(1, 2), (lse, log2_residual * LN2)
 
     def gradients(
@@ -95,15 +95,15 @@ class PallasFlash(FlashBackend):
         # which the factor is applied instead.
         factor = jnp.exp(-lse_residual)
         d_out = d_out.astype(jnp.float32) * factor.swapaxes(1, 2)[..., None]
+        # A fully masked row, and the ragged end, have weights exp(score − inf) = 0.
+        lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * (1 / score_unit(plan)))
+        lse = jnp.pad(lse, ((0, 0), (0, 0), (0, plan.Tp - plan.T)), constant_values=jnp.inf)
         inputs = Inputs(
             q=_features_first(_scaled(plan, query), plan.Tp),
             k=_heads_first(key, plan.Sp),
-            k_transposed=_features_first(key, plan.Sp),
             v=_heads_first(value, plan.Sp),
             d_out=_features_first(d_out.astype(plan.dtype), plan.Tp),
-            # A fully masked row, and the ragged end, have weights exp(score − inf) = 0.
-            lse=_rows(jnp.where(lse == -jnp.inf, jnp.inf, lse * (1 / score_unit(plan))), plan.Tp, jnp.inf),
-            delta=_rows(delta * factor, plan.Tp, 0.0),
+            rows=jnp.stack([lse, pad_last(delta * factor, plan.Tp)], axis=2),
         )
         dq, dk, dv = backward(plan, inputs, arrays, schedules.spans)
         dq = jnp.moveaxis(dq[..., : plan.T], 3, 1) * plan.scale
@@ -133,8 +133,3 @@ def _features_first(x: jax.Array, size: int) -> jax.Array:
 def _heads_first(x: jax.Array, size: int) -> jax.Array:
     """[B, length, heads, d] to [B, heads, size, d]."""
     return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, size - x.shape[1]), (0, 0)))
-
-
-def _rows(x: jax.Array, size: int, fill: float) -> jax.Array:
-    """[B, H, T] to [B, H, 1, size]."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2])), constant_values=fill)[:, :, None]

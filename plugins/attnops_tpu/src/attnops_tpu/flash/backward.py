@@ -3,7 +3,7 @@
 The outer loop is over tiles of keys, whose gradients are accumulated in vector memory. The gradients of a span of
 queries, for all heads of a kv head, stay in vector memory too, so that nothing is accumulated in main memory. A
 sequence of several spans needs as many sweeps. All gradients are transposed, [features, tokens], and added in a fixed
-order.
+order. Keys are needed transposed too: each tile of keys is transposed once, in vector memory.
 
 With outputs transposed, features stream through the matrix unit and weights are its stationary operand, so that a head
 dim of 128 fills units of 256 × 256. The unit works in program order, so the products of a sub-tile are issued before
@@ -32,7 +32,6 @@ from attnops_tpu.flash.operands import (
     Refs,
     TileIndex,
     by_query,
-    columns_of_key,
     cost,
     rows_of_key,
     score_operands,
@@ -61,20 +60,17 @@ class Inputs(NamedTuple):
     Attributes:
         q: [B, H, D, Tp], times the folded factor of the scale.
         k: [B, K, Sp, D].
-        k_transposed: [B, K, D, Sp].
         v: [B, K, Sp, Dv].
         d_out: [B, H, Dv, Tp].
-        lse: [B, H, 1, Tp], in units of `attnops_tpu.flash.tile.score_unit`; +inf where weights are to be 0.
-        delta: [B, H, 1, Tp], ``d_out · out − d_lse``.
+        rows: [B, H, 2, Tp], the logsumexp in units of `attnops_tpu.flash.tile.score_unit`, +inf where weights are to be
+            0; and ``d_out · out − d_lse``.
     """
 
     q: jax.Array
     k: jax.Array
-    k_transposed: jax.Array
     v: jax.Array
     d_out: jax.Array
-    lse: jax.Array
-    delta: jax.Array
+    rows: jax.Array
 
 
 def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
@@ -82,11 +78,9 @@ def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
     return [
         by_query("q", inputs.q, plan.bq),
         rows_of_key("k", inputs.k, plan),
-        columns_of_key("k_transposed", inputs.k_transposed, plan),
         rows_of_key("v", inputs.v, plan),
         by_query("d_out", inputs.d_out, plan.bq),
-        by_query("lse", inputs.lse, plan.bq),
-        by_query("delta", inputs.delta, plan.bq),
+        by_query("rows", inputs.rows, plan.bq),
         *score_operands(plan, arrays),
         *([] if arrays.dropout is None else [by_query("dropout", arrays.dropout, plan.bq)]),
     ]
@@ -175,6 +169,7 @@ def _span(
         ],
         scratch=[
             *(Scratch((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)),
+            Scratch((plan.D, plan.bk), plan.dtype),
             *[Scratch((sizes.rows + _OFFSET, sizes.cols), plan.dtype)] * (2 * (sizes.lag + 1)),
         ],
         cost=cost(plan, schedule.longest, 3 * plan.D + 2 * plan.Dv),
@@ -187,7 +182,8 @@ def _kernel(
 ) -> None:
     """A grid step: a tile of one query head. ``names`` are those of the first references, the operands."""
     named = dict(zip(names, refs, strict=False))
-    dq, dk_out, dv_out, dk, dv, *buffers = refs[len(names) :]
+    dq, dk_out, dv_out, dk, dv, k_transposed, *buffers = refs[len(names) :]
+    named["k_transposed"] = k_transposed
     b, k, step, g = (pl.program_id(axis) for axis in range(4))
     G = plan.G // plan.split
     entry = schedule.at(entries, b, lax.div(k, np.int32(plan.split)), step)
@@ -202,6 +198,7 @@ def _kernel(
     def _() -> None:
         _clear(dk)
         _clear(dv)
+        k_transposed[...] = named["k"][...].T
 
     for kind in schedule.kinds:
 
@@ -308,9 +305,9 @@ def weights_and_gradients(
     visible = sub.allowed() if masked else None
     if visible is not None:
         s = jnp.where(visible, s, -jnp.inf)
-    weights = jnp.exp2((s - refs["lse"][:, sub.queries]) * log2_unit(plan))
+    weights = jnp.exp2((s - refs["rows"][:1, sub.queries]) * log2_unit(plan))
     drop = sub.dropout()
-    d_scores = weights * (drop(d_weights) - refs["delta"][:, sub.queries])
+    d_scores = weights * (drop(d_weights) - refs["rows"][1:, sub.queries])
     if visible is not None:
         # Fully masked tokens may hold NaN.
         d_scores = jnp.where(visible, d_scores, 0.0)

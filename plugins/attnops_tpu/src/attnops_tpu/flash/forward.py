@@ -67,8 +67,8 @@ class _State(NamedTuple):
 
 def forward(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, chunks: tuple[TileSchedule, ...]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output, the logsumexp and its rounding error.
+) -> tuple[jax.Array, jax.Array]:
+    """The output, and the logsumexp with its rounding error.
 
     Args:
         plan: of the call.
@@ -79,20 +79,20 @@ def forward(
         chunks: schedules by tiles of queries, for consecutive chunks of rows.
 
     Returns:
-        The output [B, H, Tp, Dv], in the query's dtype, or float32 for a partial softmax; the logsumexp
-        [B, H, 1, Tp] float32; and its rounding error [B, H, 1, Tp] float32, as an exponent of two. At a score of 1e5
-        the error is as large as the logarithms of weights.
+        The output [B, H, Tp, Dv], in the query's dtype, or float32 for a partial softmax; and, float32
+        [B, H, 2, Tp], the logsumexp and its rounding error, as an exponent of two. At a score of 1e5 the error is as
+        large as the logarithms of weights.
     """
     results = zip(*(_rows(plan, q, k, v, arrays, schedule) for schedule in chunks), strict=True)
     return tuple(  # type: ignore[return-value]
-        concatenate_rows(plan, chunks, of_chunks, axis) for of_chunks, axis in zip(results, (2, 3, 3), strict=True)
+        concatenate_rows(plan, chunks, of_chunks, axis) for of_chunks, axis in zip(results, (2, 3), strict=True)
     )
 
 
 @folds_batch
 def _rows(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """See `forward`; only the rows of this schedule are written."""
     for_scores = [
         rows_of_query("q", q, plan),
@@ -114,10 +114,7 @@ def _rows(
         index = previous(*ids)
         return (index.b, index.h, 0, index.q_tile)
 
-    row = Result(
-        output_like(q, (plan.B, plan.H, 1, plan.Tp), jnp.float32), pl.BlockSpec((None, None, 1, plan.bq), row_index)
-    )
-    out, lse, residual = launch(
+    out, rows = launch(
         plan,
         functools.partial(_kernel, plan, schedule, [operand.name for operand in (*for_scores, *for_values)]),
         "attnops_flash_forward",
@@ -130,8 +127,11 @@ def _rows(
                 output_like(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.out_dtype),
                 pl.BlockSpec((None, None, plan.bq, plan.Dv), out_index),
             ),
-            row,
-            row,
+            # One array, since each costs every step some 15 bundles.
+            Result(
+                output_like(q, (plan.B, plan.H, 2, plan.Tp), jnp.float32),
+                pl.BlockSpec((None, None, 2, plan.bq), row_index),
+            ),
         ],
         scratch=[
             Scratch((plan.bk, plan.bq), jnp.float32),
@@ -141,7 +141,7 @@ def _rows(
         cost=cost(plan, schedule.longest, plan.D + plan.Dv),
         sequential=plan.sequential,
     )  # fmt: skip
-    return out, lse, residual
+    return out, rows
 
 
 def _current_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:
@@ -177,8 +177,8 @@ def _previous_step(
 def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: Ref, *refs: Ref) -> None:
     """A grid step. ``names`` are those of the first references, the operands."""
     named = dict(zip(names, refs, strict=False))
-    out, lse, lse_residual = refs[len(names) : len(names) + 3]
-    state = _State(*refs[len(names) + 3 :])
+    out, rows = refs[len(names) : len(names) + 2]
+    state = _State(*refs[len(names) + 2 :])
     b, h, step = (pl.program_id(axis) for axis in range(3))
     entry, before = schedule.at(entries, b, h, step), _previous_step(plan, schedule, b, h, step)
     indices = _current_tile(schedule, b, h, step, entries), _current_tile(schedule, *before, entries)
@@ -216,7 +216,7 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
     def _() -> None:
         sinks = named.get("sinks")
         sink = None if sinks is None else sinks[before[0] if sinks.shape[0] > 1 else 0, before[1]]
-        _finish(plan, out, lse, lse_residual, state, sink)
+        _finish(plan, out, rows, state, sink)
         _clear(state)
 
 
@@ -290,7 +290,7 @@ def _scores(sub: SubTile, refs: Refs, masked: bool) -> jax.Array:
     return jnp.where(sub.allowed(), s, -jnp.inf) if masked else s
 
 
-def _finish(plan: Plan, out: Ref, lse: Ref, lse_residual: Ref, state: _State, sink: Ref) -> None:
+def _finish(plan: Plan, out: Ref, rows: Ref, state: _State, sink: Ref) -> None:
     """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""
     m, c = _finite(state.m_before[:1]), log2_unit(plan)
     l = state.l[...].sum(axis=0, keepdims=True)
@@ -304,9 +304,9 @@ def _finish(plan: Plan, out: Ref, lse: Ref, lse_residual: Ref, state: _State, si
     l = jnp.where(sees_any, l, 1.0)
     logsumexp = m * score_unit(plan) + jnp.log(l)
     out[...] = jnp.where(sees_any, acc * (1 / l), 0.0).T.astype(out.dtype)
-    lse[...] = jnp.where(sees_any, logsumexp, -jnp.inf)
+    rows[:1] = jnp.where(sees_any, logsumexp, -jnp.inf)
     residual = (m - logsumexp * (1 / score_unit(plan))) * c + jnp.log2(l)
-    lse_residual[...] = jnp.where(sees_any, residual, 0.0)
+    rows[1:] = jnp.where(sees_any, residual, 0.0)
 
 
 def _clear(state: _State) -> None:

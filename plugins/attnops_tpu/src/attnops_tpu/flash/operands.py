@@ -93,13 +93,6 @@ def rows_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
     )
 
 
-def columns_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
-    """[B, K, d, Sp]: a tile's keys, as columns."""
-    return Operand(
-        name, x, (None, None, x.shape[2], plan.bk), lambda p: (_batch(x, p), _kv_head(plan, p), 0, p.kv_tile)
-    )
-
-
 def by_query(name: str, x: jax.Array, bq: int) -> Operand:
     """[B or 1, H or 1, rows, Tp]: a tile's queries, as columns."""
     return Operand(name, x, (None, None, x.shape[2], bq), lambda p: (*_lead(x, p), 0, p.q_tile))

@@ -184,7 +184,7 @@ def _bytes(problem: Problem, bq: int, bk: int, span: int, tpu: Generation) -> in
     forward = (
         2 * n * (D * bq + wide_D * bk + Dv * bk) + 2 * problem.out_itemsize * Dv * bq + 4 * (bk * bq + Dv * bq) + scores
     )
-    backward = 2 * n * (D * bq + (wide_D + D) * bk + wide_Dv * bk + Dv * bq) + scores
+    backward = 2 * n * (D * bq + wide_D * bk + wide_Dv * bk + Dv * bq) + n * D * bk + scores
     backward += (4 + 2 * n) * (D + Dv) * bk + 2 * 4 * problem.G * D * span + 16 * 256 * 256 * 4
     return max(forward, backward) + 40 * max(bq, bk) * LANES // 4
 

@@ -166,6 +166,15 @@ def own_trips(job: Job) -> list[tuple[int, Trips]]:
         ]
         rows, rounds = float(entries.last.sum()), job.head_dim / 8
         begins = 1 / HEADS if plan.sequential else 1.0
+        if not job.backward:
+            # A kind of tile that may come after a REDUCED one has code of its own for that.
+            after = (entries.kind[1:] * (entries.kind[:-1] == REDUCED)).tolist()
+            split: Trips = []
+            for (name, runs, rounds_of), kind in zip(tiles, [k for k in KINDS if k in schedule.kinds], strict=True):
+                n = float(after.count(kind)) if kind in schedule.after_reduced else 0.0
+                split.append((name, runs - n, rounds_of))
+                split += [(f"{name} after REDUCED", n, 0.0)] if kind in schedule.after_reduced else []
+            tiles = split
         if job.backward:
             trips = [("clear dq", 1.0, rounds), ("clear dk, dv", rows, rounds), *tiles, ("write", rows, 0.0)]
             calls.append((schedule.longest, trips))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_tpu.flash import backward, forward, tile_sizes
-from attnops_tpu.flash.tile_schedule import MAX_ROWS, REDUCED, reduced, tile_schedule, unpack
+from attnops_tpu.flash.tile_schedule import MAX_ROWS, REDUCED, Body, reduced, tile_schedule, unpack
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Chunked, Coverage, Dense, Mask, Segments, SlidingWindow, block_map
@@ -131,15 +131,16 @@ def test_an_empty_row_is_zero_after_a_row_of_nan() -> None:
 def test_partial_tiles_lack_the_sub_tiles_that_a_mask_hides() -> None:
     full, partial = int(Coverage.FULL), int(Coverage.PARTIAL)
     coverage = np.array([[partial, full, full], [0, partial, full], [0, 0, partial]], np.int8)[None, None]
-    seen = np.triu(np.ones((6, 6), bool))[None, None]  # [keys, queries]
-    found, hidden = reduced(coverage, seen)
-    assert hidden == ((1, 0),)
+    sub_tiles = np.triu(np.full((6, 6), full, np.int8))[None, None]  # [keys, queries]
+    sub_tiles[..., range(6), range(6)] = partial
+    found, body = reduced(coverage, sub_tiles)
+    assert body == Body(True, hidden=((1, 0),), unmasked=((0, 1),))
     assert (found == np.where(coverage == partial, REDUCED, coverage)).all()
-    seen[..., 4:, 4:] = True  # the last tile lacks nothing
-    found, hidden = reduced(coverage, seen)
-    assert hidden == ((1, 0),)
+    sub_tiles[..., 4:, 4:] = partial  # the last tile lacks nothing
+    found, body = reduced(coverage, sub_tiles)
+    assert body == Body(True, hidden=((1, 0),), unmasked=((0, 1),))
     assert np.diagonal(found[0, 0]).tolist() == [REDUCED, REDUCED, partial]
-    assert reduced(coverage, np.ones((1, 1, 6, 6), bool)) == (coverage, ())
+    assert reduced(coverage, np.ones((1, 1, 6, 6), np.int8)) == (coverage, Body(masked=True))
 
 
 @pytest.mark.parametrize(
@@ -150,10 +151,10 @@ def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(tile_sizes, "_sub_tile", lambda block, most: 8)
     hidden: dict[str, list[int]] = {"forward": [], "backward": []}
     step, add = forward._step, backward._add_tile
+    monkeypatch.setattr(forward, "_step", lambda *args: (hidden["forward"].append(len(args[5].hidden)), step(*args))[1])
     monkeypatch.setattr(
-        forward, "_step", lambda *args: (hidden["forward"].append(len(sum(args[6:], ()))), step(*args))[1]
+        backward, "_add_tile", lambda *args: (hidden["backward"].append(len(args[3].hidden)), add(*args))[1]
     )
-    monkeypatch.setattr(backward, "_add_tile", lambda *args: (hidden["backward"].append(len(args[4])), add(*args))[1])
     q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 28, 1, 8)).astype(np.float32)
     if name == "per head":
         q, d = (np.repeat(x, 2, axis=2) for x in (q, d))

@@ -24,7 +24,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attnops.kernels import folds_batch, output_like
-from attnops.masks import Coverage
 from attnops_tpu.flash.launch import Result, Scratch, launch
 from attnops_tpu.flash.operands import (
     Arrays,
@@ -45,7 +44,7 @@ from attnops_tpu.flash.tile import (
     zero_masked_keys,
     zero_masked_queries,
 )
-from attnops_tpu.flash.tile_schedule import REDUCED, Hidden, TileSchedule
+from attnops_tpu.flash.tile_schedule import Body, TileSchedule
 
 if TYPE_CHECKING:
     from attnops.typing import DType, PyTree, Ref
@@ -111,7 +110,7 @@ def backward(
 
     def sweep(carry: PyTree, xs: PyTree) -> PyTree:
         entries, steps, first = xs
-        schedule = TileSchedule(entries, spans[0].map_shape, longest, kinds, spans[0].rows, spans[0].hidden, steps)
+        schedule = TileSchedule(entries, spans[0].map_shape, longest, kinds, spans[0].rows, spans[0].reduced, steps)
         dq, dk, dv = _span(plan, inputs, arrays, schedule, first, jnp.float32)
         return (carry[0] + _sum_splits(plan, dk), carry[1] + _sum_splits(plan, dv)), dq
 
@@ -203,11 +202,9 @@ def _kernel(
     for kind in schedule.kinds:
 
         @pl.when(entry.kind == kind)
-        def _(
-            masked: bool = kind != Coverage.FULL, hidden: Hidden = schedule.hidden if kind == REDUCED else ()
-        ) -> None:
+        def _(body: Body = schedule.body(kind)) -> None:  # noqa: B008
             start = (index.q_tile - first[0]) * plan.bq
-            _add_tile(plan, named, index, masked, hidden, (dq.at[g], dk, dv), start, buffers, first[1])
+            _add_tile(plan, named, index, body, (dq.at[g], dk, dv), start, buffers, first[1])
 
     @pl.when((entry.last == 1) & (g == G - 1))
     def _() -> None:
@@ -219,8 +216,7 @@ def _add_tile(
     plan: Plan,
     refs: Refs,
     index: TileIndex,
-    masked: bool,
-    hidden: Hidden,
+    body: Body,
     gradients: Ref,
     start: Ref,
     buffers: Ref,
@@ -232,8 +228,7 @@ def _add_tile(
         plan: of the call.
         refs: by the names of operands.
         index: of the tile.
-        masked: whether it is PARTIAL, or `REDUCED`.
-        hidden: the sub-tiles that have no score, which are left out.
+        body: of the tile.
         gradients: of queries [D, span · bq], of keys [D, bk] and of values [Dv, bk].
         start: the offset of the tile's queries in the first.
         buffers: for the weights and the gradients of scores of the sub-tiles between two stages,
@@ -245,13 +240,17 @@ def _add_tile(
     rows, cols, lag, keys_first = plan.backward
     columns, lines = range(0, plan.bq, cols), range(0, plan.bk, rows)
     order = itertools.product(columns, lines) if keys_first else ((col, row) for row in lines for col in columns)
-    sub_tiles = [SubTile(plan, refs, index, row, rows, col, cols) for col, row in order
-                 if (row // rows, col // cols) not in hidden]  # fmt: skip
+    sub_tiles = [
+        SubTile(plan, refs, index, row, rows, col, cols)
+        for col, row in order
+        if (row // rows, col // cols) not in body.hidden
+    ]
+    masked = [body.is_masked(sub.row // rows, sub.col // cols) for sub in sub_tiles]  # fmt: skip
     written = pl.ds(zero * _OFFSET if plan.interpret else pl.multiple_of(zero * _OFFSET, _OFFSET), rows)
 
     def prepare(i: int, s: jax.Array, d_weights: jax.Array) -> None:
-        s, pull_back = cap_and_bias_vjp(sub_tiles[i], s, masked)
-        weights, d_scores, _ = weights_and_gradients(sub_tiles[i], refs, masked, s, d_weights)
+        s, pull_back = cap_and_bias_vjp(sub_tiles[i], s, masked[i])
+        weights, d_scores, _ = weights_and_gradients(sub_tiles[i], refs, masked[i], s, d_weights)
         if pull_back is not None:
             (d_scores,) = pull_back(d_scores)
         for x, buffer in zip((weights, d_scores), buffers[2 * (i % (lag + 1)) :], strict=False):
@@ -261,7 +260,7 @@ def _add_tile(
         sub = sub_tiles[i]
         weights, d_scores = (buffer[written, :] for buffer in buffers[2 * (i % (lag + 1)) :][:2])
         q, k_transposed = refs["q"][:, sub.queries], refs["k_transposed"][:, sub.keys]
-        if masked and plan.scoring.has_fully_masked_tokens:
+        if masked[i] and plan.scoring.has_fully_masked_tokens:
             visible = sub.allowed()
             q, k_transposed = zero_masked_queries(q, visible), zero_masked_keys(k_transposed, visible, axis=1)
         dv[:, sub.keys] += product(plan, refs["d_out"][:, sub.queries], weights, 1, 1)

@@ -36,7 +36,7 @@ from attnops_tpu.flash.operands import (
 )
 from attnops_tpu.flash.plan import Plan
 from attnops_tpu.flash.tile import SubTile, log2_unit, product, score_unit
-from attnops_tpu.flash.tile_schedule import REDUCED, Hidden, TileSchedule
+from attnops_tpu.flash.tile_schedule import REDUCED, Body, Hidden, TileSchedule
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf, Ref
@@ -194,20 +194,22 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
         state.alpha[...] = jnp.zeros(state.alpha.shape, jnp.float32)
         _clear(state)
 
+    previous = schedule.at(entries, *before)
     for kind in schedule.kinds:
-
-        @pl.when(entry.kind == kind)
-        def _(
-            masked: bool = kind != Coverage.FULL, hidden: Hidden = schedule.hidden if kind == REDUCED else ()
-        ) -> None:
-            _step(plan, named, indices, state, entry.first == 1, masked, hidden)
+        step_of = functools.partial(_step, plan, named, indices, state, entry.first == 1, schedule.body(kind))
+        if kind in schedule.after_reduced:
+            after = previous.kind == REDUCED
+            pl.when((entry.kind == kind) & ~after)(step_of)
+            pl.when((entry.kind == kind) & after)(functools.partial(step_of, schedule.reduced.hidden))
+        else:
+            pl.when(entry.kind == kind)(step_of)
 
     # A row without tiles; entries that pad a map do nothing. After another such row there are no scores to accumulate.
-    is_row, previous = (entry.kind == EMPTY) & (entry.first == 1), schedule.at(entries, *before)
+    is_row = (entry.kind == EMPTY) & (entry.first == 1)
 
     @pl.when(is_row & ((previous.kind != EMPTY) | (previous.first == 0)) | is_last)
     def _() -> None:
-        _step(plan, named, indices, state, None, False)
+        _step(plan, named, indices, state, None, Body())
         state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
         state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
         state.alpha[...] = jnp.zeros(state.alpha.shape, jnp.float32)
@@ -226,8 +228,8 @@ def _step(
     indices: tuple[TileIndex, TileIndex],
     state: _State,
     first: Leaf,
-    masked: bool,
-    hidden: Hidden = (),
+    body: Body,
+    hidden_before: Hidden = (),
 ) -> None:
     """Compute the scores of the current tile, and accumulate those of the previous tile.
 
@@ -237,8 +239,8 @@ def _step(
         indices: of the current and the previous tile.
         state: see `_State`.
         first: whether the current tile begins a row; None if there is no current tile.
-        masked: whether the current tile is PARTIAL, or `REDUCED`.
-        hidden: the sub-tiles of the current tile that have no score, which are left out.
+        body: of the current tile.
+        hidden_before: the sub-tiles that have no score of the previous tile, where scores are -inf.
     """
     c = log2_unit(plan)
     rows, cols = plan.forward.rows, plan.forward.cols
@@ -248,29 +250,36 @@ def _step(
         base = _finite(m_before)[None]
         alpha = state.alpha[:, at]
         m_tile = l_tile = None
+        is_scaled = False
         for row in range(0, plan.bk, rows):
-            keys = slice(row, row + rows)
-            weights = jnp.exp2((_by_sublane(state.scores[keys, at]) - base) * c)
-            l_tile = _plus(l_tile, weights.sum(axis=0))
-            weights, v = weights.reshape(rows, cols), refs["v"][keys, :]
-            if plan.scoring.has_fully_masked_tokens:
-                # Fully masked tokens may hold NaN, and 0 · NaN is NaN.
-                v = jnp.where(weights.max(axis=1, keepdims=True) != 0, v, jnp.zeros((), v.dtype))
-            if (col // cols, row // rows) in hidden:
+            keys, sub_tile = slice(row, row + rows), (col // cols, row // rows)
+            if sub_tile not in hidden_before:
+                weights = jnp.exp2((_by_sublane(state.scores[keys, at]) - base) * c)
+                l_tile = _plus(l_tile, weights.sum(axis=0))
+                weights, v = weights.reshape(rows, cols), refs["v"][keys, :]
+                if plan.scoring.has_fully_masked_tokens:
+                    # Fully masked tokens may hold NaN, and 0 · NaN is NaN.
+                    v = jnp.where(weights.max(axis=1, keepdims=True) != 0, v, jnp.zeros((), v.dtype))
+            if sub_tile in body.hidden:
                 state.scores[keys, at] = jnp.full((rows, cols), -jnp.inf, jnp.float32)
             elif first is not None:
                 # The matrix unit works in program order: these products fill the time until the weights are there.
-                s = _scores(SubTile(plan, refs, indices[0], row, rows, col, cols), refs, masked)
+                s = _scores(SubTile(plan, refs, indices[0], row, rows, col, cols), refs, body.is_masked(*sub_tile))
                 state.scores[keys, at] = s
                 highest = _by_sublane(s).max(axis=0)
                 m_tile = highest if m_tile is None else jnp.maximum(m_tile, highest)
+            if sub_tile in hidden_before:
+                continue
             weights = SubTile(plan, refs, indices[1], row, rows, col, cols).dropout()(weights)
             out = product(plan, v, weights.astype(plan.dtype), 0, 0)
             # Accumulated in memory: as a value it would occupy half of the registers.
             acc = state.acc[:, at]
-            if row == 0:
-                acc = (alpha[None] * _by_sublane(acc)).reshape(plan.Dv, cols)
+            if not is_scaled:
+                acc, is_scaled = (alpha[None] * _by_sublane(acc)).reshape(plan.Dv, cols), True
             state.acc[:, at] = acc + out
+        if l_tile is None:  # all of these sub-tiles are hidden
+            state.acc[:, at] = (alpha[None] * _by_sublane(state.acc[:, at])).reshape(plan.Dv, cols)
+            l_tile = jnp.zeros((SUBLANES, cols), jnp.float32)
         state.l[:, at] = alpha * state.l[:, at] + l_tile
         state.m_before[:, at] = m_before
         if first is not None:

@@ -14,7 +14,7 @@ from attnops.kernels import FlashCall, elementwise_bias, merged, of_bias, of_mas
 from attnops.masks import Coverage, Mask, block_map
 from attnops_tpu.flash.operands import Arrays, pad_last, value_layout
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.flash.tile_schedule import Hidden, TileSchedules, reduced, row_chunks, tile_schedule
+from attnops_tpu.flash.tile_schedule import MASKED, Body, TileSchedules, reduced, row_chunks, tile_schedule
 
 if TYPE_CHECKING:
     from attnops.typing import Array, PyTree
@@ -64,31 +64,31 @@ def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
     shape = (plan.B, plan.H, plan.T, plan.S)
     coverage = ragged(block_map(mask, shape, plan.bq, plan.bk).coverage, 3, plan.S % plan.bk)
     by_kv_head = merged(coverage, 1, plan.K).swapaxes(2, 3)
-    by_kv_head, hidden = _reduced(plan, mask, by_kv_head, by_key=True)
+    by_kv_head, body = _reduced(plan, mask, by_kv_head, by_key=True)
     spans = tuple(
-        tile_schedule(by_kv_head[..., first : first + plan.span], first_column=first, hidden=hidden)
+        tile_schedule(by_kv_head[..., first : first + plan.span], first_column=first, reduced=body)
         for first in range(0, plan.nq, plan.span)
     )  # fmt: skip
-    coverage, hidden = _reduced(plan, mask, coverage, by_key=False)
+    coverage, body = _reduced(plan, mask, coverage, by_key=False)
     forward = tuple(
-        tile_schedule(coverage[:, :, first:stop], first_row=first, hidden=hidden)
-        for first, stop in row_chunks(coverage)
+        tile_schedule(coverage[:, :, first:stop], first_row=first, reduced=body) for first, stop in row_chunks(coverage)
     )
     return TileSchedules(forward, spans, None)
 
 
-def _reduced(plan: Plan, mask: Mask | None, coverage: Array, by_key: bool) -> tuple[Array, Hidden]:
+def _reduced(plan: Plan, mask: Mask | None, coverage: Array, by_key: bool) -> tuple[Array, Body]:
     """`reduced` of a block map by tiles of queries, or by tiles of keys and kv heads."""
     sizes = plan.backward if by_key else plan.forward
     keys, queries = plan.bk // sizes.rows, plan.bq // sizes.cols
     if mask is None or not isinstance(coverage, np.ndarray):
-        return coverage, ()
+        return coverage, MASKED
     if keys * queries == 1 or coverage.size * keys * queries > MAX_SUB_TILES:
-        return coverage, ()
+        return coverage, MASKED
     sub_tiles = block_map(mask, (plan.B, plan.H, plan.T, plan.S), sizes.cols, sizes.rows).coverage
+    sub_tiles = ragged(sub_tiles, 3, plan.S % sizes.rows)
     missing = plan.nq * queries - sub_tiles.shape[2], plan.nk * keys - sub_tiles.shape[3]
     sub_tiles = np.pad(np.asarray(sub_tiles), ((0, 0), (0, 0), *((0, n) for n in missing)))
-    return reduced(coverage, (merged(sub_tiles, 1, plan.K).swapaxes(2, 3) if by_key else sub_tiles) > 0)
+    return reduced(coverage, merged(sub_tiles, 1, plan.K).swapaxes(2, 3) if by_key else sub_tiles)
 
 
 def count_active_tiles(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int) -> int | None:

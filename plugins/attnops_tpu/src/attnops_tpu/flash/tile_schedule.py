@@ -34,6 +34,27 @@ _COMPARED: Final = 64
 Hidden: TypeAlias = tuple[tuple[int, int], ...]
 
 
+class Body(NamedTuple):
+    """What a kernel's code for a kind of tiles computes.
+
+    Attributes:
+        masked: whether the mask is applied.
+        hidden: the sub-tiles that no score of such a tile is in.
+        unmasked: the sub-tiles all of whose scores are in such a tile, where the mask is not applied.
+    """
+
+    masked: bool = False
+    hidden: Hidden = ()
+    unmasked: Hidden = ()
+
+    def is_masked(self, row: int, column: int) -> bool:
+        """Whether the mask is applied to a sub-tile."""
+        return self.masked and (row, column) not in self.unmasked
+
+
+MASKED: Final = Body(masked=True)
+
+
 class Entry(NamedTuple):
     """One grid step of a kernel; scalars.
 
@@ -55,7 +76,7 @@ class Entry(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["entries", "traced"],
-    meta_fields=["map_shape", "longest", "kinds", "rows", "hidden"],
+    meta_fields=["map_shape", "longest", "kinds", "rows", "reduced", "after_reduced"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
@@ -68,8 +89,9 @@ class TileSchedule(Foldable):
         longest: entries a map.
         kinds: those of entries, other than EMPTY; a kernel has code only for these.
         rows: index of the first row, and of the last plus 1.
-        hidden: the sub-tiles that no score of a `REDUCED` tile is in.
+        reduced: of `REDUCED` tiles.
         traced: for a traced mask, the grid steps that are needed, int32; else None.
+        after_reduced: the kinds of entries, other than PARTIAL and EMPTY, that come next after a `REDUCED` one.
     """
 
     entries: Ref
@@ -77,13 +99,18 @@ class TileSchedule(Foldable):
     longest: int
     kinds: tuple[int, ...]
     rows: tuple[int, int]
-    hidden: Hidden = ()
+    reduced: Body = MASKED
     traced: Leaf = None
+    after_reduced: tuple[int, ...] = ()
 
     @property
     def steps(self) -> jax.Array | int:
         """Steps of the grid."""
         return self.longest if self.traced is None else self.traced
+
+    def body(self, kind: int) -> Body:
+        """The code for a kind of tiles."""
+        return self.reduced if kind == REDUCED else Body(masked=kind != Coverage.FULL)
 
     def padded(self, longest: int) -> Array:
         """The entries, each map padded to a length; the padding is never read."""
@@ -145,33 +172,36 @@ def row_chunks(coverage: Array) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in chunks]
 
 
-def reduced(coverage: Array, seen: Array) -> tuple[Array, Hidden]:
-    """A block map whose PARTIAL tiles are `REDUCED` if they lack certain sub-tiles, and those; known when tracing.
+def reduced(coverage: Array, of_sub_tiles: Array) -> tuple[Array, Body]:
+    """A block map whose PARTIAL tiles are `REDUCED` if they lack certain sub-tiles, and their code; known when tracing.
 
     A kernel has code for one set of sub-tiles: the one that spares most of them in all tiles together, such as those
     after the diagonal of a causal mask.
 
     Args:
         coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`.
-        seen: [batches, heads, rows · sub-rows, columns · sub-columns], whether sub-tiles have any score.
+        of_sub_tiles: the same of sub-tiles, [batches, heads, rows · sub-rows, columns · sub-columns].
     """
     *_, rows, columns = coverage.shape
-    down, across = seen.shape[2] // rows, seen.shape[3] // columns
-    tiles = seen.reshape(-1, rows, down, columns, across).swapaxes(2, 3).reshape(*coverage.shape, down * across)
-    hidden = ~tiles[coverage == int(Coverage.PARTIAL)]
+    down, across = of_sub_tiles.shape[2] // rows, of_sub_tiles.shape[3] // columns
+    tiles = of_sub_tiles.reshape(-1, rows, down, columns, across).swapaxes(2, 3)
+    tiles = tiles.reshape(*coverage.shape, down * across)[coverage == int(Coverage.PARTIAL)]
+    hidden = tiles == int(Coverage.EMPTY)
     sets, times = np.unique(hidden, axis=0, return_counts=True)
     sets, times = sets[~sets.all(axis=1)], times[~sets.all(axis=1)]
     sets = sets[np.argsort(-times * sets.sum(axis=1))][:_COMPARED]
     if not sets.any():
-        return coverage, ()
+        return coverage, MASKED
     lacks = hidden.astype(np.int32) @ sets.T.astype(np.int32) == sets.sum(axis=1)
     best = int(np.argmax(lacks.sum(axis=0) * sets.sum(axis=1)))
     coverage = coverage.copy()
     coverage[coverage == int(Coverage.PARTIAL)] = np.where(lacks[:, best], REDUCED, int(Coverage.PARTIAL))
-    return coverage, tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(sets[best]))
+    unmasked = (tiles[lacks[:, best]] == int(Coverage.FULL)).all(axis=0)
+    lists = (tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(x)) for x in (sets[best], unmasked))
+    return coverage, Body(True, *lists)
 
 
-def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, hidden: Hidden = ()) -> TileSchedule:
+def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, reduced: Body = MASKED) -> TileSchedule:
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
     Args:
@@ -179,7 +209,7 @@ def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, hi
             tracing; a traced one is sorted at run time, in O(rows · columns) integers.
         first_row: index of the first row, if the coverage is a chunk of rows.
         first_column: index of the first column, if the coverage is a chunk of columns.
-        hidden: see `reduced`.
+        reduced: see `reduced`.
 
     Raises:
         ValueError: there are more tiles than an entry can number.
@@ -213,14 +243,20 @@ def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, hi
     entries = xp.take_along_axis(packed, index, axis=1)
     repeated = np.arange(longest + 1) >= count[:, None]
     entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
+    after: tuple[int, ...] = ()
+    if xp is np:
+        of_entry = unpack(entries).kind
+        next_kinds = of_entry[:, 1:][of_entry[:, :-1] == REDUCED]
+        after = tuple(kind for kind in (int(Coverage.FULL), REDUCED) if (next_kinds == kind).any())
     return TileSchedule(
         jnp.asarray(entries.reshape(-1), jnp.int32),
         (maps[0], maps[1]),
         longest,
         kinds,
         (first_row, first_row + rows),
-        hidden,
+        reduced,
         steps,
+        after,
     )
 
 

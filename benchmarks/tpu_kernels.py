@@ -8,7 +8,7 @@ block sizes and options::
 
 A peer's kernel has the same code for every length, so each of its candidates (`BLOCKS`, and tokamax's options) is
 compiled for a causal mask of 4,096 tokens, and the bundles of each problem are estimated from that. The candidates
-whose estimate is at most 5% above the best, but no more than three, are compiled for the problem itself, and the best
+whose estimate is at most 5% above the best, but no more than two, are compiled for the problem itself, and the best
 of these is shown. Every result is kept in the ``--json`` file, and a run with the same file continues where the last
 one ended; results of other versions of the code are measured again. What the compiler refuses is left out, and any
 other failure, such as that of a peer whose interface has changed, stops the run.
@@ -61,7 +61,7 @@ BLOCKS: Final = {
 }
 # A candidate is compiled for a problem if its estimate is at most this much above the best, and so many at most.
 MARGIN: Final = 1.05
-FINALISTS: Final = 3
+FINALISTS: Final = 2
 # How the compiler refuses a block size. Anything else stops the run: a peer's interface has changed, or the script is
 # wrong.
 REFUSALS: Final = ("RESOURCE_EXHAUSTED", "exceeded scoped vmem", "Ran out of memory", "Register allocation failed",

@@ -98,19 +98,10 @@ class Caching:
         if starts is not None:
             _check_starts(starts, batch_size, max_length)
             starts = jnp.broadcast_to(jnp.asarray(starts, jnp.int32), (batch_size,))
-        sizes = {
-            "batch": batch_size, "kv_heads": c.num_kv_heads, "head_dim": c.head_dim, "dtype": self.dtype,
-            "codec": codec, "starts": starts,
-        }  # fmt: skip
-
-        def make(layer: int) -> Cache:
-            window = c.window_of(layer)
-            create: functools.partial[Cache] = functools.partial(DenseCache.create, length=max_length, **sizes)
-            if max_append is not None and window is not None and window - 1 + max_append < max_length:
-                create = functools.partial(WindowCache.create, window=window, max_append=max_append, **sizes)
-            return create() if shardings is None else _placed(create, shardings)
-
-        return tuple(make(layer) for layer in range(c.num_layers))
+        sizes = (batch_size, max_length, jnp.dtype(self.dtype), codec, max_append)
+        if shardings is None:
+            return _compiled_empty(c, *sizes, starts)
+        return tuple(_placed(create, shardings) for create in _empty(c, *sizes, starts))
 
     def create_paged_metadata(self, hbm_utilization: float, page_size: int, max_model_length: int) -> PagedMetadata:
         """As many pages as fit a share of the device's memory, see `attnops.caches.pages_that_fit`.
@@ -227,6 +218,31 @@ def with_own_arrays(cache: Cache, own: Cache) -> Cache:
     """
     names = [name for name in ("starts", "table") if hasattr(own, name)]
     return dataclasses.replace(cache, **{name: getattr(own, name) for name in names})  # type: ignore[arg-type]
+
+
+def _empty(
+    config: Config, batch: int, length: int, dtype: Any, codec: Quantized | None, max_append: int | None,
+    starts: ArrayLike | None,
+) -> list[functools.partial[Cache]]:  # fmt: skip
+    """The functions that create each layer's cache, see `Caching.init_cache`."""
+    sizes = {
+        "batch": batch, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": dtype, "codec": codec,
+        "starts": starts,
+    }  # fmt: skip
+    creates: list[functools.partial[Cache]] = []
+    for layer in range(config.num_layers):
+        window = config.window_of(layer)
+        create: functools.partial[Cache] = functools.partial(DenseCache.create, length=length, **sizes)
+        if max_append is not None and window is not None and window - 1 + max_append < length:
+            create = functools.partial(WindowCache.create, window=window, max_append=max_append, **sizes)
+        creates.append(create)
+    return creates
+
+
+@functools.partial(jax.jit, static_argnums=range(6))
+def _compiled_empty(*given: Any) -> tuple[Cache, ...]:
+    """Caches of `_empty`, all in one call: one by one the arrays of many layers take as long as a step."""
+    return tuple(create() for create in _empty(*given))
 
 
 def _placed(create: functools.partial[Cache], shardings: dict[str, Any]) -> Cache:

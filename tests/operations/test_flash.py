@@ -114,6 +114,23 @@ def test_visits_are_the_tiles_that_are_not_empty(traced):
     assert (v.stop - v.start).sum() == (tiles != Coverage.EMPTY).sum() < 64 // 2
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_one_column_has_one_loop(traced):
+    coverage = np.int8([[[Coverage.FULL], [Coverage.PARTIAL], [Coverage.EMPTY]]])
+    v = tile_schedule(jnp.asarray(coverage), False) if traced else tile_schedule(coverage, True)
+    assert not v.any_full
+    np.testing.assert_array_equal(v.middle, v.start)
+    np.testing.assert_array_equal(v.stop - v.start, [[1, 1, 0]])
+
+
+def test_a_prompt_in_one_tile_multiplies_twice():
+    """Queries by keys, and weights by values."""
+    q, k, v = qkv(T=32, S=32)
+    program = jax.jit(lambda lengths: flash()(q, k, v, mask=Causal() & Lengths(lengths)).attention_outputs)
+    text = program.lower(jnp.full(len(q), 20, jnp.int32)).as_text()
+    assert text.count("stablehlo.dot_general") == 2
+
+
 def test_empty_tiles_are_not_read():
     """NaN in keys of empty tiles has no effect, though the mask hides no token as padding."""
     q, k, v = qkv(T=64, S=64)
@@ -305,6 +322,10 @@ def test_chosen_tiles_are_multiples_of_16_and_pad_little():
         assert k % 16 == 0
         assert -(-T // k) * k - T < max(16 * -(-T // k), 16)  # little is padded
     assert choose_tiles(100, 100, 1, 32, 48) == (32, 48)
+    assert choose_tiles(640, 640, 1, None, None) == (640, 640)  # not two of 320
+    assert choose_tiles(641, 641, 1, None, None) == (336, 336)
+    assert choose_tiles(256, 256, 4, None, None) == (256, 256)
+    assert choose_tiles(256, 256, 8, None, None) == (64, 256)
     assert choose_problems_per_tile(4, 6, 1, by_batch=False, by_head=False, by_kv_head=False) == 24
     assert choose_problems_per_tile(4, 6, 1, by_batch=True, by_head=False, by_kv_head=False) == 6
     assert choose_problems_per_tile(4, 6, 1, by_batch=True, by_head=True, by_kv_head=True) == 1

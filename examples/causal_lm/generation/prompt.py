@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 # Of a prompt in chunks nothing is gained by longer ones, and short prompts must not pay for them.
-LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
+LARGEST_CHUNK, SMALLEST_CHUNK = 512, 16
 
 
 class Prompt(NamedTuple):
@@ -109,7 +109,8 @@ def chunk_size(given: int | None, tokens: int, most: int | None) -> int:
     """Tokens of a prompt at a time.
 
     Args:
-        given: what was asked for; None: a power of two that holds the prompt, at most `LARGEST_CHUNK`.
+        given: what was asked for; None: the prompt in equal parts of at most `LARGEST_CHUNK`, padded to one of four
+            sizes between powers of two, so that padding is little and programs are few.
         tokens: of the longest prompt.
         most: what a cache takes at a time, None for no limit.
 
@@ -117,7 +118,9 @@ def chunk_size(given: int | None, tokens: int, most: int | None) -> int:
         ValueError: more is asked for than a cache takes, or no number of tokens.
     """
     if given is None:
-        size = min(max(1 << max(tokens - 1, 0).bit_length(), SMALLEST_CHUNK), LARGEST_CHUNK)
+        part = -(-tokens // max(1, -(-tokens // LARGEST_CHUNK)))
+        unit = max(1 << max(part - 1, 0).bit_length() >> 3, SMALLEST_CHUNK)
+        size = max(-(-part // unit), 1) * unit
         return size if most is None else min(size, most)
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ValueError(f"chunk={given!r} must be an int of at least 1, or None")

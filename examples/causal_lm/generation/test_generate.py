@@ -17,6 +17,7 @@ from ..testing import small
 from .config import GenerationConfig
 from .loop import Generated
 from .programs import Settings, prompt_program, split, step_program
+from .prompt import chunk_size
 from .text import TextStreamer
 
 P, N = 11, 7
@@ -244,3 +245,13 @@ def test_the_documented_loop_gives_the_same_tokens(model: CausalLM) -> None:
         inputs = model.update_inputs_for_generation(out, inputs)
         out = call(tokens[-1][:, None], inputs)
     np.testing.assert_array_equal(np.stack(tokens, axis=1), uncached(model, ragged=True)[:, :3])
+
+
+def test_chunks_of_a_prompt_are_padded_little_and_have_few_sizes() -> None:
+    sizes = {n: chunk_size(None, n, None) for n in range(1, 3000)}
+    assert len(set(sizes.values())) == 16
+    for n, size in sizes.items():
+        chunks = -(-n // size)
+        assert chunks == -(-n // 512)
+        assert chunks * size - n < max(16, n // 4) + chunks
+    assert chunk_size(None, 600, 100) == 100

@@ -59,8 +59,13 @@ def tile_schedule(coverage: Array, is_data: bool = False) -> TileSchedule:
             sorted at run time, in O(rows · columns) integers.
         is_data: whether the lists must have one shape for all masks that differ only by numbers.
     """
+    # XLA moves what is the same for all columns out of a loop: of one column both loops would compute it, in each row.
+    is_single = coverage.shape[-1] == 1
     if not isinstance(coverage, np.ndarray):
-        return _traced(coverage)
+        schedule = _traced(coverage.clip(max=int(Coverage.PARTIAL)) if is_single else coverage)
+        return dataclasses.replace(schedule, any_full=not is_single)
+    if is_single and is_data:
+        coverage = coverage.clip(max=int(Coverage.PARTIAL))
     schedule = _known(coverage)
     if not is_data:
         return schedule
@@ -69,7 +74,7 @@ def tile_schedule(coverage: Array, is_data: bool = False) -> TileSchedule:
     size = tiles if tiles <= _MAX_DENSE else max(_MAX_DENSE, 1 << (active - 1).bit_length())
     columns = np.zeros((len(schedule.columns), size), np.int32)  # faster than `np.pad`
     columns[:, :active] = schedule.columns
-    return dataclasses.replace(schedule, columns=columns, any_full=True, any_partial=True)
+    return dataclasses.replace(schedule, columns=columns, any_full=not is_single, any_partial=True)
 
 
 def for_active_tiles(

@@ -25,8 +25,14 @@ class Row(NamedTuple):
 #   diagonal waste more: 1024 × 1024 takes 152 ms, 512 × 512 144 ms.
 # - bfloat16 from a head dim of 128: 512 × 256 takes 156 and 666 ms, 512 × 512 187 and 701.
 # - Up to four heads at a time are 0 to 20 % better than one.
+# - Two tiles of little more than half a row's sizes are slower than one: causal, T = 600 takes 3.9 and 9.7 ms in two,
+#   3.1 and 9.2 in one; T = 192 with 9 heads on 3, 0.82 and 2.1 ms, 0.62 and 1.3; T = 256, 1.16 and 3.0, 0.89 and 2.5;
+#   but T = 768, 6.8 and 21 ms, 8.4 and 26, since one tile computes the masked half.
 WIDE: Final = Row(512, 512, 1 << 20)
 WIDE_BFLOAT16: Final = Row(512, 256, 1 << 19)
+
+# Up to so many tokens, a tile may be twice as large as its table row says.
+_SHORT: Final = 256
 
 # Tile sizes are multiples of it: 16 float32 fill the widest vector register.
 _MULTIPLE: Final = 16
@@ -79,6 +85,6 @@ def choose_problems_per_tile(
 
 
 def _equal_tiles(length: int, most: int) -> int:
-    """Tiles of equal size, at most about ``most``, so that little is padded."""
-    tiles = math.ceil(length / most)
+    """Tiles of equal size, so that little is padded: one if that is faster, else of at most about ``most``."""
+    tiles = 1 if length <= max(1.25 * most, min(2 * most, _SHORT)) else math.ceil(length / most)
     return math.ceil(length / tiles / _MULTIPLE) * _MULTIPLE

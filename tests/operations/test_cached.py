@@ -21,18 +21,27 @@ H, K, D = 4, 2, 16
 
 
 def tiles(
-    T: int, slots: int, page: int = 0, is_packed: bool = False, mask: Mask | None = None, **options: Any
-) -> tuple[int, int]:
-    query = jnp.zeros((1, T, H, D))
-    keys = jax.ShapeDtypeStruct((1, slots, K, D), jnp.float32)
+    T: int, slots: int, page: int = 0, is_packed: bool = False, mask: Mask | None = None, itemsize: int = 4,
+    head_dim: int = D, **options: Any,
+) -> tuple[int, int]:  # fmt: skip
+    query = jnp.zeros((1, T, H, head_dim))
+    keys = jax.ShapeDtypeStruct((1, slots, K, head_dim), jnp.float32)
     call = FlashCall(OperationMetadata(**options), query, keys, keys, mask)
-    return CachedFlash(Blocks(slots, page, is_packed)).tiles(call, WIDE)
+    return CachedFlash(Blocks(slots, itemsize, page, is_packed)).tiles(call, WIDE)
 
 
 def test_a_tile_of_few_queries_has_no_row_that_does_not_exist():
     assert tiles(1, 4096) == (1, 512)
     assert tiles(3, 100) == (3, 100)
     assert tiles(1, 4096, block_q=1, block_k=64) == (1, 64)
+
+
+def test_a_tile_of_few_queries_has_as_many_bytes_of_narrow_numbers():
+    for itemsize, keys in ((4, 512), (2, 1024), (1, 2048)):
+        assert tiles(1, 32768, itemsize=itemsize, head_dim=512)[1] == keys
+        assert tiles(1, 32768, itemsize=itemsize)[1] == 512  # a token's numbers are few
+    assert tiles(1, 4096, itemsize=1, head_dim=512)[1] == 1024  # a quarter of a row
+    assert tiles(1, 1024, itemsize=1, head_dim=512)[1] == 512
 
 
 def test_whole_pages_fill_a_tile():

@@ -23,6 +23,8 @@ TOKAMAX: Final = "tokamax._src.ops.experimental.tpu.splash_attention.splash_atte
 # Options of tokamax: the compiler's other scheduler, forward; gradients of queries in three parts, backward.
 SCHEDULER: Final = "experimental scheduler"
 REDUCTION: Final = "dq_reduction_steps=3"
+# Sequences a call; 1 for other masks.
+BATCH: Final = {"packed": 32}
 Trips = list[tuple[str, float, float]]
 
 
@@ -33,7 +35,7 @@ class Job(NamedTuple):
         generation: of the TPU.
         name: the contender's.
         backward: which pass.
-        mask: causal, full, window or documents.
+        mask: causal, full, window, documents or packed.
         T: tokens.
         head_dim: of queries, keys and values.
         blocks: block sizes, (queries, keys, keys at a time); empty for the library's own choice.
@@ -57,8 +59,16 @@ def attnops_mask(kind: str, T: int) -> Any:
         "causal": Causal(),
         "window": Causal() & SlidingWindow(1023, 0),
         "documents": Causal() & Segments(np.arange(T) // 1024),
+        "packed": Causal() & Segments(_packed(T)),
     }
-    return masks[kind].bind(1, HEADS, T, T) if kind in masks else None
+    return masks[kind].bind(BATCH.get(kind, 1), HEADS, T, T) if kind in masks else None
+
+
+def _packed(T: int) -> Any:
+    """The document of each token, [32, T]: sequences of documents whose mean length is from 256 tokens to all."""
+    random = np.random.default_rng(0)
+    means = np.geomspace(256, T, BATCH["packed"])
+    return np.stack([np.cumsum(random.random(T) < 1 / mean) for mean in means]).astype(np.int32)
 
 
 def attnops(job: Job) -> Callable[..., Any]:
@@ -138,8 +148,8 @@ def counts(mask: str, T: int, block_q: int, block_k: int, by_key: bool) -> Count
     )
 
 
-def own_trips(job: Job) -> list[tuple[int, Trips]]:
-    """The grid steps and the trips of each call of the kernel."""
+def own_trips(job: Job) -> list[tuple[float, float, Trips]]:
+    """The grid steps, how many of them pad shorter maps, and the trips, of each call of the kernel; of a mean head."""
     import jax
     import jax.numpy as jnp
     from attnops_tpu.flash.backend import PallasFlash
@@ -150,7 +160,8 @@ def own_trips(job: Job) -> list[tuple[int, Trips]]:
     from attnops.kernels import FlashCall
     from attnops.masks import Coverage
 
-    x = jax.ShapeDtypeStruct((1, job.T, HEADS, job.head_dim), jnp.bfloat16)
+    B = BATCH.get(job.mask, 1)
+    x = jax.ShapeDtypeStruct((B, job.T, HEADS, job.head_dim), jnp.bfloat16)
     mask = attnops_mask(job.mask, job.T)
     with target(job.generation):
         plan = PallasFlash().plan(FlashCall(OperationMetadata(platform="tpu"), x, x, x, mask=mask))  # type: ignore[arg-type]
@@ -158,33 +169,33 @@ def own_trips(job: Job) -> list[tuple[int, Trips]]:
     calls = []
     every = {kind for schedule in schedules.spans for kind in schedule.kinds}
     for schedule in schedules.spans if job.backward else schedules.forward:
-        entries = unpack(np.asarray(schedule.entries).reshape(-1, schedule.longest + 1)[0])
-        tiles = [
-            ("REDUCED" if kind == REDUCED else Coverage(kind).name, float((entries.kind == kind).sum()), 0.0)
-            for kind in KINDS
-            if kind in (every if job.backward else schedule.kinds)
-        ]
-        rows, rounds = float(entries.last.sum()), job.head_dim / 8
-        begins = 1 / HEADS if plan.sequential else 1.0
-        if not job.backward:
-            # A kind of tile that may come after a REDUCED one has code of its own for that.
-            after = (entries.kind[1:] * (entries.kind[:-1] == REDUCED)).tolist()
-            split: Trips = []
-            for (name, runs, rounds_of), kind in zip(tiles, [k for k in KINDS if k in schedule.kinds], strict=True):
-                n = float(after.count(kind)) if kind in schedule.after_reduced else 0.0
-                split.append((name, runs - n, rounds_of))
-                split += [(f"{name} after REDUCED", n, 0.0)] if kind in schedule.after_reduced else []
-            tiles = split
+        maps = np.asarray(schedule.entries).reshape(-1, schedule.stride)[:, : schedule.longest + 1]
+        entries, n = unpack(maps), len(maps) * schedule.joined
+        before = np.pad(entries.kind, ((0, 0), (1, 0)))[:, :-1]
+        after = (entries.kind > 0) & (before == REDUCED)
+        trips: Trips = []
+        for kind in KINDS:
+            name, is_kind = "REDUCED" if kind == REDUCED else Coverage(kind).name, entries.kind == kind
+            if kind not in (every if job.backward else schedule.kinds):
+                continue
+            # Forward, a kind of tile that may come after a REDUCED one has code of its own for that.
+            special = not job.backward and kind in schedule.after_reduced
+            trips.append((name, float((is_kind & ~after if special else is_kind).sum()) / n, 0.0))
+            trips += [(f"{name} after REDUCED", float((is_kind & after).sum()) / n, 0.0)] if special else []
+        rows, rounds = float(entries.last.sum()) / n, job.head_dim / 8
+        longest = schedule.longest / schedule.joined
+        padding = float(longest - ((entries.kind > 0) | (entries.first > 0)).sum() / n)
         if job.backward:
-            trips = [("clear dq", 1.0, rounds), ("clear dk, dv", rows, rounds), *tiles, ("write", rows, 0.0)]
-            calls.append((schedule.longest, trips))
+            trips = [("clear dq", 1.0, rounds), ("clear dk, dv", rows, rounds), *trips, ("write", rows, 0.0)]
+            calls.append((longest, padding, trips))
         else:
-            trips = [("init", begins, 0.0), *tiles, ("drain", begins, 0.0), ("finish", rows, 0.0)]
-            calls.append((schedule.longest + 1, trips))
+            begins = 1 / (B * HEADS) if plan.sequential else 1.0
+            trips = [("init", begins, 0.0), *trips, ("drain", begins, 0.0), ("finish", rows, 0.0)]
+            calls.append((longest + 1 / schedule.joined, padding, trips))
     return calls
 
 
-def peer_trips(job: Job, regions: Regions) -> tuple[int, Trips]:
+def peer_trips(job: Job, regions: Regions) -> tuple[float, float, Trips]:
     """The grid steps of a head and the trips of splash, JAX's and tokamax's."""
     q, k, _ = job.blocks
     n = counts(job.mask, job.T, q, k, job.backward)
@@ -202,17 +213,19 @@ def peer_trips(job: Job, regions: Regions) -> tuple[int, Trips]:
     steps = n.active if has_list else n.rows * width
     # With at most two steps a row tokamax writes in each step.
     ends = [] if len(regions.skipped) == 1 + bodies else [("end", float(n.rows), 0.0)]
-    return steps, [("init", float(n.rows), 0.0), *tiles[bodies], *ends]
+    return steps, 0.0, [("init", float(n.rows), 0.0), *tiles[bodies], *ends]
 
 
 def whole(job: Job, regions: Regions) -> dict[str, float]:
     """The bundles of a head, by part."""
     calls = own_trips(job) if job.name == "attnops-tpu" else [peer_trips(job, regions)]
     total: dict[str, float] = {}
-    for steps, trips in calls:
-        for part, bundles in regions.total(steps, trips).items():
-            # Once a call, for all heads.
-            total[part] = total.get(part, 0.0) + (bundles / HEADS if part == "once" else bundles)
+    for steps, padding, trips in calls:
+        parts = regions.total(steps - padding, trips) | {"padding": padding * regions.step}
+        # Once a call, for all heads.
+        parts["once"] /= HEADS * BATCH.get(job.mask, 1)
+        for part, bundles in parts.items():
+            total[part] = total.get(part, 0.0) + bundles
     return total
 
 
@@ -225,7 +238,8 @@ def child(job: Job) -> None:
     compiled_job = job._replace(mask="causal") if (job.name, job.mask) == ("tokamax", "full") else job
     function = CONTENDERS[job.name](compiled_job)
     place = jax.sharding.SingleDeviceSharding(devices(job.generation)[0])
-    x = jax.ShapeDtypeStruct((1, job.T, HEADS, job.head_dim), jnp.bfloat16, sharding=place)
+    shape = BATCH.get(job.mask, 1), job.T, HEADS, job.head_dim
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
 
     def gradients(*args: Any) -> Any:
         return jax.vjp(function, *args[:-1])[1](args[-1])

@@ -36,7 +36,7 @@ from attnops_tpu.aot import TOPOLOGIES
 from attnops_tpu.schedule import Region, Regions, measure
 from rich.console import Console
 from rich.table import Table
-from tpu_contenders import CONTENDERS, HEADS, REDUCTION, SCHEDULER, Job, child, whole
+from tpu_contenders import BATCH, CONTENDERS, HEADS, REDUCTION, SCHEDULER, Job, child, whole
 
 import attnops
 
@@ -48,6 +48,8 @@ PROBLEMS: Final = {
     "full 4k": (4096, "full"),
     "window 1024, 16k": (16384, "window"),
     "16 documents, 16k": (16384, "documents"),
+    # Of attnops-tpu alone.
+    "32 packed sequences, 8k": (8192, "packed"),
 }
 SCREENED: Final = (4096, "causal")
 # Bytes of main memory that a core can move a cycle: the published bandwidth over the clock by which the published peak
@@ -182,13 +184,15 @@ def measured(results: Results, name: str, generation: str, head_dim: int, proble
             parts = bundles(job, result)
             passes[key].append({
                 "blocks": job.blocks, "option": job.option, "bundles": sum(parts.values()), "parts": parts,
-                "outside": result["outside"], "temporaries": result["temporaries"],
+                "padding": parts["padding"] / sum(parts.values()), "outside": result["outside"],
+                "temporaries": result["temporaries"],
             })  # fmt: skip
         if not passes[key]:
             raise RuntimeError(f"{name} compiled with none of its best block sizes for {problem}")
         row[key] = min(passes[key], key=lambda each: each["bundles"])
     if generation in BYTES_A_CYCLE:
-        sums = [(row["forward"]["bundles"] + each["bundles"]) * HEADS + each["outside"] / BYTES_A_CYCLE[generation]
+        heads = HEADS * BATCH.get(PROBLEMS[problem][1], 1)
+        sums = [(row["forward"]["bundles"] + each["bundles"]) * heads + each["outside"] / BYTES_A_CYCLE[generation]
                 for each in passes["backward"]]  # fmt: skip
         row["end"] = min(sums)
     row["temporaries"] = min(each["temporaries"] for each in passes["backward"])
@@ -198,7 +202,7 @@ def measured(results: Results, name: str, generation: str, head_dim: int, proble
 def table(rows: list[dict[str, Any]]) -> Table:
     """A line for each contender, with ratios of attnops-tpu's figures to its."""
     shown = Table(title="Thousands of bundles a head, bfloat16; in brackets attnops-tpu relative to it")
-    for column in ("TPU", "problem", "D", "kernel", "forward", "backward", "outside MB", "temporaries MB",
+    for column in ("TPU", "problem", "D", "kernel", "forward", "backward", "outside MB", "temporaries MB", "padding",
                    "end to end"):  # fmt: skip
         shown.add_column(column, justify="left" if column in ("problem", "kernel") else "right", no_wrap=True)
     own: dict[str, float] = {}
@@ -213,7 +217,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         moved = [f"{x / 1e6:.1f}" for x in (row["backward"]["outside"], row["temporaries"])]
         shown.add_row(
             row["generation"], row["problem"], str(row["head_dim"]), row["name"], texts["forward"], texts["backward"],
-            *moved, texts.get("end", ""),
+            *moved, f"{row['forward']['padding']:.1%}" if row["forward"]["padding"] else "", texts.get("end", ""),
         )  # fmt: skip
     return shown
 
@@ -236,7 +240,8 @@ def main(
     for each in generation or ["v6e", "tpu7x"]:
         for own_head_dim in head_dim or [128]:
             for case in problem or list(PROBLEMS):
-                found = [measured(results, one, each, own_head_dim, case) for one in only or list(CONTENDERS)]
+                names = ["attnops-tpu"] if PROBLEMS[case][1] in BATCH else only or list(CONTENDERS)
+                found = [measured(results, one, each, own_head_dim, case) for one in names]
                 console.print(table(found))
                 rows += found
     console.print(table(rows))

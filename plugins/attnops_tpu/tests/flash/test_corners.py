@@ -86,21 +86,26 @@ def test_rows_that_fit_scalar_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tile_schedule.row_chunks(jnp.asarray(causal[:, :1])) == [(i, i + 1) for i in range(6)]
 
 
-def test_slices_that_scalar_memory_does_not_hold_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`jax.vmap` multiplies the tile schedules: here two of four slices fit."""
-    ids = np.stack([np.arange(32) // size for size in (4, 8, 16, 32)])[:, None]
-    q, k, v, d = np.random.default_rng(0).normal(size=(4, 4, 1, 32, 2, 8)).astype(np.float32)
+@pytest.mark.parametrize(
+    ("B", "entries", "most"), [(1, 10, 2), pytest.param(2, 40, 4, marks=pytest.mark.slow)], ids=["one", "joined"]
+)
+def test_slices_that_scalar_memory_does_not_hold_take_turns(
+    B: int, entries: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`jax.vmap` multiplies the tile schedules: here two of four slices fit, with one or two batches each."""
+    ids = np.stack([np.arange(32) // size for size in (4, 8, 16, 32, 16, 4, 32, 32)[: 4 * B]]).reshape(4, B, 32)
+    q, k, v, d = np.random.default_rng(0).normal(size=(4, 4, B, 32, 2, 8)).astype(np.float32)
     batches: list[int] = []
     rows = forward._kernel
     monkeypatch.setattr(forward, "_kernel", lambda plan, *args: (batches.append(plan.B), rows(plan, *args))[1])
-    monkeypatch.setattr(tile_schedule, "MAX_ENTRIES", 10)
+    monkeypatch.setattr(tile_schedule, "MAX_ENTRIES", entries)
 
     def gradients(ids: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> tuple[jax.Array, Any]:
         out, pull_back = jax.vjp(lambda *qkv: TPU(*qkv, mask=Causal() & Segments(ids)).attention_outputs, q, k, v)
         return out, pull_back(d)
 
     out, found = jax.jit(jax.vmap(gradients))(jnp.asarray(ids), q, k, v, d)
-    assert max(batches) == 2
+    assert max(batches) == most
     seen = (ids[..., :, None] == ids[..., None, :]) & np.tril(np.ones((32, 32), bool))
     for i in range(4):
         qkv = q[i], k[i], v[i]
@@ -111,14 +116,18 @@ def test_slices_that_scalar_memory_does_not_hold_take_turns(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_32_mapped_sequences_of_131072_tokens_compile() -> None:
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_32_mapped_sequences_of_131072_tokens_compile(passes: str) -> None:
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
     x, ids = (
         jax.ShapeDtypeStruct((32, 1, 131072, 1, 64), jnp.bfloat16),
         jax.ShapeDtypeStruct((32, 1, 131072), jnp.int32),
     )
 
-    def forward(x: jax.Array, ids: jax.Array) -> jax.Array:
+    def attend(x: jax.Array, ids: jax.Array) -> jax.Array:
         return operation(x, x, x, mask=Causal() & Segments(ids)).attention_outputs
 
-    compile_for(jax.vmap(forward), (x, ids), "v5e")
+    def gradient(x: jax.Array, ids: jax.Array) -> jax.Array:
+        return jax.vjp(lambda x: attend(x, ids), x)[1](x)[0]
+
+    compile_for(jax.vmap(attend if passes == "forward" else gradient), (x, ids), "v5e")

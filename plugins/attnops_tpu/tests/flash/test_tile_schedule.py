@@ -143,6 +143,28 @@ def test_partial_tiles_lack_the_sub_tiles_that_a_mask_hides() -> None:
     assert reduced(coverage, np.ones((1, 1, 6, 6), np.int8)) == (coverage, Body(masked=True))
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_joined_batches_are_not_padded(traced: bool) -> None:
+    coverage = np.array([[[1, 0], [2, 1]], [[1, 0], [0, 0]], [[1, 2], [2, 1]]], np.int8)[:, None]
+    schedule = tile_schedule(jnp.asarray(coverage) if traced else coverage, joins=True)
+    assert (schedule.joined, schedule.map_shape, schedule.stride) == (3, (1, 1), len(schedule.entries))
+    entries, batches = np.asarray(schedule.entries).reshape(2, -1)
+    entry = unpack(entries)
+    steps = int(schedule.steps)
+    assert batches[:steps].tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
+    assert entry.row[:steps].tolist() == [0, 1, 1, 0, 1, 0, 0, 1, 1]
+    assert entry.kind[:steps].tolist() == [1, 2, 1, 1, 0, 1, 2, 2, 1]
+    assert entry.first[:steps].tolist() == [1, 1, 0, 1, 1, 1, 0, 1, 0]
+    assert (batches[-1], entry.row[-1], entry.kind[-1], entry.last[-1]) == (2, 1, 0, 0), "the last tile is repeated"
+
+
+def test_what_is_not_joined() -> None:
+    coverage = np.array([[[1, 0], [2, 1]], [[1, 0], [0, 0]]], np.int8)
+    assert tile_schedule(coverage[:, None]).joined == 1
+    assert tile_schedule(coverage[None], joins=True).joined == 1, "maps of heads"
+    assert tile_schedule(coverage[[0, 0], None], joins=True).joined == 1, "nothing would be padded"
+
+
 @pytest.mark.parametrize(
     "name", ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window", "documents", "per head"))]
 )

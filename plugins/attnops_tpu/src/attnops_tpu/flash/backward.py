@@ -140,14 +140,16 @@ def _span(
     K, G = plan.K * plan.split, plan.G // plan.split
 
     def tile_at(b: jax.Array, k: jax.Array, step: jax.Array, g: jax.Array, entries: Ref, first: jax.Array) -> TileIndex:
-        entry = schedule.at(entries, b, lax.div(k, np.int32(plan.split)), step)
-        return TileIndex(b, k * G + g, entry.column, entry.row)
+        at = entries, b, lax.div(k, np.int32(plan.split)), step
+        entry = schedule.at(*at)
+        return TileIndex(schedule.batch(*at), k * G + g, entry.column, entry.row)
 
     def of_keys(d: int) -> pl.BlockSpec:
         def index(
             b: jax.Array, k: jax.Array, step: jax.Array, g: jax.Array, entries: Ref, first: jax.Array
         ) -> tuple[jax.Array | int, ...]:
-            return (b, k, 0, schedule.at(entries, b, lax.div(k, np.int32(plan.split)), step).row)
+            at = entries, b, lax.div(k, np.int32(plan.split)), step
+            return (schedule.batch(*at), k, 0, schedule.at(*at).row)
 
         return pl.BlockSpec((None, None, d, plan.bk), index)
 
@@ -156,13 +158,13 @@ def _span(
         plan,
         kernel,
         "attnops_flash_backward",
-        grid=(plan.B, K, schedule.steps, G),
+        grid=(plan.B // schedule.joined, K, schedule.steps, G),
         scalars=[schedule.entries, first],
         inputs=[operand.blocks(tile_at) for operand in operands],
         results=[
             Result(
                 output_like(inputs.q, (plan.B, plan.H, plan.D, width), jnp.float32),
-                pl.BlockSpec((None, G, plan.D, width), lambda b, k, step, g, entries, first: (b, k, 0, 0)),
+                pl.BlockSpec((None, G, plan.D, width), lambda *ids: (tile_at(*ids).b, ids[1], 0, 0)),
             ),
             *(Result(output_like(inputs.q, (plan.B, K, d, plan.Sp), dtype), of_keys(d)) for d in (plan.D, plan.Dv)),
         ],
@@ -185,10 +187,14 @@ def _kernel(
     named["k_transposed"] = k_transposed
     b, k, step, g = (pl.program_id(axis) for axis in range(4))
     G = plan.G // plan.split
-    entry = schedule.at(entries, b, lax.div(k, np.int32(plan.split)), step)
-    index = TileIndex(b, k * G + g, entry.column, entry.row)
+    at = entries, b, lax.div(k, np.int32(plan.split))
+    entry, batch = schedule.at(*at, step), schedule.batch(*at, step)
+    index = TileIndex(batch, k * G + g, entry.column, entry.row)
+    is_first = step == 0
+    if schedule.joined > 1:
+        is_first |= batch != schedule.batch(*at, jnp.maximum(step - 1, 0))
 
-    @pl.when((step == 0) & (g == 0))
+    @pl.when(is_first & (g == 0))
     def _() -> None:
         for head in range(G):
             _clear(dq.at[head])

@@ -118,7 +118,7 @@ def _rows(
         plan,
         functools.partial(_kernel, plan, schedule, [operand.name for operand in (*for_scores, *for_values)]),
         "attnops_flash_forward",
-        grid=(plan.B, plan.H, schedule.steps + 1),
+        grid=(plan.B // schedule.joined, plan.H, schedule.steps + 1),
         scalars=[schedule.entries],
         inputs=[operand.blocks(tile) for some, tile in ((for_scores, current), (for_values, previous))
                 for operand in some],
@@ -146,7 +146,7 @@ def _rows(
 
 def _current_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:
     entry = schedule.at(entries, b, h, step)
-    return TileIndex(b, h, entry.row, entry.column)
+    return TileIndex(schedule.batch(entries, b, h, step), h, entry.row, entry.column)
 
 
 def _previous_tile(
@@ -158,13 +158,13 @@ def _previous_tile(
 def _previous_step(
     plan: Plan, schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The batch, head and entry of the previous step; of the first one its own."""
+    """The batch of the grid, head and entry of the previous step; of the first one its own."""
     before = jnp.maximum(step - 1, 0)
-    if not plan.sequential or plan.B * plan.H == 1:
+    if not plan.sequential or plan.B // schedule.joined * plan.H == 1:
         return b, h, before
     # Each map's last entry repeats its last tile.
     is_start = step == 0
-    if plan.B == 1:
+    if schedule.joined == plan.B:
         return b, jnp.maximum(h - is_start, 0), jnp.where(is_start & (h > 0), schedule.longest, before)
     is_batch_start = is_start & (h == 0)
     return (
@@ -185,7 +185,7 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
     is_first, is_last = step == 0, step == pl.num_programs(2) - 1
     if plan.sequential:
         is_first &= b + h == 0
-        is_last &= (b == plan.B - 1) & (h == plan.H - 1)
+        is_last &= (b == plan.B // schedule.joined - 1) & (h == plan.H - 1)
 
     @pl.when(is_first)
     def _() -> None:
@@ -217,7 +217,7 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
     @pl.when((entry.first == 1) & ~is_first | is_last)
     def _() -> None:
         sinks = named.get("sinks")
-        sink = None if sinks is None else sinks[before[0] if sinks.shape[0] > 1 else 0, before[1]]
+        sink = None if sinks is None else sinks[indices[1].b if sinks.shape[0] > 1 else 0, indices[1].h]
         _finish(plan, out, rows, state, sink)
         _clear(state)
 

@@ -64,14 +64,16 @@ def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
     shape = (plan.B, plan.H, plan.T, plan.S)
     coverage = ragged(block_map(mask, shape, plan.bq, plan.bk).coverage, 3, plan.S % plan.bk)
     by_kv_head = merged(coverage, 1, plan.K).swapaxes(2, 3)
+    # Two cores share an even number of heads; the kernels of a bias's gradient have all batches in their grid.
+    joins = (plan.sequential or plan.K % 2 == 0) and not plan.scoring.has_bias
     by_kv_head, body = _reduced(plan, mask, by_kv_head, by_key=True)
     spans = tuple(
-        tile_schedule(by_kv_head[..., first : first + plan.span], first_column=first, reduced=body)
+        tile_schedule(by_kv_head[..., first : first + plan.span], 0, first, body, joins and plan.span >= plan.nq)
         for first in range(0, plan.nq, plan.span)
     )  # fmt: skip
     coverage, body = _reduced(plan, mask, coverage, by_key=False)
     forward = tuple(
-        tile_schedule(coverage[:, :, first:stop], first_row=first, reduced=body) for first, stop in row_chunks(coverage)
+        tile_schedule(coverage[:, :, first:stop], first, 0, body, joins) for first, stop in row_chunks(coverage)
     )
     return TileSchedules(forward, spans, None)
 

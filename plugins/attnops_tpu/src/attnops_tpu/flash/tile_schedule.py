@@ -76,7 +76,7 @@ class Entry(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["entries", "traced"],
-    meta_fields=["map_shape", "longest", "kinds", "rows", "reduced", "after_reduced"],
+    meta_fields=["map_shape", "longest", "kinds", "rows", "reduced", "after_reduced", "joined"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
@@ -84,7 +84,7 @@ class TileSchedule(Foldable):
 
     Attributes:
         entries: int32 [maps · (longest + 1)]; shorter maps are padded by repeating their last tile as EMPTY, and each
-            map has one such entry more.
+            map has one such entry more. Of joined batches, the batch of each entry follows each map.
         map_shape: how many batches and heads the maps have, each 1 or all.
         longest: entries a map.
         kinds: those of entries, other than EMPTY; a kernel has code only for these.
@@ -92,6 +92,8 @@ class TileSchedule(Foldable):
         reduced: of `REDUCED` tiles.
         traced: for a traced mask, the grid steps that are needed, int32; else None.
         after_reduced: the kinds of entries, other than PARTIAL and EMPTY, that come next after a `REDUCED` one.
+        joined: how many batches each map lists, one after the other, so that none is padded; the grid has so many times
+            fewer batches.
     """
 
     entries: Ref
@@ -102,6 +104,12 @@ class TileSchedule(Foldable):
     reduced: Body = MASKED
     traced: Leaf = None
     after_reduced: tuple[int, ...] = ()
+    joined: int = 1
+
+    @property
+    def stride(self) -> int:
+        """Elements of ``entries`` a map."""
+        return (self.longest + 1) * (2 if self.joined > 1 else 1)
 
     @property
     def steps(self) -> jax.Array | int:
@@ -123,8 +131,9 @@ class TileSchedule(Foldable):
         if not batched.entries and self.map_shape[0] == 1:
             folded, batches = entries, 1
         else:
-            entries = jnp.broadcast_to(entries if batched.entries else entries[None], (n, B, entries.shape[-1]))
-            folded, batches = entries.reshape(n * B, -1), n * B
+            own = B // self.joined
+            entries = jnp.broadcast_to(entries if batched.entries else entries[None], (n, own, entries.shape[-1]))
+            folded, batches = entries.reshape(n * own, -1), n * own
         steps = self.traced.max() if batched.traced else self.traced
         return dataclasses.replace(
             self, entries=folded.reshape(-1), map_shape=(batches, self.map_shape[1]), traced=steps
@@ -134,12 +143,20 @@ class TileSchedule(Foldable):
         """See `attnops.kernels.vmap.Foldable.most`: as many as fit scalar memory."""
         if not batched.entries and self.map_shape[0] == 1:
             return n
-        return max(1, min(n, MAX_ENTRIES // (B * self.map_shape[1] * (self.longest + 1))))
+        return max(1, min(n, MAX_ENTRIES // (B // self.joined * self.map_shape[1] * self.stride)))
 
     def at(self, entries: Ref, b: jax.Array, h: jax.Array, step: jax.Array) -> Entry:
-        """The entry of a batch and head at a step, read from ``entries`` in scalar memory."""
-        m = (b if self.map_shape[0] > 1 else 0) * self.map_shape[1] + (h if self.map_shape[1] > 1 else 0)
-        return unpack(entries[m * (self.longest + 1) + step])
+        """The entry of a batch of the grid and a head at a step, read from ``entries`` in scalar memory."""
+        return unpack(entries[self._map(b, h) * self.stride + step])
+
+    def batch(self, entries: Ref, b: jax.Array, h: jax.Array, step: jax.Array) -> jax.Array:
+        """The batch of an entry."""
+        if self.joined == 1:
+            return b
+        return b * self.joined + entries[self._map(b, h) * self.stride + self.longest + 1 + step]
+
+    def _map(self, b: jax.Array, h: jax.Array) -> jax.Array | int:
+        return (b if self.map_shape[0] > 1 else 0) * self.map_shape[1] + (h if self.map_shape[1] > 1 else 0)
 
 
 def unpack(entry: jax.Array) -> Entry:
@@ -201,7 +218,9 @@ def reduced(coverage: Array, of_sub_tiles: Array) -> tuple[Array, Body]:
     return coverage, Body(True, *lists)
 
 
-def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, reduced: Body = MASKED) -> TileSchedule:
+def tile_schedule(
+    coverage: Array, first_row: int = 0, first_column: int = 0, reduced: Body = MASKED, joins: bool = False
+) -> TileSchedule:
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
     Args:
@@ -210,6 +229,7 @@ def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, re
         first_row: index of the first row, if the coverage is a chunk of rows.
         first_column: index of the first column, if the coverage is a chunk of columns.
         reduced: see `reduced`.
+        joins: whether the maps of batches may be listed one after the other, see `TileSchedule.joined`.
 
     Raises:
         ValueError: there are more tiles than an entry can number.
@@ -227,6 +247,10 @@ def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, re
     packed = ((row + first_row) << _ROW) | ((column + first_column) << _COLUMN) | (coverage << _KIND)
     packed = packed | (last.astype(np.int32) << _LAST) | first
     packed, active = packed.reshape(len(coverage), -1), active.reshape(len(coverage), -1)
+    n = maps[0] if joins and maps[1] == 1 and 2 * active.size < MAX_ENTRIES else 1
+    if xp is np and n > 1 and len(set(active.sum(axis=1).tolist())) == 1:
+        n = 1  # nothing is padded
+    packed, active = packed.reshape(len(packed) // n, -1), active.reshape(len(active) // n, -1)
     count = active.sum(axis=1)
     if xp is np:
         longest = int(count.max())
@@ -236,7 +260,7 @@ def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, re
         kinds = tuple(kind for kind in KINDS if (coverage == kind).any())
     else:
         kinds = KINDS[:2]
-        longest = rows * columns
+        longest = active.shape[1]
         index = jnp.minimum(jnp.arange(longest + 1), count[:, None] - 1)
         index = jnp.take_along_axis(jnp.argsort(~active, axis=1, stable=True), index, axis=1)
         steps = count.max().astype(jnp.int32)
@@ -248,15 +272,18 @@ def tile_schedule(coverage: Array, first_row: int = 0, first_column: int = 0, re
         of_entry = unpack(entries).kind
         next_kinds = of_entry[:, 1:][of_entry[:, :-1] == REDUCED]
         after = tuple(kind for kind in (int(Coverage.FULL), REDUCED) if (next_kinds == kind).any())
+    if n > 1:
+        entries = xp.concatenate([entries, index // (rows * columns)], axis=1)
     return TileSchedule(
         jnp.asarray(entries.reshape(-1), jnp.int32),
-        (maps[0], maps[1]),
+        (maps[0] // n, maps[1]),
         longest,
         kinds,
         (first_row, first_row + rows),
         reduced,
         steps,
         after,
+        n,
     )
 
 

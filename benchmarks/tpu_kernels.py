@@ -7,11 +7,11 @@ block sizes and options::
     python benchmarks/tpu_kernels.py --generation v6e --problem 'causal 4k' --json out.json
 
 A peer's kernel has the same code for every length, so each of its candidates (`BLOCKS`, and tokamax's options) is
-compiled for a causal mask of 4,096 tokens, and the bundles of each problem are estimated from that. The candidates
-whose estimate is at most 5% above the best, but no more than two, are compiled for the problem itself, and the best
-of these is shown. Every result is kept in the ``--json`` file, and a run with the same file continues where the last
-one ended; results of other versions of the code are measured again. What the compiler refuses is left out, and any
-other failure, such as that of a peer whose interface has changed, stops the run.
+compiled for a causal mask of 4,096 tokens, and the bundles of each problem are estimated from that. The best candidate
+forward, and backward the best two within 5%, are compiled for the problem itself. Every result is kept in the
+``--json`` file, and a run with the same file continues where the last one ended; results of other versions of the code
+are measured again. What the compiler refuses is left out, and any other failure, such as that of a peer whose interface
+has changed, stops the run.
 
 Figures are thousands of bundles a head, which are cycles without stalls. "outside" is the whole program's, forward and
 backward, from and to [B, T, H, D]. "end to end" adds the bundles of all heads, and the cycles that these bytes need at
@@ -55,15 +55,16 @@ SCREENED: Final = (4096, "causal")
 # Bytes of main memory that a core can move a cycle: the published bandwidth over the clock by which the published peak
 # is that of the matrix units.
 BYTES_A_CYCLE: Final = {"v5e": 546, "v5p": 790, "v6e": 937, "tpu7x": 1682}
-# (queries, keys, keys at a time), forward and backward. On v6e at D 128 all of {512, 1024, 2048} × {1024, 2048}, 4096 ×
-# 1024 and 256, 512 or 1024 keys at a time were compiled: for every problem the best of each library is among these.
+# (queries, keys, keys at a time), forward and backward: the best of a wider search on v6e, forward of {1024, 2048} ×
+# {1024, 2048}, 4096 × 1024 and some of 512, with 256, 512 or 1024 keys at a time.
 BLOCKS: Final = {
-    False: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (512, 1024, 512)),
+    False: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 512), (512, 1024, 512)),
     True: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 1024, 1024), (512, 1024, 512)),
 }
-# A candidate is compiled for a problem if its estimate is at most this much above the best, and so many at most.
+# A candidate is compiled for a problem if its estimate is at most this much above the best, and so many at most,
+# forward and backward, where fewer bundles may need more bytes.
 MARGIN: Final = 1.05
-FINALISTS: Final = 2
+FINALISTS: Final = {False: 1, True: 2}
 # How the compiler refuses a block size. Anything else stops the run: a peer's interface has changed, or the script is
 # wrong.
 REFUSALS: Final = ("RESOURCE_EXHAUSTED", "exceeded scoped vmem", "Ran out of memory", "Register allocation failed",
@@ -167,7 +168,7 @@ def finalists(results: Results, name: str, backward: bool, generation: str, head
         raise RuntimeError(f"{name} compiled with none of its block sizes: {errors}")
     least = min(estimates.values())
     best = sorted((job for job in estimates if estimates[job] <= MARGIN * least), key=lambda job: estimates[job])
-    return best[:FINALISTS]
+    return best[: FINALISTS[backward]]
 
 
 def measured(results: Results, name: str, generation: str, head_dim: int, problem: str) -> dict[str, Any]:

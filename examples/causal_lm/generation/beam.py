@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +229,6 @@ class BeamPrograms:
 
 
 @functools.lru_cache(maxsize=16)
-def beam_programs(graphdef: Any, treedef: Any, processor: LogitsProcessor | None, trace: bool) -> BeamPrograms:
+def beam_programs(network: Network, processor: LogitsProcessor | None, trace: bool) -> BeamPrograms:
     """The program of a model, kept for later calls."""
-    return BeamPrograms(Network(graphdef, treedef), processor, trace)
+    return BeamPrograms(network, processor, trace)

@@ -133,12 +133,12 @@ def read_call(
 
 def generate(call: Call) -> Generated:
     """See `Generation.generate`."""
-    graphdef, treedef, leaves = split(call.model)
+    network, leaves = split(call.model)
     settings = Settings(call.drafts, call.config.max_matching_ngram_size, call.processor, call.trace)
     if not call.drafts:
         settings = settings._replace(ngram=1)
-    steps = step_program(graphdef, treedef, settings)
-    append = prompt_program(graphdef, treedef, call.trace).append
+    steps = step_program(network, settings)
+    append = prompt_program(network, call.trace).append
     room = make_room(
         call.model, call.config, call.prompt.starts, call.prompt.lengths, call.most, call.caches,
         # What a step appends at a time, and what a chunk may.
@@ -151,7 +151,7 @@ def generate(call: Call) -> Generated:
     tokens = jnp.asarray(call.prompt.history(room.used, room.length))
     lengths = jnp.asarray(room.used + call.prompt.lengths)
     if call.config.num_beams > 1:
-        search = beam_programs(graphdef, treedef, call.processor, call.trace)
+        search = beam_programs(network, call.processor, call.trace)
         pages = None if room.pool is None else Pages(room.pool)
         beams = Beams.create(caches, pages, tokens, lengths, call.config.num_beams)
         rules = BeamRules(

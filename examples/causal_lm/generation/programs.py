@@ -52,7 +52,7 @@ class News(NamedTuple):
 
 
 class Network:
-    """A model as functions of its weights, for programs that close over nothing that changes."""
+    """A model as functions of its weights, for programs that close over nothing that changes. Made by `split`."""
 
     def __init__(self, graphdef: Any, treedef: Any) -> None:
         self.graphdef, self.treedef = graphdef, treedef
@@ -167,19 +167,23 @@ class StepProgram:
 
 
 @functools.lru_cache(maxsize=16)
-def prompt_program(graphdef: Any, treedef: Any, trace: bool) -> PromptProgram:
+def prompt_program(network: Network, trace: bool) -> PromptProgram:
     """The program of a model, kept for later calls."""
-    return PromptProgram(Network(graphdef, treedef), trace)
+    return PromptProgram(network, trace)
 
 
 @functools.lru_cache(maxsize=16)
-def step_program(graphdef: Any, treedef: Any, settings: Settings) -> StepProgram:
+def step_program(network: Network, settings: Settings) -> StepProgram:
     """The program of a model and its settings, kept for later calls."""
-    return StepProgram(Network(graphdef, treedef), settings)
+    return StepProgram(network, settings)
 
 
-def split(model: nnx.Module) -> tuple[Any, Any, Leaves]:
-    """A model as its static parts, which can be hashed, and the list of its arrays."""
+# One for all models that are equal but for their weights, so that programs are found without comparing models again.
+_network = functools.lru_cache(maxsize=16)(Network)
+
+
+def split(model: nnx.Module) -> tuple[Network, Leaves]:
+    """A model as functions of its weights, and the list of these."""
     graphdef, state = nnx.split(model)
     leaves, treedef = jax.tree.flatten(state)
-    return graphdef, treedef, leaves
+    return _network(graphdef, treedef), leaves

@@ -217,7 +217,7 @@ def test_without_trace_the_tokens_are_the_same(model: CausalLM) -> None:
 
 def test_two_programs_serve_all_ways_to_draw() -> None:
     model = small(num_hidden_layers=1, vocab_size=64)
-    graphdef, treedef, _ = split(model)
+    network, _ = split(model)
     key = jax.random.key(0)
     ways: tuple[dict[str, Any], ...] = (
         {},
@@ -231,8 +231,8 @@ def test_two_programs_serve_all_ways_to_draw() -> None:
         ids = PROMPT[:, : 11 - n] % 64
         model.generate(ids, max_new_tokens=2 + n, eos_token_id=n, repetition_penalty=1 + n / 9, **drawing, **options)
         model.generate(ids, max_new_tokens=2, tokenizer=Letters(), stop_strings="x")
-    assert step_program(graphdef, treedef, Settings()).traces == 1
-    assert prompt_program(graphdef, treedef, True).traces == 1
+    assert step_program(network, Settings()).traces == 1
+    assert prompt_program(network, True).traces == 1
 
 
 def test_the_documented_loop_gives_the_same_tokens(model: CausalLM) -> None:

@@ -9,7 +9,8 @@ import jax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
-from attnops.kernels import FlashBackend
+from attnops.caches import Cache
+from attnops.kernels import FlashBackend, FlashCall
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
@@ -38,6 +39,8 @@ class TPUFlashAttention(FlashAttention):
             bias_kinds=frozenset({"array", "ALiBi", "RelativePosition", "ScoreFn"}),
             mask_primitives=PRIMITIVES,
             bias_primitives=PRIMITIVES,
+            caches=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
+            latent=True,
         )
     }
 
@@ -79,6 +82,28 @@ class TPUFlashAttention(FlashAttention):
             "tpu", query, key, value, return_lse, mask=mask, bias=bias, softmax_scale=softmax_scale,
             logits_soft_cap=logits_soft_cap, sinks=sinks, dropout_key=dropout_key,
         )  # fmt: skip
+
+    # The contract's options, a parameter each.
+    def cached_tpu(
+        self,
+        query: jax.Array,
+        cache: Cache,
+        *,
+        mask: Mask,
+        bias: Bias | None = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+        return_lse: bool = False,
+    ) -> OperationOutput:
+        """See `attnops.dispatch.cached`."""
+        from attnops_tpu.ragged.attention import cached_attention
+
+        key, value = (jax.ShapeDtypeStruct((cache.batch, cache.length, cache.kv_heads, d), query.dtype) for d in
+                      (cache.head_dim, cache.value_head_dim))  # fmt: skip
+        call = FlashCall(self.metadata, query, key, value, mask, bias, softmax_scale, logits_soft_cap, sinks)
+        out, lse = cached_attention(call, cache, return_lse)
+        return OperationOutput(out, None, lse)
 
     def backend(self, forward: str) -> FlashBackend | None:
         """See `attnops.operations.flash.FlashAttention.backend`."""

@@ -1,0 +1,191 @@
+"""Attention over a cache: from the options of a call to the kernel and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops.caches import Cache, PagedCache
+from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
+from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
+from attnops_tpu.generations import bounds_checks, generation
+from attnops_tpu.interpreter import interpret_params
+from attnops_tpu.ragged.kernel import Kernel, State
+from attnops_tpu.ragged.operands import LANES, Arrays, arrays, outputs, queries, rows_by_key
+from attnops_tpu.ragged.plan import Plan
+from attnops_tpu.ragged.schedule import Schedule, schedule
+from attnops_tpu.ragged.tile_sizes import choose, unit_of
+from attnops_tpu.ragged.transfers import STATE, ScheduleRefs, Stream
+
+if TYPE_CHECKING:
+    from attnops.typing import Ref
+
+
+def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[jax.Array, jax.Array | None]:
+    """The output [B, T, H, Dv], and the logsumexp float32 [B, H, T] if it is asked for.
+
+    Args:
+        call: of the scores by slot; key and value have shape and dtype only.
+        cache: the cache.
+        wants_lse: whether the logsumexp is asked for.
+    """
+    plan = make_plan(call, cache, wants_lse)
+    store = cache.store.flat()
+    sources = [x for x in (store.key, store.value) if x is not None]
+    out, *rest = _run(
+        plan, queries(plan, call.query), sources, _table(plan, cache), jnp.asarray(store.base, jnp.int32)[None],
+        arrays(plan, call), schedule(plan, call.mask),
+    )  # fmt: skip
+    lse = outputs(plan, rest[0][..., :1])[..., 0].swapaxes(1, 2) if rest else None
+    return outputs(plan, out), lse
+
+
+def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
+    """The plan of a call; see `cached_attention`."""
+    (B, T, H, D), metadata = call.query.shape, call.metadata
+    S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
+    dtype = jnp.dtype(jnp.bfloat16 if call.query.dtype == cache.dtype == jnp.bfloat16 else jnp.float32)
+    scoring = describe((T, S), call.mask, call.bias, call.logits_soft_cap, 0.0, call.sinks is not None)
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:  # where x64 is on
+        mask_of, bias_of = (f and f.in_32_bits() for f in (scoring.mask, scoring.bias))
+        scoring = dataclasses.replace(scoring, mask=mask_of, bias=bias_of)
+    chip = generation()
+    store = cache.store
+    head_dims = [D] if store.latent is not None else [D, Dv]
+    token_bytes = K * sum(-(-d // LANES) * LANES for d in head_dims) * jnp.dtype(store.key.dtype).itemsize
+    tiles = choose(
+        chip, metadata.block_q, metadata.block_k, (T, S), (H, K), token_bytes,
+        unit_of(cache.page_size if isinstance(cache, PagedCache) else 0, S), metadata.interpret,
+    )  # fmt: skip
+    # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
+    one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
+    return Plan(
+        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_paged=isinstance(cache, PagedCache), cores=chip.cores,
+        dtype=dtype, stored=jnp.dtype(store.stored_dtype), out_dtype=jnp.dtype(call.query.dtype),
+        is_latent=store.latent is not None,
+        precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale, scoring=scoring,
+        wants_lse=wants_lse, interpret=metadata.interpret, bounds_checks=bounds_checks(), vmem=chip.vmem,
+        **tiles._asdict(),
+    )  # fmt: skip
+
+
+def _table(plan: Plan, cache: Cache) -> jax.Array:
+    """The pages of each row as blocks of the arrays, in pieces int32 [B · pieces, 1, piece]."""
+    if not isinstance(cache, PagedCache):
+        return jnp.zeros((1, 1, 1), jnp.int32)
+    store = cache.store
+    blocks = jnp.clip(cache.table, 0, store.own_blocks - 1) + store.base
+    pieces = -(-plan.nk * plan.units // plan.piece)
+    blocks = jnp.pad(blocks, ((0, 0), (0, pieces * plan.piece - blocks.shape[1])))
+    return blocks.reshape(-1, 1, plan.piece).astype(jnp.int32)
+
+
+@one_by_one
+def _run(
+    plan: Plan, query: jax.Array, sources: list[jax.Array], table: jax.Array, block: jax.Array, given: Arrays,
+    items: Schedule,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """The output [items, K, R, Dv], and the logsumexp [items, K, R, 128] if it is asked for."""
+    query, sources, table, block, given, items = equally_varying((query, sources, table, block, given, items))
+    scalars = [*items, block, *given.scalars]
+    by_key = [] if given.by_key is None else [given.by_key]
+    results = [output_like(query, (plan.items, plan.K, plan.R, plan.Dv), plan.out_dtype)]
+    if plan.wants_lse:
+        results.append(output_like(query, (plan.items, plan.K, plan.R, LANES), jnp.dtype(jnp.float32)))
+    grid = plan.cores, plan.items // plan.cores
+    call: Any = pl.pallas_call(
+        _kernel(plan, given),
+        out_shape=results,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[
+                _of_item(plan, query),
+                *[_of_item(plan, x) for x in given.by_row],
+                *[pl.BlockSpec(memory_space=pl.ANY)] * (1 + len(sources) + len(by_key)),
+            ],
+            out_specs=[_of_item(plan, x) for x in results],
+            scratch_shapes=_scratch(plan, given, sources),
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(PARALLEL, ARBITRARY),
+            vmem_limit_bytes=min(plan.vmem, _vmem(plan, sources)),
+            disable_bounds_checks=not plan.bounds_checks,
+        ),
+        interpret=interpret_params(plan.interpret),
+        name="attnops_ragged",
+    )
+    # Kernels and index maps have numbers of 32 bits, even where x64 is on: Mosaic has no others.
+    with jax.enable_x64(False):
+        return tuple(call(*scalars, query, *given.by_row, table, *sources, *by_key))
+
+
+def _of_item(plan: Plan, x: Any) -> pl.BlockSpec:
+    """The block of an array [items, …] that belongs to a grid step."""
+    rest = x.shape[1:]
+    return pl.BlockSpec((1, *rest), lambda core, step, *_: (step * plan.cores + core, *[0] * len(rest)))
+
+
+def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
+    def rows(heads: int, d: int, dtype: Any = jnp.float32) -> Any:
+        return pltpu.VMEM((heads, plan.R, d), dtype)
+
+    by_key = rows_by_key(plan)
+    return [
+        *[rows(plan.K, d) for d in (LANES, LANES, plan.Dv)],
+        *[rows(x.shape[1], LANES, x.dtype) for x in given.by_row],
+        *[pltpu.VMEM((plan.buffers, plan.K, plan.bk, x.shape[-1]), x.dtype) for x in sources],
+        *([pltpu.VMEM((plan.buffers, by_key, plan.bk), jnp.int32)] if by_key else []),
+        pltpu.SMEM((2, 1, plan.piece), jnp.int32),
+        pltpu.SMEM((STATE,), jnp.int32),
+        pltpu.SemaphoreType.DMA((plan.buffers,)),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+
+
+def _kernel(plan: Plan, given: Arrays) -> Any:
+    """The kernel as a function of references, in the order of `_run`."""
+    n_sources = 1 if plan.is_latent else 2
+
+    def kernel(*refs: Ref) -> None:
+        rest = list(refs)
+
+        def take(count: int) -> list[Any]:
+            taken = rest[:count]
+            del rest[:count]
+            return taken
+
+        items, (block,), scalars = ScheduleRefs(*take(5)), take(1), take(len(given.scalars))
+        (query,), by_row, (table,), sources = take(1), take(len(given.by_row)), take(1), take(n_sources)
+        by_key = take(given.by_key is not None)
+        (out,), lse = take(1), take(plan.wants_lse)
+        m, l, acc = take(3)
+        state = State(m, l, acc, tuple(take(len(given.by_row))))
+        buffers, by_key_buffer = take(n_sources), take(given.by_key is not None)
+        pages, stream_state, arrived, piece_arrived = rest
+        stream = Stream(
+            plan, items, table, tuple(sources), by_key[0] if by_key else None, tuple(buffers),
+            by_key_buffer[0] if by_key_buffer else None, pages, stream_state, arrived, piece_arrived, block[0],
+        )  # fmt: skip
+        Kernel(plan, stream, scalars, by_row, query, out, lse[0] if lse else None, state).run()
+
+    return kernel
+
+
+def _vmem(plan: Plan, sources: list[jax.Array]) -> int:
+    """Bytes of vector memory that the kernel may use."""
+    tile = plan.K * plan.bk * sum(-(-x.shape[-1] // LANES) * LANES * x.dtype.itemsize for x in sources)
+    rows = plan.K * -(-plan.R // 8) * 8 * 4
+    state = rows * (3 * LANES + -(-plan.Dv // LANES) * LANES)
+    blocks = 2 * rows * (2 * LANES + -(-max(plan.D, plan.Dv) // LANES) * LANES * 2)
+    values = plan.buffers * max(rows_by_key(plan), 8) * plan.bk * 4
+    scores = 16 * plan.R * plan.bk
+    return math.ceil(1.1 * (plan.buffers * tile + state + blocks + values + scores)) + (4 << 20)

@@ -1,0 +1,272 @@
+"""The kernel: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the tiles of keys of an item.
+
+Scores are [rows, keys]: a row of queries has few rows, and keys fill the lanes of vector registers. The kv heads of a
+tile are computed one after the other in straight-line code, so that the compiler fills the latency of one with the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from attnops.kernels import Elementwise
+from attnops_tpu.flash.tile import LOG2E, REPLACEMENTS
+from attnops_tpu.ragged.operands import LANES, Kind, Value, named, values
+from attnops_tpu.ragged.plan import Plan
+from attnops_tpu.ragged.transfers import Stream, Tile
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
+
+
+class State(NamedTuple):
+    """References to vector memory that is kept from tile to tile.
+
+    Attributes:
+        m: [K, R, 128], the largest score so far, in all lanes.
+        l: [K, R, 128], the sum of the weights, of each lane separately.
+        acc: [K, R, Dv], the sum of weights times values.
+        by_row: values by row [K or 1, R, 128], in all lanes.
+    """
+
+    m: Any
+    l: Any
+    acc: Any
+    by_row: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A grid step, on references.
+
+    Attributes:
+        plan: of the call.
+        stream: of transfers.
+        scalars: values that are one number an item, in scalar memory.
+        by_row: values by row, [1, K or 1, R padded to lanes].
+        query: [1, K, R, D].
+        out: [1, K, R, Dv].
+        lse: [1, K, R, 128]; None if it is not asked for.
+        state: see `State`.
+    """
+
+    plan: Plan
+    stream: Stream
+    scalars: Sequence[Any]
+    by_row: Sequence[Any]
+    query: Any
+    out: Any
+    lse: Any
+    state: State
+
+    def run(self) -> None:
+        """Compute an item."""
+        core, step = pl.program_id(0), pl.program_id(1)
+        pl.when(step == 0)(lambda: self.stream.begin(core))
+        item, state = step * self.plan.cores + core, self.state
+        state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
+        for x in (state.l, state.acc):
+            x[...] = jnp.zeros(x.shape, jnp.float32)
+        for source, target in zip(self.by_row, state.by_row, strict=True):
+            for head in range(target.shape[0]):
+                target[head] = _to_rows(source[0, head : head + 1])[: self.plan.R]
+
+        def body(index: jax.Array, carry: None) -> None:
+            self.stream.step(item, index, self._tile)
+            return carry
+
+        lax.fori_loop(*self.stream.tiles(item), body, None)
+        self._finish(item)
+
+    def _tile(self, tile: Tile, buffer: jax.Array, masked: bool) -> None:
+        """Add the keys and values of a tile to the state."""
+        shared: tuple[jax.Array, jax.Array] | None = None
+        for head in range(self.plan.K):
+            scores = TileScores(self, tile, buffer, head)
+            if masked:
+                if shared is None or scores.mask_varies_by_head:
+                    visible = scores.visible()
+                    # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
+                    seen = _to_column(jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)) > 0
+                    shared = visible, seen
+                self._head(scores, *shared)
+            else:
+                self._head(scores, None, None)
+
+    def _head(self, scores: TileScores, visible: jax.Array | None, seen: jax.Array | None) -> None:
+        plan, state, head = self.plan, self.state, scores.head
+        key, value = self._key_value(scores.buffer, head)
+        if seen is not None:
+            value = jnp.where(seen, value, jnp.zeros((), value.dtype))
+        s = lax.dot_general(
+            self.query[0, head], key, (((1,), (1,)), ((), ())), precision=plan.precision,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        if plan.scoring.has_cap_or_bias:
+            s = scores.with_cap_and_bias(s * plan.scale_residual)
+        if visible is not None:
+            s = jnp.where(visible, s, -jnp.inf)
+        c = plan.score_unit * LOG2E
+        before = state.m[head]
+        m = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
+        base = jnp.where(m == -jnp.inf, 0.0, m)  # exp(−inf − 0) is 0, where exp(−inf + inf) is NaN
+        weights = [jnp.exp2((some - base[:, : some.shape[1]]) * c) for some in _by_lanes(s)]
+        alpha = jnp.exp2((before - base) * c)
+        state.m[head] = m
+        state.l[head] = alpha * state.l[head] + _sum_of_lanes(weights)
+        product = lax.dot_general(
+            jnp.concatenate([w.astype(plan.dtype) for w in weights], axis=1), value, (((1,), (0,)), ((), ())),
+            precision=plan.precision, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        acc = state.acc[head]
+        scaled = [alpha[:, : some.shape[1]] * some for some in _by_lanes(acc)]
+        state.acc[head] = jnp.concatenate(scaled, axis=1) + product
+
+    def _key_value(self, buffer: jax.Array, head: int) -> tuple[jax.Array, jax.Array]:
+        """Keys [bk, D] and values [bk, Dv] of a kv head, in the dtype of products."""
+        plan = self.plan
+        arrays = [_floats(x[buffer, head], plan.stored).astype(plan.dtype) for x in self.stream.buffers]
+        return arrays[0], arrays[0][:, : plan.Dv] if plan.is_latent else arrays[1]
+
+    def _finish(self, item: jax.Array) -> None:
+        """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""
+        plan, unit = self.plan, self.plan.score_unit
+        sinks = named(values(plan), "sinks")
+        for head in range(plan.K):
+            m = self.state.m[head]
+            m = jnp.where(m == -jnp.inf, 0.0, m) * unit
+            l, acc = jnp.sum(self.state.l[head], axis=1, keepdims=True), self.state.acc[head]
+            sees_any = l != 0  # NaN too
+            factor = jnp.ones((), jnp.float32)
+            if sinks:
+                sink = self.state.by_row[sinks[0].index][head]
+                larger = jnp.maximum(m, sink)
+                factor = jnp.exp2((m - larger) * LOG2E)
+                l = l * factor + jnp.exp2((sink - larger) * LOG2E)
+                m = larger
+            l = jnp.broadcast_to(jnp.where(sees_any, l, 1.0), m.shape)
+            scale = jnp.where(jnp.broadcast_to(sees_any, m.shape), factor / l, 0.0)
+            parts = [jnp.where(sees_any, some * scale[:, : some.shape[1]], 0.0) for some in _by_lanes(acc)]
+            self.out[0, head] = jnp.concatenate(parts, axis=1).astype(self.out.dtype)
+            if self.lse is not None:
+                self.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileScores:
+    """The scores [R, bk] of a kv head and a tile of keys."""
+
+    kernel: Kernel
+    tile: Tile
+    buffer: jax.Array
+    head: int
+
+    @property
+    def mask_varies_by_head(self) -> bool:
+        """Whether heads have different masks."""
+        mask = self.kernel.plan.scoring.mask
+        return mask is not None and "h" in mask.axes
+
+    def visible(self) -> jax.Array:
+        """Which scores are not masked, booleans [R, bk]."""
+        plan = self.kernel.plan
+        mask, shape = plan.scoring.mask, (plan.R, plan.bk)
+        q, kv = self._indices()
+        visible = jnp.broadcast_to(kv < plan.S, shape)
+        if mask is not None:
+            given = self._values("mask")
+            visible &= jnp.broadcast_to(self._apply(mask, None, q, kv, given), shape)
+        # The values by key of a FULL tile were not transferred.
+        return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
+
+    def with_cap_and_bias(self, scores: jax.Array) -> jax.Array:
+        """Scores, float32 times the full scale, with soft cap and bias."""
+        plan = self.kernel.plan
+        scoring = plan.scoring
+        if scoring.cap is not None:
+            scores = scoring.cap * jnp.tanh(scores * (1 / scoring.cap))
+        if scoring.bias is not None:
+            # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
+            q, kv = (jnp.minimum(i, n - 1) for i, n in zip(self._indices(), (plan.T, plan.S), strict=True))
+            biased = self._apply(scoring.bias, scores, q, kv, self._values("bias"))
+            scores = jnp.broadcast_to(biased, scores.shape)
+        return scores
+
+    def _apply(
+        self, function: Elementwise, scores: jax.Array | None, q: jax.Array, kv: jax.Array, given: list[Leaf]
+    ) -> jax.Array:
+        plan = self.kernel.plan
+        row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
+        h = self.head * plan.G + lax.div(row, jnp.int32(plan.bq))
+        return function.apply(scores, self.tile.row, h, q, kv, given, (), REPLACEMENTS)
+
+    def _values(self, name: str) -> list[Leaf]:
+        """The values of a function: numbers, [R, 1] and [1 or R, bk]."""
+        found = []
+        for value in named(values(self.kernel.plan), name):
+            x = self._value(value)
+            found.append(x != 0 if value.dtype == jnp.bool_ else x.astype(value.dtype))
+        return found
+
+    def _value(self, value: Value) -> jax.Array:
+        kernel, plan = self.kernel, self.kernel.plan
+        if value.kind is Kind.SCALAR:
+            return kernel.scalars[value.index][self.tile.item]
+        if value.kind is Kind.BY_ROW:
+            ref = kernel.state.by_row[value.index]
+            return ref[self.head if ref.shape[0] > 1 else 0][:, :1]
+        count = plan.G if value.by_head else 1
+        first = value.index + (self.head * plan.G if value.by_head else 0)
+        rows = kernel.stream.by_key_buffer[self.buffer, first : first + count]
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            rows = lax.bitcast_convert_type(rows, jnp.float32)
+        if count == 1 or plan.bq == 1:
+            return rows
+        return jnp.concatenate([jnp.broadcast_to(rows[g : g + 1], (plan.bq, plan.bk)) for g in range(count)])
+
+    def _indices(self) -> tuple[jax.Array, jax.Array]:
+        """The indices of queries, [R, 1], and of slots, [1, bk]."""
+        plan = self.kernel.plan
+        row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
+        first = lax.rem(self.tile.item, jnp.int32(plan.nq)) * plan.bq
+        q = first + lax.rem(row, jnp.int32(plan.bq))
+        kv = self.tile.index * plan.bk + lax.broadcasted_iota(jnp.int32, (1, plan.bk), 1)
+        return q, kv
+
+
+def _floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def _by_lanes(x: jax.Array) -> list[jax.Array]:
+    """[R, n] as parts of at most 128 lanes."""
+    return [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]
+
+
+def _sum_of_lanes(parts: Sequence[jax.Array]) -> jax.Array:
+    """The sum of parts as [R, 128], of each lane; a part of fewer lanes has 0 in the others."""
+    total: jax.Array | None = None
+    for part in parts:
+        x = part if part.shape[1] == LANES else jnp.pad(part, ((0, 0), (0, LANES - part.shape[1])))
+        total = x if total is None else total + x
+    assert total is not None
+    return total
+
+
+def _to_rows(x: jax.Array) -> jax.Array:
+    """[1, n] to [n, 128], the same in all lanes."""
+    return jnp.broadcast_to(x, (LANES, x.shape[1])).T
+
+
+def _to_column(x: jax.Array) -> jax.Array:
+    """[1, n] to [n, 1]."""
+    return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]
+
+
+Compute = Callable[[Tile, jax.Array, bool], None]

@@ -1,0 +1,171 @@
+"""The arrays of a call in the kernel's layouts: queries as rows, and the values of masks and biases."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.kernels import Elementwise, FlashCall, elementwise_bias, of_bias, of_mask
+from attnops_tpu.ragged.plan import Plan
+
+LANES = 128
+
+
+class Kind(enum.Enum):
+    """Where a value of a mask or a bias is."""
+
+    SCALAR = "scalar"  # one number an item, in scalar memory
+    BY_ROW = "by row"  # a number for each row of a tile of scores
+    BY_KEY = "by key"  # a number for each key, or for each head and key
+
+
+class Arrays(NamedTuple):
+    """Inputs of scores other than query and key, in the order of `values`.
+
+    Attributes:
+        scalars: float32 or int32 [items] each.
+        by_row: float32 or int32 [items, K or 1, R padded to lanes] each.
+        by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; None for none.
+    """
+
+    scalars: tuple[jax.Array, ...] = ()
+    by_row: tuple[jax.Array, ...] = ()
+    by_key: jax.Array | None = None
+
+
+class Value(NamedTuple):
+    """A value of a mask or a bias; static.
+
+    Attributes:
+        name: of the function, and its number among the function's values.
+        kind: where it is.
+        dtype: of the function's argument.
+        by_head: whether it varies by head.
+        index: among the arrays of its kind; of those by key, the first of its rows.
+    """
+
+    name: tuple[str, int]
+    kind: Kind
+    dtype: jnp.dtype
+    by_head: bool
+    index: int
+
+
+def values(plan: Plan) -> list[Value]:
+    """The values of the mask, of the bias, and the sinks."""
+    count = dict.fromkeys(Kind, 0)
+    found = []
+    for name, axes, dtype in _axes(plan):
+        by_head = "h" in axes
+        if "kv" in axes:
+            kind = Kind.BY_KEY
+        else:
+            kind = Kind.BY_ROW if by_head or ("q" in axes and plan.bq > 1) else Kind.SCALAR
+        found.append(Value(name, kind, dtype, by_head, count[kind]))
+        count[kind] += plan.H if kind is Kind.BY_KEY and by_head else 1
+    return found
+
+
+def rows_by_key(plan: Plan) -> int:
+    """How many rows values by key have in all."""
+    return sum((plan.H if v.by_head else 1) for v in values(plan) if v.kind is Kind.BY_KEY)
+
+
+def _axes(plan: Plan) -> Iterator[tuple[tuple[str, int], frozenset[str], jnp.dtype]]:
+    functions = {"mask": plan.scoring.mask, "bias": plan.scoring.bias}
+    for name, function in functions.items():
+        for i, axes in enumerate(() if function is None else function.values):
+            yield (name, i), axes, function.dtypes[i]  # type: ignore[union-attr]
+    if plan.scoring.sinks:
+        yield ("sinks", 0), frozenset("h"), jnp.dtype(jnp.float32)
+
+
+def arrays(plan: Plan, call: FlashCall) -> Arrays:
+    """The arrays of a call, O(T + S)."""
+    shape = plan.B, plan.H, plan.T, plan.S
+    given: dict[str, list[jax.Array]] = {"sinks": []}
+    if plan.scoring.mask is not None:
+        function, leaves, _ = of_mask(call.mask)  # type: ignore[arg-type]
+        given["mask"] = function.compute(leaves, shape)
+    if plan.scoring.bias is not None:
+        bias, leaves = of_bias(elementwise_bias(call.bias))  # type: ignore[arg-type]
+        given["bias"] = bias.compute(leaves, shape)
+    if call.sinks is not None:
+        given["sinks"] = [call.sinks.astype(jnp.float32)[None, :, None, None]]
+    kinds: dict[Kind, list[jax.Array]] = {kind: [] for kind in Kind}
+    for value in values(plan):
+        name, i = value.name
+        x = given[name][i]
+        x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+        kinds[value.kind].append(_LAYOUTS[value.kind](plan, x))
+    by_key = kinds[Kind.BY_KEY]
+    batch = max((x.shape[0] for x in by_key), default=1)
+    return Arrays(
+        tuple(kinds[Kind.SCALAR]), tuple(kinds[Kind.BY_ROW]),
+        jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in by_key], axis=2) if by_key else None,
+    )  # fmt: skip
+
+
+def _scalar(plan: Plan, x: jax.Array) -> jax.Array:
+    """[B or 1, 1, T or 1, 1] to [items]."""
+    return _padded(plan, jnp.broadcast_to(x[:, 0, :, 0], (plan.B, plan.nq)).reshape(-1))
+
+
+def _by_row(plan: Plan, x: jax.Array) -> jax.Array:
+    """[B or 1, H or 1, T or 1, 1] to [items, K or 1, lanes]; the last query's value is repeated beyond the ragged end:
+    a function might divide by 0.
+    """
+    by_head = x.shape[1] > 1 or plan.H == 1
+    x = jnp.broadcast_to(x[..., 0], (plan.B, plan.H if by_head else 1, plan.T))
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.nq * plan.bq - plan.T)), mode="edge")
+    if by_head:
+        x = x.reshape(plan.B, plan.K, plan.G, plan.nq, plan.bq).transpose(0, 3, 1, 2, 4)
+    else:
+        x = jnp.broadcast_to(
+            x.reshape(plan.B, plan.nq, 1, 1, plan.bq), (plan.B, plan.nq, 1, plan.G, plan.bq)
+        )  # fmt: skip
+    x = x.reshape(plan.B * plan.nq, x.shape[2], plan.R)
+    return _padded(plan, jnp.pad(x, ((0, 0), (0, 0), (0, -plan.R % LANES))))
+
+
+def _by_key(plan: Plan, x: jax.Array) -> jax.Array:
+    """[B or 1, H or 1, 1, S] to [B or 1, nk, H or 1, bk], as bits; the last is repeated."""
+    x = lax.bitcast_convert_type(x, jnp.int32)[:, :, 0]
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.nk * plan.bk - plan.S)), mode="edge")
+    return x.reshape(*x.shape[:2], plan.nk, plan.bk).swapaxes(1, 2)
+
+
+_LAYOUTS = {Kind.SCALAR: _scalar, Kind.BY_ROW: _by_row, Kind.BY_KEY: _by_key}
+
+
+def queries(plan: Plan, query: jax.Array) -> jax.Array:
+    """[B, T, H, D] to [items, K, R, D], times the folded factor of the scale, which does not round."""
+    x = query.astype(plan.dtype) * jnp.asarray(plan.folded, plan.dtype)
+    x = jnp.pad(x, ((0, 0), (0, plan.nq * plan.bq - plan.T), (0, 0), (0, 0)))
+    x = x.reshape(plan.B, plan.nq, plan.bq, plan.K, plan.G, plan.D).transpose(0, 1, 3, 4, 2, 5)
+    return _padded(plan, x.reshape(plan.B * plan.nq, plan.K, plan.R, plan.D))
+
+
+def outputs(plan: Plan, x: jax.Array) -> jax.Array:
+    """[items, K, R, d] to [B, T, H, d]."""
+    x = x[: plan.B * plan.nq].reshape(plan.B, plan.nq, plan.K, plan.G, plan.bq, x.shape[-1])
+    x = x.transpose(0, 1, 4, 2, 3, 5).reshape(plan.B, plan.nq * plan.bq, plan.H, x.shape[-1])
+    return x[:, : plan.T]
+
+
+def _padded(plan: Plan, x: jax.Array) -> jax.Array:
+    """With as many items as grid steps."""
+    return jnp.pad(x, [(0, plan.items - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+
+
+def named(found: Sequence[Value], name: str) -> list[Value]:
+    """The values of a function, in its order."""
+    return [value for value in found if value.name[0] == name]
+
+
+__all__ = ["Arrays", "Elementwise", "Kind", "Value", "arrays", "named", "outputs", "queries", "rows_by_key", "values"]

@@ -1,0 +1,118 @@
+"""The plan of a call over a cache: everything static about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnops.kernels import Scoring
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Shapes, tiles and options of a call; hashable.
+
+    A grid step is an *item*: a tile of queries of a row of the cache. It visits the tiles of keys that its queries may
+    see. The G query heads of a kv head are rows of one tile, R = G · bq of them: row r is query r % bq of head r // bq.
+
+    A tile of keys is ``units`` units; a unit is what is transferred or left out: a page, or a part of a row of a
+    storage without pages.
+
+    Attributes:
+        B, T, S, H, K, D, Dv: the dimensions of the call; S slots a row.
+        bq: queries a tile.
+        bk: keys a tile, a multiple of ``unit``.
+        unit: slots a unit.
+        is_paged: whether units are pages, found by a table.
+        piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
+        buffers: tiles of keys in vector memory: one is computed with, the others are on their way.
+        cores: of a chip that share its kernels' grid; items are given to them in turn.
+        dtype: of the operands of products.
+        stored: the dtype of stored tokens.
+        out_dtype: of the output.
+        is_latent: whether values are the first Dv features of keys.
+        precision: of products.
+        scale: the softmax scale.
+        scoring: see `Scoring`.
+        wants_lse: whether the logsumexp is asked for.
+        interpret: whether the kernel runs in Pallas's interpreter.
+        bounds_checks: whether the kernel checks that its accesses are in bounds.
+        vmem: the most bytes of vector memory that it may use.
+    """
+
+    B: int
+    T: int
+    S: int
+    H: int
+    K: int
+    D: int
+    Dv: int
+    bq: int
+    bk: int
+    unit: int
+    is_paged: bool
+    piece: int
+    buffers: int
+    cores: int
+    dtype: np.dtype
+    stored: np.dtype
+    out_dtype: np.dtype
+    is_latent: bool
+    precision: jax.lax.PrecisionLike
+    scale: float
+    scoring: Scoring
+    wants_lse: bool
+    interpret: bool
+    bounds_checks: bool
+    vmem: int
+
+    @property
+    def G(self) -> int:
+        """Query heads a kv head."""
+        return self.H // self.K
+
+    @property
+    def R(self) -> int:
+        """Rows of a tile of scores."""
+        return self.G * self.bq
+
+    @property
+    def nq(self) -> int:
+        """Tiles of queries a row of the cache."""
+        return -(-self.T // self.bq)
+
+    @property
+    def items(self) -> int:
+        """Grid steps, a multiple of ``cores``; those after B · nq have nothing to do."""
+        return -(-self.B * self.nq // self.cores) * self.cores
+
+    @property
+    def units(self) -> int:
+        """Units a tile of keys."""
+        return self.bk // self.unit
+
+    @property
+    def nk(self) -> int:
+        """Tiles of keys a row, the last of which may reach beyond S."""
+        return -(-self.S // self.bk)
+
+    @property
+    def folded(self) -> float:
+        """The factor of the scale that queries are multiplied by, without rounding: its sign and its power of two."""
+        return 0.0 if self.scale == 0 else math.copysign(2.0 ** math.floor(math.log2(abs(self.scale))), self.scale)
+
+    @property
+    def scale_residual(self) -> float:
+        """``scale / folded``, in [1, 2)."""
+        return 1.0 if self.scale == 0 else self.scale / self.folded
+
+    @property
+    def score_unit(self) -> float:
+        """Natural units per unit of the kernel's scores: without cap and bias these lack the scale's residual."""
+        return 1.0 if self.scoring.has_cap_or_bias else self.scale_residual

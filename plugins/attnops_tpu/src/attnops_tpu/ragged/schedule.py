@@ -1,0 +1,62 @@
+"""Which units of keys each item reads, and which of its tiles have nothing to mask."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnops.kernels import merged
+from attnops.masks import Coverage, Mask, block_map
+from attnops_tpu.ragged.plan import Plan
+
+
+class Schedule(NamedTuple):
+    """For scalar memory, int32 [items] each.
+
+    Attributes:
+        first: the first unit that an item reads.
+        stop: the unit after the last; that of an item without keys is ``first``.
+        first_full: the first of the consecutive tiles of keys that are FULL.
+        stop_full: the tile after the last of them.
+        following: [cores + items]: the first item of each core that has keys, then for each item the next one of its
+            core; ``items`` where there is none.
+    """
+
+    first: jax.Array
+    stop: jax.Array
+    first_full: jax.Array
+    stop_full: jax.Array
+    following: jax.Array
+
+
+def schedule(plan: Plan, mask: Mask | None) -> Schedule:
+    """The schedule of a call: units from the first to the last that some query of an item may see.
+
+    Args:
+        plan: of the call.
+        mask: by slot, bound.
+    """
+    shape = plan.B, plan.H, plan.T, plan.S
+    coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, plan.unit).coverage, 1, 1)[:, 0])
+    coverage = jnp.broadcast_to(coverage, (plan.B, *coverage.shape[1:])).reshape(plan.B * plan.nq, -1)
+    missing = plan.items - coverage.shape[0], plan.nk * plan.units - coverage.shape[1]
+    coverage = jnp.pad(coverage, [(0, n) for n in missing])
+    active = coverage != int(Coverage.EMPTY)
+    some, first = active.any(1), active.argmax(1).astype(jnp.int32)
+    stop = jnp.where(some, active.shape[1] - active[:, ::-1].argmax(1), first).astype(jnp.int32)
+    # The last tile may reach beyond the slots.
+    full = (coverage == int(Coverage.FULL)).reshape(plan.items, plan.nk, plan.units).all(2)
+    first_full = jnp.where(full.any(1), full.argmax(1), plan.nk).astype(jnp.int32)
+    after = jnp.arange(plan.nk) >= first_full[:, None]
+    breaks = after & ~full
+    stop_full = jnp.where(breaks.any(1), breaks.argmax(1), plan.nk).astype(jnp.int32)
+    return Schedule(first, stop, first_full, stop_full, _following(plan, some))
+
+
+def _following(plan: Plan, some: jax.Array) -> jax.Array:
+    item = jnp.arange(plan.items, dtype=jnp.int32)
+    by_turn = jnp.where(some, item, plan.items).reshape(-1, plan.cores)
+    least = jax.lax.cummin(by_turn, axis=0, reverse=True)
+    return jnp.concatenate([least, jnp.full((1, plan.cores), plan.items, jnp.int32)]).reshape(-1)

@@ -1,0 +1,94 @@
+"""Tile sizes of calls over caches: one table by generation, and what fits vector memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+from attnops_tpu.generations import Generation
+
+LANES: Final = 128
+# Entries of a row's table that are in scalar memory at a time: 512 bytes, the least that a transfer moves.
+PIECE: Final = 128
+# Items in scalar memory take 20 bytes each.
+MAX_ITEMS: Final = 1 << 14
+# A unit of a storage without pages, and the most units a tile: each has transfers of its own.
+_UNIT: Final = 128
+_MAX_UNITS: Final = 64
+# Rows of a tile of scores: more need more vector memory, fewer read keys more often.
+_ROWS: Final = 256
+# Scores of a tile and kv head: more are spilled from registers.
+_SCORES: Final = 1 << 17
+
+
+class Row(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        tokens: keys a tile, times kv heads: enough that what is on its way covers the latency of main memory, and that
+            the steps of one kv head fill the latencies of another's.
+        buffers: tiles of keys in vector memory.
+        vmem: bytes of vector memory for all of them.
+    """
+
+    tokens: int
+    buffers: int
+    vmem: int
+
+
+_MiB: Final = 1 << 20
+TABLE: Final = {
+    "v4": Row(4096, 2, 8 * _MiB),
+    "v5e": Row(4096, 3, 24 * _MiB),
+    "v5p": Row(4096, 3, 24 * _MiB),
+    "v6e": Row(4096, 3, 24 * _MiB),
+    "tpu7x": Row(4096, 3, 24 * _MiB),
+}
+
+
+class Tiles(NamedTuple):
+    """See `attnops_tpu.ragged.plan.Plan`."""
+
+    bq: int
+    bk: int
+    unit: int
+    piece: int
+    buffers: int
+
+
+def unit_of(page_size: int, slots: int) -> int:
+    """Slots a unit: a page, or what divides the slots of a row."""
+    return page_size or math.gcd(_UNIT, slots)
+
+
+def choose(
+    generation: Generation,
+    block_q: int | None,
+    block_k: int | None,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    token_bytes: int,
+    unit: int,
+    interpret: bool,
+) -> Tiles:
+    """The tiles of a call.
+
+    Args:
+        generation: that is compiled for.
+        block_q: the metadata's; None for the table's.
+        block_k: the metadata's; None for the table's.
+        lengths: T, and S of a row.
+        heads: H and K.
+        token_bytes: of the keys and values of a token, all heads, as vector memory holds them.
+        unit: see `unit_of`.
+        interpret: whether tiles need not fill the lanes.
+    """
+    (T, S), (H, K), row = lengths, heads, TABLE[generation.name]
+    G = H // K
+    bq = min(T, block_q or max(_ROWS // G // 8, 1) * 8)
+    step = unit if interpret else math.lcm(unit, LANES)
+    most = block_k or min(row.tokens // K, _SCORES // (G * bq), unit * _MAX_UNITS, row.vmem // row.buffers // token_bytes)
+    bk = max(most // step, 1) * step
+    bk = min(bk, -(-S // step) * step)
+    units = bk // unit
+    return Tiles(bq, bk, unit, -(-PIECE // units) * units, row.buffers)

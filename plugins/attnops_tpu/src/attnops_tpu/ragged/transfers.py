@@ -1,0 +1,272 @@
+"""Transfers of keys and values from a cache to vector memory, some tiles ahead of the tile that is computed with.
+
+The tiles of all items of a core follow one another in one stream, so that an item's first tiles are transferred while
+the item before it is computed. Of a paged cache, pieces of the table go to scalar memory one ahead of their use. A unit
+that no query sees is not transferred, and an item without keys starts no transfer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops_tpu.ragged.plan import Plan
+
+# What `Stream.state` holds: the item and the tile to transfer next, how many were started and how many used, and the
+# number of the piece of the table that is in use.
+_ITEM, _TILE, _STARTED, _USED, _PIECE = range(5)
+STATE: Final = 8
+
+
+class ScheduleRefs(NamedTuple):
+    """See `attnops_tpu.ragged.schedule.Schedule`."""
+
+    first: Any
+    stop: Any
+    first_full: Any
+    stop_full: Any
+    following: Any
+
+
+class Tile(NamedTuple):
+    """A tile of keys of an item, in scalar registers.
+
+    Attributes:
+        item: the grid step's.
+        row: of the cache.
+        index: among the tiles of the row.
+        first: the first unit of the tile that is transferred, counted from the tile's first.
+        stop: the unit after the last.
+        is_full: whether nothing is masked.
+    """
+
+    item: jax.Array
+    row: jax.Array
+    index: jax.Array
+    first: jax.Array
+    stop: jax.Array
+    is_full: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """The transfers of a core.
+
+    Attributes:
+        plan: of the call.
+        schedule: in scalar memory.
+        table: [rows · pieces, 1, piece] of pages; None without pages.
+        sources: arrays of blocks [blocks, K, n, d] in main memory: keys, values unless they are latent.
+        by_key: values of masks and biases [B or 1, nk, rows, bk] in main memory; None for none.
+        buffers: of the sources [buffers, K, bk, d].
+        by_key_buffer: [buffers, rows, bk].
+        pages: pieces of the table [2, 1, piece] in scalar memory.
+        state: in scalar memory, see `STATE`.
+        arrived: semaphores [buffers].
+        piece_arrived: semaphores [2].
+        block: the first block of the cache.
+    """
+
+    plan: Plan
+    schedule: ScheduleRefs
+    table: Any
+    sources: tuple[Any, ...]
+    by_key: Any
+    buffers: tuple[Any, ...]
+    by_key_buffer: Any
+    pages: Any
+    state: Any
+    arrived: Any
+    piece_arrived: Any
+    block: Any
+
+    def begin(self, core: jax.Array) -> None:
+        """Start the transfers of the first tiles of a core."""
+        item = self.schedule.following[core]
+        self.state[_ITEM], self.state[_TILE] = item, self._first_tile(item)
+        self.state[_STARTED] = self.state[_USED] = 0
+        self.state[_PIECE] = -1
+        if self.plan.is_paged:
+            pl.when(item < self.plan.items)(lambda: self._start_piece(item, self._first_piece(item), jnp.int32(0)))
+
+        def start(_: jax.Array, carry: None) -> None:
+            self.start_next()
+            return carry
+
+        lax.fori_loop(0, self.plan.buffers - 1, start, None)
+
+    def tiles(self, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The range of an item's tiles."""
+        return self._first_tile(item), self._stop_tile(item)
+
+    def tile(self, item: jax.Array, index: jax.Array) -> Tile:
+        """A tile; ``item`` must be one."""
+        units = self.plan.units
+        first = jnp.maximum(self.schedule.first[item] - index * units, 0)
+        stop = jnp.minimum(self.schedule.stop[item] - index * units, units)
+        is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
+        return Tile(item, self._row(item), index, first, stop, is_full)
+
+    def step(self, item: jax.Array, index: jax.Array, compute: Callable[[Tile, jax.Array, bool], None]) -> None:
+        """Start the transfer of the next tile of the stream, wait for this one, and compute with it.
+
+        Args:
+            item: of the grid step.
+            index: of the tile.
+            compute: of the tile, its buffer, and whether it has something to mask.
+        """
+        plan, tile, used = self.plan, self.tile(item, index), self.state[_USED]
+        buffer = lax.rem(used, np.int32(plan.buffers))
+        self.state[_USED] = used + 1
+        exists, ahead, target = self._next()
+        is_whole = exists & (ahead.stop - ahead.first == plan.units)
+
+        # In one run of straight-line code, so that the compiler issues transfers while it computes.
+        @pl.when(tile.is_full & is_whole)
+        def _() -> None:
+            self._start_whole(ahead, target)
+            self._wait_whole(tile, buffer)
+            compute(tile, buffer, False)
+
+        @pl.when(~(tile.is_full & is_whole))
+        def _() -> None:
+            pl.when(is_whole)(lambda: self._start_whole(ahead, target))
+            pl.when(exists & ~is_whole)(lambda: self._each_unit(ahead, target, start=True))
+            pl.when(tile.is_full)(lambda: self._wait_whole(tile, buffer))
+            pl.when(~tile.is_full)(lambda: self._each_unit(tile, buffer, start=False))
+            compute(tile, buffer, True)
+
+    def start_next(self) -> None:
+        """Start the transfer of the next tile of the stream, if there is one."""
+        exists, tile, buffer = self._next()
+        pl.when(exists)(lambda: self._each_unit(tile, buffer, start=True))
+
+    def _next(self) -> tuple[jax.Array, Tile, jax.Array]:
+        """Whether there is another tile to transfer, the tile, and its buffer; and go on to the one after."""
+        plan, item, index = self.plan, self.state[_ITEM], self.state[_TILE]
+        exists = item < plan.items
+        known = jnp.minimum(item, plan.items - 1)
+        tile, started = self.tile(known, index), self.state[_STARTED]
+        following = self.schedule.following[known + plan.cores]
+        if plan.is_paged:
+            entry = index * plan.units
+            enters = (index == self._first_tile(known)) | (lax.rem(entry, np.int32(plan.piece)) == 0)
+            pl.when(exists & enters)(lambda: self._enter_piece(known, lax.div(entry, np.int32(plan.piece)), following))
+
+        @pl.when(exists)
+        def _() -> None:
+            goes_on = index + 1 < self._stop_tile(known)
+            self.state[_ITEM] = jnp.where(goes_on, known, following)
+            self.state[_TILE] = jnp.where(goes_on, index + 1, self._first_tile(following))
+            self.state[_STARTED] = started + 1
+
+        return exists, tile, lax.rem(started, np.int32(plan.buffers))
+
+    def _enter_piece(self, item: jax.Array, piece: jax.Array, following: jax.Array) -> None:
+        """Wait for the piece of the table that comes next, and start the transfer of the one after."""
+        plan, number = self.plan, self.state[_PIECE] + 1
+        self.state[_PIECE] = number
+        self._piece_copy(item, piece, lax.rem(number, np.int32(2))).wait()
+        goes_on = (piece + 1) * plan.piece < self.schedule.stop[item]
+        exists = goes_on | (following < plan.items)
+        after = jnp.where(goes_on, item, jnp.minimum(following, plan.items - 1))
+        at = jnp.where(goes_on, piece + 1, self._first_piece(after))
+        pl.when(exists)(lambda: self._start_piece(after, at, lax.rem(number + 1, np.int32(2))))
+
+    def _start_piece(self, item: jax.Array, piece: jax.Array, slot: jax.Array) -> None:
+        self._piece_copy(item, piece, slot).start()
+
+    def _piece_copy(self, item: jax.Array, piece: jax.Array, slot: jax.Array) -> Any:
+        pieces = -(-self.plan.nk * self.plan.units // self.plan.piece)
+        source = self.table.at[self._row(item) * pieces + piece]
+        return pltpu.make_async_copy(source, self.pages.at[slot], self.piece_arrived.at[slot])
+
+    def _start_whole(self, tile: Tile, buffer: jax.Array) -> None:
+        """Start the transfers of all units of a tile."""
+        if self.plan.is_paged:
+            for unit in range(self.plan.units):
+                self._start_unit(tile, buffer, unit)
+        else:
+            slots = pl.ds(pl.multiple_of(tile.index * self.plan.bk, self.plan.unit), self.plan.bk)
+            for source, to in zip(self.sources, self.buffers, strict=True):
+                block = source.at[self.block + tile.row, :, slots]
+                pltpu.make_async_copy(block, to.at[buffer], self.arrived.at[buffer]).start()
+        self._start_by_key(tile, buffer)
+
+    def _wait_whole(self, tile: Tile, buffer: jax.Array) -> None:
+        for to in self.buffers:
+            pltpu.make_async_copy(to.at[buffer], to.at[buffer], self.arrived.at[buffer]).wait()
+        if self._always_by_key:
+            self._by_key_copy(tile, buffer).wait()
+
+    def _each_unit(self, tile: Tile, buffer: jax.Array, start: bool) -> None:
+        """Start, or wait for, the transfers of the units of a tile that some query sees."""
+
+        def one(unit: jax.Array, carry: None) -> None:
+            if start:
+                self._start_unit(tile, buffer, unit)
+            else:
+                for to in self.buffers:
+                    at = to.at[buffer, :, self._slots(unit)]
+                    pltpu.make_async_copy(at, at, self.arrived.at[buffer]).wait()
+            return carry
+
+        lax.fori_loop(tile.first, tile.stop, one, None)
+        if start:
+            self._start_by_key(tile, buffer)
+        elif self.by_key is not None:
+            self._by_key_copy(tile, buffer).wait()
+
+    def _start_unit(self, tile: Tile, buffer: jax.Array, unit: jax.Array | int) -> None:
+        plan, entry = self.plan, tile.index * self.plan.units + unit
+        if plan.is_paged:
+            slot = lax.rem(self.state[_PIECE], np.int32(2))
+            block, slots = self.pages[slot, 0, lax.rem(entry, np.int32(plan.piece))], slice(None)
+        else:
+            block, slots = self.block + tile.row, pl.ds(pl.multiple_of(entry * plan.unit, plan.unit), plan.unit)
+        for source, to in zip(self.sources, self.buffers, strict=True):
+            at = to.at[buffer, :, self._slots(unit)]
+            pltpu.make_async_copy(source.at[block, :, slots], at, self.arrived.at[buffer]).start()
+
+    @property
+    def _always_by_key(self) -> bool:
+        """Whether tiles without anything to mask have values by key too."""
+        return self.by_key is not None and self.plan.scoring.bias is not None
+
+    def _start_by_key(self, tile: Tile, buffer: jax.Array) -> None:
+        if self._always_by_key:
+            self._by_key_copy(tile, buffer).start()
+        elif self.by_key is not None:
+            pl.when(~tile.is_full)(lambda: self._by_key_copy(tile, buffer).start())
+
+    def _by_key_copy(self, tile: Tile, buffer: jax.Array) -> Any:
+        row = tile.row if self.by_key.shape[0] > 1 else 0
+        source = self.by_key.at[row, tile.index]
+        return pltpu.make_async_copy(source, self.by_key_buffer.at[buffer], self.arrived.at[buffer])
+
+    def _slots(self, unit: jax.Array | int) -> Any:
+        """The slots of a unit in a buffer."""
+        start = unit * self.plan.unit
+        return pl.ds(start if isinstance(unit, int) else pl.multiple_of(start, self.plan.unit), self.plan.unit)
+
+    def _row(self, item: jax.Array) -> jax.Array:
+        return lax.div(item, np.int32(self.plan.nq))
+
+    def _first_tile(self, item: jax.Array) -> jax.Array:
+        """The first tile of an item; of none, any."""
+        return lax.div(self.schedule.first[jnp.minimum(item, self.plan.items - 1)], np.int32(self.plan.units))
+
+    def _stop_tile(self, item: jax.Array) -> jax.Array:
+        units, stop = np.int32(self.plan.units), self.schedule.stop[item]
+        return jnp.where(stop > self.schedule.first[item], lax.div(stop + (units - 1), units), self._first_tile(item))
+
+    def _first_piece(self, item: jax.Array) -> jax.Array:
+        return lax.div(self._first_tile(item) * self.plan.units, np.int32(self.plan.piece))

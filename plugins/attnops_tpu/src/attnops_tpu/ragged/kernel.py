@@ -6,9 +6,10 @@ tile are computed one after the other in straight-line code, so that the compile
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,12 @@ from attnops_tpu.ragged.transfers import Stream, Tile
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
+
+
+# The largest score of none: finite, since exp(−inf + inf) is NaN.
+LOWEST: Final = float(jnp.finfo(jnp.float32).min)
+# Vector registers, of 64, for scores that are computed ahead of those that are accumulated.
+_AHEAD: Final = 32
 
 
 class State(NamedTuple):
@@ -70,7 +77,7 @@ class Kernel:
         core, step = pl.program_id(0), pl.program_id(1)
         pl.when(step == 0)(lambda: self.stream.begin(core))
         item, state = step * self.plan.cores + core, self.state
-        state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
+        state.m[...] = jnp.full(state.m.shape, LOWEST, jnp.float32)
         for x in (state.l, state.acc):
             x[...] = jnp.zeros(x.shape, jnp.float32)
         for source, target in zip(self.by_row, state.by_row, strict=True):
@@ -85,62 +92,73 @@ class Kernel:
         self._finish(item)
 
     def _tile(self, tile: Tile, buffer: jax.Array, masked: bool) -> None:
-        """Add the keys and values of a tile to the state."""
-        shared: tuple[jax.Array, jax.Array] | None = None
-        for head in range(self.plan.K):
-            scores = TileScores(self, tile, buffer, head)
-            if masked:
-                if shared is None or scores.mask_varies_by_head:
-                    visible = scores.visible()
-                    # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
-                    seen = _to_column(jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)) > 0
-                    shared = visible, seen
-                self._head(scores, *shared)
-            else:
-                self._head(scores, None, None)
+        """Add the keys and values of a tile to the state, a part of its keys and a head at a time.
 
-    def _head(self, scores: TileScores, visible: jax.Array | None, seen: jax.Array | None) -> None:
-        plan, state, head = self.plan, self.state, scores.head
-        key, value = self._key_value(scores.buffer, head)
-        if seen is not None:
-            value = jnp.where(seen, value, jnp.zeros((), value.dtype))
-        s = lax.dot_general(
-            self.query[0, head], key, (((1,), (1,)), ((), ())), precision=plan.precision,
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
+        The matrix unit works in program order: it computes the scores of the next parts while the weights of one are
+        not there yet.
+        """
+        plan, ahead = self.plan, collections.deque[tuple[Part, jax.Array, jax.Array | None]]()
+        lag = max(_AHEAD // (-(-plan.R // 8) * -(-plan.part // LANES)), 1)
+        for start in range(0, plan.bk, plan.part):
+            shared: tuple[jax.Array, jax.Array] | None = None
+            for head in range(plan.K):
+                part = Part(self, tile, buffer, head, start, min(plan.part, plan.bk - start))
+                if masked and (shared is None or part.mask_varies_by_head):
+                    visible = part.visible()
+                    # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
+                    shared = visible, _to_column(jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)) > 0
+                visible, seen = shared or (None, None)
+                ahead.append((part, self._scores(part, visible), seen))
+                if len(ahead) > lag:
+                    self._accumulate(*ahead.popleft())
+        while ahead:
+            self._accumulate(*ahead.popleft())
+
+    def _scores(self, part: Part, visible: jax.Array | None) -> jax.Array:
+        """The scores of a part, float32 [R, keys]."""
+        plan = self.plan
+        s = _product(plan, self.query[0, part.head], self._key(part), 1)
         if plan.scoring.has_cap_or_bias:
-            s = scores.with_cap_and_bias(s * plan.scale_residual)
-        if visible is not None:
-            s = jnp.where(visible, s, -jnp.inf)
+            s = part.with_cap_and_bias(s * plan.scale_residual)
+        return s if visible is None else jnp.where(visible, s, -jnp.inf)
+
+    def _accumulate(self, part: Part, s: jax.Array, seen: jax.Array | None) -> None:
+        """Add the weights of scores, and the values times them, to the state."""
+        plan, state, head = self.plan, self.state, part.head
         c = plan.score_unit * LOG2E
         before = state.m[head]
         m = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-        base = jnp.where(m == -jnp.inf, 0.0, m)  # exp(−inf − 0) is 0, where exp(−inf + inf) is NaN
-        weights = [jnp.exp2((some - base[:, : some.shape[1]]) * c) for some in _by_lanes(s)]
-        alpha = jnp.exp2((before - base) * c)
+        weights = [jnp.exp2((some - m[:, : some.shape[1]]) * c) for some in _by_lanes(s)]
+        alpha = jnp.exp2((before - m) * c)
         state.m[head] = m
         state.l[head] = alpha * state.l[head] + _sum_of_lanes(weights)
-        product = lax.dot_general(
-            jnp.concatenate([w.astype(plan.dtype) for w in weights], axis=1), value, (((1,), (0,)), ((), ())),
-            precision=plan.precision, preferred_element_type=jnp.float32,
-        )  # fmt: skip
+        w = jnp.concatenate([w.astype(plan.dtype) for w in weights], axis=1)
+        value = self._value(part)
+        if seen is not None:
+            value = jnp.where(seen, value, jnp.zeros((), value.dtype))
+        product = _product(plan, w, value, 0)
         acc = state.acc[head]
         scaled = [alpha[:, : some.shape[1]] * some for some in _by_lanes(acc)]
         state.acc[head] = jnp.concatenate(scaled, axis=1) + product
 
-    def _key_value(self, buffer: jax.Array, head: int) -> tuple[jax.Array, jax.Array]:
-        """Keys [bk, D] and values [bk, Dv] of a kv head, in the dtype of products."""
-        plan = self.plan
-        arrays = [_floats(x[buffer, head], plan.stored).astype(plan.dtype) for x in self.stream.buffers]
-        return arrays[0], arrays[0][:, : plan.Dv] if plan.is_latent else arrays[1]
+    def _key(self, part: Part) -> jax.Array:
+        """Keys [size, D], in the dtype of products."""
+        return self._load(0, part)
+
+    def _value(self, part: Part) -> jax.Array:
+        """Values [size, Dv], in the dtype of products."""
+        return self._key(part)[:, : self.plan.Dv] if self.plan.is_latent else self._load(1, part)
+
+    def _load(self, array: int, part: Part) -> jax.Array:
+        x = self.stream.buffers[array][part.buffer, part.head, part.keys]
+        return _floats(x, self.plan.stored).astype(self.plan.dtype)
 
     def _finish(self, item: jax.Array) -> None:
         """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""
         plan, unit = self.plan, self.plan.score_unit
         sinks = named(values(plan), "sinks")
         for head in range(plan.K):
-            m = self.state.m[head]
-            m = jnp.where(m == -jnp.inf, 0.0, m) * unit
+            m = self.state.m[head] * unit
             l, acc = jnp.sum(self.state.l[head], axis=1, keepdims=True), self.state.acc[head]
             sees_any = l != 0  # NaN too
             factor = jnp.ones((), jnp.float32)
@@ -159,13 +177,29 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class TileScores:
-    """The scores [R, bk] of a kv head and a tile of keys."""
+class Part:
+    """The scores [R, size] of a kv head and some keys of a tile.
+
+    Attributes:
+        kernel: the grid step.
+        tile: of keys.
+        buffer: of the tile.
+        head: the kv head.
+        start: the first key, counted from the tile's first.
+        size: how many keys.
+    """
 
     kernel: Kernel
     tile: Tile
     buffer: jax.Array
     head: int
+    start: int
+    size: int
+
+    @property
+    def keys(self) -> slice:
+        """The range of keys in the tile."""
+        return slice(self.start, self.start + self.size)
 
     @property
     def mask_varies_by_head(self) -> bool:
@@ -174,9 +208,9 @@ class TileScores:
         return mask is not None and "h" in mask.axes
 
     def visible(self) -> jax.Array:
-        """Which scores are not masked, booleans [R, bk]."""
+        """Which scores are not masked, booleans [R, size]."""
         plan = self.kernel.plan
-        mask, shape = plan.scoring.mask, (plan.R, plan.bk)
+        mask, shape = plan.scoring.mask, (plan.R, self.size)
         q, kv = self._indices()
         visible = jnp.broadcast_to(kv < plan.S, shape)
         if mask is not None:
@@ -207,7 +241,7 @@ class TileScores:
         return function.apply(scores, self.tile.row, h, q, kv, given, (), REPLACEMENTS)
 
     def _values(self, name: str) -> list[Leaf]:
-        """The values of a function: numbers, [R, 1] and [1 or R, bk]."""
+        """The values of a function: numbers, [R, 1] and [1 or R, size]."""
         found = []
         for value in named(values(self.kernel.plan), name):
             x = self._value(value)
@@ -223,12 +257,12 @@ class TileScores:
             return ref[self.head if ref.shape[0] > 1 else 0][:, :1]
         count = plan.G if value.by_head else 1
         first = value.index + (self.head * plan.G if value.by_head else 0)
-        rows = kernel.stream.by_key_buffer[self.buffer, first : first + count]
+        rows = kernel.stream.by_key_buffer[self.buffer, first : first + count, self.keys]
         if jnp.issubdtype(value.dtype, jnp.floating):
             rows = lax.bitcast_convert_type(rows, jnp.float32)
         if count == 1 or plan.bq == 1:
             return rows
-        return jnp.concatenate([jnp.broadcast_to(rows[g : g + 1], (plan.bq, plan.bk)) for g in range(count)])
+        return jnp.concatenate([jnp.broadcast_to(rows[g : g + 1], (plan.bq, self.size)) for g in range(count)])
 
     def _indices(self) -> tuple[jax.Array, jax.Array]:
         """The indices of queries, [R, 1], and of slots, [1, bk]."""
@@ -236,12 +270,18 @@ class TileScores:
         row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
         first = lax.rem(self.tile.item, jnp.int32(plan.nq)) * plan.bq
         q = first + lax.rem(row, jnp.int32(plan.bq))
-        kv = self.tile.index * plan.bk + lax.broadcasted_iota(jnp.int32, (1, plan.bk), 1)
+        kv = self.tile.index * plan.bk + self.start + lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
         return q, kv
 
 
 def _floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def _product(plan: Plan, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """A product on the matrix unit, accumulated in float32."""
+    dimensions = (((1,), (axis,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=plan.precision, preferred_element_type=jnp.float32)
 
 
 def _by_lanes(x: jax.Array) -> list[jax.Array]:

@@ -28,6 +28,7 @@ class Plan:
         B, T, S, H, K, D, Dv: the dimensions of the call; S slots a row.
         bq: queries a tile.
         bk: keys a tile, a multiple of ``unit``.
+        part: keys of a tile that are computed at a time.
         unit: slots a unit.
         is_paged: whether units are pages, found by a table.
         piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
@@ -55,6 +56,7 @@ class Plan:
     Dv: int
     bq: int
     bk: int
+    part: int
     unit: int
     is_paged: bool
     piece: int

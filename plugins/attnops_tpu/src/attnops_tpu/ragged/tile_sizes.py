@@ -17,6 +17,8 @@ _UNIT: Final = 128
 _MAX_UNITS: Final = 64
 # Rows of a tile of scores: more need more vector memory, fewer read keys more often.
 _ROWS: Final = 256
+# Scores of a part of a tile, which are in registers between two products: 16 registers of 64.
+_PART: Final = 16384
 # Scores of a tile and kv head: more are spilled from registers.
 _SCORES: Final = 1 << 17
 
@@ -51,6 +53,7 @@ class Tiles(NamedTuple):
 
     bq: int
     bk: int
+    part: int
     unit: int
     piece: int
     buffers: int
@@ -91,4 +94,5 @@ def choose(
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
     units = bk // unit
-    return Tiles(bq, bk, unit, -(-PIECE // units) * units, row.buffers)
+    part = bk if interpret else min(bk, max(_PART // (-(-G * bq // 8) * 8) // LANES, 1) * LANES)
+    return Tiles(bq, bk, part, unit, -(-PIECE // units) * units, row.buffers)

@@ -192,8 +192,9 @@ class Stream:
     def _start_whole(self, tile: Tile, buffer: jax.Array) -> None:
         """Start the transfers of all units of a tile."""
         if self.plan.is_paged:
+            start_unit = self._starter(tile, buffer)
             for unit in range(self.plan.units):
-                self._start_unit(tile, buffer, unit)
+                start_unit(unit)
         else:
             slots = pl.ds(pl.multiple_of(tile.index * self.plan.bk, self.plan.unit), self.plan.bk)
             for source, to in zip(self.sources, self.buffers, strict=True):
@@ -210,9 +211,11 @@ class Stream:
     def _each_unit(self, tile: Tile, buffer: jax.Array, start: bool) -> None:
         """Start, or wait for, the transfers of the units of a tile that some query sees."""
 
+        start_unit = self._starter(tile, buffer) if start else None
+
         def one(unit: jax.Array, carry: None) -> None:
-            if start:
-                self._start_unit(tile, buffer, unit)
+            if start_unit is not None:
+                start_unit(unit)
             else:
                 for to in self.buffers:
                     at = to.at[buffer, :, self._slots(unit)]
@@ -225,16 +228,23 @@ class Stream:
         elif self.by_key is not None:
             self._by_key_copy(tile, buffer).wait()
 
-    def _start_unit(self, tile: Tile, buffer: jax.Array, unit: jax.Array | int) -> None:
-        plan, entry = self.plan, tile.index * self.plan.units + unit
+    def _starter(self, tile: Tile, buffer: jax.Array) -> Callable[[jax.Array | int], None]:
+        """A function that starts the transfers of a unit of a tile, all of whose pages are in one piece."""
+        plan, first = self.plan, tile.index * self.plan.units
         if plan.is_paged:
-            slot = lax.rem(self.state[_PIECE], np.int32(2))
-            block, slots = self.pages[slot, 0, lax.rem(entry, np.int32(plan.piece))], slice(None)
-        else:
-            block, slots = self.block + tile.row, pl.ds(pl.multiple_of(entry * plan.unit, plan.unit), plan.unit)
-        for source, to in zip(self.sources, self.buffers, strict=True):
-            at = to.at[buffer, :, self._slots(unit)]
-            pltpu.make_async_copy(source.at[block, :, slots], at, self.arrived.at[buffer]).start()
+            slot, first = lax.rem(self.state[_PIECE], np.int32(2)), lax.rem(first, np.int32(plan.piece))
+
+        def start(unit: jax.Array | int) -> None:
+            if plan.is_paged:
+                block, slots = self.pages[slot, 0, first + unit], slice(None)
+            else:
+                at = pl.multiple_of((first + unit) * plan.unit, plan.unit)
+                block, slots = self.block + tile.row, pl.ds(at, plan.unit)
+            for source, to in zip(self.sources, self.buffers, strict=True):
+                into = to.at[buffer, :, self._slots(unit)]
+                pltpu.make_async_copy(source.at[block, :, slots], into, self.arrived.at[buffer]).start()
+
+        return start
 
     @property
     def _always_by_key(self) -> bool:

@@ -15,6 +15,7 @@ from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
 from attnops_tpu.generations import bounds_checks
+from attnops_tpu.ragged.limits import unsupported as in_place
 
 # The primitives of a `MaskFn` or a `ScoreFn` that kernels evaluate for each score; the tests compile each of them.
 PRIMITIVES: Final = frozenset({
@@ -48,6 +49,8 @@ class TPUFlashAttention(FlashAttention):
         """See `attnops.BaseOperation.unsupported`."""
         if not isinstance(request, AttentionRequest):
             return
+        if request.cache is not None:
+            yield from in_place(request, self.metadata)
         multiple, why = (8, "the sublanes") if request.interpret else (128, "the lanes")
         for name, length in (("block_q", request.query_length), ("block_k", request.key_length)):
             block = getattr(self.metadata, name)

@@ -1,14 +1,14 @@
 """The kernel: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the tiles of keys of an item.
 
 Scores are [rows, keys]: a row of queries has few rows, and keys fill the lanes of vector registers. The kv heads of a
-tile are computed one after the other in straight-line code, so that the compiler fills the latency of one with the next.
+tile are computed in straight-line code, so that the compiler fills the latency of one with the next.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -107,8 +107,8 @@ class Kernel:
                     visible = part.visible()
                     # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
                     shared = visible, _to_column(jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)) > 0
-                visible, seen = shared or (None, None)
-                ahead.append((part, self._scores(part, visible), seen))
+                scores = self._scores(part, None if shared is None else shared[0])
+                ahead.append((part, scores, None if shared is None else shared[1]))
                 if len(ahead) > lag:
                     self._accumulate(*ahead.popleft())
         while ahead:
@@ -163,7 +163,7 @@ class Kernel:
             sees_any = l != 0  # NaN too
             factor = jnp.ones((), jnp.float32)
             if sinks:
-                sink = self.state.by_row[sinks[0].index][head]
+                sink = self.state.by_row[sinks[0].place][head]
                 larger = jnp.maximum(m, sink)
                 factor = jnp.exp2((m - larger) * LOG2E)
                 l = l * factor + jnp.exp2((sink - larger) * LOG2E)
@@ -251,12 +251,12 @@ class Part:
     def _value(self, value: Value) -> jax.Array:
         kernel, plan = self.kernel, self.kernel.plan
         if value.kind is Kind.SCALAR:
-            return kernel.scalars[value.index][self.tile.item]
+            return kernel.scalars[value.place][self.tile.item]
         if value.kind is Kind.BY_ROW:
-            ref = kernel.state.by_row[value.index]
+            ref = kernel.state.by_row[value.place]
             return ref[self.head if ref.shape[0] > 1 else 0][:, :1]
         count = plan.G if value.by_head else 1
-        first = value.index + (self.head * plan.G if value.by_head else 0)
+        first = value.place + (self.head * plan.G if value.by_head else 0)
         rows = kernel.stream.by_key_buffer[self.buffer, first : first + count, self.keys]
         if jnp.issubdtype(value.dtype, jnp.floating):
             rows = lax.bitcast_convert_type(rows, jnp.float32)
@@ -270,7 +270,7 @@ class Part:
         row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
         first = lax.rem(self.tile.item, jnp.int32(plan.nq)) * plan.bq
         q = first + lax.rem(row, jnp.int32(plan.bq))
-        kv = self.tile.index * plan.bk + self.start + lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
+        kv = self.tile.number * plan.bk + self.start + lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
         return q, kv
 
 
@@ -307,6 +307,3 @@ def _to_rows(x: jax.Array) -> jax.Array:
 def _to_column(x: jax.Array) -> jax.Array:
     """[1, n] to [n, 1]."""
     return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]
-
-
-Compute = Callable[[Tile, jax.Array, bool], None]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.kernels import Elementwise, FlashCall, elementwise_bias, of_bias, of_mask
+from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops_tpu.ragged.plan import Plan
 
 LANES = 128
@@ -46,14 +46,14 @@ class Value(NamedTuple):
         kind: where it is.
         dtype: of the function's argument.
         by_head: whether it varies by head.
-        index: among the arrays of its kind; of those by key, the first of its rows.
+        place: among the arrays of its kind; of those by key, the first of its rows.
     """
 
     name: tuple[str, int]
     kind: Kind
     dtype: jnp.dtype
     by_head: bool
-    index: int
+    place: int
 
 
 def values(plan: Plan) -> list[Value]:
@@ -62,10 +62,8 @@ def values(plan: Plan) -> list[Value]:
     found = []
     for name, axes, dtype in _axes(plan):
         by_head = "h" in axes
-        if "kv" in axes:
-            kind = Kind.BY_KEY
-        else:
-            kind = Kind.BY_ROW if by_head or ("q" in axes and plan.bq > 1) else Kind.SCALAR
+        kind = Kind.BY_ROW if by_head or ("q" in axes and plan.bq > 1) else Kind.SCALAR
+        kind = Kind.BY_KEY if "kv" in axes else kind
         found.append(Value(name, kind, dtype, by_head, count[kind]))
         count[kind] += plan.H if kind is Kind.BY_KEY and by_head else 1
     return found
@@ -166,6 +164,3 @@ def _padded(plan: Plan, x: jax.Array) -> jax.Array:
 def named(found: Sequence[Value], name: str) -> list[Value]:
     """The values of a function, in its order."""
     return [value for value in found if value.name[0] == name]
-
-
-__all__ = ["Arrays", "Elementwise", "Kind", "Value", "arrays", "named", "outputs", "queries", "rows_by_key", "values"]

@@ -64,6 +64,17 @@ def unit_of(page_size: int, slots: int) -> int:
     return page_size or math.gcd(_UNIT, slots)
 
 
+def queries_a_tile(block_q: int | None, T: int, G: int) -> int:
+    """Queries a tile.
+
+    Args:
+        block_q: the metadata's; None for the table's.
+        T: queries a row.
+        G: query heads a kv head.
+    """
+    return min(T, block_q or max(_ROWS // G // 8, 1) * 8)
+
+
 def choose(
     generation: Generation,
     block_q: int | None,
@@ -88,9 +99,10 @@ def choose(
     """
     (T, S), (H, K), row = lengths, heads, TABLE[generation.name]
     G = H // K
-    bq = min(T, block_q or max(_ROWS // G // 8, 1) * 8)
+    bq = queries_a_tile(block_q, T, G)
     step = unit if interpret else math.lcm(unit, LANES)
-    most = block_k or min(row.tokens // K, _SCORES // (G * bq), unit * _MAX_UNITS, row.vmem // row.buffers // token_bytes)
+    fitting = row.vmem // row.buffers // token_bytes
+    most = block_k or min(row.tokens // K, _SCORES // (G * bq), unit * _MAX_UNITS, fitting)
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
     units = bk // unit

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     Attributes:
         item: the grid step's.
         row: of the cache.
-        index: among the tiles of the row.
+        number: among the tiles of the row.
         first: the first unit of the tile that is transferred, counted from the tile's first.
         stop: the unit after the last.
         is_full: whether nothing is masked.
@@ -50,7 +50,7 @@ class Tile(NamedTuple):
 
     item: jax.Array
     row: jax.Array
-    index: jax.Array
+    number: jax.Array
     first: jax.Array
     stop: jax.Array
     is_full: jax.Array
@@ -196,7 +196,7 @@ class Stream:
             for unit in range(self.plan.units):
                 start_unit(unit)
         else:
-            slots = pl.ds(pl.multiple_of(tile.index * self.plan.bk, self.plan.unit), self.plan.bk)
+            slots = pl.ds(pl.multiple_of(tile.number * self.plan.bk, self.plan.unit), self.plan.bk)
             for source, to in zip(self.sources, self.buffers, strict=True):
                 block = source.at[self.block + tile.row, :, slots]
                 pltpu.make_async_copy(block, to.at[buffer], self.arrived.at[buffer]).start()
@@ -210,7 +210,6 @@ class Stream:
 
     def _each_unit(self, tile: Tile, buffer: jax.Array, start: bool) -> None:
         """Start, or wait for, the transfers of the units of a tile that some query sees."""
-
         start_unit = self._starter(tile, buffer) if start else None
 
         def one(unit: jax.Array, carry: None) -> None:
@@ -230,19 +229,19 @@ class Stream:
 
     def _starter(self, tile: Tile, buffer: jax.Array) -> Callable[[jax.Array | int], None]:
         """A function that starts the transfers of a unit of a tile, all of whose pages are in one piece."""
-        plan, first = self.plan, tile.index * self.plan.units
+        plan, first = self.plan, tile.number * self.plan.units
         if plan.is_paged:
             slot, first = lax.rem(self.state[_PIECE], np.int32(2)), lax.rem(first, np.int32(plan.piece))
 
         def start(unit: jax.Array | int) -> None:
             if plan.is_paged:
-                block, slots = self.pages[slot, 0, first + unit], slice(None)
+                at: tuple[Any, ...] = (self.pages[slot, 0, first + unit],)
             else:
-                at = pl.multiple_of((first + unit) * plan.unit, plan.unit)
-                block, slots = self.block + tile.row, pl.ds(at, plan.unit)
+                start = pl.multiple_of((first + unit) * plan.unit, plan.unit)
+                at = self.block + tile.row, slice(None), pl.ds(start, plan.unit)
             for source, to in zip(self.sources, self.buffers, strict=True):
                 into = to.at[buffer, :, self._slots(unit)]
-                pltpu.make_async_copy(source.at[block, :, slots], into, self.arrived.at[buffer]).start()
+                pltpu.make_async_copy(source.at[at], into, self.arrived.at[buffer]).start()
 
         return start
 
@@ -259,13 +258,13 @@ class Stream:
 
     def _by_key_copy(self, tile: Tile, buffer: jax.Array) -> Any:
         row = tile.row if self.by_key.shape[0] > 1 else 0
-        source = self.by_key.at[row, tile.index]
+        source = self.by_key.at[row, tile.number]
         return pltpu.make_async_copy(source, self.by_key_buffer.at[buffer], self.arrived.at[buffer])
 
     def _slots(self, unit: jax.Array | int) -> Any:
         """The slots of a unit in a buffer."""
-        start = unit * self.plan.unit
-        return pl.ds(start if isinstance(unit, int) else pl.multiple_of(start, self.plan.unit), self.plan.unit)
+        size = self.plan.unit
+        return pl.ds(unit * size if isinstance(unit, int) else pl.multiple_of(unit * size, size), size)
 
     def _row(self, item: jax.Array) -> jax.Array:
         return lax.div(item, np.int32(self.plan.nq))

@@ -1,0 +1,51 @@
+"""Which calls over a cache the kernel reads in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+import jax.numpy as jnp
+
+from attnops import AttentionRequest, OperationMetadata, Reason
+from attnops_tpu.ragged.tile_sizes import LANES, MAX_ITEMS, queries_a_tile, unit_of
+
+# Rows of a register of 32-bit elements, of which transfers take whole tiles; narrower elements are packed in pairs.
+_SUBLANES: Final = 8
+
+
+def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Reason]:
+    """Why a call over a cache can't be read in place, other than by `attnops.Limits`; its ``cache`` is not None."""
+    cache = request.cache
+    assert cache is not None
+    if request.bias_kind in ("array", "RelativePosition"):
+        yield Reason("bias", request.bias_kind, "is an array by query and key, which over a cache is not read in place",
+                     "use ALiBi or a ScoreFn")  # fmt: skip
+    if "Dense" in request.mask_kinds and request.query_length > 1:
+        yield Reason("mask", "Dense", "is an array by query and key, which over a cache is not read in place",
+                     "use a mask that is computed from positions")  # fmt: skip
+    rows = queries_a_tile(metadata.block_q, request.query_length, request.heads // request.kv_heads)
+    items = request.batch * -(-request.query_length // rows)
+    if items > MAX_ITEMS:
+        yield Reason("query", f"{request.batch} × {request.query_length}",
+                     f"is {items} tiles of queries, more than {MAX_ITEMS}", "give it in several calls")  # fmt: skip
+    if not request.interpret:
+        yield from _layout(request)
+
+
+def _layout(request: AttentionRequest) -> Iterator[Reason]:
+    """What the layout of arrays in a TPU's memory asks for."""
+    cache = request.cache
+    assert cache is not None
+    dims = {"head_dim": request.head_dim} | ({} if cache.latent else {"value_head_dim": request.value_head_dim})
+    for name, dim in dims.items():
+        if dim % LANES:
+            # Of such arrays the compiler keeps another axis in the lanes: each call would copy all of the cache.
+            yield Reason(name, dim, f"must be a multiple of {LANES} to be read in place",
+                         "create the cache with head dims padded with zeros")  # fmt: skip
+    itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
+    least, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, request.key_length)
+    if unit % least or math.lcm(unit, LANES) > 8 * max(unit, LANES):
+        what = ("page_size", cache.page_size) if cache.page_size else ("length", request.key_length)
+        yield Reason(*what, f"must be a multiple of {least} to be read in place")

@@ -1,0 +1,90 @@
+"""The kernel over caches compiled for every generation, by the real compiler, with no TPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attnops_tpu.aot import TOPOLOGIES, compile_for
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.caches import Cache, DenseCache, PagedCache
+from attnops.masks import Causal, Mask, SlidingWindow
+
+# What is compiled for a TPU is what a TPU would run.
+pytestmark = pytest.mark.optimised
+
+SLOTS = 16384
+
+# Pages, K, G and D; each value of one with several of the others.
+SIZES = [
+    (16, 8, 4, 128), (32, 2, 8, 128), (64, 1, 8, 128), (128, 8, 1, 128), (256, 2, 16, 128), (48, 2, 4, 256),
+    (128, 1, 16, 256),
+]  # fmt: skip
+GENERATIONS = list(TOPOLOGIES)
+CASES = [(generation, *sizes) for i, sizes in enumerate(SIZES) for generation in (GENERATIONS[i % 5], "v6e")]
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Compiled programs are large, and none is needed twice."""
+    yield
+    jax.clear_caches()
+
+
+def temporaries(cache: Cache, generation: str, G: int, T: int = 1, mask: Mask | None = None, **options: Any) -> int:
+    """Bytes; raises what the compiler does."""
+    operation = OperationRegistry.create(
+        "attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error")
+    )
+    query = jax.ShapeDtypeStruct((cache.batch, T, cache.kv_heads * G, cache.head_dim), cache.dtype)
+    assert not operation.in_place_reasons("tpu", operation.request(query, cache, mask=mask))
+
+    def run(query: jax.Array, cache: Cache) -> jax.Array:
+        return operation(query, cache, mask=mask, **options).attention_outputs
+
+    return compile_for(run, (query, cache), generation).memory_analysis().temp_size_in_bytes
+
+
+def pages(page: int, K: int, D: int, batch: int = 8, **options: Any) -> Cache:
+    def make() -> Cache:
+        return PagedCache.create(batch=batch, pages=batch * SLOTS // page, page_size=page, max_pages=SLOTS // page,
+                                 kv_heads=K, head_dim=D, **options)  # fmt: skip
+
+    return jax.eval_shape(make)
+
+
+def integers(cache: Cache) -> int:
+    """Positions and such by slot: no copy of keys is as small."""
+    return 64 * cache.batch * cache.length + (8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("generation", "page", "K", "G", "D"),
+    [pytest.param(*case, marks=[] if case == ("v4", 16, 8, 4, 128) else pytest.mark.slow) for case in CASES],
+)
+def test_pages_are_read_where_they_are(generation: str, page: int, K: int, G: int, D: int) -> None:
+    cache = pages(page, K, D)
+    assert temporaries(cache, generation, G, mask=Causal()) <= integers(cache) < cache.store.key.size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_prompt_with_all_that_scores_have_compiles(generation: str) -> None:
+    cache = pages(64, 2, 128, batch=2)
+    mask = SlidingWindow(jnp.array([[1000], [50]]), 0)
+    temporaries(cache, generation, 4, T=600, mask=mask, logits_soft_cap=30.0, return_lse=True,
+                sinks=jnp.ones((8,), jnp.bfloat16))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_rows_without_pages_compile(dtype: Any) -> None:
+    def make() -> Cache:
+        return DenseCache.create(batch=4, length=SLOTS - 128, kv_heads=4, head_dim=128, dtype=dtype)
+
+    cache = jax.eval_shape(make)
+    assert temporaries(cache, "v5e", 2, mask=Causal()) <= integers(cache)

@@ -1,0 +1,97 @@
+"""The kernel over caches in Pallas's interpreter, with races detected and NaN in memory that nothing was written to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attnops_tpu.interpreter import detect_races
+
+from attnops import OperationMetadata, OperationRegistry, Reason
+from attnops.caches import Cache, DenseCache, PagedCache
+from attnops.masks import Causal, Dense
+from attnops.testing.caches import cache_problem, check_cache
+from attnops.testing.runner import Status, Subject
+
+SUBJECT = Subject(operation="attnops-tpu:flash", platform="tpu", interpret=True)
+
+# Each mask, bias, storage, content and number of heads at least once.
+QUICK = (
+    ("paged", "window per batch", "19 queries", "GQA", "sinks", "soft cap", "logsumexp", "left padding"),
+    ("ring", "MaskFn", "4 queries", "MQA", "bfloat16", "query_lengths", "softmax_scale"),
+)
+SLOW = (
+    ("paged", "window per head", "5 queries", "GQA", "ALiBi"),
+    ("Ancestors", "5 queries", "GQA", "op.step"),
+    ("paged", "Segments", "latent", "GQA", "3 queries"),
+    ("KeyPadding", "ScoreFn", "4 queries", "D ≠ Dv"),
+    ("paged", "mask | mask", "19 queries", "sinks"),
+    ("paged", "~mask", "MQA", "query_lengths", "left padding"),
+    ("paged", "Chunked", "logsumexp", "op.step", "bfloat16"),
+    ("Lengths", "19 queries", "soft cap", "latent"),
+    ("paged", "PrefixLM", "GQA", "5 queries"),
+    ("paged", "mask & mask"),
+    ("paged", "Dense", "GQA"),
+)
+
+
+@pytest.fixture(autouse=True)
+def races() -> Iterator[None]:
+    with detect_races():
+        yield
+
+
+@pytest.mark.parametrize("features", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids="+".join)
+def test_features_are_read_in_place_and_right(features: tuple[str, ...]) -> None:
+    assert not reasons(SUBJECT, features)
+    outcome = check_cache(SUBJECT, features)
+    assert outcome.status is Status.RIGHT, outcome.detail
+
+
+def reasons(subject: Subject, features: tuple[str, ...]) -> list[Reason]:
+    """Why a problem is not read in place."""
+    problem = cache_problem(subject, features)
+    operation = subject.make(problem.metadata)
+    request = operation.request(problem.query, problem.after.cache(), **problem.options)
+    return operation.in_place_reasons("tpu", request)
+
+
+def test_what_is_an_array_by_query_and_key_is_not_read_in_place() -> None:
+    assert {r.argument for r in reasons(SUBJECT, ("paged", "Dense", "4 queries"))} == {"mask"}
+    assert {r.argument for r in reasons(SUBJECT, ("paged", "RelativePosition"))} == {"bias"}
+    assert {r.argument for r in reasons(SUBJECT, ("paged", "array bias", "4 queries"))} == {"bias"}
+
+
+def told(cache: Cache, T: int = 1, **options: object) -> list[str]:
+    operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
+    query = jax.ShapeDtypeStruct((2, T, 4, cache.head_dim), jnp.bfloat16)
+    request = operation.request(query, cache, mask=Causal(), **options)
+    return [r.argument for r in operation.in_place_reasons("tpu", request)]
+
+
+def test_layouts_that_a_tpu_would_copy_are_not_read_in_place() -> None:
+    def pages(page_size: int, head_dim: int = 128, value_head_dim: int | None = None) -> Cache:
+        return PagedCache.create(batch=2, pages=4, page_size=page_size, max_pages=2, kv_heads=2, head_dim=head_dim,
+                                 value_head_dim=value_head_dim)  # fmt: skip
+
+    assert told(pages(16)) == told(pages(48)) == told(pages(256, 256, 128)) == []
+    assert told(pages(8)) == ["page_size"]
+    assert told(pages(16, 64)) == ["head_dim", "value_head_dim"]
+    assert told(pages(16, 128, 80)) == ["value_head_dim"]
+    assert told(DenseCache.create(batch=2, length=100, kv_heads=2, head_dim=128)) == ["length"]
+    assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=128)) == []
+
+
+def test_more_tiles_of_queries_than_scalar_memory_holds_are_not_read_in_place() -> None:
+    cache = PagedCache.create(batch=2, pages=4, page_size=16, max_pages=2, kv_heads=2, head_dim=128)
+    assert told(cache, 1 << 21) == ["query"]
+
+
+def test_a_dense_mask_of_one_query_is_an_array_by_key() -> None:
+    cache = DenseCache.create(batch=2, length=16, kv_heads=2, head_dim=128)
+    operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
+    query = jax.ShapeDtypeStruct((2, 1, 4, 128), jnp.bfloat16)
+    request = operation.request(query, cache, mask=Dense(jnp.ones((2, 1, 1, 16), bool)))
+    assert not operation.in_place_reasons("tpu", request)

@@ -1,0 +1,123 @@
+"""What the kernel over caches transfers, counted in Pallas's interpreter, and that mistakes of it are caught."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops_tpu.interpreter import detect_races
+from attnops_tpu.ragged import attention
+from attnops_tpu.ragged.transfers import Stream
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.caches import Cache, DenseCache, PagedCache
+from attnops.caches.bits import to_bits
+from attnops.masks import Causal, Mask, SlidingWindow
+
+PAGE, PAGES, K, D = 4, 40, 2, 16
+
+
+def paged(lengths: list[int]) -> PagedCache:
+    """A cache whose pages hold ones where there are tokens, and NaN everywhere else."""
+    table = np.full((len(lengths), 12), -1, np.int32)
+    page = 1
+    for b, length in enumerate(lengths):
+        for i in range(-(-length // PAGE)):
+            table[b, i], page = page, page + 1
+    cache = PagedCache.create(batch=len(lengths), pages=PAGES, page_size=PAGE, max_pages=12, kv_heads=K, head_dim=D,
+                              dtype=jnp.float32, table=table)  # fmt: skip
+    nan = to_bits(jnp.full(cache.store.key.shape, jnp.nan, jnp.float32))
+    cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, key=nan, value=nan))
+    tokens = jnp.ones((len(lengths), max(lengths), K, D))
+    return cache.append(tokens, tokens, np.array(lengths, np.int32))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+    """How many transfers of units and of pieces of the table are started."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    found: collections.Counter[str] = collections.Counter()
+    start = interpret_pallas_call.dma_start
+
+    def spy(token: Any, device: Any, core: Any, space: Any, source: Any, transforms: Any, to: Any, *rest: Any,
+            **options: Any) -> Any:  # fmt: skip
+        found[str(int(to))] += 1
+        return start(token, device, core, space, source, transforms, to, *rest, **options)
+
+    monkeypatch.setattr(interpret_pallas_call, "dma_start", spy)
+    return found
+
+
+def run(cache: Cache, mask: Mask, T: int = 1) -> jax.Array:
+    operation = OperationRegistry.create(
+        "attnops-tpu:flash", OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=16)
+    )
+    program = jax.jit(lambda query, cache: operation(query, cache, mask=mask).attention_outputs)
+    return jax.block_until_ready(program(jnp.ones((cache.batch, T, 4, D)), cache))
+
+
+def count(started: collections.Counter[str], lengths: list[int], mask: Mask) -> list[int]:
+    """Transfers started by each kind of memory that they go to, in order."""
+    started.clear()
+    out = run(paged(lengths), mask)
+    # Queries of rows with tokens give ones: nothing that was not written takes part.
+    np.testing.assert_allclose(out[:, 0, 0, 0], [float(n > 0) for n in lengths], rtol=1e-6)
+    return sorted(started.values())
+
+
+def expected(pages: list[int], partial_tiles: int) -> list[int]:
+    """A piece of the table for each row that has pages; keys and values of each page, and values by key of a tile."""
+    return sorted(n for n in (sum(n > 0 for n in pages), 2 * sum(pages) + partial_tiles) if n)
+
+
+def test_each_page_that_is_seen_is_transferred_once(started: collections.Counter[str]) -> None:
+    assert count(started, [33, 1, 16], Causal()) == expected([9, 1, 4], 2)
+
+
+def test_a_row_of_length_0_starts_no_transfer(started: collections.Counter[str]) -> None:
+    assert count(started, [0, 5, 0], Causal()) == expected([0, 2, 0], 1)
+    assert count(started, [0, 0, 0], Causal()) == []
+
+
+def test_a_window_transfers_the_pages_that_it_spans(started: collections.Counter[str]) -> None:
+    # Positions 27 to 32 lie in pages 6 to 8, in two tiles.
+    assert count(started, [33], SlidingWindow(5, 0)) == expected([3], 2)
+
+
+def test_a_unit_too_many_is_counted(started: collections.Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = attention.schedule
+
+    def one_too_far(*given: Any) -> Any:
+        made = schedule(*given)
+        return made._replace(stop=jnp.where(made.stop > made.first, made.stop + 1, made.stop))
+
+    monkeypatch.setattr(attention, "schedule", one_too_far)
+    assert count(started, [5], Causal()) == expected([3], 1) != expected([2], 1)
+
+
+@pytest.mark.parametrize("wait", ["_wait_whole", "_each_unit"])
+def test_a_missing_wait_is_caught(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(Stream, wait)
+
+    def without(self: Stream, *given: Any, **options: Any) -> None:
+        if options.get("start"):
+            original(self, *given, **options)
+
+    monkeypatch.setattr(Stream, wait, without)
+    with pytest.raises((RuntimeError, AssertionError), match=r"RACE|data race|Not equal"), detect_races():
+        np.testing.assert_allclose(run(paged([40]), Causal())[:, 0, 0, 0], [1.0], rtol=1e-6)
+
+
+def test_rows_without_pages_are_transferred_in_whole_tiles(started: collections.Counter[str]) -> None:
+    cache = DenseCache.create(batch=2, length=48, kv_heads=K, head_dim=D, dtype=jnp.float32)
+    tokens = jnp.ones((2, 40, K, D))
+    cache = cache.append(tokens, tokens)
+    np.testing.assert_allclose(run(cache, Causal()), 1.0, rtol=1e-6)
+    # Two whole tiles, keys and values; or by units of 16, of which the last tile has one; and its values by key.
+    assert sum(started.values()) == 2 * (2 * 3 + 1)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from attnops_tpu.aot import environment
 
@@ -62,6 +62,20 @@ class Block:
 
     bundles: int
     uses: Mapping[str, int]
+
+
+class Span(NamedTuple):
+    """Bundles that a branch may skip.
+
+    Attributes:
+        start: the branch.
+        stop: the bundle that it goes to.
+        depth: of the loops that it is in, the outermost of which is the grid's.
+    """
+
+    start: int
+    stop: int
+    depth: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +138,7 @@ class Schedule:
         capacity: the most uses of each of `UNITS` in a bundle.
         blocks: those of at least 100 bundles, in order.
         regions: all bundles, by what runs them.
+        spans: what each branch forward may skip, in order.
     """
 
     kernel: str
@@ -131,6 +146,7 @@ class Schedule:
     capacity: Mapping[str, int]
     blocks: tuple[Block, ...]
     regions: Regions
+    spans: tuple[Span, ...] = ()
 
     @property
     def body(self) -> Block:
@@ -198,7 +214,7 @@ def read(folder: str, kernel: str | None = None) -> Schedule:
                 Block(end + 1 - start, {unit: sum(row[i] for row in rows) for i, unit in enumerate(UNITS)})
             )  # fmt: skip
     name = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", os.path.basename(largest))
-    return Schedule(name, len(bundles), capacity, tuple(blocks), regions_of(bundles, table))
+    return Schedule(name, len(bundles), capacity, tuple(blocks), regions_of(bundles, table), spans_of(bundles))
 
 
 def _bundles(text: str) -> list[str]:
@@ -219,14 +235,8 @@ def regions_of(bundles: Sequence[str], table: Sequence[Sequence[int]]) -> Region
         bundles: the text of each; a ``>`` for each loop that it is in, the outermost of which is the grid's.
         table: the uses of each of `UNITS` by each bundle.
     """
-    depth = [match[1].count(">") if (match := _BUNDLE.match(text)) else 0 for text in bundles]
-    begins = {int(region): i for i, text in enumerate(bundles) for region in _MARK.findall(text)}
-    spans = []
-    for i, text in enumerate(bundles):
-        branch = _BRANCH.search(text)
-        end = begins.get(int(branch[1]), 0) if branch else 0
-        if depth[i] and end > i:
-            spans.append((min(i + 1 + _DELAY_SLOTS, end), end))
+    depth = _depths(bundles)
+    spans = [(min(start + 1 + _DELAY_SLOTS, stop), stop) for start, stop, deep in spans_of(bundles) if deep]
     leaves = [
         (start, end)
         for start, end in spans
@@ -238,6 +248,21 @@ def regions_of(bundles: Sequence[str], table: Sequence[Sequence[int]]) -> Region
     inside = sum(end - start for start, end in leaves)
     step = sum(1 for d in depth if d) - inside
     return Regions(len(bundles) - inside - step, step, skipped)
+
+
+def spans_of(bundles: Sequence[str]) -> tuple[Span, ...]:
+    """What each branch forward may skip; see `regions_of`."""
+    begins = {int(region): i for i, text in enumerate(bundles) for region in _MARK.findall(text)}
+    spans = []
+    for i, (text, depth) in enumerate(zip(bundles, _depths(bundles), strict=True)):
+        branch = _BRANCH.search(text)
+        if branch and begins.get(int(branch[1]), 0) > i:
+            spans.append(Span(i, begins[int(branch[1])], depth))
+    return tuple(spans)
+
+
+def _depths(bundles: Sequence[str]) -> list[int]:
+    return [match[1].count(">") if (match := _BUNDLE.match(text)) else 0 for text in bundles]
 
 
 def _region(start: int, end: int, depth: Sequence[int], table: Sequence[Sequence[int]]) -> Region:

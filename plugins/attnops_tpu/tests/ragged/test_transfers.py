@@ -33,7 +33,7 @@ def paged(lengths: list[int]) -> PagedCache:
                               dtype=jnp.float32, table=table)  # fmt: skip
     nan = to_bits(jnp.full(cache.store.key.shape, jnp.nan, jnp.float32))
     cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, key=nan, value=nan))
-    tokens = jnp.ones((len(lengths), max(lengths), K, D))
+    tokens = jnp.ones((len(lengths), max([*lengths, 1]), K, D))
     return cache.append(tokens, tokens, np.array(lengths, np.int32))
 
 
@@ -82,6 +82,10 @@ def test_each_page_that_is_seen_is_transferred_once(started: collections.Counter
 
 def test_a_row_of_length_0_starts_no_transfer(started: collections.Counter[str]) -> None:
     assert count(started, [0, 5, 0], Causal()) == expected([0, 2, 0], 1)
+
+
+@pytest.mark.slow
+def test_no_tokens_start_no_transfer(started: collections.Counter[str]) -> None:
     assert count(started, [0, 0, 0], Causal()) == []
 
 
@@ -90,6 +94,7 @@ def test_a_window_transfers_the_pages_that_it_spans(started: collections.Counter
     assert count(started, [33], SlidingWindow(5, 0)) == expected([3], 2)
 
 
+@pytest.mark.slow
 def test_a_unit_too_many_is_counted(started: collections.Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = attention.schedule
 
@@ -101,8 +106,10 @@ def test_a_unit_too_many_is_counted(started: collections.Counter[str], monkeypat
     assert count(started, [5], Causal()) == expected([3], 1) != expected([2], 1)
 
 
-@pytest.mark.parametrize("wait", ["_wait_whole", "_each_unit"])
-def test_a_missing_wait_is_caught(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wait", "length"), [pytest.param("_wait_whole", 40, marks=pytest.mark.slow), ("_each_unit", 5)]
+)
+def test_a_missing_wait_is_caught(wait: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(Stream, wait)
 
     def without(self: Stream, *given: Any, **options: Any) -> None:
@@ -111,9 +118,10 @@ def test_a_missing_wait_is_caught(wait: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Stream, wait, without)
     with pytest.raises((RuntimeError, AssertionError), match=r"RACE|data race|Not equal"), detect_races():
-        np.testing.assert_allclose(run(paged([40]), Causal())[:, 0, 0, 0], [1.0], rtol=1e-6)
+        np.testing.assert_allclose(run(paged([length]), Causal())[:, 0, 0, 0], [1.0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_without_pages_are_transferred_in_whole_tiles(started: collections.Counter[str]) -> None:
     cache = DenseCache.create(batch=2, length=48, kv_heads=K, head_dim=D, dtype=jnp.float32)
     tokens = jnp.ones((2, 40, K, D))

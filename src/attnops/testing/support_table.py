@@ -124,7 +124,7 @@ def cache_support(operation: type[OperationImpl], feature: str, platform: str) -
 
 def _cache_support(operation: type[OperationImpl], platform: str, storage: str, which: dict[str, Any]) -> str:
     made = operation(OperationMetadata(platform=platform))
-    fields = PLAIN | {"query_length": 1, "kv_heads": 2}
+    fields = PLAIN | {"query_length": 1, "kv_heads": 2, "head_dim": 128, "value_head_dim": 128}
     if which.get("latent"):
         fields |= {"kv_heads": 1, "head_dim": 576, "value_head_dim": 512}
     if which.get("is_packed"):

@@ -11,7 +11,7 @@ import pytest
 from attnops_tpu.aot import TOPOLOGIES, compile_for
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache
+from attnops.caches import Cache, DenseCache, PagedCache, Quantized
 from attnops.masks import Causal, Mask, SlidingWindow
 
 # What is compiled for a TPU is what a TPU would run.
@@ -76,6 +76,22 @@ def test_a_prompt_with_all_that_scores_have_compiles(generation: str) -> None:
     mask = SlidingWindow(jnp.array([[1000], [50]]), 0)
     temporaries(cache, generation, 4, T=600, mask=mask, logits_soft_cap=30.0, return_lse=True,
                 sinks=jnp.ones((8,), jnp.bfloat16))  # fmt: skip
+
+
+# The codec and its scales, a page, K and a generation.
+CODECS = [
+    ("int8", "token_head", 128, 8, "v4"), ("int8", "head", 32, 8, "v5e"), ("float8_e5m2", "tensor", 128, 2, "v5p"),
+    ("float8_e4m3fn", "token_head", 256, 1, "v6e"), ("float8_e4m3fn", "head", 64, 2, "tpu7x"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "scales", "page", "K", "generation"), CODECS)
+def test_quantised_pages_are_read_where_they_are(dtype: str, scales: str, page: int, K: int, generation: str) -> None:
+    given: Any = {} if scales == "token_head" else {"key_scale": 0.1, "value_scale": 0.1}
+    given = {name: [x] * K if scales == "head" else x for name, x in given.items()}
+    cache = pages(page, K, 128, codec=Quantized(dtype, scales), **given)
+    assert temporaries(cache, generation, 4, mask=Causal()) <= integers(cache)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
 
 from attnops import OperationMetadata, OperationRegistry, Reason
-from attnops.caches import Cache, DenseCache, PagedCache
+from attnops.caches import Cache, DenseCache, PagedCache, Quantized
 from attnops.masks import Causal, Dense
 from attnops.testing.caches import cache_problem, check_cache
 from attnops.testing.runner import Status, Subject
@@ -33,6 +33,11 @@ SLOW = (
     ("paged", "PrefixLM", "GQA", "5 queries"),
     ("paged", "mask & mask"),
     ("paged", "Dense", "GQA"),
+    ("paged", "int8 by token_head", "Causal", "GQA", "3 queries", "left padding"),
+    ("paged", "float8_e4m3fn by head", "window per batch", "5 queries", "op.step"),
+    ("float8_e5m2 by tensor", "MQA", "sinks", "soft cap", "query_lengths", "4 queries"),
+    ("ring", "int8 by head", "latent", "logsumexp"),
+    ("paged", "float8_e4m3fn by token_head", "latent", "19 queries", "GQA", "bfloat16"),
 )
 
 
@@ -89,6 +94,16 @@ def test_layouts_that_a_tpu_would_copy_are_not_read_in_place() -> None:
     assert told(pages(16, 128, 80)) == ["value_head_dim"]
     assert told(DenseCache.create(batch=2, length=100, kv_heads=2, head_dim=128)) == ["length"]
     assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=128)) == []
+
+
+def test_scales_of_tokens_fill_the_lanes() -> None:
+    def pages(page_size: int, scales: str) -> Cache:
+        given = {} if scales == "token_head" else {"key_scale": [1.0, 1.0], "value_scale": [1.0, 1.0]}
+        return PagedCache.create(batch=2, pages=4, page_size=page_size, max_pages=2, kv_heads=2, head_dim=128,
+                                 codec=Quantized("int8", scales), **given)  # fmt: skip
+
+    assert told(pages(128, "token_head")) == told(pages(32, "head")) == []
+    assert told(pages(64, "token_head")) == told(pages(16, "head")) == ["page_size"]
 
 
 def test_more_tiles_of_queries_than_scalar_memory_holds_are_not_read_in_place() -> None:

@@ -41,6 +41,7 @@ class TPUFlashAttention(FlashAttention):
             mask_primitives=PRIMITIVES,
             bias_primitives=PRIMITIVES,
             caches=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
+            codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
             latent=True,
         )
     }

@@ -39,10 +39,14 @@ def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[ja
     """
     plan = make_plan(call, cache, wants_lse)
     store = cache.store.flat()
-    sources = [x for x in (store.key, store.value) if x is not None]
+    stored, scales = [store.key, store.value], [store.key_scale, store.value_scale]
+    sources = [x for x in (*stored, *(scales if store.has_token_scales else ())) if x is not None]
+    given = arrays(plan, call)
+    if plan.scales == "head":
+        given = given._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
     out, *rest = _run(
         plan, queries(plan, call.query), sources, _table(plan, cache), jnp.asarray(store.base, jnp.int32)[None],
-        arrays(plan, call), schedule(plan, call.mask),
+        given, schedule(plan, call.mask),
     )  # fmt: skip
     lse = outputs(plan, rest[0][..., :1])[..., 0].swapaxes(1, 2) if rest else None
     return outputs(plan, out), lse
@@ -70,11 +74,16 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
     return Plan(
         B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_paged=isinstance(cache, PagedCache), cores=chip.cores,
         dtype=dtype, stored=jnp.dtype(store.stored_dtype), out_dtype=jnp.dtype(call.query.dtype),
-        is_latent=store.latent is not None,
+        is_latent=store.latent is not None, scales=_scales(cache),
         precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale, scoring=scoring,
         wants_lse=wants_lse, interpret=metadata.interpret, bounds_checks=bounds_checks(), vmem=chip.vmem,
         **tiles._asdict(),
     )  # fmt: skip
+
+
+def _scales(cache: Cache) -> str:
+    codec = cache.codec
+    return "" if codec is None else "head" if codec.scales == "tensor" else codec.scales
 
 
 def _table(plan: Plan, cache: Cache) -> jax.Array:
@@ -95,7 +104,7 @@ def _run(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The output [items, K, R, Dv], and the logsumexp [items, K, R, 128] if it is asked for."""
     query, sources, table, block, given, items = equally_varying((query, sources, table, block, given, items))
-    scalars = [*items, block, *given.scalars]
+    scalars = [*items, block, *given.scalars, *given.scales]
     by_key = [] if given.by_key is None else [given.by_key]
     results = [output_like(query, (plan.items, plan.K, plan.R, plan.Dv), plan.out_dtype)]
     if plan.wants_lse:
@@ -142,7 +151,7 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
     return [
         *[rows(plan.K, d) for d in (LANES, LANES, plan.Dv)],
         *[rows(x.shape[1], LANES, x.dtype) for x in given.by_row],
-        *[pltpu.VMEM((plan.buffers, plan.K, plan.bk, x.shape[-1]), x.dtype) for x in sources],
+        *[pltpu.VMEM((plan.buffers, plan.K, plan.bk, *x.shape[3:]), x.dtype) for x in sources],
         *([pltpu.VMEM((plan.buffers, by_key, plan.bk), jnp.int32)] if by_key else []),
         pltpu.SMEM((2, 1, plan.piece), jnp.int32),
         pltpu.SMEM((STATE,), jnp.int32),
@@ -153,7 +162,6 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
 
 def _kernel(plan: Plan, given: Arrays) -> Any:
     """The kernel as a function of references, in the order of `_run`."""
-    n_sources = 1 if plan.is_latent else 2
 
     def kernel(*refs: Ref) -> None:
         rest = list(refs)
@@ -164,25 +172,27 @@ def _kernel(plan: Plan, given: Arrays) -> Any:
             return taken
 
         items, (block,), scalars = ScheduleRefs(*take(5)), take(1), take(len(given.scalars))
-        (query,), by_row, (table,), sources = take(1), take(len(given.by_row)), take(1), take(n_sources)
+        scales = take(len(given.scales))
+        (query,), by_row, (table,), sources = take(1), take(len(given.by_row)), take(1), take(plan.sources)
         by_key = take(given.by_key is not None)
         (out,), lse = take(1), take(plan.wants_lse)
         m, l, acc = take(3)
         state = State(m, l, acc, tuple(take(len(given.by_row))))
-        buffers, by_key_buffer = take(n_sources), take(given.by_key is not None)
+        buffers, by_key_buffer = take(plan.sources), take(given.by_key is not None)
         pages, stream_state, arrived, piece_arrived = rest
         stream = Stream(
             plan, items, table, tuple(sources), by_key[0] if by_key else None, tuple(buffers),
             by_key_buffer[0] if by_key_buffer else None, pages, stream_state, arrived, piece_arrived, block[0],
         )  # fmt: skip
-        Kernel(plan, stream, scalars, by_row, query, out, lse[0] if lse else None, state).run()
+        Kernel(plan, stream, scalars, scales, by_row, query, out, lse[0] if lse else None, state).run()
 
     return kernel
 
 
 def _vmem(plan: Plan, sources: list[jax.Array]) -> int:
     """Bytes of vector memory that the kernel may use."""
-    tile = plan.K * plan.bk * sum(-(-x.shape[-1] // LANES) * LANES * x.dtype.itemsize for x in sources)
+    tile = plan.K * plan.bk * sum(-(-x.shape[-1] // LANES) * LANES * x.dtype.itemsize for x in sources if x.ndim == 4)
+    tile += 4 * max(plan.K, 8) * plan.bk * (len(sources) // 2 if plan.scales == "token_head" else 0)
     rows = plan.K * -(-plan.R // 8) * 8 * 4
     state = rows * (3 * LANES + -(-plan.Dv // LANES) * LANES)
     blocks = 2 * rows * (2 * LANES + -(-max(plan.D, plan.Dv) // LANES) * LANES * 2)

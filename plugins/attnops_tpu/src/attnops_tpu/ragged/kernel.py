@@ -32,6 +32,13 @@ LOWEST: Final = float(jnp.finfo(jnp.float32).min)
 _AHEAD: Final = 32
 
 
+class Seen(NamedTuple):
+    """Which keys of a part some query sees, booleans [1, size] and [size, 1]."""
+
+    row: jax.Array
+    column: jax.Array
+
+
 class State(NamedTuple):
     """References to vector memory that is kept from tile to tile.
 
@@ -56,6 +63,7 @@ class Kernel:
         plan: of the call.
         stream: of transfers.
         scalars: values that are one number an item, in scalar memory.
+        scales: of keys and of values by kv head [K], in scalar memory; empty unless scales are by head.
         by_row: values by row, [1, K or 1, R padded to lanes].
         query: [1, K, R, D].
         out: [1, K, R, Dv].
@@ -66,6 +74,7 @@ class Kernel:
     plan: Plan
     stream: Stream
     scalars: Sequence[Any]
+    scales: Sequence[Any]
     by_row: Sequence[Any]
     query: Any
     out: Any
@@ -97,16 +106,17 @@ class Kernel:
         The matrix unit works in program order: it computes the scores of the next parts while the weights of one are
         not there yet.
         """
-        plan, ahead = self.plan, collections.deque[tuple[Part, jax.Array, jax.Array | None]]()
+        plan, ahead = self.plan, collections.deque[tuple[Part, jax.Array, Seen | None]]()
         lag = max(_AHEAD // (-(-plan.R // 8) * -(-plan.part // LANES)), 1)
         for start in range(0, plan.bk, plan.part):
-            shared: tuple[jax.Array, jax.Array] | None = None
+            shared: tuple[jax.Array, Seen] | None = None
             for head in range(plan.K):
                 part = Part(self, tile, buffer, head, start, min(plan.part, plan.bk - start))
                 if masked and (shared is None or part.mask_varies_by_head):
                     visible = part.visible()
                     # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
-                    shared = visible, _to_column(jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)) > 0
+                    row = jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)
+                    shared = visible, Seen(row > 0, _to_column(row) > 0)
                 scores = self._scores(part, None if shared is None else shared[0])
                 ahead.append((part, scores, None if shared is None else shared[1]))
                 if len(ahead) > lag:
@@ -118,11 +128,14 @@ class Kernel:
         """The scores of a part, float32 [R, keys]."""
         plan = self.plan
         s = _product(plan, self.query[0, part.head], self._key(part), 1)
+        scale = self._scale(0, part)
+        if scale is not None:
+            s = s * scale
         if plan.scoring.has_cap_or_bias:
             s = part.with_cap_and_bias(s * plan.scale_residual)
         return s if visible is None else jnp.where(visible, s, -jnp.inf)
 
-    def _accumulate(self, part: Part, s: jax.Array, seen: jax.Array | None) -> None:
+    def _accumulate(self, part: Part, s: jax.Array, seen: Seen | None) -> None:
         """Add the weights of scores, and the values times them, to the state."""
         plan, state, head = self.plan, self.state, part.head
         c = plan.score_unit * LOG2E
@@ -132,11 +145,15 @@ class Kernel:
         alpha = jnp.exp2((before - m) * c)
         state.m[head] = m
         state.l[head] = alpha * state.l[head] + _sum_of_lanes(weights)
-        w = jnp.concatenate([w.astype(plan.dtype) for w in weights], axis=1)
+        w, scale = jnp.concatenate(weights, axis=1), self._scale(0 if plan.is_latent else 1, part)
+        if scale is not None and plan.scales == "token_head":
+            w = w * (scale if seen is None else jnp.where(seen.row, scale, 0.0))
         value = self._value(part)
         if seen is not None:
-            value = jnp.where(seen, value, jnp.zeros((), value.dtype))
-        product = _product(plan, w, value, 0)
+            value = jnp.where(seen.column, value, jnp.zeros((), value.dtype))
+        product = _product(plan, w.astype(plan.dtype), value, 0)
+        if scale is not None and plan.scales == "head":
+            product = product * scale
         acc = state.acc[head]
         scaled = [alpha[:, : some.shape[1]] * some for some in _by_lanes(acc)]
         state.acc[head] = jnp.concatenate(scaled, axis=1) + product
@@ -152,6 +169,13 @@ class Kernel:
     def _load(self, array: int, part: Part) -> jax.Array:
         x = self.stream.buffers[array][part.buffer, part.head, part.keys]
         return _floats(x, self.plan.stored).astype(self.plan.dtype)
+
+    def _scale(self, array: int, part: Part) -> Any:
+        """The scales of keys or values, [1, size] or a number; None for tokens that are stored as they are."""
+        if self.plan.scales == "token_head":
+            arrays = self.stream.buffers[self.plan.sources // 2 :]
+            return arrays[array][part.buffer, part.head : part.head + 1, part.keys]
+        return self.scales[array][part.head] if self.plan.scales else None
 
     def _finish(self, item: jax.Array) -> None:
         """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""

@@ -45,7 +45,12 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
             yield Reason(name, dim, f"must be a multiple of {LANES} to be read in place",
                          "create the cache with head dims padded with zeros")  # fmt: skip
     itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
+    by_token = cache.scales == "token_head"
     least, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, request.key_length)
+    what = ("page_size", cache.page_size) if cache.page_size else ("length", request.key_length)
     if unit % least or math.lcm(unit, LANES) > 8 * max(unit, LANES):
-        what = ("page_size", cache.page_size) if cache.page_size else ("length", request.key_length)
         yield Reason(*what, f"must be a multiple of {least} to be read in place")
+    elif by_token and unit % LANES:
+        # A transfer of fewer scales would begin between lanes.
+        yield Reason(*what, f"must be a multiple of {LANES} for scales by token and head to be read in place",
+                     "create the cache with scales by head")  # fmt: skip

@@ -31,11 +31,13 @@ class Arrays(NamedTuple):
         scalars: float32 or int32 [items] each.
         by_row: float32 or int32 [items, K or 1, R padded to lanes] each.
         by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; None for none.
+        scales: float32 [K] each, of keys and of values unless they are latent; empty unless scales are by head.
     """
 
     scalars: tuple[jax.Array, ...] = ()
     by_row: tuple[jax.Array, ...] = ()
     by_key: jax.Array | None = None
+    scales: tuple[jax.Array, ...] = ()
 
 
 class Value(NamedTuple):

@@ -37,6 +37,7 @@ class Plan:
         dtype: of the operands of products.
         stored: the dtype of stored tokens.
         out_dtype: of the output.
+        scales: what has a scale of its own, "token_head" or "head"; empty for tokens that are stored as they are.
         is_latent: whether values are the first Dv features of keys.
         precision: of products.
         scale: the softmax scale.
@@ -65,6 +66,7 @@ class Plan:
     dtype: np.dtype
     stored: np.dtype
     out_dtype: np.dtype
+    scales: str
     is_latent: bool
     precision: jax.lax.PrecisionLike
     scale: float
@@ -93,6 +95,11 @@ class Plan:
     def items(self) -> int:
         """Grid steps, a multiple of ``cores``; those after B · nq have nothing to do."""
         return -(-self.B * self.nq // self.cores) * self.cores
+
+    @property
+    def sources(self) -> int:
+        """Arrays of blocks that are transferred: keys, values unless they are latent, and scales by token."""
+        return (1 if self.is_latent else 2) * (2 if self.scales == "token_head" else 1)
 
     @property
     def units(self) -> int:

@@ -64,9 +64,10 @@ class Stream:
         plan: of the call.
         schedule: in scalar memory.
         table: [rows · pieces, 1, piece] of pages; None without pages.
-        sources: arrays of blocks [blocks, K, n, d] in main memory: keys, values unless they are latent.
+        sources: arrays of blocks [blocks, K, n, d] in main memory: keys, and values unless they are latent; then the
+            scales of each by token, [blocks, K, n].
         by_key: values of masks and biases [B or 1, nk, rows, bk] in main memory; None for none.
-        buffers: of the sources [buffers, K, bk, d].
+        buffers: of the sources [buffers, K, bk, d], and [buffers, K, bk].
         by_key_buffer: [buffers, rows, bk].
         pages: pieces of the table [2, 1, piece] in scalar memory.
         state: in scalar memory, see `STATE`.

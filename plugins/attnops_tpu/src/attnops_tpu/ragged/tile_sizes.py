@@ -27,24 +27,23 @@ class Row(NamedTuple):
     """A row of the table.
 
     Attributes:
-        tokens: keys a tile, times kv heads: enough that what is on its way covers the latency of main memory, and that
-            the steps of one kv head fill the latencies of another's.
+        tile: bytes of a tile of keys and values, all heads: enough that what is on its way covers the latency of main
+            memory, that the steps of one kv head fill the latencies of another's, and that the loop's own bundles, some
+            80 a tile, are few.
         buffers: tiles of keys in vector memory.
-        vmem: bytes of vector memory for all of them.
     """
 
-    tokens: int
+    tile: int
     buffers: int
-    vmem: int
 
 
 _MiB: Final = 1 << 20
 TABLE: Final = {
-    "v4": Row(4096, 2, 8 * _MiB),
-    "v5e": Row(4096, 3, 24 * _MiB),
-    "v5p": Row(4096, 3, 24 * _MiB),
-    "v6e": Row(4096, 3, 24 * _MiB),
-    "tpu7x": Row(4096, 3, 24 * _MiB),
+    "v4": Row(2 * _MiB, 2),
+    "v5e": Row(2 * _MiB, 3),
+    "v5p": Row(2 * _MiB, 3),
+    "v6e": Row(2 * _MiB, 3),
+    "tpu7x": Row(2 * _MiB, 3),
 }
 
 
@@ -101,8 +100,7 @@ def choose(
     G = H // K
     bq = queries_a_tile(block_q, T, G)
     step = unit if interpret else math.lcm(unit, LANES)
-    fitting = row.vmem // row.buffers // token_bytes
-    most = block_k or min(row.tokens // K, _SCORES // (G * bq), unit * _MAX_UNITS, fitting)
+    most = block_k or min(row.tile // token_bytes, _SCORES // (G * bq), unit * _MAX_UNITS)
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
     units = bk // unit

@@ -1,0 +1,108 @@
+"""Programs around the kernel over caches: exported without a TPU, donated, on meshes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops_tpu.aot import devices
+from attnops_tpu.collectives import scheduled
+from attnops_tpu.generations import target
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.caches import Cache, DenseCache, PagedCache, sharded
+from attnops.masks import Causal
+
+pytestmark = [pytest.mark.slow, pytest.mark.optimised]
+
+K, PAGE = 8, 64
+
+
+def step(query: Any, key: Any, value: Any, cache: Cache) -> tuple[Any, Cache]:
+    operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
+    output, cache = operation.step(query, key, value, cache, mask=Causal())
+    return output.attention_outputs, cache
+
+
+def arguments() -> tuple[Any, ...]:
+    cache = jax.eval_shape(
+        lambda: PagedCache.create(batch=8, pages=1024, page_size=PAGE, max_pages=128, kv_heads=K, head_dim=128)
+    )
+    query, token = (jax.ShapeDtypeStruct((8, 1, heads, 128), jnp.bfloat16) for heads in (32, K))
+    return query, token, token, cache
+
+
+def test_a_step_is_exported_without_a_tpu() -> None:
+    *arrays, cache = arguments()
+    leaves, tree = jax.tree.flatten(cache)
+
+    def run(query: Any, key: Any, value: Any, *leaves: Any) -> list[Any]:
+        return jax.tree.leaves(step(query, key, value, jax.tree.unflatten(tree, leaves)))
+
+    with target("v6e"):
+        exported = jax.export.export(jax.jit(run), platforms=["tpu"])(*arrays, *leaves)
+    assert "attnops_ragged" in exported.mlir_module()
+
+
+@pytest.mark.parametrize("generation", ["v5p", "v6e"])
+def test_a_step_updates_a_donated_cache_and_copies_none(generation: str) -> None:
+    place = jax.sharding.SingleDeviceSharding(devices(generation)[0])
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments())
+    with target(generation):
+        lowered = jax.jit(step, donate_argnums=3).trace(*placed).lower(lowering_platforms=("tpu",))
+        memory = lowered.compile().memory_analysis()
+    store = placed[3].store
+    assert memory.alias_size_in_bytes >= 2 * (store.key.size + store.value.size)
+    tile = 512 * K * 128 * 2 * 2
+    assert memory.temp_size_in_bytes < tile
+
+
+def exchanges(generation: str, topology: str, axes: dict[str, int], make: Callable[[], Cache]) -> list[str]:
+    """The exchanges of a call over a cache on a mesh, in the order of the program."""
+    shape = tuple(axes.values())
+    mesh = jax.sharding.Mesh(
+        np.array(devices(generation, topology)).reshape(shape), tuple(axes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(shape),
+    )  # fmt: skip
+    cache = jax.eval_shape(lambda: sharded(make, mesh))
+    heads = "tp" if "tp" in axes else None
+    query = jax.ShapeDtypeStruct(
+        (8, 1, 32, 128), jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P("dp", None, heads))
+    )
+    placed = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)),
+        cache, cache.specs,
+    )  # fmt: skip
+    operation = OperationRegistry.create(
+        "attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error", mesh=mesh)
+    )
+
+    def run(query: jax.Array, cache: Cache) -> jax.Array:
+        return operation(query, cache, mask=Causal()).attention_outputs
+
+    with target(generation):
+        lowered = jax.jit(run).trace(query, placed).lower(lowering_platforms=("tpu",))
+    _, program = scheduled(lowered, generation)
+    assert "attnops_ragged" in program
+    return re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program)
+
+
+@pytest.mark.parametrize(("topology", "axes"), [("v5p:2x2x1", {"dp": 2, "tp": 2}), ("v5p:2x2x2", {"dp": 2, "tp": 4})])
+def test_pages_over_rows_and_heads_are_read_without_an_exchange(topology: str, axes: dict[str, int]) -> None:
+    def make() -> Cache:
+        return PagedCache.create(batch=8, pages=1024, page_size=PAGE, max_pages=128, kv_heads=K, head_dim=128)
+
+    assert exchanges("v5p", topology, axes, make) == []
+
+
+@pytest.mark.parametrize(("topology", "axes"), [("v6e:2x2", {"dp": 2, "sp": 2}), ("v6e:2x4", {"dp": 2, "sp": 4})])
+def test_a_context_that_is_cut_is_merged_in_one_exchange(topology: str, axes: dict[str, int]) -> None:
+    def make() -> Cache:
+        return DenseCache.create(batch=8, length=8192, kv_heads=K, head_dim=128)
+
+    assert exchanges("v6e", topology, axes, make) == ["all-gather"]

@@ -89,10 +89,12 @@ class Caching:
         Memory: of each layer 2 · B · S · K · D elements; of one with a `WindowCache`, (window + max_append) for S.
 
         Raises:
-            ValueError: starts that are not integers from 0 to S, or not B of them; sizes that no cache has.
+            ValueError: starts that are not integers from 0 to S, or not B of them; sizes that are no ints of
+                at least 1; a codec that is none, or whose scales must be given.
         """
         c = self.config
         del pad_token_id
+        _check_sizes(batch_size, max_length, codec, max_append)
         if shardings is None and self.metadata.mesh is not None:
             shardings = {"mesh": self.metadata.mesh, "rules": self.metadata.axis_rules}
         if starts is not None:
@@ -175,6 +177,16 @@ class Caching:
             for _ in range(metadata.num_layers)
         )  # fmt: skip
         return caches, pool
+
+
+def _check_sizes(batch_size: Any, max_length: Any, codec: Any, max_append: Any) -> None:
+    """Checks of what is static in the program that makes caches: of any other type JAX says less."""
+    sizes = {"batch_size": batch_size, "max_length": max_length}
+    for name, size in (sizes if max_append is None else sizes | {"max_append": max_append}).items():
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+            raise ValueError(f"{name}={size!r} must be an int of at least 1")
+    if codec is not None and not isinstance(codec, Quantized):
+        raise ValueError(f"codec={codec!r} must be None or an attnops.caches.Quantized")
 
 
 def _check_starts(starts: ArrayLike, batch_size: int, max_length: int) -> None:

@@ -149,6 +149,15 @@ def test_what_excludes_each_other_is_refused() -> None:
         model.init_cache(2, 8, starts=-1)
     with pytest.raises(ValueError, match=r"starts are int64 \(3,\), but must be one integer or 2, one a row"):
         model.init_cache(2, 8, starts=[0, 1, 2])
+    # Values that have no hash too, which a program's static arguments must have.
+    with pytest.raises(ValueError, match=r"batch_size=\[2\] must be an int of at least 1"):
+        model.init_cache([2], 8)
+    with pytest.raises(ValueError, match=r"max_length=Array\(8.*\) must be an int of at least 1"):
+        model.init_cache(2, jnp.int32(8))
+    with pytest.raises(ValueError, match="max_append=-1 must be an int of at least 1"):  # without windows too
+        model.init_cache(2, 8, max_append=-1)
+    with pytest.raises(ValueError, match=r"codec=\{\} must be None or an attnops.caches.Quantized"):
+        model.init_cache(2, 8, codec={})
     with pytest.raises(ValueError, match="does not report its memory"):
         model.init_ragged_pages(page_size=4, hbm_utilization=0.9, max_model_length=S)
     with pytest.raises(ValueError, match=r"num_heads=4 must be a multiple of num_kv_heads=3"):

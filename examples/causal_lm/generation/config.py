@@ -65,7 +65,7 @@ class GenerationConfig:
         cache_implementation: "static" (None is the same), a row of slots each; "sliding_window", rings in layers that
             have a window; "paged", pages.
         page_size: slots a page, with "paged" alone.
-        prefill_chunk_size: tokens of the prompt at a time; None: by the prompt's length, at most 256.
+        prefill_chunk_size: tokens of the prompt at a time; None: by the prompt's length, at most 512.
     """
 
     max_new_tokens: int | None = None

@@ -54,7 +54,10 @@ def attend_or(
 
 
 def attend(plan: Plan, query: jax.Array, store: Store, arrays: Arrays) -> Results:
-    """Attention over all slots, by two products; see `attnops.operations.flash.forward.forward`."""
+    """Attention over all slots, by two products; see `attnops.operations.flash.forward.forward`.
+
+    Memory: scores and weights of all slots, 8 · B · H · T · S bytes; since 2 · R <= D, no more than the keys take.
+    """
     B, T, H, K, G, D = plan.B, plan.T, plan.H, plan.K, plan.G, plan.D
     assert store.value is not None
     numbers = numbers_of(plan.scoring, arrays)

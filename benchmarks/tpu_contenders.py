@@ -186,7 +186,8 @@ def own_trips(job: Job) -> list[tuple[float, float, Trips]]:
         longest = schedule.longest / schedule.joined
         padding = float(longest - ((entries.kind > 0) | (entries.first > 0)).sum() / n)
         if job.backward:
-            trips = [("clear dq", 1.0, rounds), ("clear dk, dv", rows, rounds), *trips, ("write", rows, 0.0)]
+            trips = [("clear dq", 1.0, rounds), ("clear dk, dv", rows, rounds), *trips, ("write", rows, 0.0),
+                     ("write dq", 1.0, rounds / 2)]  # fmt: skip
             calls.append((longest, padding, trips))
         else:
             begins = 1 / (B * HEADS) if plan.sequential else 1.0
@@ -211,9 +212,21 @@ def peer_trips(job: Job, regions: Regions) -> tuple[float, float, Trips]:
     if bodies not in tiles:
         raise LookupError(f"{job.name} has {bodies} bodies, but 0 to 2 are known: its kernel changed")
     steps = n.active if has_list else n.rows * width
-    # With at most two steps a row tokamax writes in each step.
-    ends = [] if len(regions.skipped) == 1 + bodies else [("end", float(n.rows), 0.0)]
-    return steps, 0.0, [("init", float(n.rows), 0.0), *tiles[bodies], *ends]
+    # With one tile a row a step clears and writes; with at most two tokamax writes in each.
+    others = len(regions.skipped) - bodies
+    begins = [("init", float(n.rows), 0.0)] if others or n.widest > 1 else []
+    ends = [] if others < 2 else [("end", float(n.rows), 0.0)]
+    return steps, 0.0, [*begins, *tiles[bodies], *ends]
+
+
+def _with_copies(regions: Regions, steps: float, rows: float, trips: Trips) -> Trips:
+    """The trips with those of regions that copy blocks: of inputs in every step, of outputs, which follow, by row."""
+    own, last = iter(trips), max(i for i, region in enumerate(regions.skipped) if region.uses["MATMUL"])
+    found: Trips = [
+        ("copies", steps if i < last else rows, 0.0) if region.is_copy else next(own, ("unknown", 0.0, 0.0))
+        for i, region in enumerate(regions.skipped)
+    ]
+    return [*found, *own]
 
 
 def whole(job: Job, regions: Regions) -> dict[str, float]:
@@ -221,6 +234,8 @@ def whole(job: Job, regions: Regions) -> dict[str, float]:
     calls = own_trips(job) if job.name == "attnops-tpu" else [peer_trips(job, regions)]
     total: dict[str, float] = {}
     for steps, padding, trips in calls:
+        rows = max((runs for name, runs, _ in trips if name in ("init", "write", "finish")), default=0.0)
+        trips = _with_copies(regions, steps, rows, trips)
         parts = regions.total(steps - padding, trips) | {"padding": padding * regions.step}
         # Once a call, for all heads.
         parts["once"] /= HEADS * BATCH.get(job.mask, 1)

@@ -125,12 +125,27 @@ def test_trips_are_those_of_the_tile_schedules() -> None:
     )  # fmt: skip
     ((steps, padding, trips),) = whole.own_trips(own._replace(backward=True))
     assert (steps, padding, [(name, runs) for name, runs, _ in trips]) == (
-        10, 0, [("clear dq", 1), ("clear dk, dv", 4), ("FULL", 6), ("REDUCED", 4), ("write", 4)]
+        10, 0, [("clear dq", 1), ("clear dk, dv", 4), ("FULL", 6), ("REDUCED", 4), ("write", 4),
+                ("write dq", 1)]
     )  # fmt: skip
     assert whole.counts("window", 4096, 1024, 1024, False) == whole.Counts(active=7, full=0, rows=4, widest=2)
     changed = Regions(0, 0, (Region(60, (), dict.fromkeys(UNITS, 1)),) * 5)
+    peer = whole.Job("v6e", "splash", False, "causal", 4096, 128, (1024, 1024, 512))
     with pytest.raises(LookupError, match="splash has 5 bodies"):
-        whole.peer_trips(whole.Job("v6e", "splash", False, "causal", 4096, 128, (1024, 1024, 512)), changed)
+        whole.peer_trips(peer, changed)
+    # With one tile a row, every step clears and writes.
+    one = Regions(0, 0, (Region(60, (), dict.fromkeys(UNITS, 1)),))
+    assert whole.peer_trips(peer._replace(mask="documents"), one) == (4, 0.0, [("tiles", 4.0, 0.0)])
+
+
+def test_blocks_that_a_kernel_copies_are_no_part_of_its_tiles() -> None:
+    uses = dict.fromkeys(UNITS, 0) | {"VLOAD": 113, "VSTORE": 128}
+    copy, tile = Region(76, (), uses), Region(200, (), uses | {"MATMUL": 1})
+    assert [region.is_copy for region in (copy, tile, Region(60, (), uses | {"VLOAD": 0}))] == [True, False, False]
+    trips = contenders()._with_copies(Regions(0, 0, (copy, tile, copy, tile)), 10.0, 3.0, [("tile", 9.0, 0.0)] * 2)
+    assert trips == [("copies", 10.0, 0.0), ("tile", 9.0, 0.0), ("copies", 10.0, 0.0), ("tile", 9.0, 0.0)]
+    trips = contenders()._with_copies(Regions(0, 0, (tile, copy)), 10.0, 3.0, [("tile", 9.0, 0.0)])
+    assert trips == [("tile", 9.0, 0.0), ("copies", 3.0, 0.0)]
 
 
 def test_reads_what_the_compiler_writes(tmp_path: Path) -> None:

@@ -92,6 +92,12 @@ class Region:
     loops: tuple[int, ...]
     uses: Mapping[str, int]
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether it only moves registers, such as a block of an array that XLA keeps in vector memory."""
+        computes = any(self.uses[unit] for unit in ("MATMUL", "XLU", "VALU", "EUP"))
+        return not computes and 2 * self.uses["VLOAD"] >= self.uses["VSTORE"] > 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Regions:

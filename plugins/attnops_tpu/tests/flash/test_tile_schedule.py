@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attnops_tpu.flash import backward, forward, tile_sizes
 from attnops_tpu.flash.tile_schedule import MAX_ROWS, REDUCED, Body, reduced, tile_schedule, unpack
+from attnops_tpu.generations import target
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Chunked, Coverage, Dense, Mask, Segments, SlidingWindow, block_map
@@ -156,6 +157,26 @@ def test_joined_batches_are_not_padded(traced: bool) -> None:
     assert entry.kind[:steps].tolist() == [1, 2, 1, 1, 0, 1, 2, 2, 1]
     assert entry.first[:steps].tolist() == [1, 1, 0, 1, 1, 1, 0, 1, 0]
     assert (batches[-1], entry.row[-1], entry.kind[-1], entry.last[-1]) == (2, 1, 0, 0), "the last tile is repeated"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("traced", [False, True])
+def test_gradients_of_joined_batches_are_written_once_each(traced: bool) -> None:
+    """In bfloat16, gradients of queries are accumulated in float32 and written after the last tile of a batch."""
+    ids = np.stack([np.zeros(32, np.int32), np.arange(32, dtype=np.int32) // 8])
+    random = np.random.default_rng(0)
+    q, d = random.normal(size=(2, 2, 32, 2, 8)).astype(jnp.bfloat16)
+    k, v = random.normal(size=(2, 2, 32, 1, 8)).astype(jnp.bfloat16)
+
+    def gradients(ids: Any) -> Any:
+        return jax.vjp(lambda *qkv: operation()(*qkv, mask=Segments(ids)).attention_outputs, q, k, v)[1](d)
+
+    with target("v6e"):
+        found = jax.jit(gradients)(jnp.asarray(ids)) if traced else jax.jit(lambda: gradients(ids))()
+    mask = (ids[:, :, None] == ids[:, None])[:, None]
+    expected = attention_gradients(*(x.astype(np.float64) for x in (q, k, v)), d_out=d.astype(np.float64), mask=mask)
+    for gradient, name in zip(found, ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(np.asarray(gradient, np.float64), expected.values[name], atol=0.04)
 
 
 def test_what_is_not_joined() -> None:

@@ -106,7 +106,7 @@ class PallasFlash(FlashBackend):
             rows=jnp.stack([lse, pad_last(delta * factor, plan.Tp)], axis=2),
         )
         dq, dk, dv = backward(plan, inputs, arrays, schedules.spans)
-        dq = jnp.moveaxis(dq[..., : plan.T], 3, 1) * plan.scale
+        dq = jnp.moveaxis(dq[..., : plan.T], 3, 1)
         dk, dv = (jnp.moveaxis(d[..., : plan.S], 3, 1) for d in (dk, dv))
         d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
         if wants_bias:

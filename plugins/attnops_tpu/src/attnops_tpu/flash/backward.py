@@ -89,7 +89,7 @@ def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
 def backward(
     plan: Plan, inputs: Inputs, arrays: Arrays, spans: tuple[TileSchedule, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of query [B, H, D, Tp] float32 without the scale, of key [B, K, D, Sp] and value [B, K, Dv, Sp].
+    """The gradients of query [B, H, D, Tp], of key [B, K, D, Sp] and of value [B, K, Dv, Sp], in ``plan.out_dtype``.
 
     Args:
         plan: of the call.
@@ -131,7 +131,7 @@ def _sum_splits(plan: Plan, x: jax.Array) -> jax.Array:
 def _span(
     plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, first: jax.Array, dtype: DType
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One sweep: the gradients of a span of queries, [B, H, D, span · bq], of keys and of values.
+    """One sweep: the gradients of a span of queries, [B, H, D, span · bq], of keys and of values; the latter in a dtype.
 
     ``first`` holds the index of the span's first tile, and a 0, see `_add_tile`.
     """
@@ -163,7 +163,7 @@ def _span(
         inputs=[operand.blocks(tile_at) for operand in operands],
         results=[
             Result(
-                output_like(inputs.q, (plan.B, plan.H, plan.D, width), jnp.float32),
+                output_like(inputs.q, (plan.B, plan.H, plan.D, width), plan.out_dtype),
                 pl.BlockSpec((None, G, plan.D, width), lambda *ids: (tile_at(*ids).b, ids[1], 0, 0)),
             ),
             *(Result(output_like(inputs.q, (plan.B, K, d, plan.Sp), dtype), of_keys(d)) for d in (plan.D, plan.Dv)),
@@ -172,10 +172,12 @@ def _span(
             *(Scratch((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)),
             Scratch((plan.D, plan.bk), plan.dtype),
             *[Scratch((sizes.rows + _OFFSET, sizes.cols), plan.dtype)] * (2 * (sizes.lag + 1)),
+            # Gradients of float32 are accumulated in their block.
+            *([] if plan.out_dtype == jnp.float32 else [Scratch((G, plan.D, width), jnp.float32)]),
         ],
         cost=cost(plan, schedule.longest, 3 * plan.D + 2 * plan.Dv),
     )
-    return dq, dk, dv
+    return dq * plan.scale if plan.out_dtype == jnp.float32 else dq, dk, dv
 
 
 def _kernel(
@@ -183,16 +185,19 @@ def _kernel(
 ) -> None:
     """A grid step: a tile of one query head. ``names`` are those of the first references, the operands."""
     named = dict(zip(names, refs, strict=False))
-    dq, dk_out, dv_out, dk, dv, k_transposed, *buffers = refs[len(names) :]
+    dq_out, dk_out, dv_out, dk, dv, k_transposed, *buffers = refs[len(names) :]
+    dq = dq_out if dq_out.dtype == jnp.float32 else buffers.pop()
     named["k_transposed"] = k_transposed
     b, k, step, g = (pl.program_id(axis) for axis in range(4))
     G = plan.G // plan.split
     at = entries, b, lax.div(k, np.int32(plan.split))
     entry, batch = schedule.at(*at, step), schedule.batch(*at, step)
     index = TileIndex(batch, k * G + g, entry.column, entry.row)
-    is_first = step == 0
+    is_first, is_last = step == 0, step == pl.num_programs(2) - 1
     if schedule.joined > 1:
         is_first |= batch != schedule.batch(*at, jnp.maximum(step - 1, 0))
+        # Each map has an entry more than steps.
+        is_last |= batch != schedule.batch(*at, step + 1)
 
     @pl.when(is_first & (g == 0))
     def _() -> None:
@@ -216,6 +221,13 @@ def _kernel(
     def _() -> None:
         dk_out[...] = (dk[...] * plan.scale_residual).astype(dk_out.dtype)
         dv_out[...] = dv[...].astype(dv_out.dtype)
+
+    if dq is not dq_out:
+
+        @pl.when(is_last & (g == G - 1))
+        def _() -> None:
+            for head in range(G):
+                _write(dq_out.at[head], dq.at[head], plan.scale)
 
 
 def _add_tile(
@@ -294,6 +306,17 @@ def _clear(ref: Ref) -> None:
     remainder = ref.shape[0] % 8
     if remainder:
         ref[ref.shape[0] - remainder :, :] = jnp.zeros((remainder, ref.shape[1]), ref.dtype)
+
+
+def _write(out: Ref, x: Ref, factor: float) -> None:
+    """Write a buffer times a factor, in the dtype of ``out``; in a loop, see `_clear`."""
+    step = 16 if x.shape[0] % 16 == 0 else x.shape[0]  # a 16-bit register has 16 rows
+
+    def body(i: jax.Array, _: None) -> None:
+        rows = pl.ds(pl.multiple_of(i * step, step), step)
+        out[rows, :] = (x[rows, :] * factor).astype(out.dtype)
+
+    lax.fori_loop(0, x.shape[0] // step, body, None)
 
 
 def products(sub: SubTile, refs: Refs) -> tuple[jax.Array, jax.Array]:

@@ -131,7 +131,7 @@ def _sum_splits(plan: Plan, x: jax.Array) -> jax.Array:
 def _span(
     plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, first: jax.Array, dtype: DType
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One sweep: the gradients of a span of queries, [B, H, D, span · bq], of keys and of values; the latter in a dtype.
+    """One sweep: the gradients of a span of queries, [B, H, D, span · bq]; and of keys and of values, in a dtype.
 
     ``first`` holds the index of the span's first tile, and a 0, see `_add_tile`.
     """

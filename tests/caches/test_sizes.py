@@ -31,18 +31,18 @@ class Device:
         # keys and values, 8 heads, 16 slots, 128 features, 2 bytes: whole tiles of (16, 128)
         ({"page_size": 16, **LLAMA}, 2 * 8 * 16 * 128 * 2, 2 * 8 * 16 * 128 * 2),
         ({"page_size": 16, **LLAMA, "layers": 32}, 32 * 65_536, 32 * 65_536),
-        # tiles of (8, 128) in float32; 12 slots are stored as 16, 80 features as 128
+        # tiles of (8, 128) in float32; 12 slots are stored as 16, 160 features as 256
         (
             {"page_size": 12, "kv_heads": 3, "head_dim": 80, "dtype": jnp.float32},
             2 * 3 * 12 * 80 * 4,
             2 * 3 * 16 * 128 * 4,
         ),
-        # 8 slots of 2 bytes are stored as 16; 64 features as 128, 192 as 256
-        ({"page_size": 8, "kv_heads": 2, "head_dim": 64}, 2 * 2 * 8 * 64 * 2, 2 * 2 * 16 * 128 * 2),
+        # 8 slots of 2 bytes are stored as 16; 64 features of a key and 64 of a value fill the lanes, 64 and 192 too
+        ({"page_size": 8, "kv_heads": 2, "head_dim": 64}, 2 * 2 * 8 * 64 * 2, 2 * 16 * 128 * 2),
         (
             {"page_size": 8, "kv_heads": 2, "head_dim": 64, "value_head_dim": 192},
             2 * 8 * (64 + 192) * 2,
-            2 * 16 * (128 + 256) * 2,
+            2 * 16 * 256 * 2,
         ),
         # tiles of (32, 128) in int8: 16 slots are stored as 32; scales [8, 16] float32 as [8, 128]
         (
@@ -60,6 +60,8 @@ class Device:
         ({"page_size": 32, **LLAMA, "codec": Quantized("int8", "head")}, 2 * 8 * 32 * 128, 2 * 8 * 32 * 128),
         # 576 features are stored as 640: 1.11 times; no values
         ({"page_size": 64, **MLA}, 64 * 576 * 2, 64 * 640 * 2),
+        # 160 of key and value as 256, on every platform if that is the width
+        ({"page_size": 32, "kv_heads": 2, "head_dim": 80, "width": 256}, 2 * 32 * 256 * 2, 2 * 32 * 256 * 2),
     ],
 )  # fmt: skip
 def test_a_page_has_these_bytes(sizes: dict[str, Any], cpu: int, tpu: int) -> None:
@@ -94,8 +96,8 @@ def test_the_padding_is_that_of_the_devices_platform() -> None:
     sizes = {"page_size": 8, "kv_heads": 2, "head_dim": 64, "hbm_utilization": 1.0}
     tpu: Any = Device("tpu", bytes_limit=MIB, bytes_in_use=0)
     gpu: Any = Device("gpu", bytes_limit=MIB, bytes_in_use=0)
-    assert (pages_that_fit(**sizes, device=tpu), pages_that_fit(**sizes, device=gpu)) == (64, 256)
-    assert pages_that_fit(**sizes, device=gpu, platform="tpu") == 64
+    assert (pages_that_fit(**sizes, device=tpu), pages_that_fit(**sizes, device=gpu)) == (128, 256)
+    assert pages_that_fit(**sizes, device=gpu, platform="tpu") == 128
 
 
 def test_a_device_that_reports_no_memory_is_refused() -> None:

@@ -139,9 +139,9 @@ MUTANTS = {
         STORE + "_write", "jnp.where(is_new[:, None], given, old)", "given", "op.step + 4 queries + query_lengths"
     ),
     "scales of new tokens are not stored": Mutant(
-        STORE + "Store.write",
-        "if by_token:",
-        "if False:",
+        STORE + "Store._tokens",
+        "and self.has_token_scales",
+        "and False",
         "int8 by token_head + op.step",
     ),
     "values are dequantised with the keys' scales": Mutant(
@@ -152,12 +152,18 @@ MUTANTS = {
     ),
     "scales of values are dropped": Mutant(
         STORE + "Store.decoded",
-        "value = self.codec.decode(value, value_scale)",
-        "value = value.astype(jnp.float32)",
+        ", self.codec.decode(value, value_scale)",
+        ", value.astype(jnp.float32)",
         "int8 by head",
     ),
     "a latent value is the key's last features": Mutant(
-        STORE + "Store.decoded", "key[..., : self.latent]", "key[..., -self.latent:]", "latent"
+        STORE + "Store.value_of", "x[..., : self.latent]", "x[..., -self.latent:]", "latent"
+    ),
+    "a joined value begins where the key ends, not where the zeros do": Mutant(
+        STORE + "Store.value_of",
+        "x[..., self.width - self.value_head_dim :]",
+        "x[..., self.head_dim : self.head_dim + self.value_head_dim]",
+        "joined",
     ),
     "a vector of zeros is 0 times infinity": Mutant(
         CODEC + "encode",
@@ -230,13 +236,13 @@ MUTANTS = {
 TILES = "operations.flash.cached:from_store"
 IN_PLACE = {
     "values are dequantised with the keys' scales": Mutant(
-        TILES, "else scale(store.value_scale)", "else key_scale", "int8 by token_head"
+        TILES, "key_scale, scale(store.value_scale)", "key_scale, key_scale", "int8 by token_head"
     ),
     "scales are the first head's": Mutant(
         TILES, "(plan.problems_per_tile,))[:, None]", "(plan.problems_per_tile,))[:1, None]", "int8 by head"
     ),
     "a latent value is the key's last features": Mutant(
-        TILES, "key[..., : store.latent]", "key[..., -store.latent :]", "latent"
+        TILES, "key[..., :Dv]", "key[..., -Dv:]", "latent"
     ),
     "a row reads the pages in order": Mutant(
         TILES,

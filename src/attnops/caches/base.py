@@ -129,13 +129,11 @@ class Cache(abc.ABC):
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of one token of one layer, scales included."""
-        store, total = self.store, 0
-        for x, scale in ((store.key, store.key_scale), (store.value, store.value_scale)):
-            if x is not None:
-                by_token = scale is not None and store.codec is not None and store.codec.scales == "token_head"
-                total += store.kv_heads * (x.shape[-1] * x.dtype.itemsize + 4 * by_token)
-        return total
+        """The bytes of one token of one layer, scales and zeros of its ``width`` included."""
+        store = self.store
+        arrays = [x for x in (store.key, store.value) if x is not None]
+        scales = [x for x in (store.key_scale, store.value_scale) if x is not None and store.has_token_scales]
+        return store.kv_heads * (sum(x.shape[-1] * x.dtype.itemsize for x in arrays) + 4 * len(scales))
 
     def append(
         self,

@@ -31,6 +31,7 @@ def create_store(
     key_scale: ArrayLike | None,
     value_scale: ArrayLike | None,
     layers: int | None,
+    width: int | None,
 ) -> Store:
     """An empty store, its arguments checked; see `DenseCache.create`."""
     for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim)):
@@ -49,7 +50,11 @@ def create_store(
     elif value_head_dim is not None:
         check_size("value_head_dim", value_head_dim)
     lead = () if layers is None else (check_size("layers", layers),)
-    dv = head_dim if value_head_dim is None else value_head_dim
+    dv = latent or (head_dim if value_head_dim is None else value_head_dim)
+    least = head_dim if latent is not None else head_dim + dv
+    if width is not None and check_size("width", width) < least:
+        what = "the features of a latent" if latent is not None else "the features of key and value together"
+        raise ValueError(f"width={width} must be at least {least}, {what}; or None for no padding")
     stored = bits_dtype(dtype if codec is None else codec.stored_dtype)
 
     def tokens(d: int) -> jax.Array:
@@ -75,13 +80,14 @@ def create_store(
     if latent is not None and value_scale is not None:
         raise ValueError("value_scale is given, but the cache has latent content, which has no values of its own")
     return Store(
-        key=tokens(head_dim),
-        value=None if latent is not None else tokens(dv),
+        key=tokens(head_dim if width is None else width),
+        value=None if latent is not None or width is not None else tokens(dv),
         key_scale=scales("key_scale", key_scale),
         value_scale=None if latent is not None else scales("value_scale", value_scale),
         dtype=jnp.dtype(dtype),
         codec=codec,
         latent=latent,
+        head_dims=(int(head_dim), int(dv)),
     )
 
 
@@ -97,6 +103,12 @@ def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dic
         "starts": jnp.broadcast_to(first, (*lead, batch)) + jnp.int32(0),
         "overflowed": jnp.zeros((*lead, batch), bool),
     }
+
+
+def joined_width(head_dim: int, value_head_dim: int | None) -> int:
+    """W of tokens that are joined without zeros."""
+    dv = head_dim if value_head_dim is None else value_head_dim
+    return check_size("head_dim", head_dim) + check_size("value_head_dim", dv)
 
 
 def check_size(name: str, size: object) -> int:

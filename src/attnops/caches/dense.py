@@ -45,6 +45,7 @@ class DenseCache(Cache):
         value_scale: ArrayLike | None = None,
         starts: ArrayLike | None = None,
         layers: int | None = None,
+        width: int | None = None,
     ) -> DenseCache:
         """An empty cache.
 
@@ -62,6 +63,9 @@ class DenseCache(Cache):
             value_scale: the same of the values.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
             layers: L, for a layer axis in front of every array; None for none.
+            width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
+                key and zeros. None: keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
+                products on CPUs read where they are.
 
         Memory: B · S tokens of ``bytes_per_token``, times L.
 
@@ -72,7 +76,7 @@ class DenseCache(Cache):
         check_size("batch", batch)
         store = create_store(
             batch, check_size("length", length), kv_heads, head_dim, value_head_dim, dtype, codec, latent,
-            key_scale, value_scale, layers,
+            key_scale, value_scale, layers, width,
         )  # fmt: skip
         return cls(store=store, **create_rows(batch, starts, layers))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from attnops.caches.base import Cache, Contents
 from attnops.caches.codec import Quantized
-from attnops.caches.create import check_size, create_rows, create_store
+from attnops.caches.create import check_size, create_rows, create_store, joined_width
 from attnops.caches.integers import int32, integers
 from attnops.caches.store import Pieces
 from attnops.errors import Reason, UnsupportedError
@@ -60,6 +60,7 @@ class PagedCache(Cache):
         starts: ArrayLike | None = None,
         table: ArrayLike | None = None,
         layers: int | None = None,
+        width: int | None = None,
     ) -> PagedCache:
         """An empty cache.
 
@@ -79,15 +80,20 @@ class PagedCache(Cache):
             value_scale: see `DenseCache.create`.
             starts: see `DenseCache.create`.
             layers: see `DenseCache.create`.
+            width: W, the features of a token in the array of keys and values: its key, zeros, and its value last; of
+                latent content the key and zeros. None: no zeros, W = D + Dv. Keys and values are one array,
+                [P, K, page_size, W], so that a page is one transfer.
 
         Memory: ``pages * page_size`` tokens of ``bytes_per_token``, times L.
 
         Raises:
             ValueError: see `DenseCache.create` and `with_table`.
         """
+        if width is None and latent is None:
+            width = joined_width(head_dim, value_head_dim)
         store = create_store(
             check_size("pages", pages), check_size("page_size", page_size), kv_heads, head_dim, value_head_dim, dtype,
-            codec, latent, key_scale, value_scale, layers,
+            codec, latent, key_scale, value_scale, layers, width,
         )  # fmt: skip
         lead = () if layers is None else (layers,)
         empty = jnp.full((*lead, check_size("batch", batch), check_size("max_pages", max_pages)), -1, jnp.int32)

@@ -29,12 +29,13 @@ def bytes_per_page(
     codec: Quantized | None = None,
     latent: int | None = None,
     layers: int | None = None,
+    width: int | None = None,
     platform: str | None = None,
 ) -> int:
     """The bytes of one page of a `PagedCache` of all its layers, with its scales and the padding of the platform.
 
     A TPU stores the last two dimensions of an array in tiles of (8, 128) for 4-byte elements, (16, 128) for 2-byte and
-    (32, 128) for 1-byte ones, and pads both to multiples: the ``[page_size, D]`` of keys and values, and the
+    (32, 128) for 1-byte ones, and pads both to multiples: the ``[page_size, W]`` of keys and values, and the
     ``[K, page_size]`` of scales by token and head. On CPUs and GPUs nothing is padded.
 
     Args:
@@ -46,6 +47,7 @@ def bytes_per_page(
         codec: see `DenseCache.create`.
         latent: see `DenseCache.create`.
         layers: see `DenseCache.create`.
+        width: see `PagedCache.create`.
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``. None: of JAX's default backend.
 
     Raises:
@@ -61,7 +63,7 @@ def bytes_per_page(
         return PagedCache.create(
             batch=1, pages=1, page_size=page_size, max_pages=1, kv_heads=kv_heads, head_dim=head_dim,
             value_head_dim=value_head_dim, dtype=dtype, codec=codec, latent=latent, key_scale=scale,
-            value_scale=None if latent is not None else scale, layers=layers,
+            value_scale=None if latent is not None else scale, layers=layers, width=width,
         )  # fmt: skip
 
     check_size("kv_heads", kv_heads)
@@ -81,6 +83,7 @@ def pages_that_fit(
     codec: Quantized | None = None,
     latent: int | None = None,
     layers: int | None = None,
+    width: int | None = None,
     max_model_length: int | None = None,
     device: jax.Device | None = None,
     bytes_limit: int | None = None,
@@ -104,6 +107,7 @@ def pages_that_fit(
         codec: see `DenseCache.create`.
         latent: see `DenseCache.create`.
         layers: see `DenseCache.create`.
+        width: see `PagedCache.create`.
         max_model_length: tokens of the longest sequence. If given, the pages must hold it.
         device: whose memory; None for JAX's first local device.
         bytes_limit: the bytes of the memory. None: as the device reports, which CPUs do not.
@@ -130,7 +134,7 @@ def pages_that_fit(
         platform = device.platform
     page = bytes_per_page(
         page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype,
-        codec=codec, latent=latent, layers=layers, platform=platform,
+        codec=codec, latent=latent, layers=layers, width=width, platform=platform,
     )  # fmt: skip
     budget = int(hbm_utilization * bytes_limit) - (bytes_in_use or 0)
     pages = max(budget, 0) // page

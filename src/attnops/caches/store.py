@@ -1,7 +1,8 @@
 """The arrays that hold the tokens of a cache, in blocks; what is common to all storages.
 
 A block is a row of a `DenseCache`, the ring of a row, or a page. Heads come before tokens in a block, so that a tile of
-one head is contiguous.
+one head is contiguous. Key and value of a token are in two arrays, or joined in one: then a page is one transfer, and
+a TPU's lanes are full where D alone would not fill them.
 """
 
 from __future__ import annotations
@@ -44,13 +45,15 @@ class Store:
     """Keys and values of tokens in blocks of n slots.
 
     Attributes:
-        key: [blocks, K, n, D], in the codec's dtype; narrow floats as bits, see `attnops.caches.bits`.
-        value: [blocks, K, n, Dv]; None for latent content, whose value is a part of the key.
+        key: [blocks, K, n, D], in the codec's dtype; narrow floats as bits, see `attnops.caches.bits`. Of joined or
+            padded tokens [blocks, K, n, W]: the key first, then zeros, and the value last if it is joined.
+        value: [blocks, K, n, Dv]; None where it is joined, and for latent content, whose value is a part of the key.
         key_scale: float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: the same of the values; None of latent content.
         dtype: of keys and values as they are appended and read.
         codec: None: tokens are stored as they are.
         latent: the value is the first so many features of the key; None where values are stored.
+        head_dims: D of keys and Dv of values.
         first: of one layer in the arrays of all layers, [L, blocks, K, n, D], its first block, int32 []; None where all
             blocks are its own.
         blocks: of one layer in the arrays of all layers, how many; None where all blocks are its own.
@@ -63,6 +66,7 @@ class Store:
     dtype: DType = dataclasses.field(metadata={"static": True})
     codec: Quantized | None = dataclasses.field(metadata={"static": True})
     latent: int | None = dataclasses.field(metadata={"static": True})
+    head_dims: tuple[int, int] = dataclasses.field(metadata={"static": True})
     first: jax.Array | None = None
     blocks: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -70,6 +74,11 @@ class Store:
     def has_token_scales(self) -> bool:
         """Whether each token of each head has scales of its own."""
         return self.codec is not None and self.codec.scales == "token_head"
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the value of a token follows its key in one array."""
+        return self.value is None and self.latent is None
 
     @property
     def own_blocks(self) -> int:
@@ -138,15 +147,27 @@ class Store:
     @property
     def head_dim(self) -> int:
         """D, of keys."""
-        return self.key.shape[-1]
+        return self.head_dims[0]
 
     @property
     def value_head_dim(self) -> int:
         """Dv, of values."""
-        if self.latent is not None:
-            return self.latent
-        assert self.value is not None
-        return self.value.shape[-1]
+        return self.head_dims[1]
+
+    @property
+    def width(self) -> int:
+        """W, the features of the array of keys."""
+        return self.key.shape[-1]
+
+    def key_of(self, x: jax.Array) -> jax.Array:
+        """The keys [..., D] of the array of keys, or of a part of it."""
+        return x[..., : self.head_dim]
+
+    def value_of(self, x: jax.Array, value: jax.Array | None) -> jax.Array:
+        """The values [..., Dv] of the arrays of keys and of values, or of parts of them; encoded as they are."""
+        if value is not None:
+            return value
+        return x[..., : self.latent] if self.latent is not None else x[..., self.width - self.value_head_dim :]
 
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces) -> Store:
         """This store with new tokens; every other slot is unchanged.
@@ -158,23 +179,32 @@ class Store:
 
         Memory: O(new tokens) of temporaries; the store itself is updated in place where its buffer is donated.
         """
-        stored = [(self.key, *self._encoded(key, self.key_scale))]
-        if self.value is not None and value is not None:
-            stored.append((self.value, *self._encoded(value, self.value_scale)))
-        scales = [self.key_scale, self.value_scale][: len(stored)]
-        by_token = self.has_token_scales
-        targets = [old for old, _, _ in stored]
-        tokens = [new for _, new, _ in stored]
-        if by_token:
-            targets += [scale[..., None] for scale in scales if scale is not None]
-            tokens += [scale[..., None] for _, _, scale in stored if scale is not None]
+        tokens = self._tokens(key, value)
+        scales = {name for name in tokens if name.endswith("scale")}
+
+        def with_features(name: str, x: jax.Array) -> jax.Array:
+            return x[..., None] if name in scales else x
+
+        targets = [with_features(name, getattr(self, name)) for name in tokens]
         layer = None if self.first is None else self.first // self.own_blocks
-        written = _write(targets, tokens, pieces, layer)
-        changes: dict[str, Any] = dict(zip(("key", "value"), written[: len(stored)], strict=False))
-        if by_token:
-            new = (scale[..., 0] for scale in written[len(stored) :])
-            changes |= dict(zip(("key_scale", "value_scale"), new, strict=False))
+        written = _write(targets, [with_features(*x) for x in tokens.items()], pieces, layer)
+        changes: dict[str, Any] = {
+            name: x[..., 0] if name in scales else x for name, x in zip(tokens, written, strict=True)
+        }
         return dataclasses.replace(self, **changes)
+
+    def _tokens(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
+        """New tokens as they are stored, [B, K, T, d], and their scales by token, [B, K, T]; by the names of arrays."""
+        stored, scale = self._encoded(key, self.key_scale)
+        found, scales = {"key": stored}, {"key_scale": scale}
+        if value is not None:
+            found["value"], scales["value_scale"] = self._encoded(value, self.value_scale)
+        if self.value is None:
+            joined = [found["key"], *([found.pop("value")] if value is not None else [])]
+            zeros = jnp.zeros((*stored.shape[:-1], self.width - sum(x.shape[-1] for x in joined)), stored.dtype)
+            joined.insert(1, zeros)
+            found["key"] = jnp.concatenate([x for x in joined if x.shape[-1]], axis=-1)
+        return found | {name: x for name, x in scales.items() if x is not None and self.has_token_scales}
 
     def _encoded(self, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """New tokens [B, T, K, d] as they are stored, [B, K, T, d], and their scales."""
@@ -188,16 +218,13 @@ class Store:
         self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Stored tokens [..., K, n, d] and their scales as keys and values, float32 with a codec."""
-        key = from_bits(key, self.stored_dtype)
-        value = None if value is None else from_bits(value, self.stored_dtype)
+        if self.latent is not None:
+            value_scale = key_scale
+        key, value = (from_bits(x, self.stored_dtype) for x in (self.key_of(key), self.value_of(key, value)))
         if self.codec is not None:
             assert key_scale is not None
-            key = self.codec.decode(key, key_scale)
-            if value is not None:
-                assert value_scale is not None
-                value = self.codec.decode(value, value_scale)
-        if value is None:
-            value = key[..., : self.latent]
+            assert value_scale is not None
+            key, value = self.codec.decode(key, key_scale), self.codec.decode(value, value_scale)
         return key, value
 
 

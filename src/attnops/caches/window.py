@@ -63,6 +63,7 @@ class WindowCache(Cache):
         value_scale: ArrayLike | None = None,
         starts: ArrayLike | None = None,
         layers: int | None = None,
+        width: int | None = None,
     ) -> WindowCache:
         """An empty cache of R = ``window - 1 + max_append`` slots a row.
 
@@ -81,6 +82,7 @@ class WindowCache(Cache):
             value_scale: see `DenseCache.create`.
             starts: see `DenseCache.create`.
             layers: see `DenseCache.create`.
+            width: see `DenseCache.create`.
 
         Raises:
             ValueError: see `DenseCache.create`.
@@ -88,7 +90,7 @@ class WindowCache(Cache):
         slots = check_size("window", window) - 1 + check_size("max_append", max_append)
         store = create_store(
             check_size("batch", batch), slots, kv_heads, head_dim, value_head_dim, dtype, codec, latent,
-            key_scale, value_scale, layers,
+            key_scale, value_scale, layers, width,
         )  # fmt: skip
         rows = create_rows(batch, starts, layers)
         return cls(store=store, **rows, written=jnp.zeros_like(rows["lengths"]), window=window, max_append=max_append)

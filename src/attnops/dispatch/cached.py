@@ -101,6 +101,8 @@ def bind_cached(
         scales="" if codec is None else codec.scales,
         latent=cache.store.latent is not None,
         page_size=cache.page_size if isinstance(cache, PagedCache) else 0,
+        width=cache.store.width,
+        joined=cache.store.is_joined,
         is_packed=scores.is_packed,
     )
     kind = {} if bias is None else {"bias_kind": bound.kind() if isinstance(bound, Bias) else "array"}

@@ -67,6 +67,8 @@ class CacheRequest:
         scales: what has a scale of its own, see `attnops.caches.Quantized`; empty without a codec.
         latent: whether the value is a part of the key.
         page_size: slots a page; 0 for a storage without pages.
+        width: features of a token in the array of keys, zeros included; D + Dv at least where values are joined to it.
+        joined: whether keys and values are one array.
         is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.
     """
 
@@ -75,6 +77,8 @@ class CacheRequest:
     scales: str = ""
     latent: bool = False
     page_size: int = 0
+    width: int = 0
+    joined: bool = False
     is_packed: bool = False
 
     def __str__(self) -> str:

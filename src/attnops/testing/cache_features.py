@@ -22,7 +22,8 @@ class CacheSpec:
     Attributes:
         storage: "dense", "ring" or "paged".
         codec: how tokens are stored.
-        content: "equal" head dims, "Dv" another one of values, or "latent".
+        content: "equal" head dims, "Dv" another one of values, "joined" keys and values with zeros between them, or
+            "latent" with zeros.
         dtype: None for the one that fits the operation.
         mask, bias: see `attnops.testing.cache_masks`.
         T: queries a row.
@@ -75,7 +76,9 @@ def _features() -> Iterator[tuple[str, CacheFeature]]:
     yield from group("rows", query_lengths={"rows": "ragged"}, **{"packed rows": {"rows": "packed"}})
     biases = ("ALiBi", "RelativePosition", "ScoreFn", "array bias")
     yield from group("bias", **{name: {"bias": name} for name in biases})
-    yield from group("content", **{"D ≠ Dv": {"content": "Dv"}, "latent": {"content": "latent"}})
+    yield from group(
+        "content", **{"D ≠ Dv": {"content": "Dv"}, "joined": {"content": "joined"}, "latent": {"content": "latent"}}
+    )
     yield from group("heads", GQA={"kv_heads": 2}, MQA={"kv_heads": 1})
     yield from group("dtype", bfloat16={"dtype": "bfloat16"}, float16={"dtype": "float16"})
     yield from group("padding", **{"left padding": {"starts": True}})

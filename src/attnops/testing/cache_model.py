@@ -61,7 +61,7 @@ class Model:
         layout: of the real cache.
         kv_heads, head_dim, value_head_dim, dtype: see `DenseCache.create`.
         codec: how they are stored.
-        latent: see `DenseCache.create`.
+        latent, width: see `DenseCache.create`.
         starts: tokens of left padding of each row.
         scales: of keys and values, where the codec has them given: float32 [] or [K].
         window, max_append: of a ring.
@@ -76,6 +76,7 @@ class Model:
     dtype: str
     codec: Codec | None = None
     latent: int | None = None
+    width: int | None = None
     starts: tuple[int, ...] = ()
     scales: tuple[Array, Array] | None = None
     window: int = 0
@@ -140,7 +141,7 @@ class Model:
         options: dict[str, Any] = {
             "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self._dtype, "codec": codec,
             "latent": self.latent, "value_head_dim": None if self.latent is not None else self.value_head_dim,
-            "starts": np.asarray(self.starts), "batch": self.layout.rows,
+            "starts": np.asarray(self.starts), "batch": self.layout.rows, "width": self.width,
         }  # fmt: skip
         if self.scales is not None:
             options["key_scale"] = self.scales[0]
@@ -172,12 +173,13 @@ class Model:
                 store[name] = np.full(array.shape, 127 if dtype == np.int8 else np.nan, dtype)
             if name.endswith("scale") and self.scales is not None:
                 store[name] = np.asarray(self.scales[name == "value_scale"], np.float32)
+        width = shapes.store.width
         for row in range(self.layout.rows):
             for index in self.held(row):
                 place = self.layout.place(row, index)
                 if index < self.starts[row] or place is None:
                     continue  # left padding is never seen
-                for name, x in self._fields(self.rows[row][index], store):
+                for name, x in self._fields(self.rows[row][index], store, width):
                     store[name][place[0], :, place[1]] = x
         counts = np.array([len(row) for row in self.rows], np.int32)
         fields: dict[str, Any] = {
@@ -198,8 +200,13 @@ class Model:
             fields["table"] = table
         return dataclasses.replace(shapes, **fields)
 
-    def _fields(self, token: Token, store: dict[str, Any]) -> list[tuple[str, Array]]:
-        fields = [("key", token.key), ("value", token.value), ("key_scale", token.key_scale),
+    def _fields(self, token: Token, store: dict[str, Any], width: int) -> list[tuple[str, Array]]:
+        key = token.key
+        if "value" not in store:  # joined or latent, with zeros up to the width
+            parts = [key] if token.value is None else [key, token.value]
+            zeros = np.zeros((len(key), width - sum(x.shape[-1] for x in parts)), key.dtype)
+            key = np.concatenate([*parts[:1], zeros, *parts[1:]], axis=-1)
+        fields = [("key", key), ("value", token.value), ("key_scale", token.key_scale),
                   ("value_scale", token.value_scale)]  # fmt: skip
         by_token = self.codec is not None and self.codec.scales == "token_head"
         return [(k, v) for k, v in fields if k in store and v is not None and (by_token or not k.endswith("scale"))]
@@ -230,7 +237,7 @@ class Model:
             for index in range(max(self.held(row).start, old[row]), len(self.rows[row])):
                 place = self.layout.place(row, index)
                 assert place is not None
-                for name, x in self._fields(self.rows[row][index], wanted):
+                for name, x in self._fields(self.rows[row][index], wanted, before.store.width):
                     real = found[name][place[0], :, place[1]].astype(np.float64)
                     if name.endswith("scale"):
                         np.testing.assert_allclose(real, x, rtol=1e-6, err_msg=f"{name} of row {row}, index {index}")

@@ -162,17 +162,17 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
         if blocks.is_packed:
             row, slot = slot // blocks.slots, slot % blocks.slots
 
-        def tile(x: jax.Array) -> jax.Array:
-            """[P, bk, d] of an array [blocks, K, n, d], or [L, blocks, K, n, d]."""
-            ones, heads, d = (1,) * len(lead), plan.problems_per_tile, x.shape[-1]
+        def tile(x: jax.Array, feature: int, d: int) -> jax.Array:
+            """[P, bk, d] of an array [blocks, K, n, W], or [L, blocks, K, n, W], from a feature on."""
+            ones, heads = (1,) * len(lead), plan.problems_per_tile
             if pages is None:
-                start = plan.indices(*lead, row + base, head, slot, 0)
+                start = plan.indices(*lead, row + base, head, slot, feature)
                 return lax.dynamic_slice(x, start, (*ones, 1, heads, plan.bk, d)).reshape(heads, plan.bk, d)
             count = plan.bk // blocks.page_size
             numbers = lax.dynamic_slice(pages, plan.indices(row, slot // blocks.page_size), (1, count))[0]
             # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,
             # concatenated, take up to 1.5 times the CPU time at 16 tokens a page.
-            starts = [jnp.broadcast_to(i, numbers.shape) for i in plan.indices(*lead, numbers, head)]
+            starts = [jnp.broadcast_to(i, numbers.shape) for i in plan.indices(*lead, numbers, head, feature)]
             sizes = (*ones, 1, heads, blocks.page_size, d)
             taken = lax.gather(x, jnp.stack(starts, 1), _by_page(len(lead)), sizes, mode="promise_in_bounds")
             return taken.swapaxes(0, 1).reshape(heads, plan.bk, d)
@@ -183,21 +183,23 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
                 return x if x is None else x[None, None]
             if x.ndim == 1:
                 return lax.dynamic_slice(x, plan.indices(head), (plan.problems_per_tile,))[:, None]
-            return tile(x[..., None])[..., 0]
+            return tile(x[..., None], 0, 1)[..., 0]
 
-        def operand(x: jax.Array) -> jax.Array:
+        def operand(x: jax.Array, feature: int, d: int) -> jax.Array:
             """In the dtype of products, which holds each number of 8 bits."""
-            return from_bits(x, store.stored_dtype).astype(plan.dtype)
+            return from_bits(tile(x, feature, d), store.stored_dtype).astype(plan.dtype)
 
-        key = operand(tile(store.key))
-        value = key[..., : store.latent] if store.value is None else operand(tile(store.value))
-        key_scale = scale(store.key_scale)
-        return KeyValue(key, value, key_scale, key_scale if store.value is None else scale(store.value_scale))
+        D, Dv = store.head_dims
+        key, key_scale = operand(store.key, 0, D), scale(store.key_scale)
+        if store.latent is not None:
+            return KeyValue(key, key[..., :Dv], key_scale, key_scale)
+        value = operand(store.key, store.width - Dv, Dv) if store.value is None else operand(store.value, 0, Dv)
+        return KeyValue(key, value, key_scale, scale(store.value_scale))
 
     return load_key_value
 
 
 def _by_page(layers: int) -> lax.GatherDimensionNumbers:
-    """Of a gather by layer if there is that axis, page and first head: [pages, P, page, d]."""
-    collapsed, mapped = tuple(range(layers + 1)), tuple(range(layers + 2))
+    """Of a gather by layer if there is that axis, page, first head and first feature: [pages, P, page, d]."""
+    collapsed, mapped = tuple(range(layers + 1)), (*range(layers + 2), layers + 3)
     return lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=collapsed, start_index_map=mapped)

@@ -19,10 +19,10 @@ from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params
 from attnops_tpu.ragged.kernel import Kernel, State
-from attnops_tpu.ragged.operands import LANES, Arrays, arrays, outputs, queries, rows_by_key
+from attnops_tpu.ragged.operands import Arrays, arrays, outputs, queries, rows_by_key
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.schedule import Schedule, schedule
-from attnops_tpu.ragged.tile_sizes import choose, unit_of
+from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
 from attnops_tpu.ragged.transfers import STATE, ScheduleRefs, Stream
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[ja
         given, schedule(plan, call.mask),
     )  # fmt: skip
     lse = outputs(plan, rest[0][..., :1])[..., 0].swapaxes(1, 2) if rest else None
-    return outputs(plan, out), lse
+    return outputs(plan, out[..., plan.value_lanes - plan.Dv :]), lse
 
 
 def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
@@ -63,8 +63,8 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
         scoring = dataclasses.replace(scoring, mask=mask_of, bias=bias_of)
     chip = generation()
     store = cache.store
-    head_dims = [D] if store.latent is not None else [D, Dv]
-    token_bytes = K * sum(-(-d // LANES) * LANES for d in head_dims) * jnp.dtype(store.key.dtype).itemsize
+    widths = [x.shape[-1] for x in (store.key, store.value) if x is not None]
+    token_bytes = K * sum(-(-d // LANES) * LANES for d in widths) * jnp.dtype(store.key.dtype).itemsize
     tiles = choose(
         chip, metadata.block_q, metadata.block_k, (T, S), (H, K), token_bytes,
         unit_of(cache.page_size if isinstance(cache, PagedCache) else 0, S), metadata.interpret,
@@ -72,9 +72,9 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return Plan(
-        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_paged=isinstance(cache, PagedCache), cores=chip.cores,
-        dtype=dtype, stored=jnp.dtype(store.stored_dtype), out_dtype=jnp.dtype(call.query.dtype),
-        is_latent=store.latent is not None, scales=_scales(cache),
+        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_paged=isinstance(cache, PagedCache),
+        cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), out_dtype=jnp.dtype(call.query.dtype),
+        is_latent=store.latent is not None, is_joined=store.is_joined, scales=_scales(cache),
         precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale, scoring=scoring,
         wants_lse=wants_lse, interpret=metadata.interpret, bounds_checks=bounds_checks(), vmem=chip.vmem,
         **tiles._asdict(),
@@ -102,11 +102,11 @@ def _run(
     plan: Plan, query: jax.Array, sources: list[jax.Array], table: jax.Array, block: jax.Array, given: Arrays,
     items: Schedule,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The output [items, K, R, Dv], and the logsumexp [items, K, R, 128] if it is asked for."""
+    """The output [items, K, R, value_lanes], and the logsumexp [items, K, R, 128] if asked for."""
     query, sources, table, block, given, items = equally_varying((query, sources, table, block, given, items))
     scalars = [*items, block, *given.scalars, *given.scales]
     by_key = [] if given.by_key is None else [given.by_key]
-    results = [output_like(query, (plan.items, plan.K, plan.R, plan.Dv), plan.out_dtype)]
+    results = [output_like(query, (plan.items, plan.K, plan.R, plan.value_lanes), plan.out_dtype)]
     if plan.wants_lse:
         results.append(output_like(query, (plan.items, plan.K, plan.R, LANES), jnp.dtype(jnp.float32)))
     grid = plan.cores, plan.items // plan.cores
@@ -149,7 +149,7 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
 
     by_key = rows_by_key(plan)
     return [
-        *[rows(plan.K, d) for d in (LANES, LANES, plan.Dv)],
+        *[rows(plan.K, d) for d in (LANES, LANES, plan.value_lanes)],
         *[rows(x.shape[1], LANES, x.dtype) for x in given.by_row],
         *[pltpu.VMEM((plan.buffers, plan.K, plan.bk, *x.shape[3:]), x.dtype) for x in sources],
         *([pltpu.VMEM((plan.buffers, by_key, plan.bk), jnp.int32)] if by_key else []),
@@ -192,10 +192,10 @@ def _kernel(plan: Plan, given: Arrays) -> Any:
 def _vmem(plan: Plan, sources: list[jax.Array]) -> int:
     """Bytes of vector memory that the kernel may use."""
     tile = plan.K * plan.bk * sum(-(-x.shape[-1] // LANES) * LANES * x.dtype.itemsize for x in sources if x.ndim == 4)
-    tile += 4 * max(plan.K, 8) * plan.bk * (len(sources) // 2 if plan.scales == "token_head" else 0)
+    tile += 4 * max(plan.K, 8) * plan.bk * (len(sources) - plan.token_arrays)
     rows = plan.K * -(-plan.R // 8) * 8 * 4
-    state = rows * (3 * LANES + -(-plan.Dv // LANES) * LANES)
-    blocks = 2 * rows * (2 * LANES + -(-max(plan.D, plan.Dv) // LANES) * LANES * 2)
+    state = rows * (3 * LANES + -(-plan.value_lanes // LANES) * LANES)
+    blocks = 2 * rows * (2 * LANES + -(-max(plan.key_lanes, plan.value_lanes) // LANES) * LANES * 2)
     values = plan.buffers * max(rows_by_key(plan), 8) * plan.bk * 4
     scores = 16 * plan.R * plan.bk
     return math.ceil(1.1 * (plan.buffers * tile + state + blocks + values + scores)) + (4 << 20)

@@ -18,8 +18,9 @@ from jax.experimental import pallas as pl
 
 from attnops.kernels import Elementwise
 from attnops_tpu.flash.tile import LOG2E, REPLACEMENTS
-from attnops_tpu.ragged.operands import LANES, Kind, Value, named, values
+from attnops_tpu.ragged.operands import Kind, Value, named, values
 from attnops_tpu.ragged.plan import Plan
+from attnops_tpu.ragged.tile_sizes import LANES
 from attnops_tpu.ragged.transfers import Stream, Tile
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class State(NamedTuple):
     Attributes:
         m: [K, R, 128], the largest score so far, in all lanes.
         l: [K, R, 128], the sum of the weights, of each lane separately.
-        acc: [K, R, Dv], the sum of weights times values.
+        acc: [K, R, value_lanes], the sum of weights times values.
         by_row: values by row [K or 1, R, 128], in all lanes.
     """
 
@@ -65,8 +66,8 @@ class Kernel:
         scalars: values that are one number an item, in scalar memory.
         scales: of keys and of values by kv head [K], in scalar memory; empty unless scales are by head.
         by_row: values by row, [1, K or 1, R padded to lanes].
-        query: [1, K, R, D].
-        out: [1, K, R, Dv].
+        query: [1, K, R, key_lanes].
+        out: [1, K, R, value_lanes].
         lse: [1, K, R, 128]; None if it is not asked for.
         state: see `State`.
     """
@@ -159,21 +160,29 @@ class Kernel:
         state.acc[head] = jnp.concatenate(scaled, axis=1) + product
 
     def _key(self, part: Part) -> jax.Array:
-        """Keys [size, D], in the dtype of products."""
-        return self._load(0, part)
+        """Keys [size, key_lanes], in the dtype of products; what is no key is 0, where its slot is written."""
+        plan = self.plan
+        x = self._load(0, part, slice(0, plan.key_lanes))
+        if not plan.values_in_key_lanes:
+            return x
+        # Queries have zeros there, but a value may be infinite, and 0 · inf is NaN.
+        lane = lax.broadcasted_iota(jnp.int32, (1, plan.key_lanes), 1)
+        return jnp.where(lane < plan.D, x, jnp.zeros((), x.dtype))
 
     def _value(self, part: Part) -> jax.Array:
-        """Values [size, Dv], in the dtype of products."""
-        return self._key(part)[:, : self.plan.Dv] if self.plan.is_latent else self._load(1, part)
+        """Values [size, value_lanes], in the dtype of products; keys may be in front of them."""
+        plan = self.plan
+        array = plan.token_arrays - 1
+        return self._load(array, part, slice(plan.value_start, plan.value_start + plan.value_lanes))
 
-    def _load(self, array: int, part: Part) -> jax.Array:
-        x = self.stream.buffers[array][part.buffer, part.head, part.keys]
+    def _load(self, array: int, part: Part, features: slice) -> jax.Array:
+        x = self.stream.buffers[array][part.buffer, part.head, part.keys, features]
         return _floats(x, self.plan.stored).astype(self.plan.dtype)
 
     def _scale(self, array: int, part: Part) -> Any:
         """The scales of keys or values, [1, size] or a number; None for tokens that are stored as they are."""
         if self.plan.scales == "token_head":
-            arrays = self.stream.buffers[self.plan.sources // 2 :]
+            arrays = self.stream.buffers[self.plan.token_arrays :]
             return arrays[array][part.buffer, part.head : part.head + 1, part.keys]
         return self.scales[array][part.head] if self.plan.scales else None
 

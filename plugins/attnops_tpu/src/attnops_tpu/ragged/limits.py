@@ -38,18 +38,21 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
     """What the layout of arrays in a TPU's memory asks for."""
     cache = request.cache
     assert cache is not None
-    dims = {"head_dim": request.head_dim} | ({} if cache.latent else {"value_head_dim": request.value_head_dim})
+    least = request.head_dim + (0 if cache.latent else request.value_head_dim)
+    dims = {"width": cache.width} if cache.joined or cache.latent else {
+        "head_dim": request.head_dim, "value_head_dim": request.value_head_dim
+    }  # fmt: skip
     for name, dim in dims.items():
         if dim % LANES:
             # Of such arrays the compiler keeps another axis in the lanes: each call would copy all of the cache.
             yield Reason(name, dim, f"must be a multiple of {LANES} to be read in place",
-                         "create the cache with head dims padded with zeros")  # fmt: skip
+                         f"create the cache with width={-(-least // LANES) * LANES}")  # fmt: skip
     itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
     by_token = cache.scales == "token_head"
-    least, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, request.key_length)
+    rows, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, request.key_length)
     what = ("page_size", cache.page_size) if cache.page_size else ("length", request.key_length)
-    if unit % least or math.lcm(unit, LANES) > 8 * max(unit, LANES):
-        yield Reason(*what, f"must be a multiple of {least} to be read in place")
+    if unit % rows or math.lcm(unit, LANES) > 8 * max(unit, LANES):
+        yield Reason(*what, f"must be a multiple of {rows} to be read in place")
     elif by_token and unit % LANES:
         # A transfer of fewer scales would begin between lanes.
         yield Reason(*what, f"must be a multiple of {LANES} for scales by token and head to be read in place",

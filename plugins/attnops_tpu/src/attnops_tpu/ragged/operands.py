@@ -12,8 +12,7 @@ from jax import lax
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops_tpu.ragged.plan import Plan
-
-LANES = 128
+from attnops_tpu.ragged.tile_sizes import LANES
 
 
 class Kind(enum.Enum):
@@ -144,11 +143,11 @@ _LAYOUTS = {Kind.SCALAR: _scalar, Kind.BY_ROW: _by_row, Kind.BY_KEY: _by_key}
 
 
 def queries(plan: Plan, query: jax.Array) -> jax.Array:
-    """[B, T, H, D] to [items, K, R, D], times the folded factor of the scale, which does not round."""
+    """[B, T, H, D] to [items, K, R, key_lanes], times the folded factor of the scale, which does not round."""
     x = query.astype(plan.dtype) * jnp.asarray(plan.folded, plan.dtype)
-    x = jnp.pad(x, ((0, 0), (0, plan.nq * plan.bq - plan.T), (0, 0), (0, 0)))
-    x = x.reshape(plan.B, plan.nq, plan.bq, plan.K, plan.G, plan.D).transpose(0, 1, 3, 4, 2, 5)
-    return _padded(plan, x.reshape(plan.B * plan.nq, plan.K, plan.R, plan.D))
+    x = jnp.pad(x, ((0, 0), (0, plan.nq * plan.bq - plan.T), (0, 0), (0, plan.key_lanes - plan.D)))
+    x = x.reshape(plan.B, plan.nq, plan.bq, plan.K, plan.G, plan.key_lanes).transpose(0, 1, 3, 4, 2, 5)
+    return _padded(plan, x.reshape(plan.B * plan.nq, plan.K, plan.R, plan.key_lanes))
 
 
 def outputs(plan: Plan, x: jax.Array) -> jax.Array:

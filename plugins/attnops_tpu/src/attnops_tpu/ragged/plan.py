@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnops.kernels import Scoring
+from attnops_tpu.ragged.tile_sizes import LANES
 
 if TYPE_CHECKING:
     import jax
@@ -26,6 +27,7 @@ class Plan:
 
     Attributes:
         B, T, S, H, K, D, Dv: the dimensions of the call; S slots a row.
+        width: features of a token in the array of keys, zeros and a joined value included.
         bq: queries a tile.
         bk: keys a tile, a multiple of ``unit``.
         part: keys of a tile that are computed at a time.
@@ -39,6 +41,7 @@ class Plan:
         out_dtype: of the output.
         scales: what has a scale of its own, "token_head" or "head"; empty for tokens that are stored as they are.
         is_latent: whether values are the first Dv features of keys.
+        is_joined: whether values are the last Dv features of the array of keys.
         precision: of products.
         scale: the softmax scale.
         scoring: see `Scoring`.
@@ -55,6 +58,7 @@ class Plan:
     K: int
     D: int
     Dv: int
+    width: int
     bq: int
     bk: int
     part: int
@@ -68,6 +72,7 @@ class Plan:
     out_dtype: np.dtype
     scales: str
     is_latent: bool
+    is_joined: bool
     precision: jax.lax.PrecisionLike
     scale: float
     scoring: Scoring
@@ -99,7 +104,33 @@ class Plan:
     @property
     def sources(self) -> int:
         """Arrays of blocks that are transferred: keys, values unless they are latent, and scales by token."""
-        return (1 if self.is_latent else 2) * (2 if self.scales == "token_head" else 1)
+        scales = (1 if self.is_latent else 2) if self.scales == "token_head" else 0
+        return self.token_arrays + scales
+
+    @property
+    def token_arrays(self) -> int:
+        """Those of them that are no scales."""
+        return 1 if self.is_latent or self.is_joined else 2
+
+    @property
+    def key_lanes(self) -> int:
+        """Features of keys' array that are multiplied with queries, which have zeros beyond D; whole registers."""
+        return min(-(-self.D // LANES) * LANES, self.width)
+
+    @property
+    def values_in_key_lanes(self) -> bool:
+        """Whether some of them are of the joined value."""
+        return self.is_joined and self.width - self.Dv < self.key_lanes
+
+    @property
+    def value_start(self) -> int:
+        """The first feature of values' array that weights are multiplied with, at the start of a register."""
+        return (self.width - self.Dv) // LANES * LANES if self.is_joined else 0
+
+    @property
+    def value_lanes(self) -> int:
+        """Features that weights are multiplied with; the last Dv of them are the value."""
+        return self.width - self.value_start if self.is_joined else self.Dv
 
     @property
     def units(self) -> int:

@@ -64,8 +64,8 @@ class Stream:
         plan: of the call.
         schedule: in scalar memory.
         table: [rows · pieces, 1, piece] of pages; None without pages.
-        sources: arrays of blocks [blocks, K, n, d] in main memory: keys, and values unless they are latent; then the
-            scales of each by token, [blocks, K, n].
+        sources: arrays of blocks [blocks, K, n, d] in main memory: keys, and values unless they are latent or joined;
+            then the scales of keys and of values by token, [blocks, K, n].
         by_key: values of masks and biases [B or 1, nk, rows, bk] in main memory; None for none.
         buffers: of the sources [buffers, K, bk, d], and [buffers, K, bk].
         by_key_buffer: [buffers, rows, bk].

@@ -241,9 +241,7 @@ IN_PLACE = {
     "scales are the first head's": Mutant(
         TILES, "(plan.problems_per_tile,))[:, None]", "(plan.problems_per_tile,))[:1, None]", "int8 by head"
     ),
-    "a latent value is the key's last features": Mutant(
-        TILES, "key[..., :Dv]", "key[..., -Dv:]", "latent"
-    ),
+    "a latent value is the key's last features": Mutant(TILES, "key[..., :Dv]", "key[..., -Dv:]", "latent"),
     "a row reads the pages in order": Mutant(
         TILES,
         "jnp.clip(table, 0, store.own_blocks - 1)",

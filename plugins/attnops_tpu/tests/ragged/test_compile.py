@@ -19,10 +19,10 @@ pytestmark = pytest.mark.optimised
 
 SLOTS = 16384
 
-# Pages, K, G and D; each value of one with several of the others.
+# Pages, K, G and D, 576 for a latent of 512; each value of one with several of the others.
 SIZES = [
     (16, 8, 4, 128), (32, 2, 8, 128), (64, 1, 8, 128), (128, 8, 1, 128), (256, 2, 16, 128), (48, 2, 4, 256),
-    (128, 1, 16, 256),
+    (128, 1, 16, 256), (64, 2, 8, 64), (16, 8, 4, 80), (64, 1, 128, 576),
 ]  # fmt: skip
 GENERATIONS = list(TOPOLOGIES)
 CASES = sorted({(name, *sizes) for i, sizes in enumerate(SIZES) for name in (GENERATIONS[i % 5], "v6e")})
@@ -48,9 +48,12 @@ def temporaries(cache: Cache, generation: str, G: int, T: int = 1, mask: Mask | 
 
 
 def pages(page: int, K: int, D: int, batch: int = 8, **options: Any) -> Cache:
+    latent = {"latent": 512} if D == 576 else {}
+    width = -(-(D if latent else 2 * D) // 128) * 128
+
     def make() -> Cache:
         return PagedCache.create(batch=batch, pages=batch * SLOTS // page, page_size=page, max_pages=SLOTS // page,
-                                 kv_heads=K, head_dim=D, **options)  # fmt: skip
+                                 kv_heads=K, head_dim=D, width=width, **latent, **options)  # fmt: skip
 
     return jax.eval_shape(make)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
@@ -23,7 +24,7 @@ QUICK = (("paged", "window per batch", "19 queries", "GQA", "sinks", "soft cap",
 SLOW = (
     ("ring", "MaskFn", "4 queries", "MQA", "bfloat16", "query_lengths", "softmax_scale"),
     ("paged", "window per head", "5 queries", "GQA", "ALiBi"),
-    ("Ancestors", "5 queries", "GQA", "op.step"),
+    ("Ancestors", "5 queries", "GQA", "op.step", "joined"),
     ("paged", "Segments", "latent", "GQA", "3 queries"),
     ("KeyPadding", "ScoreFn", "4 queries", "D ≠ Dv"),
     ("paged", "mask | mask", "19 queries", "sinks"),
@@ -31,10 +32,10 @@ SLOW = (
     ("paged", "Chunked", "logsumexp", "op.step", "bfloat16"),
     ("Lengths", "19 queries", "soft cap", "latent"),
     ("paged", "PrefixLM", "GQA", "5 queries"),
-    ("paged", "mask & mask"),
+    ("paged", "mask & mask", "joined", "bfloat16"),
     ("paged", "Dense", "GQA"),
     ("paged", "int8 by token_head", "Causal", "GQA", "3 queries", "left padding"),
-    ("paged", "float8_e4m3fn by head", "window per batch", "5 queries", "op.step"),
+    ("paged", "float8_e4m3fn by head", "window per batch", "5 queries", "op.step", "D ≠ Dv"),
     ("float8_e5m2 by tensor", "MQA", "sinks", "soft cap", "query_lengths", "4 queries"),
     ("ring", "int8 by head", "latent", "logsumexp"),
     ("paged", "float8_e4m3fn by token_head", "latent", "19 queries", "GQA", "bfloat16"),
@@ -52,6 +53,18 @@ def test_features_are_read_in_place_and_right(features: tuple[str, ...]) -> None
     assert not reasons(SUBJECT, features)
     outcome = check_cache(SUBJECT, features)
     assert outcome.status is Status.RIGHT, outcome.detail
+
+
+@pytest.mark.slow
+def test_an_infinite_value_that_is_joined_to_its_key_is_no_score() -> None:
+    cache = PagedCache.create(batch=1, pages=2, page_size=4, max_pages=2, kv_heads=1, head_dim=8, dtype=jnp.float32,
+                              table=[[1, 0]])  # fmt: skip
+    key = jax.random.normal(jax.random.key(0), (1, 8, 1, 8))
+    cache = cache.append(key, key.at[0, 3, 0, 2].set(jnp.inf))
+    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error")
+    out = OperationRegistry.create("attnops-tpu:flash", metadata)(key[:, -1:], cache, mask=Causal()).attention_outputs
+    np.testing.assert_array_equal(np.isposinf(out[0, 0, 0]), np.arange(8) == 2)
+    assert not np.isnan(out).any()
 
 
 @pytest.mark.slow
@@ -84,14 +97,16 @@ def told(cache: Cache, T: int = 1, **options: object) -> list[str]:
 
 
 def test_layouts_that_a_tpu_would_copy_are_not_read_in_place() -> None:
-    def pages(page_size: int, head_dim: int = 128, value_head_dim: int | None = None) -> Cache:
+    def pages(page_size: int, head_dim: int = 128, value_head_dim: int | None = None, **options: int) -> Cache:
         return PagedCache.create(batch=2, pages=4, page_size=page_size, max_pages=2, kv_heads=2, head_dim=head_dim,
-                                 value_head_dim=value_head_dim)  # fmt: skip
+                                 value_head_dim=value_head_dim, **options)  # fmt: skip
 
-    assert told(pages(16)) == told(pages(48)) == told(pages(256, 256, 128)) == []
+    assert told(pages(16)) == told(pages(48)) == told(pages(256, 256, 128)) == told(pages(16, 64)) == []
     assert told(pages(8)) == ["page_size"]
-    assert told(pages(16, 64)) == ["head_dim", "value_head_dim"]
-    assert told(pages(16, 128, 80)) == ["value_head_dim"]
+    assert told(pages(16, 80)) == told(pages(16, 576, latent=512)) == ["width"]
+    assert told(pages(16, 80, width=256)) == told(pages(16, 576, latent=512, width=640)) == []
+    assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=64)) == ["head_dim", "value_head_dim"]
+    assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=64, width=128)) == []
     assert told(DenseCache.create(batch=2, length=100, kv_heads=2, head_dim=128)) == ["length"]
     assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=128)) == []
 

@@ -57,7 +57,7 @@ def test_a_step_updates_a_donated_cache_and_copies_none(generation: str) -> None
         lowered = jax.jit(step, donate_argnums=3).trace(*placed).lower(lowering_platforms=("tpu",))
         memory = lowered.compile().memory_analysis()
     store = placed[3].store
-    assert memory.alias_size_in_bytes >= 2 * (store.key.size + store.value.size)
+    assert memory.alias_size_in_bytes >= 2 * store.key.size
     tile = 512 * K * 128 * 2 * 2
     assert memory.temp_size_in_bytes < tile
 

@@ -153,7 +153,7 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
         *[rows(x.shape[1], LANES, x.dtype) for x in given.by_row],
         *[pltpu.VMEM((plan.buffers, plan.K, plan.bk, *x.shape[3:]), x.dtype) for x in sources],
         *([pltpu.VMEM((plan.buffers, by_key, plan.bk), jnp.int32)] if by_key else []),
-        pltpu.SMEM((2, 1, plan.piece), jnp.int32),
+        pltpu.SMEM((2 * plan.piece,), jnp.int32),
         pltpu.SMEM((STATE,), jnp.int32),
         pltpu.SemaphoreType.DMA((plan.buffers,)),
         pltpu.SemaphoreType.DMA((2,)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -101,18 +101,19 @@ class Kernel:
         lax.fori_loop(*self.stream.tiles(item), body, None)
         self._finish(item)
 
-    def _tile(self, tile: Tile, buffer: jax.Array, masked: bool) -> None:
+    def _tile(self, tile: Tile, buffer: jax.Array, masked: bool, starts: list[Callable[[], None]]) -> None:
         """Add the keys and values of a tile to the state, a part of its keys and a head at a time.
 
         The matrix unit works in program order: it computes the scores of the next parts while the weights of one are
         not there yet.
         """
+        between = Between(self.plan, starts)
         plan, ahead = self.plan, collections.deque[tuple[Part, jax.Array, Seen | None]]()
         lag = max(_AHEAD // (-(-plan.R // 8) * -(-plan.part // LANES)), 1)
         for start in range(0, plan.bk, plan.part):
             shared: tuple[jax.Array, Seen] | None = None
             for head in range(plan.K):
-                part = Part(self, tile, buffer, head, start, min(plan.part, plan.bk - start))
+                part = Part(self, tile, buffer, head, start, min(plan.part, plan.bk - start), between)
                 if masked and (shared is None or part.mask_varies_by_head):
                     visible = part.visible()
                     # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
@@ -124,6 +125,7 @@ class Kernel:
                     self._accumulate(*ahead.popleft())
         while ahead:
             self._accumulate(*ahead.popleft())
+        between.finish()
 
     def _scores(self, part: Part, visible: jax.Array | None) -> jax.Array:
         """The scores of a part, float32 [R, keys]."""
@@ -176,7 +178,12 @@ class Kernel:
         return self._load(array, part, slice(plan.value_start, plan.value_start + plan.value_lanes))
 
     def _load(self, array: int, part: Part, features: slice) -> jax.Array:
-        x = self.stream.buffers[array][part.buffer, part.head, part.keys, features]
+        ref, found = self.stream.buffers[array], []
+        step, stop = part.between.step, part.start + part.size
+        for start in range(part.start, stop, step):
+            found.append(ref[part.buffer, part.head, start : min(start + step, stop), features])
+            part.between.go_on()
+        x = found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
         return _floats(x, self.plan.stored).astype(self.plan.dtype)
 
     def _scale(self, array: int, part: Part) -> Any:
@@ -209,6 +216,29 @@ class Kernel:
                 self.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
 
 
+class Between:
+    """Starts of transfers that are spread between the loads of a tile: the compiler keeps them in this order.
+
+    Attributes:
+        step: keys a load.
+    """
+
+    def __init__(self, plan: Plan, starts: list[Callable[[], None]]) -> None:
+        self._starts, self._loads = collections.deque(starts), 2 * plan.K * -(-plan.bk // LANES)
+        self.step = LANES if starts else plan.part
+
+    def go_on(self) -> None:
+        """After a load: start some."""
+        for _ in range(-(-len(self._starts) // max(self._loads, 1))):
+            self._starts.popleft()()
+        self._loads -= 1
+
+    def finish(self) -> None:
+        """After the tile: start the rest."""
+        while self._starts:
+            self._starts.popleft()()
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """The scores [R, size] of a kv head and some keys of a tile.
@@ -220,6 +250,7 @@ class Part:
         head: the kv head.
         start: the first key, counted from the tile's first.
         size: how many keys.
+        between: what to start between loads.
     """
 
     kernel: Kernel
@@ -228,6 +259,7 @@ class Part:
     head: int
     start: int
     size: int
+    between: Between
 
     @property
     def keys(self) -> slice:

@@ -138,6 +138,15 @@ class Plan:
         return self.bk // self.unit
 
     @property
+    def spreads_starts(self) -> bool:
+        """Whether the transfers of a tile start between the loads of the one before it.
+
+        A start takes 4 bundles in which nothing else happens if they are together: pages of one kv head and 16 tokens
+        then take longer to ask for than to compute with. Of few transfers it takes longer to compute with loads apart.
+        """
+        return self.buffers > 2 and self.units >= 2 * self.K * -(-self.bk // LANES)
+
+    @property
     def nk(self) -> int:
         """Tiles of keys a row, the last of which may reach beyond S."""
         return -(-self.S // self.bk)

@@ -14,7 +14,7 @@ PIECE: Final = 128
 MAX_ITEMS: Final = 1 << 14
 # A unit of a storage without pages, and the most units a tile: each has transfers of its own.
 _UNIT: Final = 128
-_MAX_UNITS: Final = 64
+_MAX_UNITS: Final = 256
 # Rows of a tile of scores: more need more vector memory, fewer read keys more often.
 _ROWS: Final = 256
 # Scores of a part of a tile, which are in registers between two products: 16 registers of 64.

@@ -8,7 +8,8 @@ that no query sees is not transferred, and an item without keys starts no transf
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -56,6 +57,10 @@ class Tile(NamedTuple):
     is_full: jax.Array
 
 
+# Computes with a tile in a buffer; then whether it has something to mask, and what else to run meanwhile.
+Compute = Callable[[Tile, jax.Array, bool, list[Callable[[], None]]], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Stream:
     """The transfers of a core.
@@ -69,7 +74,8 @@ class Stream:
         by_key: values of masks and biases [B or 1, nk, rows, bk] in main memory; None for none.
         buffers: of the sources [buffers, K, bk, d], and [buffers, K, bk].
         by_key_buffer: [buffers, rows, bk].
-        pages: pieces of the table [2, 1, piece] in scalar memory.
+        pages: two pieces of the table, [2 · piece] in scalar memory: of one axis, so that the address of an entry is
+            a sum, not that of a row and a lane.
         state: in scalar memory, see `STATE`.
         arrived: semaphores [buffers].
         piece_arrived: semaphores [2].
@@ -116,13 +122,13 @@ class Stream:
         is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
         return Tile(item, self._row(item), index, first, stop, is_full)
 
-    def step(self, item: jax.Array, index: jax.Array, compute: Callable[[Tile, jax.Array, bool], None]) -> None:
+    def step(self, item: jax.Array, index: jax.Array, compute: Compute) -> None:
         """Start the transfer of the next tile of the stream, wait for this one, and compute with it.
 
         Args:
             item: of the grid step.
             index: of the tile.
-            compute: of the tile, its buffer, and whether it has something to mask.
+            compute: see `Compute`.
         """
         plan, tile, used = self.plan, self.tile(item, index), self.state[_USED]
         buffer = lax.rem(used, np.int32(plan.buffers))
@@ -130,20 +136,22 @@ class Stream:
         exists, ahead, target = self._next()
         is_whole = exists & (ahead.stop - ahead.first == plan.units)
 
-        # In one run of straight-line code, so that the compiler issues transfers while it computes.
+        # In one run of straight-line code, so that the compiler starts transfers while it computes.
         @pl.when(tile.is_full & is_whole)
         def _() -> None:
-            self._start_whole(ahead, target)
+            starts = self._starts_of_whole(ahead, target)
+            if not plan.spreads_starts:
+                _all(starts)
             self._wait_whole(tile, buffer)
-            compute(tile, buffer, False)
+            compute(tile, buffer, False, list(starts))
 
         @pl.when(~(tile.is_full & is_whole))
         def _() -> None:
-            pl.when(is_whole)(lambda: self._start_whole(ahead, target))
+            pl.when(is_whole)(lambda: _all(self._starts_of_whole(ahead, target)))
             pl.when(exists & ~is_whole)(lambda: self._each_unit(ahead, target, start=True))
             pl.when(tile.is_full)(lambda: self._wait_whole(tile, buffer))
             pl.when(~tile.is_full)(lambda: self._each_unit(tile, buffer, start=False))
-            compute(tile, buffer, True)
+            compute(tile, buffer, True, [])
 
     def start_next(self) -> None:
         """Start the transfer of the next tile of the stream, if there is one."""
@@ -187,21 +195,22 @@ class Stream:
 
     def _piece_copy(self, item: jax.Array, piece: jax.Array, slot: jax.Array) -> Any:
         pieces = -(-self.plan.nk * self.plan.units // self.plan.piece)
-        source = self.table.at[self._row(item) * pieces + piece]
-        return pltpu.make_async_copy(source, self.pages.at[slot], self.piece_arrived.at[slot])
+        source = self.table.at[self._row(item) * pieces + piece, 0]
+        target = self.pages.at[pl.ds(pl.multiple_of(slot * self.plan.piece, self.plan.piece), self.plan.piece)]
+        return pltpu.make_async_copy(source, target, self.piece_arrived.at[slot])
 
-    def _start_whole(self, tile: Tile, buffer: jax.Array) -> None:
-        """Start the transfers of all units of a tile."""
+    def _starts_of_whole(self, tile: Tile, buffer: jax.Array) -> Iterator[Callable[[], None]]:
+        """What starts the transfers of all units of a tile, one after the other."""
         if self.plan.is_paged:
             start_unit = self._starter(tile, buffer)
             for unit in range(self.plan.units):
-                start_unit(unit)
+                yield functools.partial(start_unit, unit)
         else:
             slots = pl.ds(pl.multiple_of(tile.number * self.plan.bk, self.plan.unit), self.plan.bk)
             for source, to in zip(self.sources, self.buffers, strict=True):
                 block = source.at[self.block + tile.row, :, slots]
-                pltpu.make_async_copy(block, to.at[buffer], self.arrived.at[buffer]).start()
-        self._start_by_key(tile, buffer)
+                yield pltpu.make_async_copy(block, to.at[buffer], self.arrived.at[buffer]).start
+        yield functools.partial(self._start_by_key, tile, buffer)
 
     def _wait_whole(self, tile: Tile, buffer: jax.Array) -> None:
         for to in self.buffers:
@@ -232,11 +241,12 @@ class Stream:
         """A function that starts the transfers of a unit of a tile, all of whose pages are in one piece."""
         plan, first = self.plan, tile.number * self.plan.units
         if plan.is_paged:
-            slot, first = lax.rem(self.state[_PIECE], np.int32(2)), lax.rem(first, np.int32(plan.piece))
+            slot = lax.rem(self.state[_PIECE], np.int32(2))
+            first = slot * plan.piece + lax.rem(first, np.int32(plan.piece))
 
         def start(unit: jax.Array | int) -> None:
             if plan.is_paged:
-                at: tuple[Any, ...] = (self.pages[slot, 0, first + unit],)
+                at: tuple[Any, ...] = (self.pages[first + unit],)
             else:
                 start = pl.multiple_of((first + unit) * plan.unit, plan.unit)
                 at = self.block + tile.row, slice(None), pl.ds(start, plan.unit)
@@ -280,3 +290,8 @@ class Stream:
 
     def _first_piece(self, item: jax.Array) -> jax.Array:
         return lax.div(self._first_tile(item) * self.plan.units, np.int32(self.plan.piece))
+
+
+def _all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

@@ -4,12 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-# Triton is for Linux alone, and jax-triton not yet for the newest JAX.
+# Triton is for Linux alone.
 PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
 TESTS := tests examples $(PLUGINS)
-# What exports to CUDA from a host without it; its dependencies, which are CUDA, are for hosts that have it.
+# What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
+# are for hosts that have it.
 LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	"jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"
+	"jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" \
+	"nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-cuda-nvcc>=13.5,<14"
 
 # At most four workers, of a gigabyte each. Each runs modules from its own half of the list, and helps out at the end.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal

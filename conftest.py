@@ -22,6 +22,7 @@ _cache = Path(os.environ.get("ATTNOPS_TEST_CACHE", Path(tempfile.gettempdir()) /
 # A machine of eight devices, for meshes; what runs on one of them is none the slower.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(_cache))
+os.environ.setdefault("ATTNOPS_TRITON_CACHE", str(_cache / "triton"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

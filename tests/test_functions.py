@@ -27,7 +27,7 @@ from attnops.testing.tolerance import assert_close, tolerance
 B, T, H, D = 1, 12, 2, 8
 I, J = np.ogrid[:T, :T]
 # Interpreted kernels for TPUs take seconds; a bound method on one is for every run.
-# jax-triton does not work with the newest JAX, where attnops-triton is therefore not installed.
+# Triton is for Linux alone.
 TRITON = ("triton",) if importlib.util.find_spec("attnops_triton") else ()
 BACKENDS = ("flash", "auto", "vanilla", pytest.param("tpu", marks=pytest.mark.slow), *TRITON)
 KINDS = ("mask", "bias")

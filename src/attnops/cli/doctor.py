@@ -15,11 +15,12 @@ from attnops.cli.installed import Installed, describe, find
 from attnops.cli.known_bad import Problem, known_problems
 from attnops.cli.output import print_heading, print_json, print_table, print_text
 from attnops.dispatch import plugins
+from attnops.dispatch.explain import find_reasons
 from attnops.dispatch.platforms import platform_of
 from attnops.dispatch.plugins import CORE, Plugin, State
 
 # The distributions whose versions matter; JAX's own plugins are found through their entry points.
-SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "jax-triton", "numpy")
+SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "numpy")
 
 # The distribution with kernels for a platform, in addition to the core.
 FOR_PLATFORM: Final = {"tpu": "attnops-tpu", "cuda": "attnops-triton", "rocm": "attnops-triton"}
@@ -96,6 +97,7 @@ def examine() -> Report:
     ]
     problems += [Problem(*trouble) for trouble in installed.troubles]
     problems += [Problem(text, "pip uninstall or disable one of them") for text in installed.ambiguous]
+    problems += _machine_problems(devices, installed.plugins)
     suggestions = _suggestions(devices, {plugin.distribution for plugin in installed.plugins})
     return Report(versions, backend, [str(d) for d in devices], checker, installed, problems, suggestions)
 
@@ -129,6 +131,21 @@ def _plugin_problems(found: tuple[Plugin, ...]) -> list[Problem]:
         )
         for (distribution, state, cause), names in broken.items()
     ]
+
+
+def _machine_problems(devices: list[Any], found: tuple[Plugin, ...]) -> list[Problem]:
+    """Why the kernels for this machine's accelerators can't run on it."""
+    problems = []
+    for platform in dict.fromkeys(platform_of(device) for device in devices):
+        for plugin in found:
+            if plugin.distribution == FOR_PLATFORM.get(platform):
+                problems += [
+                    Problem(
+                        f"{plugin.name} can't run on {platform}: {dataclasses.replace(reason, hint='')}", reason.hint
+                    )
+                    for reason in find_reasons(plugin, platform)
+                ]
+    return problems
 
 
 def _suggestions(devices: list[Any], distributions: set[str]) -> list[Problem]:

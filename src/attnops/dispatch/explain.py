@@ -229,6 +229,14 @@ def find_faults(plugin: Plugin) -> list[str]:
     return list(faults)
 
 
+def find_reasons(plugin: Plugin, platform: str) -> list[Reason]:
+    """Why a loaded class can't serve plain attention in bfloat16 on a platform of this machine."""
+    cls = plugin.operation_class
+    if cls is None or not issubclass(cls, OperationImpl):
+        return []
+    return border.make(cls, OperationMetadata(platform=platform)).reasons(_small_request(platform))
+
+
 def _ask_all(cls: type[BaseOperation], platform: str) -> None:
     try:
         operation = border.make(cls, OperationMetadata(platform=platform))
@@ -237,13 +245,17 @@ def _ask_all(cls: type[BaseOperation], platform: str) -> None:
     if not issubclass(cls, OperationImpl):
         operation.reasons(Request(platform=platform))
     else:
-        request = AttentionRequest(
-            platform=platform, batch=1, query_length=128, key_length=128, heads=2, kv_heads=2, head_dim=64,
-            value_head_dim=64,
-        )  # fmt: skip
+        request = _small_request(platform)
         border.rank(cls, request)
         operation.reasons(request)
     border.environment_key(operation)
+
+
+def _small_request(platform: str) -> AttentionRequest:
+    return AttentionRequest(
+        platform=platform, batch=1, query_length=128, key_length=128, heads=2, kv_heads=2, head_dim=64,
+        value_head_dim=64, dtypes=("bfloat16",) * 3,
+    )  # fmt: skip
 
 
 def _candidate(

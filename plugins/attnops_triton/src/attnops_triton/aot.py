@@ -13,19 +13,16 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import jax
 
+from attnops_triton.language.build import Program, Recipe, build, lowered
 from attnops_triton.language.launch import Launched, recording
-from attnops_triton.targets import SHARED_MEMORY, target
+from attnops_triton.targets import SHARED_MEMORY, capability, is_amd, target
 
 if TYPE_CHECKING:
     from attnops.typing import Function, PyTree
-
-_TYPES: Final = {
-    "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
-}  # fmt: skip
 
 # Instructions that multiply matrices or, for float32, numbers.
 PRODUCTS: Final = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "FFMA", "FFMA2")
@@ -41,7 +38,7 @@ class Binary:
         shared: bytes of shared memory a program.
         instructions: occurrences in the code, by the name up to the first dot.
         loop: the same for the first inner loop with products, which is over FULL tiles; empty on AMD.
-        asm: Triton's stages, text and binary.
+        text: PTX; on AMD the assembly.
     """
 
     registers: int
@@ -49,7 +46,7 @@ class Binary:
     shared: int
     instructions: collections.Counter[str]
     loop: collections.Counter[str]
-    asm: Any = dataclasses.field(repr=False)
+    text: str = dataclasses.field(repr=False)
 
     def count(self, *names: str) -> int:
         """The number of instructions with one of these names."""
@@ -66,50 +63,45 @@ def kernels(function: Function, arguments: Sequence[PyTree], arch: str) -> list[
     """
     with target(arch), recording() as launches:
         jax.eval_shape(function, *arguments)
-    return list({launched.kernel.text: launched for launched in launches}.values())
+    return list({launched.recipe: launched for launched in launches}.values())
 
 
-def compile_for(launched: Launched, arch: str) -> Binary:
+def compile_for(launched: Launched, arch: str, ptxas: Path | None = None) -> Binary:
     """A kernel as machine code.
+
+    Args:
+        launched: the kernel.
+        arch: the architecture.
+        ptxas: the assembler, for NVIDIA; None for that in Triton's package, which knows every architecture.
 
     Raises:
         ValueError: the architecture is unknown.
+        subprocess.CalledProcessError: the assembler refuses the kernel.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from attnops_triton.language.compat import jit
-
     if arch not in SHARED_MEMORY:
         raise ValueError(f"arch={arch!r} is unknown; use one of {list(SHARED_MEMORY)}")
-    amd = arch.startswith("gfx")
-    names = launched.kernel.parameters
-    source = ASTSource(
-        jit(launched.kernel),
-        signature={name: _TYPES[dtype] for name, dtype in zip(names, launched.dtypes, strict=True)},
-        constexprs={},
-        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(names))},
-    )
-    gpu = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    options = {"num_warps": launched.tiles.warps, "num_stages": launched.tiles.stages, "enable_fp_fusion": True}
-    with triton.knobs.cache.scope():
-        # jax-triton sets the folder to "", for which Triton's compiler fails.
-        triton.knobs.cache.dir = triton.knobs.cache.dir or triton.knobs.cache.get_triton_dir("cache")
-        compiled = triton.compile(source, target=gpu, options=options)
-    return _amd(compiled) if amd else _nvidia(compiled)
+    recipe = dataclasses.replace(launched.recipe, arch=arch)
+    return _amd(recipe) if is_amd(arch) else _nvidia(build(recipe), arch, ptxas)
 
 
-def _nvidia(compiled: Any) -> Binary:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
-        code = _run("nvdisasm", "-c", file.name)
+def _nvidia(program: Program, arch: str, ptxas: Path | None) -> Binary:
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_bytes(program.code)
+        # As jaxlib calls it.
+        accelerated = "a" if capability(arch) >= 90 else ""
+        given = (str(source), "-o", str(binary), f"-arch={arch}{accelerated}")
+        if ptxas is None:
+            _run("ptxas-blackwell" if capability(arch) >= 90 else "ptxas", *given)
+        else:
+            subprocess.run([str(ptxas), *given], check=True, capture_output=True, text=True)
+        usage = _run("cuobjdump", "--dump-resource-usage", str(binary))
+        code = _run("nvdisasm", "-c", str(binary))
     registers = int(re.findall(r"REG:(\d+)", usage)[-1])
     local = sum(int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("STACK", "LOCAL"))
     lines = code.splitlines()
-    return Binary(registers, local, compiled.metadata.shared, _count(lines), _inner_loop(lines), compiled.asm)
+    text = program.code.decode()
+    return Binary(registers, local, program.shared, _count(lines), _inner_loop(lines), text)
 
 
 def _inner_loop(lines: list[str]) -> collections.Counter[str]:
@@ -131,8 +123,9 @@ def _count(lines: list[str]) -> collections.Counter[str]:
     return collections.Counter(match[1] for match in names if match)
 
 
-def _amd(compiled: Any) -> Binary:
-    text = compiled.asm["amdgcn"]
+def _amd(recipe: Recipe) -> Binary:
+    modules, metadata = lowered(recipe)
+    text = modules["amdgcn"]
 
     def figure(name: str) -> int:
         return int(re.findall(rf"\.{name}:\s*(\d+)", text)[-1])
@@ -140,8 +133,7 @@ def _amd(compiled: Any) -> Binary:
     names = (re.match(r"\s+([vs]_\w+|ds_\w+|buffer_\w+|global_\w+)", line) for line in text.splitlines())
     counted = collections.Counter(match[1] for match in names if match)
     return Binary(
-        figure("vgpr_count"), figure("vgpr_spill_count"), compiled.metadata.shared, counted, collections.Counter(),
-        compiled.asm,
+        figure("vgpr_count"), figure("vgpr_spill_count"), metadata["shared"], counted, collections.Counter(), text
     )  # fmt: skip
 
 

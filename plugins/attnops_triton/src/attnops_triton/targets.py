@@ -1,4 +1,4 @@
-"""The GPU that kernels are compiled for, if it is not this machine's."""
+"""GPUs that kernels are compiled for: what a target needs, and the target if it is not this machine's GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ import jax
 SHARED_MEMORY: Final = {
     "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
 }  # fmt: skip
+
+# The first CUDA release whose assembler knows an NVIDIA target, and the PTX version of that release. Newer assemblers
+# read older PTX, so that a program of this version can be assembled wherever its target is known at all.
+_FIRST: Final = {
+    80: ((12, 0), 80), 100: ((12, 8), 87), 103: ((12, 9), 88), 120: ((12, 8), 87), 121: ((12, 9), 88),
+}  # fmt: skip
+
+# AMD's data centre GPUs, with matrix cores and 64 lanes a wave; RDNA has 32, and other matrix instructions.
+CDNA: Final = ("gfx90a", "gfx942", "gfx950")
 
 # Part of the key of JAX's cache of traced functions.
 _TARGET = jax.make_user_context(default_value="")
@@ -36,3 +45,32 @@ def target(arch: str) -> Iterator[None]:
         raise ValueError(f"arch={arch!r} is unknown; use one of {list(SHARED_MEMORY)}")
     with _TARGET(arch):
         yield
+
+
+def is_amd(arch: str) -> bool:
+    """Whether an architecture is AMD's."""
+    return arch.startswith("gfx")
+
+
+def capability(arch: str) -> int:
+    """The compute capability of an NVIDIA architecture, such as 90 for ``"sm_90"``."""
+    return int(arch.removeprefix("sm_"))
+
+
+def wave_size(arch: str) -> int:
+    """Threads of a warp, or of AMD's wave: 64 on GCN and CDNA, 32 on RDNA."""
+    return 64 if arch.startswith("gfx9") else 32
+
+
+def first_cuda(arch: str) -> tuple[int, int]:
+    """The first CUDA release that can assemble for an NVIDIA architecture."""
+    return _first(arch)[0]
+
+
+def ptx_version(arch: str) -> int:
+    """The PTX version of programs for an NVIDIA architecture, such as 80 for 8.0; 0 on AMD."""
+    return 0 if is_amd(arch) else _first(arch)[1]
+
+
+def _first(arch: str) -> tuple[tuple[int, int], int]:
+    return _FIRST[max(known for known in _FIRST if known <= max(80, capability(arch)))]

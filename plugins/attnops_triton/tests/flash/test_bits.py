@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_triton.flash.bits import is_translatable
-from attnops_triton.flash.tile_schedule import TileSchedule, tile_schedule
+from attnops_triton.flash.tile_schedule import Layout, TileSchedule, tile_schedule
 
 from attnops.biases import RelativePosition
 from attnops.masks import Causal, Coverage, Lengths, Mask, MaskFn, SlidingWindow
@@ -99,8 +99,8 @@ def test_bits_of_partial_tiles_alone() -> None:
         seen.append([list(map(int, x)) for x in at])
         return jnp.zeros((len(at[0]), 16, 1), jnp.int32)
 
-    schedule: TileSchedule = tile_schedule(coverage, pack)
+    schedule: TileSchedule = tile_schedule(coverage, Layout.LISTED, pack)
     assert seen[-1][2:] == [[0, 1, 2, 2], [0, 1, 1, 2]]
     assert schedule.first.tolist() == [0, 1, 2]
-    tile_schedule(coverage.swapaxes(2, 3), pack, by_key=True)
+    tile_schedule(coverage.swapaxes(2, 3), Layout.LISTED, pack, by_key=True)
     assert seen[-1][2:] == [[0, 1, 2, 2], [0, 1, 1, 2]], "queries and keys, row by row of keys"

@@ -148,8 +148,8 @@ def _write_by_query(
     write: Writer, plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> int:
     bq, bk, scoring = plan.by_query.bq, plan.by_query.bk, plan.scoring
-    tile = Tile.make(write, plan, bq, bk, operands)
-    ragged = plan.T % bq != 0
+    tile = Tile.make(write, plan, plan.by_query, operands)
+    ragged = not tile.even
     programs = place_by_query(write, plan, bq)
     write(f"q0 = row * {bq}")
     tile.queries()
@@ -164,7 +164,7 @@ def _write_by_query(
         write(f"dq_bias{i} = tl.full([{bq}], 0.0, tl.float32)")
 
     def body(masked: bool) -> None:
-        edge = masked and plan.S % bk != 0
+        edge = masked and not tile.even
         tile.keys()
         tile.load("k", "kv", plan.K, "k", plan.D, edge)
         tile.load_values("kv", edge)
@@ -184,13 +184,13 @@ def _write_by_query(
         for i in range(len(plan.chunks(plan.D))):
             tile.dot(f"dq_{i}", "ds", f"k_{i}", add=True)
 
-    tile_loops(write, schedule, "kv0", bk, body)
+    tile_loops(write, schedule, "kv0", bk, tile.even, body)
     for i in range(len(plan.chunks(plan.D))):
         write(f"dq_{i} = dq_{i} * {number(float(plan.scale))}")
     tile.store("dq", "dq", "q", plan.H, "h", plan.D, f"tl.{plan.gradient_dtype}")
     for i in wanted:
-        masked = f", mask=qi < {plan.T}" if ragged else ""
-        write(f"tl.store({base(f'dq_bias{i}', (plan.B, plan.H, plan.T))} + qi, dq_bias{i}{masked})")
+        masked = ", mask=qi < T" if ragged else ""
+        write(f"tl.store({base(write, f'dq_bias{i}', '', plan.H, 'T')} + qi, dq_bias{i}{masked})")
     return programs
 
 
@@ -198,8 +198,8 @@ def _write_by_key(
     write: Writer, plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> int:
     bq, bk, scoring = plan.by_key.bq, plan.by_key.bk, plan.scoring
-    tile = Tile.make(write, plan, bq, bk, operands, transposed=True)
-    ragged = plan.S % bk != 0
+    tile = Tile.make(write, plan, plan.by_key, operands, transposed=True)
+    ragged = not tile.even
     programs = place_by_key(write, plan, bk)
     write(f"kv0 = row * {bk}")
     tile.keys()
@@ -210,7 +210,7 @@ def _write_by_key(
             write(f"{name}_{i} = tl.full([{bk}, {width}], 0.0, tl.float32)")
 
     def body(masked: bool) -> None:
-        edge = masked and plan.T % bq != 0
+        edge = masked and not tile.even
         tile.queries()
         tile.load("q", "q", plan.H, "h", plan.D, edge)
         tile.load_values("q", edge)
@@ -244,10 +244,10 @@ def _write_by_key(
         tile.load_values("kv", ragged)
         for i in wanted:
             write(f"dk_bias{i} = tl.full([{bk}], 0.0, tl.float32)")
-        tile_loops(write, schedule, "q0", bq, body)
+        tile_loops(write, schedule, "q0", bq, tile.even, body)
         for i in wanted:
-            masked = f", mask=ki < {plan.S}" if ragged else ""
-            write(f"tl.store({base(f'dk_bias{i}', (plan.B, plan.H, plan.S))} + ki, dk_bias{i}{masked})")
+            masked = ", mask=ki < S" if ragged else ""
+            write(f"tl.store({base(write, f'dk_bias{i}', '', plan.H, 'S')} + ki, dk_bias{i}{masked})")
     for i in range(len(plan.chunks(plan.D))):
         write(f"dk_{i} = dk_{i} * {number(float(plan.scale))}")
     tile.store("dk", "dk", "kv", plan.K, "k", plan.D, f"tl.{plan.gradient_dtype}")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from attnops.kernels import one_by_one
 from attnops_triton.flash.backward import Inputs, input_operands, recompute_weights, score_gradients
-from attnops_triton.flash.operands import Arrays, Operand, base
+from attnops_triton.flash.operands import Arrays, Operand
 from attnops_triton.flash.plan import Plan, cdiv
 from attnops_triton.flash.tile import Tile
 from attnops_triton.flash.tile_schedule import EveryTile
@@ -30,13 +30,15 @@ def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, tiles: EveryTile)
     operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
     outputs = {"d_array": jax.ShapeDtypeStruct(shape, jnp.float32)}
     write, sizes = Writer(), plan.by_score
-    tile = Tile.make(write, plan, sizes.bq, sizes.bk, operands)
+    tile = Tile.make(write, plan, sizes, operands)
     rows, columns = cdiv(plan.T, sizes.bq), cdiv(plan.S, sizes.bk)
+    write.integer("rows", rows)
+    write.integer("columns", columns)
     write(
         "pid = tl.program_id(0)",
-        f"row = pid // {columns} % {rows}",
-        f"column = pid % {columns}",
-        f"lead = pid // {rows * columns}",
+        "row = pid // columns % rows",
+        "column = pid % columns",
+        "lead = pid // (rows * columns)",
         f"q0 = row * {sizes.bq}",
         f"kv0 = column * {sizes.bk}",
         f"acc = tl.full({tile.shape}, 0.0, tl.float32)",
@@ -44,12 +46,11 @@ def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, tiles: EveryTile)
     tile.queries()
     tile.keys()
     batches, heads = (1 if size > 1 else full for size, full in zip(shape, (plan.B, plan.H), strict=False))
-    with write.block(f"for r in range(0, {batches * heads}):"):
+    with write.block(f"for r in range(0, {write.integer('batches', batches)} * {heads}):"):
         write(f"b = lead // {shape[1]} + r // {heads}", f"h = lead % {shape[1]} + r % {heads}")
         _add(tile, operands)
-    edge = f"mask=(qx < {plan.T}) & (kx < {plan.S})"
-    at = f"d_array_ptr + lead.to(tl.int64) * {plan.T * plan.S} + q0.to(tl.int64) * {plan.S} + kv0.to(tl.int64)"
-    write(f"tl.store({at} + (qx - q0) * {plan.S} + (kx - kv0), acc, {edge})")
+    at = "d_array_ptr + lead.to(tl.int64) * T * S + q0.to(tl.int64) * S + kv0.to(tl.int64)"
+    write(f"tl.store({at} + (qx - q0) * S + (kx - kv0), acc, mask=(qx < T) & (kx < S))")
     programs = shape[0] * shape[1] * rows * columns
     return launch(plan, sizes, write, "attnops_flash_array_gradient", operands, outputs, programs)["d_array"]
 
@@ -70,23 +71,25 @@ def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, tiles: EveryTile)
     operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
     write, sizes = Writer(), plan.by_score
     n = sizes.bq
-    tile = Tile.make(write, plan, n, n, operands)
+    tile = Tile.make(write, plan, sizes, operands)
     rows, columns = cdiv(plan.T, n), cdiv(plan.S, n)
     diagonals = rows + columns - 1
     outputs = {"sums": jax.ShapeDtypeStruct((plan.H, diagonals, n, n), jnp.float32)}
+    write.integer("rows", rows)
+    write.integer("columns", columns)
     write(
         "pid = tl.program_id(0)",
-        f"h = pid // {diagonals}",
-        f"ahead = pid % {diagonals} - {rows - 1}",
+        "h = pid // (rows + columns - 1)",
+        "ahead = pid % (rows + columns - 1) - (rows - 1)",
         "first = tl.maximum(0, -ahead)",
-        f"last = tl.minimum({rows}, {columns} - ahead)",
+        "last = tl.minimum(rows, columns - ahead)",
         f"acc = tl.full({tile.shape}, 0.0, tl.float32)",
     )
     with write.block("for r in range(first, last):"):
         write("row = r + 0", "column = row + ahead", f"q0 = row * {n}", f"kv0 = column * {n}")
         tile.queries()
         tile.keys()
-        with write.block(f"for batch in range(0, {plan.B}):"):
+        with write.block(f"for batch in range(0, {write.integer('batches', plan.B)}):"):
             write("b = h * 0 + batch")
             _add(tile, operands)
     i = f"tl.arange(0, {n})"
@@ -102,12 +105,11 @@ def _tile_operands(tiles: EveryTile) -> list[Operand]:
 def _add(tile: Tile, operands: list[Operand]) -> None:
     """Add the gradient of the tile's scores to ``acc``."""
     write, plan = tile.write, tile.plan
-    shape = tile.shapes["coverage"]
-    at = f"{base('coverage', shape)} + row * {shape[3]} + column"
+    at = f"{tile.base('coverage', 'rows * columns')} + row * columns + column"
     with write.block(f"if tl.load({at}) > 0:"):
         write(f"k = h // {plan.G}")
         if plan.packed:
-            write(f"bits_at = tl.load({base('numbers', shape)} + row * {shape[3]} + column)")
+            write(f"bits_at = tl.load({tile.base('numbers', 'rows * columns')} + row * columns + column)")
         tile.load("q", "q", plan.H, "h", plan.D, True)
         tile.load("d_out", "q", plan.H, "h", plan.Dv, True)
         tile.load_values("", False)

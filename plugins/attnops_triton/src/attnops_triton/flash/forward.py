@@ -58,8 +58,8 @@ def forward(
 
 def _write(write: Writer, plan: Plan, operands: list[Operand], schedule: TileSchedule) -> int:
     bq, bk, scoring = plan.forward.bq, plan.forward.bk, plan.scoring
-    tile = Tile.make(write, plan, bq, bk, operands)
-    ragged = plan.T % bq != 0
+    tile = Tile.make(write, plan, plan.forward, operands)
+    ragged = not tile.even
     chunks = range(len(plan.chunks(plan.Dv)))
     programs = place_by_query(write, plan, bq)
     write(f"q0 = row * {bq}")
@@ -72,7 +72,7 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], schedule: TileSch
         write(f"acc_{i} = tl.full([{bq}, {width}], 0.0, tl.float32)")
 
     def body(masked: bool) -> None:
-        edge = masked and plan.S % bk != 0
+        edge = masked and not tile.even
         tile.keys()
         tile.load("k", "kv", plan.K, "k", plan.D, edge)
         tile.load_values("kv", edge)
@@ -103,7 +103,7 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], schedule: TileSch
             tile.dot(f"acc_{i}", "p", f"v_{i}", add=True)
         write("m = m_new")
 
-    tile_loops(write, schedule, "kv0", bk, body)
+    tile_loops(write, schedule, "kv0", bk, tile.even, body)
     _write_result(tile, ragged)
     return programs
 
@@ -118,7 +118,7 @@ def _write_result(tile: Tile, ragged: bool) -> None:
     factor = 1 / (1 - scoring.dropout_prob)
     if scoring.sinks:
         write(
-            f"given = tl.load({base('sinks', tile.shapes['sinks'])})",
+            f"given = tl.load({tile.base('sinks', '1')})",
             f"sink = tl.minimum(given * {number(1 / plan.score_unit)}, 3e38)",
             "m_new = tl.maximum(m, sink)",
             f"alpha = tl.exp2((m - m_new) * {unit})",
@@ -133,7 +133,6 @@ def _write_result(tile: Tile, ragged: bool) -> None:
     for i in chunks:
         write(f"acc_{i} = acc_{i} * factor[:, None]")
     tile.store("out", "acc", "q", plan.H, "h", plan.Dv, f"tl.{plan.out_dtype}")
-    masked = f", mask=qi < {plan.T}" if ragged else ""
-    shape = (plan.B, plan.H, plan.T)
-    write(f'tl.store({base("m", shape)} + qi, tl.where(seen, m, float("-inf")){masked})')
-    write(f"tl.store({base('log2_sum', shape)} + qi, tl.log2(l){masked})")
+    masked = ", mask=qi < T" if ragged else ""
+    write(f'tl.store({base(write, "m", "", plan.H, "T")} + qi, tl.where(seen, m, float("-inf")){masked})')
+    write(f"tl.store({base(write, 'log2_sum', '', plan.H, 'T')} + qi, tl.log2(l){masked})")

@@ -19,42 +19,35 @@ def place_by_query(write: Writer, plan: Plan, bq: int) -> int:
     The last rows, which are the longest of a causal mask, come first, for as many heads at a time as fit the cache. The
     query heads of a kv head are neighbours.
     """
-    rows, heads = cdiv(plan.T, bq), plan.B * plan.H
+    rows = cdiv(plan.T, bq)
     per_head = plan.S * (plan.D + plan.Dv) * plan.itemsize
-    section = max(1, _CACHE // per_head) * plan.G
-    write("pid = tl.program_id(0)")
-    if section >= heads:
-        write(f"row = {rows - 1} - pid // {heads}", f"bh = pid % {heads}")
-    else:
-        write(
-            f"section = pid // {section * rows}",
-            f"within = pid % {section * rows}",
-            f"size = tl.minimum({section}, {heads} - section * {section})",
-            f"row = {rows - 1} - within // size",
-            f"bh = section * {section} + within % size",
-        )
-    write(f"b = bh // {plan.H}", f"h = bh % {plan.H}", f"k = h // {plan.G}")
-    return rows * heads
+    _place(write, rows, plan.B * plan.H, max(1, _CACHE // per_head) * plan.G)
+    write("row = rows - 1 - place", f"b = bh // {plan.H}", f"h = bh % {plan.H}", f"k = h // {plan.G}")
+    return rows * plan.B * plan.H
 
 
 def place_by_key(write: Writer, plan: Plan, bk: int) -> int:
     """Write ``b``, ``k`` and ``row`` of a program for one tile of keys. Returns the number of programs."""
-    rows, heads = cdiv(plan.S, bk), plan.B * plan.K
+    rows = cdiv(plan.S, bk)
     per_head = plan.T * plan.G * (plan.D + plan.Dv) * plan.itemsize
-    section = max(1, _CACHE // per_head)
-    write("pid = tl.program_id(0)")
-    if section >= heads:
-        write(f"row = pid // {heads}", f"bk = pid % {heads}")
-    else:
-        write(
-            f"section = pid // {section * rows}",
-            f"within = pid % {section * rows}",
-            f"size = tl.minimum({section}, {heads} - section * {section})",
-            "row = within // size",
-            f"bk = section * {section} + within % size",
-        )
-    write(f"b = bk // {plan.K}", f"k = bk % {plan.K}")
-    return rows * heads
+    _place(write, rows, plan.B * plan.K, max(1, _CACHE // per_head))
+    write("row = place", f"b = bh // {plan.K}", f"k = bh % {plan.K}")
+    return rows * plan.B * plan.K
+
+
+def _place(write: Writer, rows: int, heads: int, together: int) -> None:
+    """Write ``place``, of ``rows``, and ``bh``, of all heads of all batches: ``together`` heads at a time."""
+    write.integer("rows", rows)
+    write.integer("heads", heads)
+    write.integer("together", min(together, heads))
+    write(
+        "pid = tl.program_id(0)",
+        "section = pid // (together * rows)",
+        "within = pid % (together * rows)",
+        "size = tl.minimum(together, heads - section * together)",
+        "place = within // size",
+        "bh = section * together + within % size",
+    )
 
 
 def schedule_operands(schedule: TileSchedule) -> list[Operand]:
@@ -63,7 +56,9 @@ def schedule_operands(schedule: TileSchedule) -> list[Operand]:
     return [Operand(name, array) for name, array in named if array is not None]
 
 
-def tile_loops(write: Writer, schedule: TileSchedule, first: str, block: int, body: Callable[[bool], None]) -> None:
+def tile_loops(
+    write: Writer, schedule: TileSchedule, first: str, block: int, even: bool, body: Callable[[bool], None]
+) -> None:
     """Write loops over the active tiles of ``row``: FULL ones, then PARTIAL ones.
 
     Args:
@@ -71,27 +66,25 @@ def tile_loops(write: Writer, schedule: TileSchedule, first: str, block: int, bo
         schedule: the active tiles.
         first: name of the variable for a tile's first token, which the loops set.
         block: tokens a tile.
+        even: whether no tile reaches beyond the last token.
         body: writes the computation of a tile; its argument is whether the tile is masked.
     """
-    if schedule.constant is None or schedule.words is not None:
-        which = " + ".join(
-            [f"b * {schedule.map_shape[1]}"] * (schedule.map_shape[0] > 1) + ["h"] * (schedule.map_shape[1] > 1)
-        )
-        write(f"map_row = ({which or '0'}) * {schedule.rows} + row")
+    if schedule.constant is None:
+        by_batch = write.integer("map_batch", schedule.map_shape[1] * (schedule.map_shape[0] > 1))
+        which = f"b * {by_batch}" + " + h" * (schedule.map_shape[1] > 1)
+        write(f"map_row = ({which}) * {write.integer('rows', schedule.rows)} + row")
     if schedule.columns is not None:
-        write(f"columns_at = columns_ptr + map_row.to(tl.int64) * {schedule.width}")
-    for masked, wanted in ((False, schedule.any_full), (True, schedule.any_partial)):
-        if not wanted:
+        write(f"columns_at = columns_ptr + map_row.to(tl.int64) * {write.integer('width', schedule.width)}")
+    for masked in (False, True):
+        if masked and schedule.constant is not None and even:
             continue
-        at = 2 * masked
-        if schedule.constant is not None:
-            start, stop = str(schedule.constant[at]), str(schedule.constant[at + 1])
-        else:
-            start, stop = ("partial_start", "partial_stop") if masked else ("full_start", "full_stop")
-            write(
-                f"{start} = tl.load(ranges_ptr + map_row * 4 + {at})",
-                f"{stop} = tl.load(ranges_ptr + map_row * 4 + {at + 1})",
-            )
+        names = ("partial_start", "partial_stop") if masked else ("full_start", "full_stop")
+        for i, name in enumerate(names, 2 * masked):
+            if schedule.constant is not None:
+                write.integer(name, schedule.constant[i])
+            else:
+                write(f"{name} = tl.load(ranges_ptr + map_row * 4 + {i})")
+        start, stop = names
         with write.block(f"for i in range({start}, {stop}):"):
             column = "i" if schedule.columns is None else "tl.load(columns_at + i)"
             write(f"{first} = {column} * {block}")

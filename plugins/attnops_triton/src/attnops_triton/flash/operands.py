@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops_triton.flash.plan import Plan
+from attnops_triton.language.source import Writer
 
 if TYPE_CHECKING:
     from attnops.typing import Array
@@ -59,14 +60,16 @@ def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
     return operands
 
 
-def base(name: str, shape: tuple[int, ...], b: str = "b", h: str = "h") -> str:
-    """The pointer to the elements of a batch and a head in an array [B or 1, H or 1, …]."""
-    each = 1
-    for size in shape[2:]:
-        each *= size
-    text = f"{name}_ptr"
-    if shape[0] > 1:
-        text += f" + {b}.to(tl.int64) * {shape[1] * each}"
-    if shape[1] > 1:
-        text += f" + {h}.to(tl.int64) * {each}"
-    return text
+def base(write: Writer, name: str, batched: str, heads: int, each: str) -> str:
+    """The pointer to the elements of batch ``b`` and head ``h`` in an array [B or 1, heads or 1, …].
+
+    Args:
+        write: the kernel's lines.
+        name: of the array.
+        batched: an expression, 1 if the array has a row for each batch, 0 if all share one; empty for 1.
+        heads: the second dimension of the array.
+        each: how many elements a batch and head has, a product of lengths.
+    """
+    b = f"(b * {batched})" if batched else "b"
+    text = f"{name}_ptr + {b}.to(tl.int64) * {heads} * {each}"
+    return f"{text} + h.to(tl.int64) * {each}" if heads > 1 else text

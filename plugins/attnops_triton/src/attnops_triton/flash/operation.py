@@ -60,7 +60,7 @@ class TritonFlashAttention(FlashAttention):
         """See `attnops.BaseOperation.unsupported`."""
         yield from missing(request.interpret)
         if not request.interpret:
-            yield from _too_little(request)
+            yield from _other_gpu(request)
         for name in ("block_q", "block_k"):
             block = getattr(self.metadata, name)
             if block is not None and (block < 16 or block & (block - 1)):
@@ -104,16 +104,22 @@ class TritonFlashAttention(FlashAttention):
         return TritonFlash()
 
 
-def _too_little(request: Request) -> Iterable[Reason]:
-    """Reasons why this machine's GPU, if it has one, is too small."""
+def _other_gpu(request: Request) -> Iterable[Reason]:
+    """Reasons why kernels can't run on the GPU that they would be compiled for, if there is one."""
     from attnops_triton.flash.tile_sizes import known
+    from attnops_triton.language import assembler
     from attnops_triton.language.compat import device_arch
-    from attnops_triton.targets import SHARED_MEMORY, current
+    from attnops_triton.targets import CDNA, SHARED_MEMORY, current, is_amd
 
     arch = current() or device_arch()
+    if is_amd(arch) and arch not in CDNA:
+        yield Reason("GPU", arch, f"must be one of {', '.join(CDNA)}, whose matrix instructions the kernels use")
     if arch.startswith("sm_") and int(arch.removeprefix("sm_")) < 80:
         yield Reason("GPU", arch, "must be at least sm_80, whose products and memory the kernels are written for")
-    elif arch.startswith("sm_") and isinstance(request, AttentionRequest) and set(request.dtypes) not in _HALVES:
+        return
+    if arch.startswith("sm_") and not current():
+        yield from assembler.reasons(arch)
+    if arch.startswith("sm_") and isinstance(request, AttentionRequest) and set(request.dtypes) not in _HALVES:
         # Operands of float32 products are in shared memory: tiles of query, key, value and output, of 16 tokens each.
         least, most = 4 * 16 * 2 * (request.head_dim + request.value_head_dim), SHARED_MEMORY[known(arch)]
         if least > most:

@@ -13,7 +13,8 @@ from attnops.masks import Mask, block_map
 from attnops_triton.flash.bits import Pack, packed_map_shape, packer
 from attnops_triton.flash.operands import Arrays, value_layout
 from attnops_triton.flash.plan import Plan, Tiles
-from attnops_triton.flash.tile_schedule import TileSchedules, every_tile, tile_schedule
+from attnops_triton.flash.sizes import is_even
+from attnops_triton.flash.tile_schedule import Layout, TileSchedules, every_tile, layout_of, tile_schedule
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -49,17 +50,21 @@ def arrays(plan: Plan, call: FlashCall) -> Arrays:
 
 def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
     """The schedules of all kernels."""
+    layout = layout_of(mask)
     coverage, pack = _coverage(mask, plan, plan.forward)
-    forward = tile_schedule(ragged(coverage, 3, plan.S % plan.forward.bk), pack)
+    forward = tile_schedule(ragged(coverage, 3, plan.S % plan.forward.bk), layout, pack)
     by_query = by_score = None
     if (plan.by_query.bq, plan.by_query.bk) != (plan.forward.bq, plan.forward.bk):
         coverage, pack = _coverage(mask, plan, plan.by_query)
-        by_query = tile_schedule(ragged(coverage, 3, plan.S % plan.by_query.bk), pack)
+        by_query = tile_schedule(ragged(coverage, 3, plan.S % plan.by_query.bk), layout, pack)
     if plan.scoring.table or plan.scoring.array:
         by_score = every_tile(*_coverage(mask, plan, plan.by_score))
     coverage, pack = _coverage(mask, plan, plan.by_key)
     coverage = ragged(coverage, 2, plan.T % plan.by_key.bq).swapaxes(2, 3)
-    return TileSchedules(forward, by_query, tile_schedule(coverage, pack, by_key=True), by_score)
+    if layout is Layout.RANGES and not is_even(plan, plan.by_key):
+        # The diagonal is PARTIAL, and so is the last row.
+        layout = Layout.LISTED
+    return TileSchedules(forward, by_query, tile_schedule(coverage, layout, pack, by_key=True), by_score)
 
 
 def _coverage(mask: Mask | None, plan: Plan, tiles: Tiles) -> tuple[Array, Pack | None]:

@@ -18,7 +18,8 @@ from attnops.dropout import dropout_threshold, spread_of_keys
 from attnops.kernels import Elementwise
 from attnops_triton.flash.bits import WORD
 from attnops_triton.flash.operands import Operand, base
-from attnops_triton.flash.plan import LOG2E, Plan, cdiv
+from attnops_triton.flash.plan import LOG2E, Plan, Tiles, cdiv
+from attnops_triton.flash.sizes import is_even
 from attnops_triton.language.source import Writer, number
 from attnops_triton.language.translate import TYPES, derivative, tanh, traced, translate
 
@@ -35,7 +36,9 @@ class Tile:
         plan: of the call.
         bq: queries a tile.
         bk: keys a tile.
+        even: whether no tile reaches beyond the last token.
         shapes: of the kernel's operands, by name.
+        batched: by name, an expression that is 1 if an operand has a row for each batch, and else 0.
         transposed: whether keys come before queries.
     """
 
@@ -43,15 +46,26 @@ class Tile:
     plan: Plan
     bq: int
     bk: int
+    even: bool
     shapes: Mapping[str, tuple[int, ...]]
+    batched: Mapping[str, str]
     transposed: bool = False
 
     @classmethod
     def make(
-        cls, write: Writer, plan: Plan, bq: int, bk: int, operands: Sequence[Operand], transposed: bool = False
+        cls, write: Writer, plan: Plan, tiles: Tiles, operands: Sequence[Operand], transposed: bool = False
     ) -> Tile:
         """The tile of a kernel with these operands."""
-        return cls(write, plan, bq, bk, {o.name: tuple(o.array.shape) for o in operands}, transposed)
+        write.integer("T", plan.T)
+        write.integer("S", plan.S)
+        bits = write.integer("batched", sum((o.array.shape[0] > 1) << i for i, o in enumerate(operands)))
+        batched = {o.name: f"({bits} >> {i} & 1)" for i, o in enumerate(operands)}
+        shapes = {o.name: tuple(o.array.shape) for o in operands}
+        return cls(write, plan, tiles.bq, tiles.bk, is_even(plan, tiles), shapes, batched, transposed)
+
+    def base(self, name: str, each: str) -> str:
+        """The pointer to the elements of ``b`` and ``h`` in an array [B or 1, H or 1, …], see `operands.base`."""
+        return base(self.write, name, self.batched.get(name, ""), self.shapes[name][1], each)
 
     @property
     def shape(self) -> str:
@@ -80,8 +94,8 @@ class Tile:
         length, first, index = self._of(axis)
         stride = heads * dim
         # Under `jax.vmap` all slices may share one batch.
-        batch = f" + b.to(tl.int64) * {length * stride}" if self.shapes[name][0] > 1 else ""
-        at = f"{name}_ptr{batch} + {head}.to(tl.int64) * {dim}"
+        batch = f"(b * {self.batched[name]}).to(tl.int64) * {length} * {stride}"
+        at = f"{name}_ptr + {batch} + {head}.to(tl.int64) * {dim}"
         self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
         for i, (start, width) in enumerate(self.plan.chunks(dim)):
             columns = f"({start} + tl.arange(0, {width}))[None, :]"
@@ -93,9 +107,9 @@ class Tile:
         """Store the chunks ``values_0``, ``values_1`` where `load` would load them from."""
         length, first, index = self._of(axis)
         stride = heads * dim
-        at = f"{name}_ptr + b.to(tl.int64) * {length * stride} + {head}.to(tl.int64) * {dim}"
+        at = f"{name}_ptr + b.to(tl.int64) * {length} * {stride} + {head}.to(tl.int64) * {dim}"
         self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
-        edge = length % (self.bq if axis == "q" else self.bk) != 0
+        edge = not self.even
         for i, (start, width) in enumerate(self.plan.chunks(dim)):
             columns = f"({start} + tl.arange(0, {width}))[None, :]"
             conditions = [f"({index} < {length})[:, None]"] * edge + [f"({columns} < {dim})"] * (start + width > dim)
@@ -103,20 +117,20 @@ class Tile:
             at = f"{name}_at + ({index} - {first})[:, None] * {stride} + {columns}"
             self.write(f"tl.store({at}, {values}_{i}.to({dtype}){masked})")
 
-    def load_token(self, name: str, shape: tuple[int, ...], axis: str, edge: bool) -> None:
+    def load_token(self, name: str, axis: str, edge: bool) -> None:
         """Load the tile's elements of an array [B or 1, H or 1, T or S] as ``name``, broadcasting to the tile.
 
         The last token's element is repeated beyond the ragged end: a function might divide by 0.
         """
         length, _, index = self._of(axis)
-        index = f"tl.minimum({index}, {length - 1})" if edge else index
-        self.write(f"{name} = tl.load({base(name, shape)} + {index}){self.broadcast(axis)}")
+        index = f"tl.minimum({index}, {length} - 1)" if edge else index
+        self.write(f"{name} = tl.load({self.base(name, length)} + {index}){self.broadcast(axis)}")
 
     def load_statistics(self, edge: bool) -> None:
         """Load the backward pass's values by query: ``m``, ``log2_sum`` and ``delta``, [bq] each."""
         for name, other in (("m", 'float("inf")'), ("log2_sum", "0.0"), ("delta", "0.0")):
-            masked = f", mask=qi < {self.plan.T}, other={other}" if edge else ""
-            self.write(f"{name} = tl.load({base(name, self.shapes[name])} + qi{masked})")
+            masked = f", mask=qi < T, other={other}" if edge else ""
+            self.write(f"{name} = tl.load({self.base(name, 'T')} + qi{masked})")
 
     def load_values(self, axis: str, edge: bool) -> None:
         """Load the values of masks, biases and dropout by query, by key, or by head.
@@ -134,15 +148,15 @@ class Tile:
                 if (own := next((a for a in ("q", "kv") if a in axes), "")) != axis:
                     continue
                 if own:
-                    self.load_token(name, self.shapes[name], own, edge)
+                    self.load_token(name, own, edge)
                 else:
-                    self.write(f"{name} = tl.load({base(name, self.shapes[name])})")
+                    self.write(f"{name} = tl.load({self.base(name, '1')})")
                 if np.dtype(dtype) == np.bool_:
                     self.write(f"{name} = {name} != 0")
                 elif np.dtype(dtype).itemsize != 4:
                     self.write(f"{name} = {name}.to({TYPES[np.dtype(dtype).name]})")
         if axis == "q" and scoring.dropout_prob:
-            self.load_token("dropout", self.shapes["dropout"], "q", edge)
+            self.load_token("dropout", "q", edge)
 
     def product(self, name: str, queries: str, keys: str, dim: int) -> None:
         """Write ``name``, the products of rows of queries and of keys, summed over the chunks of ``dim``."""
@@ -175,19 +189,16 @@ class Tile:
             (biased,) = translate(write, traced(scoring.bias, 0), self._arguments("bias", scoring.bias))
             write("unbiased = s", f"s = {biased} + tl.full({self.shape}, 0.0, tl.float32)")
         if scoring.table:
-            table = base("table", self.shapes["table"])
-            inside = f"(kx < {self.plan.S}) & (qx < {self.plan.T})"
-            write(f"s = s + tl.load({table} + (kx - qx + {self.plan.T - 1}), mask={inside}, other=0.0)")
+            table = self.base("table", "(T + S - 1)")
+            write(f"s = s + tl.load({table} + (kx - qx + (T - 1)), mask=(kx < S) & (qx < T), other=0.0)")
         if scoring.array:
             write(f"s = s + {self.by_score('array', '0.0')}.to(tl.float32)")
 
     def by_score(self, name: str, other: str) -> str:
         """The load of a tile of an array [B or 1, H or 1, T, S], as Triton source."""
-        T, S = self.plan.T, self.plan.S
-        corner = f"{base(name, self.shapes[name])} + q0.to(tl.int64) * {S} + kv0.to(tl.int64)"
-        conditions = [f"(qx < {T})"] * (T % self.bq != 0) + [f"(kx < {S})"] * (S % self.bk != 0)
-        masked = f", mask={' & '.join(conditions)}, other={other}" if conditions else ""
-        return f"tl.load({corner} + (qx - q0) * {S} + (kx - kv0){masked})"
+        corner = f"{self.base(name, 'T * S')} + q0.to(tl.int64) * S + kv0.to(tl.int64)"
+        masked = "" if self.even else f", mask=(qx < T) & (kx < S), other={other}"
+        return f"tl.load({corner} + (qx - q0) * S + (kx - kv0){masked})"
 
     def allowed(self, edge: bool) -> bool:
         """Write ``ok``, which scores are not masked, for PARTIAL tiles. Returns False, without ``ok``, if all are.
@@ -204,11 +215,11 @@ class Tile:
             conditions += translate(write, traced(scoring.mask, scoring.dense), arguments)
         if plan.packed:
             conditions.append(self.bits())
-        if edge and plan.S % self.bk:
-            conditions.append(f"(kx < {plan.S})")
-        if scoring.has_fully_masked_tokens and plan.T % self.bq:
+        if edge and not self.even:
+            conditions.append("(kx < S)")
+        if scoring.has_fully_masked_tokens and not self.even:
             # A query beyond the last must not make a key look seen.
-            conditions.append(f"(qx < {plan.T})")
+            conditions.append("(qx < T)")
         if not conditions:
             return False
         write(f"ok = {' & '.join(conditions)} & tl.full({self.shape}, 1, tl.int1)")
@@ -276,15 +287,13 @@ class Tile:
         return wanted
 
     def _arguments(self, prefix: str, function: Elementwise, scores: str = "s") -> list[str]:
-        plan = self.plan
-        b = "b" if plan.inner == plan.B else f"(b % {plan.inner})"
+        b = f"(b % {self.write.integer('inner', self.plan.inner)})"
         # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
-        q = f"tl.minimum(qx, {plan.T - 1})" if plan.T % self.bq else "qx"
-        kv = f"tl.minimum(kx, {plan.S - 1})" if plan.S % self.bk else "kx"
+        q, kv = ("qx", "kx") if self.even else ("tl.minimum(qx, T - 1)", "tl.minimum(kx, S - 1)")
         return [scores, b, "h", q, kv, *(f"{prefix}{i}" for i in range(len(function.values)))]
 
-    def _of(self, axis: str) -> tuple[int, str, str]:
-        return (self.plan.T, "q0", "qi") if axis == "q" else (self.plan.S, "kv0", "ki")
+    def _of(self, axis: str) -> tuple[str, str, str]:
+        return ("T", "q0", "qi") if axis == "q" else ("S", "kv0", "ki")
 
     def broadcast(self, axis: str) -> str:
         """The subscript that broadcasts a variable by query or by key to the tile."""

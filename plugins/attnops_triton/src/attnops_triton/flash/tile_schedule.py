@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.kernels import Foldable
-from attnops.masks import Coverage
+from attnops.masks import Causal, Coverage, Mask
 from attnops_triton.flash.bits import Pack
 
 if TYPE_CHECKING:
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["ranges", "columns", "words", "first"],
-    meta_fields=["map_shape", "rows", "width", "constant", "any_full", "any_partial"],
+    meta_fields=["map_shape", "rows", "width", "constant"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
     """The active tiles of each row. A pytree.
 
-    If in every row the FULL columns are contiguous, and the PARTIAL ones too, two ranges of columns suffice, as for
-    causal masks and windows. Otherwise the ranges index a list of columns.
+    Which of its arrays there are depends on the kind of mask, see `Layout`, so that one kernel serves all lengths.
 
     Attributes:
         ranges: int32 [maps · rows · 4], start and stop of FULL, start and stop of PARTIAL; None with ``constant``.
@@ -36,9 +36,7 @@ class TileSchedule(Foldable):
         map_shape: how many batches and heads the maps have, each 1 or all.
         rows: rows of a map.
         width: columns listed a row; 0 without a list.
-        constant: the ranges, if they are the same for every row; else None.
-        any_full: whether any tile may be FULL.
-        any_partial: whether any tile may be PARTIAL.
+        constant: the ranges, without a mask, where they are the same for every row; else None.
         words: int32 [tiles, bq, words a query], the bits of PARTIAL tiles, row by row; None unless the mask is packed.
         first: int32 [maps · rows], the index of a row's first PARTIAL tile in ``words``.
     """
@@ -49,15 +47,13 @@ class TileSchedule(Foldable):
     rows: int
     width: int
     constant: tuple[int, int, int, int] | None
-    any_full: bool
-    any_partial: bool
     words: Array | None = None
     first: Array | None = None
 
     def fold(self, batched: PyTree, n: int, B: int) -> TileSchedule:
         """See `attnops.kernels.vmap.Foldable.fold`."""
         is_shared = not any((batched.ranges, batched.columns, batched.words, batched.first))
-        if is_shared and (self.map_shape[0] == 1 or (self.constant is not None and self.words is None)):
+        if is_shared and (self.map_shape[0] == 1 or self.constant is not None):
             return self
 
         def folded(x: Leaf, is_batched: PyTree) -> Leaf:
@@ -95,30 +91,45 @@ class EveryTile(NamedTuple):
     numbers: Array | None
 
 
-def tile_schedule(coverage: Array, pack: Pack | None = None, by_key: bool = False) -> TileSchedule:
+class Layout(enum.Enum):
+    """How a schedule names the active tiles of a row."""
+
+    CONSTANT = "two ranges of columns, the same for all rows"
+    RANGES = "two ranges of columns for each row"
+    LISTED = "a list of columns for each row"
+
+
+def layout_of(mask: Mask | None) -> Layout:
+    """The layout for a kind of mask: FULL columns of a causal mask are contiguous, and so are its PARTIAL ones."""
+    return Layout.CONSTANT if mask is None else Layout.RANGES if type(mask) is Causal else Layout.LISTED
+
+
+def tile_schedule(coverage: Array, layout: Layout, pack: Pack | None = None, by_key: bool = False) -> TileSchedule:
     """The schedule of a block map.
 
     Args:
         coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`. A numpy array if the mask is known when
             tracing; a traced one is sorted at run time, in O(rows · columns) integers.
+        layout: of the mask. What is traced, or not contiguous, is listed.
         pack: the function that computes the bits of tiles, for a packed mask; for traced coverage, of all tiles.
         by_key: whether rows are tiles of keys and columns tiles of queries, or the reverse.
     """
     if pack is not None:
         given = pack
         pack = (lambda b, h, row, column: given(b, h, column, row)) if by_key else given
-    return _known(coverage, pack) if isinstance(coverage, np.ndarray) else _traced(coverage, pack)
+    return _known(coverage, layout, pack) if isinstance(coverage, np.ndarray) else _traced(coverage, pack)
 
 
-def _known(coverage: NumpyArray, pack: Pack | None) -> TileSchedule:
+def _known(coverage: NumpyArray, layout: Layout, pack: Pack | None) -> TileSchedule:
     *maps, rows, columns = coverage.shape
-    schedule = _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]))
-    if pack is None or not schedule.any_partial:
+    schedule = _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]), layout)
+    if pack is None:
         return schedule
     is_partial = coverage == Coverage.PARTIAL
     count = is_partial.sum(axis=3).reshape(-1)
     first = jnp.asarray(np.cumsum(count) - count, jnp.int32)
-    return dataclasses.replace(schedule, words=pack(*np.nonzero(is_partial)), first=first)
+    at = np.nonzero(is_partial) if is_partial.any() else [np.zeros(1, np.int32)] * 4
+    return dataclasses.replace(schedule, words=pack(*at), first=first)
 
 
 def _traced(coverage: Array, pack: Pack | None) -> TileSchedule:
@@ -134,7 +145,7 @@ def _traced(coverage: Array, pack: Pack | None) -> TileSchedule:
         words = pack(b, h, row, order.reshape(-1))
         first = (n_full + (np.arange(n_full.size, dtype=np.int32) * columns).reshape(n_full.shape)).reshape(-1)
     return TileSchedule(
-        ranges.reshape(-1), order.reshape(-1), (maps[0], maps[1]), rows, columns, None, True, True, words, first
+        ranges.reshape(-1), order.reshape(-1), (maps[0], maps[1]), rows, columns, None, words, first
     )  # fmt: skip
 
 
@@ -153,25 +164,23 @@ def every_tile(coverage: Array, pack: Pack | None = None) -> EveryTile:
     return EveryTile(jnp.asarray(coverage), pack(*at), jnp.asarray(numbers, jnp.int32))
 
 
-def _static(coverage: NumpyArray, maps: tuple[int, int]) -> TileSchedule:
+def _static(coverage: NumpyArray, maps: tuple[int, int], layout: Layout) -> TileSchedule:
     rows = coverage.shape[1]
     is_full, is_partial = coverage == Coverage.FULL, coverage == Coverage.PARTIAL
-    full, partial = bool(is_full.any()), bool(is_partial.any())
     column_ranges = [_column_range(kind) for kind in (is_full, is_partial)]
-    if all(contiguous for _, _, contiguous in column_ranges):
+    if layout is not Layout.LISTED and all(contiguous for _, _, contiguous in column_ranges):
         bounds = [bound for start, stop, _ in column_ranges for bound in (start, stop)]
         ranges = np.stack(bounds, axis=2).astype(np.int32)
-        first = ranges.reshape(-1, 4)[0]
-        if (ranges == first).all():
-            a, b, c, d = (int(x) for x in first)
-            return TileSchedule(None, None, maps, rows, 0, (a, b, c, d), full, partial)
-        return TileSchedule(jnp.asarray(ranges.reshape(-1)), None, maps, rows, 0, None, full, partial)
+        if layout is Layout.CONSTANT:
+            a, b, c, d = (int(x) for x in ranges.reshape(-1, 4)[0])
+            return TileSchedule(None, None, maps, rows, 0, (a, b, c, d))
+        return TileSchedule(jnp.asarray(ranges.reshape(-1)), None, maps, rows, 0, None)
     n_full, n_partial = is_full.sum(axis=2), is_partial.sum(axis=2)
     width = max(1, int((n_full + n_partial).max()))
     order = np.argsort(_rank(coverage), axis=2, kind="stable")[..., :width]
     ranges = np.stack([np.zeros_like(n_full), n_full, n_full, n_full + n_partial], axis=2)
     flat, columns_of = (jnp.asarray(x.reshape(-1).astype(np.int32)) for x in (ranges, order))
-    return TileSchedule(flat, columns_of, maps, rows, width, None, full, partial)
+    return TileSchedule(flat, columns_of, maps, rows, width, None)
 
 
 def _column_range(kind: NumpyArray) -> tuple[NumpyArray, NumpyArray, bool]:

@@ -1,4 +1,4 @@
-"""All code that depends on the versions of jax-triton and Triton."""
+"""Kernels as Triton's compiler takes them, and the GPU as JAX names it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import hashlib
 import linecache
 from typing import TYPE_CHECKING, Any
 
-from attnops_triton import versions
 from attnops_triton.language.source import Kernel
 
 if TYPE_CHECKING:
-    import jax
-
-    from attnops.typing import Function, PyTree
+    from attnops.typing import Function
 
 
 @functools.lru_cache(maxsize=1024)
@@ -43,27 +40,6 @@ def jit(kernel: Kernel) -> Any:
     return triton.JITFunction(function(kernel))
 
 
-def triton_call(
-    kernel: Function, shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int, name: str,
-    warps: int, stages: int, capability: int | None,
-    *arrays: jax.Array,
-) -> PyTree:  # fmt: skip
-    """`jax_triton.triton_call`, with results of these shapes."""
-    import jax_triton
-
-    # Off by default from Triton 3.10 on; without it every multiply-add is two instructions.
-    fusion = {"enable_fp_fusion": True}
-    if versions.release(versions.version_of("jax-triton") or "0") < (0, 4):
-        given: dict[str, Any] = {"out_shape": shapes, **fusion}
-    else:
-        # In this version an unknown keyword becomes a parameter of the kernel.
-        given = {"out_type": shapes, "backend_options": fusion}
-    return jax_triton.triton_call(
-        *arrays, kernel=kernel, grid=(programs,), name=name, num_warps=warps, num_stages=stages,
-        compute_capability=capability, **given,
-    )  # fmt: skip
-
-
 def device_arch() -> str:
     """The architecture of this machine's GPU, such as ``"sm_90"`` or ``"gfx942"``; empty without one."""
     import jax
@@ -72,7 +48,8 @@ def device_arch() -> str:
         devices = jax.devices("gpu")
     except RuntimeError:
         return ""
-    capability = str(getattr(devices[0], "compute_capability", ""))
+    # AMD's may name features too, as in "gfx942:sramecc+:xnack-".
+    capability = str(getattr(devices[0], "compute_capability", "")).split(":")[0]
     if not capability or capability.startswith("gfx"):
         return capability
     return f"sm_{capability.replace('.', '')}"

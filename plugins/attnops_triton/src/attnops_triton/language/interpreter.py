@@ -18,24 +18,29 @@ if TYPE_CHECKING:
 _LOCK = threading.Lock()
 
 
-def interpreted(kernel: Kernel, shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int, *arrays: jax.Array) -> PyTree:
+def interpreted(
+    kernel: Kernel, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
+    *arrays: jax.Array,
+) -> PyTree:  # fmt: skip
     """A kernel's results. They are initialised to NaN, so that missing stores are noticed."""
 
     def run(*given: PyTree) -> tuple[NumpyArray, ...]:
         results = tuple(_unwritten(shape) for shape in shapes)
-        run_on_host(kernel, programs, [np.ascontiguousarray(x) for x in given], list(results))
+        run_on_host(kernel, integers, programs, [np.ascontiguousarray(x) for x in given], list(results))
         return results
 
     return jax.pure_callback(run, shapes, *arrays, vmap_method="sequential")
 
 
-def run_on_host(kernel: Kernel, programs: int, arrays: list[NumpyArray], results: list[NumpyArray]) -> None:
+def run_on_host(
+    kernel: Kernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+) -> None:
     """Interpret a kernel, which writes to ``results``."""
     from triton.runtime.interpreter import InterpretedFunction
 
     with _LOCK, np.errstate(all="ignore"):
         InterpretedFunction(function(kernel)).run(
-            *(Buffer(x) for x in (*arrays, *results)), grid=(programs,), warmup=False
+            *(Buffer(x) for x in (*arrays, *results)), *integers, grid=(programs,), warmup=False
         )
 
 

@@ -1,4 +1,4 @@
-"""Run a kernel: compiled and launched by jax-triton, or interpreted on the host."""
+"""Run a kernel: compiled for a GPU, or interpreted on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from attnops.kernels import equally_varying
 from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import Plan, Tiles
-from attnops_triton.language.source import Kernel, Writer
+from attnops_triton.flash.sizes import divisible
+from attnops_triton.language.build import Recipe
+from attnops_triton.language.source import Writer
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
@@ -28,15 +30,15 @@ class Launched:
     """A kernel and its launch parameters.
 
     Attributes:
-        kernel: the kernel.
-        dtypes: names of the dtypes of its parameters.
+        recipe: of its program.
+        integers: the integer arguments.
         tiles: tile sizes, warps and stages.
         plan: of the call.
         programs: the size of the grid.
     """
 
-    kernel: Kernel
-    dtypes: tuple[str, ...]
+    recipe: Recipe
+    integers: tuple[int, ...]
     tiles: Tiles
     plan: Plan
     programs: int
@@ -72,28 +74,24 @@ def launch(
         outputs: shapes and dtypes of the outputs, by parameter.
         programs: the size of the grid.
     """
-    from attnops_triton.language.compat import jit, triton_call
+    from attnops_triton.language.call import triton_call
     from attnops_triton.language.interpreter import interpreted
 
     kernel = write.kernel(name, [f"{x}_ptr" for x in (*(o.name for o in operands), *outputs)])
     arrays, shapes = [operand.array for operand in operands], tuple(outputs.values())
+    dtypes = tuple(x.dtype.name for x in (*arrays, *shapes))
+    recipe = Recipe(kernel, dtypes, divisible(plan, tiles), tiles.warps, tiles.stages, plan.arch)
+    integers = tuple(write.integers.values())
     record = _RECORD.value
     if record is not None:
-        record.launched.append(Launched(kernel, tuple(x.dtype.name for x in (*arrays, *shapes)), tiles, plan, programs))
+        record.launched.append(Launched(recipe, integers, tiles, plan, programs))
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
     run: Function
     if plan.interpret:
-        run = functools.partial(interpreted, kernel, shapes, programs)
+        run = functools.partial(interpreted, kernel, integers, shapes, programs)
     else:
-        run = functools.partial(
-            triton_call, jit(kernel), shapes, programs, name, tiles.warps, tiles.stages, capability(plan.arch)
-        )
+        run = functools.partial(triton_call, recipe, integers, shapes, programs)
     return dict(zip(outputs, _varying_like(run(*arrays), arrays), strict=True))
-
-
-def capability(arch: str) -> int | None:
-    """The compute capability for jax-triton; None for that of this machine's GPU."""
-    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else None
 
 
 def _varying_like(results: PyTree, arrays: list[Array]) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""Kernels as Triton source, written for one plan: shapes are literals, and unused features are left out."""
+"""Kernels as Triton source: unused features are left out, and what differs between calls of a model is an argument."""
 
 from __future__ import annotations
 
@@ -13,20 +13,28 @@ class Kernel:
 
     Attributes:
         name: of the function.
-        parameters: names of pointers, inputs first.
+        pointers: names of its first parameters, pointers, inputs first.
+        integers: names of the other parameters, integers.
         text: of the function, without a decorator.
     """
 
     name: str
-    parameters: tuple[str, ...]
+    pointers: tuple[str, ...]
+    integers: tuple[str, ...]
     text: str
 
 
 class Writer:
-    """The lines of a kernel."""
+    """The lines of a kernel.
+
+    Attributes:
+        lines: of the function.
+        integers: the integer arguments, by parameter.
+    """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.integers: dict[str, int] = {}
         self._depth = 1
         self._fresh = 0
 
@@ -42,15 +50,21 @@ class Writer:
         yield
         self._depth -= 1
 
+    def integer(self, name: str, value: int) -> str:
+        """The name of an integer parameter whose argument is a value; the text is the same for other values."""
+        if self.integers.setdefault(name, int(value)) != value or not 0 <= value < 2**31:
+            raise ValueError(f"{name}={value}, and {self.integers[name]} before: must be one value of 32 bits")
+        return name
+
     def fresh(self) -> str:
         """An unused variable name."""
         self._fresh += 1
         return f"t{self._fresh}"
 
-    def kernel(self, name: str, parameters: list[str]) -> Kernel:
+    def kernel(self, name: str, pointers: list[str]) -> Kernel:
         """The kernel of all lines."""
-        head = f"def {name}({', '.join(parameters)}):"
-        return Kernel(name, tuple(parameters), "\n".join([head, *self.lines, ""]))
+        head = f"def {name}({', '.join([*pointers, *self.integers])}):"
+        return Kernel(name, tuple(pointers), tuple(self.integers), "\n".join([head, *self.lines, ""]))
 
 
 def number(x: float) -> str:

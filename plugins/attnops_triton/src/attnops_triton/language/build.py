@@ -1,0 +1,167 @@
+"""Kernels compiled to programs: PTX for NVIDIA GPUs, code objects for AMD's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+import threading
+import time
+from typing import Any, Final
+
+from attnops_triton import versions
+from attnops_triton.language import store
+from attnops_triton.language.source import Kernel
+from attnops_triton.targets import capability, is_amd, ptx_version, wave_size
+
+_POINTERS: Final = {
+    "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
+}  # fmt: skip
+_LOCK: Final = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything that a program's code depends on, but for the versions of the compilers.
+
+    Attributes:
+        kernel: its text.
+        dtypes: names of the dtypes of its arrays.
+        divisible: names of its integer arguments that are multiples of 16.
+        warps: warps a program.
+        stages: stages of the software pipeline.
+        arch: such as ``"sm_90"``.
+    """
+
+    kernel: Kernel
+    dtypes: tuple[str, ...]
+    divisible: frozenset[str]
+    warps: int
+    stages: int
+    arch: str
+
+    def key(self) -> str:
+        """A name of the program, which no other program has, from these or other versions of the compilers."""
+        parts = (
+            self.kernel.text, self.dtypes, sorted(self.divisible), self.warps, self.stages, self.arch,
+            ptx_version(self.arch), wave_size(self.arch), store.FORMAT,
+            *(versions.version_of(name) for name in ("triton", "attnops-triton")),
+        )  # fmt: skip
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled kernel.
+
+    Attributes:
+        name: of the function in the code.
+        threads: of a program.
+        shared: bytes of shared memory a program.
+        code: PTX, or a code object.
+    """
+
+    name: str
+    threads: int
+    shared: int
+    code: bytes = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass
+class Counts:
+    """What `build` did in this process.
+
+    Attributes:
+        compiled: programs that Triton compiled.
+        read: programs read from the cache on disk.
+        seconds: spent on both.
+    """
+
+    compiled: int = 0
+    read: int = 0
+    seconds: float = 0.0
+
+
+counts: Final = Counts()
+
+
+def build(recipe: Recipe) -> Program:
+    """The program of a recipe: of this process, from the cache on disk, or compiled."""
+    with _LOCK:
+        return _build(recipe)
+
+
+@functools.lru_cache(maxsize=4096)
+def _build(recipe: Recipe) -> Program:
+    start = time.perf_counter()
+    key = recipe.key()
+    stored = store.read(key)
+    if stored is None:
+        program = compiled(recipe)
+        fields = dataclasses.asdict(program)
+        store.write(key, fields.pop("code"), fields)
+        counts.compiled += 1
+    else:
+        code, fields = stored
+        program = Program(**fields, code=code)
+        counts.read += 1
+    counts.seconds += time.perf_counter() - start
+    return program
+
+
+def compiled(recipe: Recipe) -> Program:
+    """The program of a recipe, by Triton's compiler, without its assembler.
+
+    Raises:
+        NotImplementedError: the program needs memory that launching does not allocate.
+    """
+    name, arch = recipe.kernel.name, recipe.arch
+    modules, metadata = lowered(recipe)
+    if metadata.get("global_scratch_size"):
+        raise NotImplementedError(f"{name} for {arch} needs scratch memory, which launching does not allocate")
+    if is_amd(arch):
+        return Program(metadata["name"], recipe.warps * wave_size(arch), metadata["shared"], modules["hsaco"])
+    # A program may have more threads than were asked for, where warps specialise.
+    threads = int(re.findall(r"\.reqntid (\d+)", modules["ptx"])[0])
+    return Program(metadata["name"], threads, metadata["shared"], modules["ptx"].encode())
+
+
+def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Triton's stages, each a module, a text or a binary, and its metadata."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
+
+    from attnops_triton.language.compat import jit
+
+    kernel, arch = recipe.kernel, recipe.arch
+    amd = is_amd(arch)
+    types = [_POINTERS[name] for name in recipe.dtypes] + ["i32"] * len(kernel.integers)
+    names = (*kernel.pointers, *kernel.integers)
+    aligned = [i for i, name in enumerate(names) if i < len(kernel.pointers) or name in recipe.divisible]
+    source = ASTSource(
+        jit(kernel), signature=dict(zip(names, types, strict=True)), constexprs={},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )  # fmt: skip
+    target = GPUTarget("hip" if amd else "cuda", arch if amd else capability(arch), wave_size(arch))
+    backend = make_backend(target)
+    # Fusion is off by default from Triton 3.10 on; without it every multiply-add is two instructions.
+    given: dict[str, Any] = {"num_warps": recipe.warps, "num_stages": recipe.stages, "enable_fp_fusion": True}
+    options = backend.parse_options(given if amd else given | {"ptx_version": ptx_version(arch)})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    module: Any = source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    modules: dict[str, Any] = {}
+    metadata: dict[str, Any] = {"target": target, **vars(options)}
+    for stage, lower in stages.items():
+        if stage != "cubin":
+            module = modules[stage] = lower(module, metadata)
+    return modules, metadata

@@ -1,0 +1,116 @@
+"""The call of a compiled kernel in a JAX program, by jaxlib's launcher of Triton kernels.
+
+The kernel is compiled when the program is lowered. jaxlib assembles it when it first runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import tempfile
+import zlib
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from attnops_triton import versions
+from attnops_triton.language.build import Program, Recipe, build
+from attnops_triton.targets import capability, is_amd
+
+if TYPE_CHECKING:
+    from attnops.typing import JaxprLike, PyTree
+
+# Threads of what jaxlib calls a warp.
+_WARP: Final = {"cuda": 32, "rocm": 64}
+
+
+def triton_call(
+    recipe: Recipe, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
+    *arrays: jax.Array,
+) -> PyTree:  # fmt: skip
+    """Run a kernel.
+
+    Args:
+        recipe: of the kernel; its ``arch`` may be empty, for this machine's GPU.
+        integers: the integer arguments.
+        shapes: of the results.
+        programs: the size of the grid.
+        arrays: the inputs.
+    """
+    return _call.bind(*arrays, recipe=recipe, integers=integers, shapes=shapes, programs=programs)
+
+
+_call = Primitive("attnops_triton_call")
+_call.multiple_results = True
+
+
+@_call.def_abstract_eval  # type: ignore[untyped-decorator]
+def _abstract(*_: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], **__: Any) -> list[Any]:
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes]
+
+
+@_call.def_impl  # type: ignore[untyped-decorator]
+def _run(*arrays: jax.Array, **params: Any) -> PyTree:
+    return _jitted(*params.items())(*arrays)
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(*params: tuple[str, Any]) -> Any:
+    return jax.jit(functools.partial(_call.bind, **dict(params)))
+
+
+def _lower(
+    platform: str, context: JaxprLike, *operands: Any,
+    recipe: Recipe, integers: tuple[int, ...], shapes: tuple[Any, ...], programs: int,
+) -> Any:  # fmt: skip
+    from jaxlib import gpu_triton as launcher
+
+    from attnops_triton.language.compat import device_arch
+
+    exports = context.module_context.lowering_parameters.for_export
+    arch = recipe.arch or device_arch()
+    if not arch:
+        raise ValueError(
+            "kernels are compiled for one GPU, and this machine has none: "
+            'use `with attnops_triton.targets.target("sm_90"):` for another machine\'s'
+        )
+    if is_amd(arch) and exports:
+        raise NotImplementedError(
+            "jax.export can't hold these kernels for AMD GPUs, since jaxlib reads their code from a file of this "
+            'process; export OperationRegistry.create("attnops:flash")'
+        )
+    if not hasattr(launcher, "TritonKernel"):
+        raise ModuleNotFoundError(
+            "jaxlib's launcher of Triton kernels is missing: pip install --no-deps "
+            f"jax-cuda13-plugin=={versions.version_of('jaxlib')}"
+        )
+    program = build(dataclasses.replace(recipe, arch=arch))
+    parameters = [launcher.create_array_parameter(0, 16) for _ in recipe.dtypes]
+    parameters += [launcher.create_scalar_parameter(value, "i32") for value in integers]
+    kernel = launcher.TritonKernel(
+        program.name, program.threads // _WARP[platform], 1, program.shared, _code(program, arch), "",
+        0 if is_amd(arch) else capability(arch),
+    )  # fmt: skip
+    call = launcher.TritonKernelCall(kernel, programs, 1, 1, parameters)
+    opaque = zlib.compress(call.to_proto(recipe.kernel.name, b""))
+    if versions.release(versions.version_of("jaxlib") or "0") < (0, 11, 1):
+        rule = jax.ffi.ffi_lowering("triton_kernel_call", api_version=2, backend_config=opaque)  # type: ignore[arg-type]
+        return rule(context, *operands)
+    return jax.ffi.ffi_lowering("triton_kernel_call_ffi", api_version=4)(context, *operands, opaque=opaque)
+
+
+for _platform in _WARP:
+    mlir.register_lowering(_call, functools.partial(_lower, _platform), platform=_platform)
+
+
+def _code(program: Program, arch: str) -> str:
+    """The code as jaxlib takes it: PTX, or the name of a file with a code object, which it deletes after reading."""
+    if not is_amd(arch):
+        return program.code.decode()
+    descriptor, path = tempfile.mkstemp(suffix=".hsaco")
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(program.code)
+    return path

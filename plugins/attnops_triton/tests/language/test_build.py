@@ -1,0 +1,107 @@
+"""Programs are compiled once, for all processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attnops_triton import versions
+from attnops_triton.language import build, store
+from attnops_triton.language.build import Program, Recipe
+from attnops_triton.language.source import Kernel
+
+TEXT = "def copy(x_ptr, y_ptr, n):\n    tl.store(y_ptr, tl.load(x_ptr) + n)\n"
+COPY = Kernel("copy", ("x_ptr", "y_ptr"), ("n",), TEXT)
+RECIPE = Recipe(COPY, ("int32", "int32"), frozenset(), 4, 2, "sm_90")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the cache, empty; this process has built nothing."""
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "counts", build.Counts())
+    build._build.cache_clear()
+    return tmp_path / "cache"
+
+
+def counted(recipe: Recipe) -> tuple[int, int]:
+    """How many programs were compiled and read so far, after building this one."""
+    assert build.build(recipe).threads == 32 * recipe.warps
+    return build.counts.compiled, build.counts.read
+
+
+def test_a_program_is_compiled_once_and_then_read(folder: Path) -> None:
+    assert counted(RECIPE) == (1, 0)
+    assert counted(RECIPE) == (1, 0)
+    build._build.cache_clear()
+    assert counted(RECIPE) == (1, 1)
+    (file,) = [path for path in folder.rglob("*") if path.is_file()]
+    file.write_bytes(file.read_bytes()[:-1])
+    build._build.cache_clear()
+    assert counted(RECIPE) == (2, 1), "a damaged file is replaced"
+    build._build.cache_clear()
+    assert counted(RECIPE) == (2, 2)
+
+
+def test_the_target_the_specialisation_and_the_versions_are_part_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = [
+        {}, {"arch": "sm_80"}, {"divisible": frozenset("n")}, {"warps": 8}, {"stages": 3},
+        {"dtypes": ("int32", "uint32")},
+        {"kernel": dataclasses.replace(COPY, text=COPY.text + "\n")},
+    ]  # fmt: skip
+    keys = [dataclasses.replace(RECIPE, **fields).key() for fields in changed]
+    for name in ("triton", "attnops-triton"):
+        monkeypatch.setattr(versions, "version_of", {name: "9"}.get)
+        keys.append(RECIPE.key())
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("value", ["", "/proc/none"])
+def test_without_a_folder_nothing_is_stored(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(store.VARIABLE, value)
+    store.write("key", b"code", {})
+    assert store.read("key") is None
+
+
+def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(store.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert store.folder() == Path("/somewhere/attnops-triton")
+
+
+def test_what_is_stored_is_what_is_read(folder: Path) -> None:
+    program = Program("copy", 128, 0, b"code\nof several\nlines")
+    fields = dataclasses.asdict(program)
+    store.write("key", fields.pop("code"), fields)
+    assert store.read("key") == (program.code, fields)
+
+
+PROCESS = """
+import jax, jax.numpy as jnp
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
+from attnops_triton.language.build import counts
+from attnops_triton.targets import target
+
+operation = OperationRegistry.create("attnops-triton:flash", OperationMetadata(platform="cuda"))
+unchecked = [jax.export.DisabledSafetyCheck.custom_call(name)
+             for name in ("triton_kernel_call", "triton_kernel_call_ffi")]
+with target("sm_80"):
+    for n in (64, 1024, 100, 1500):
+        x = jax.ShapeDtypeStruct((1, n, 2, 16), jnp.float16)
+        program = jax.jit(lambda x: operation(x, x, x, mask=Causal()).attention_outputs)
+        jax.export.export(program, platforms=["cuda"], disabled_checks=unchecked)(x)
+print(counts.compiled, counts.read)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(folder: Path) -> None:
+    printed = [
+        subprocess.run([sys.executable, "-c", PROCESS], check=True, capture_output=True, text=True).stdout.split()
+        for _ in range(2)
+    ]
+    assert printed == [["2", "0"], ["0", "2"]]

@@ -65,9 +65,7 @@ def marks(name: str, arch: str) -> list[pytest.MarkDecorator]:
 REFUSED = {((576, 512, "float32"), "sm_86")}
 
 
-def compiled(
-    case: CompileCase, arch: str, assemblers: tuple[Path, ...] = ASSEMBLERS
-) -> list[tuple[Launched, Binary]]:
+def compiled(case: CompileCase, arch: str, assemblers: tuple[Path, ...] = ASSEMBLERS) -> list[tuple[Launched, Binary]]:
     """The kernels of a case, by each assembler."""
     return [
         (x, compile_for(x, arch, ptxas))

@@ -8,9 +8,11 @@ from typing import Final
 
 import jax
 
-# The architectures of the table of tile sizes, and the bytes of shared memory that one program may use.
+# The targets for which every entry of the table of tile sizes was compiled, and the bytes of shared memory that one
+# program may use.
 SHARED_MEMORY: Final = {
-    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
+    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
+    "sm_120": 99 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10,
 }  # fmt: skip
 
 # The first CUDA release whose assembler knows an NVIDIA target, and the PTX version of that release. Newer assemblers

@@ -106,11 +106,17 @@ for _platform in _WARP:
     mlir.register_lowering(_call, functools.partial(_lower, _platform), platform=_platform)
 
 
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Of files that jaxlib has not read; deleted with the process."""
+    return tempfile.TemporaryDirectory()
+
+
 def _code(program: Program, arch: str) -> str:
     """The code as jaxlib takes it: PTX, or the name of a file with a code object, which it deletes after reading."""
     if not is_amd(arch):
         return program.code.decode()
-    descriptor, path = tempfile.mkstemp(suffix=".hsaco")
+    descriptor, path = tempfile.mkstemp(dir=_folder().name)
     with os.fdopen(descriptor, "wb") as file:
         file.write(program.code)
     return path

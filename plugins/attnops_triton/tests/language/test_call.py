@@ -1,0 +1,77 @@
+"""What a kernel's call becomes in a JAX program, for GPUs of both makers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attnops_triton.language import call, compat
+from attnops_triton.language.build import Recipe, build
+from attnops_triton.language.source import Kernel
+from jaxlib import gpu_triton
+
+TEXT = "def copy(x_ptr, y_ptr, n):\n    tl.store(y_ptr, tl.load(x_ptr) + n)\n"
+X = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+
+def recipe(arch: str) -> Recipe:
+    return Recipe(Kernel("copy", ("x_ptr", "y_ptr"), ("n",), TEXT), ("int32", "int32"), frozenset(), 4, 1, arch)
+
+
+def lowered(arch: str) -> str:
+    """The program of a call, for the platform of an architecture."""
+    copy = jax.jit(lambda x: call.triton_call(recipe(arch), (3,), (X,), 1, x))
+    platform = "rocm" if arch.startswith("gfx") else "cuda"
+    return copy.trace(X).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What jaxlib's launcher was given."""
+    given: list[tuple[Any, ...]] = []
+    real = gpu_triton.TritonKernel
+
+    def record(*arguments: Any) -> Any:
+        given.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(gpu_triton, "TritonKernel", record)
+    return given
+
+
+def test_a_call_on_nvidia_has_the_ptx(kernels: list[tuple[Any, ...]]) -> None:
+    assert "@triton_kernel_call" in lowered("sm_80")
+    assert kernels == [("copy", 4, 1, 0, build(recipe("sm_80")).code.decode(), "", 80)]
+    assert ".version 8.0\n.target sm_80\n" in kernels[0][4]
+
+
+def test_a_call_on_amd_names_a_file_with_the_code_that_no_other_program_reads(kernels: list[tuple[Any, ...]]) -> None:
+    jax.clear_caches()
+    for _ in range(2):
+        assert "@triton_kernel_call" in lowered("gfx942")
+    files = [Path(arguments[4]) for arguments in kernels]
+    assert len({*files}) == 2, "jaxlib deletes a file that it has read"
+    assert [file.read_bytes() for file in files] == [build(recipe("gfx942")).code] * 2
+    assert kernels[0][1] == 4
+
+
+@pytest.mark.parametrize(
+    ("arch", "wave"), [("gfx90a", 64), ("gfx942", 64), ("gfx950", 64), ("gfx1100", 32), ("sm_90", 32)]
+)
+def test_the_size_of_a_wave_is_the_targets(arch: str, wave: int) -> None:
+    assert build(recipe(arch)).threads == 4 * wave
+
+
+def test_export_for_amd_is_refused_with_what_to_export_instead() -> None:
+    copy = jax.jit(lambda x: call.triton_call(recipe("gfx942"), (3,), (X,), 1, x))
+    with pytest.raises(NotImplementedError, match=r"from a file of this process; export OperationRegistry"):
+        jax.export.export(copy, platforms=["rocm"])(X)
+
+
+def test_without_a_gpu_or_a_target_the_error_names_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "device_arch", lambda: "")
+    with pytest.raises(ValueError, match=r"this machine has none: use `with attnops_triton.targets.target"):
+        lowered("")

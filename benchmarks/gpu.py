@@ -1,166 +1,186 @@
-"""attnops-triton compared with cuDNN, torch, FlexAttention, tokamax and ejkernel on one GPU; TFLOP/s, in one run.
-
-Every output and gradient is compared with the float64 oracle before anything is timed; all are timed in turns::
+"""attnops-triton compared with cuDNN, torch, FlexAttention, tokamax and ejkernel on one GPU, each in its own process::
 
     python benchmarks/gpu.py --json gpu.json            # D 64, 128, 256; full, causal, documents; 1k to 16k tokens
-    python benchmarks/gpu.py --head-dim 128 --length 4096
+    python benchmarks/gpu.py --head-dim 128 --length 4096 --contender attnops-triton --contender cuDNN
     python benchmarks/gpu.py --dry                      # anywhere: small cases, Triton interpreted, nothing timed
 
-16k tokens in all: the batch grows as the length shrinks. Documents are packed, four a sequence, and causal; there a
-peer without segments has a dense mask. Needs JAX for CUDA and ``pip install attnops-triton 'attnops[cli]' torch``.
+Every output and gradient is compared with the float64 oracle before anything is timed. 16k tokens in all: the batch
+grows as the length shrinks. Documents are packed, four a sequence, and causal; there a peer without segments has a
+dense mask. The time on the GPU and the time to start a call are separate figures. No process reserves the GPU's memory.
+Needs JAX for CUDA and ``pip install attnops-triton 'attnops[cli]' torch``; `GPU.md` says what to run first.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json as json_module
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import jax
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from attnops import OperationMetadata, OperationRegistry, UnsupportedError
-from attnops.bench.case import Case, Refused
-from attnops.bench.measure import Measurement, measure
-from attnops.bench.peers import PEERS
-from attnops.bench.program import RESULTS, Contender, Ready, compile_jax
-from attnops.masks import Causal, Mask, Segments
-
 TOKENS: Final = 16384
 WIDTH: Final = 2048  # heads times head dim
-MASKS: Final[dict[str, Callable[[int], Mask | None]]] = {
-    "full": lambda length: None,
-    "causal": lambda length: Causal(),
-    "documents": lambda length: Causal() & Segments(np.arange(length) // max(1, length // 4)),
-}
+MASKS: Final = {"full": 1.0, "causal": 0.5, "documents": 0.125}  # and the share of scores that are seen
+NAMES: Final = ("attnops-triton", "cuDNN", "FlexAttention", "torch", "tokamax", "ejkernel")
+PACKAGES: Final = ("attnops", "attnops-triton", "jax", "jaxlib", "triton", "torch", "tokamax", "ejkernel")
 
 
-def triton(interpret: bool) -> Contender:
-    """attnops-triton, refused rather than replaced by the native forward."""
+def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) -> dict[str, Any]:
+    """The rows of one contender, in this process."""
+    import dataclasses
 
-    def prepare(case: Case) -> Ready:
-        metadata = OperationMetadata(platform="cuda", on_unsupported="error", interpret=interpret)
-        operation: Any = OperationRegistry.create("attnops-triton:flash", metadata)
+    import jax
+    import numpy as np
+    from gpu_contenders import CONTENDERS, OF_TORCH
+    from gpu_timing import measure as time_program
+
+    from attnops.bench.case import Case
+    from attnops.bench.measure import measure
+    from attnops.masks import Causal, Segments
+
+    def mask_of(kind: str, length: int) -> Any:
+        documents = Causal() & Segments(np.arange(length) // max(1, length // 4))
+        return {"full": None, "causal": Causal(), "documents": documents}[kind]
+
+    contender, rows = CONTENDERS[name](dry), []
+    for fields in cases:
+        kind = fields.pop("mask_kind")
+        case = Case(**fields, mask=mask_of(kind, fields["length"]))
+        programs: list[Any] = []
+
+        def prepare(case: Any, programs: list[Any] = programs) -> Any:
+            programs.append(contender.prepare(case))
+            return programs[-1]
+
+        (found,) = measure([(case, dataclasses.replace(contender, prepare=prepare))], rounds=0)
+        row = found.to_json() | {"mask_kind": kind, "teraflops": None}
+        if found.status == "ok" and not dry:
+            timing = time_program(programs[0], rounds)
+            row |= dataclasses.asdict(timing) | {
+                "is_bound_by_dispatch": timing.is_bound_by_dispatch,
+                "teraflops": products(case.backward) * case.batch * case.heads * case.length**2 * case.head_dim
+                * MASKS[kind] * 2 / timing.kernel_seconds / 1e12,
+            }  # fmt: skip
+        rows.append(row)
+    if name in OF_TORCH:
         try:
-            return compile_jax(
-                case, lambda q, k, v, _: operation(q, k, v, mask=case.mask).attention_outputs, None,
-                "attnops-triton:flash" + (", interpreted" if interpret else ""),
-            )  # fmt: skip
-        except UnsupportedError as error:
-            raise Refused("; ".join(map(str, error.reasons))) from None
+            import torch  # type: ignore[import-not-found, unused-ignore]
 
-    return Contender("attnops-triton", prepare)
-
-
-def _cudnn(case: Case) -> Ready:
-    if jax.default_backend() != "gpu":
-        raise Refused("cuDNN needs a GPU")
-    causal = isinstance(case.mask, Causal)
-    dense = None if causal or case.mask is None else case.dense(case.mask)
-
-    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="cudnn")
-
-    return compile_jax(case, attend, dense, "jax.nn.dot_product_attention, cudnn")
+            device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        except ImportError:
+            device = ""
+    else:
+        device = jax.devices()[0].device_kind
+    return {"device": device, "rows": rows}
 
 
-def _flex(case: Case) -> Ready:
-    """FlexAttention of torch, compiled, with a block mask."""
-    try:
-        import torch  # type: ignore[import-not-found, unused-ignore]
-        from torch.nn.attention import flex_attention as flex  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise Refused("torch is not installed: pip install torch") from None
-    if not torch.cuda.is_available():
-        raise Refused("torch sees no GPU")
-
-    def tensor(x: Any) -> Any:
-        moved = torch.from_numpy(x.astype("float32")).to("cuda", getattr(torch, case.dtype))
-        return moved.transpose(1, 2).contiguous()
-
-    inputs = [tensor(x).requires_grad_(case.backward) for x in case.inputs]
-    ids = torch.arange(case.length, device="cuda") // max(1, case.length // 4)
-    block_mask = None
-    if case.mask is not None:
-        causal_only = isinstance(case.mask, Causal)
-
-        def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return q >= kv if causal_only else (q >= kv) & (ids[q] == ids[kv])
-
-        block_mask = flex.create_block_mask(seen, None, None, case.length, case.length, device="cuda")
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-
-    def run(d_out: Any) -> Any:
-        with torch.set_grad_enabled(case.backward):
-            out = compiled(*inputs, block_mask=block_mask)
-            return (out, *torch.autograd.grad(out, inputs, d_out)) if case.backward else (out,)
-
-    def wait(outputs: Any) -> Any:
-        torch.cuda.synchronize()
-        return outputs
-
-    def results(d_out: Any) -> dict[str, Any]:
-        found = [x.detach().transpose(1, 2).float().cpu().numpy() for x in wait(run(tensor(d_out)))]
-        return dict(zip(RESULTS, found, strict=False))
-
-    d_out = tensor(case.d_out)
-    return Ready(run=lambda: run(d_out), wait=wait, results=results, what=f"FlexAttention of torch {torch.__version__}")
+def products(backward: bool) -> int:
+    """Of two matrices for each score, that a call computes: 2 forward, 7 in a call that does both."""
+    return 7 if backward else 2
 
 
-def contenders(dry: bool) -> list[Contender]:
-    """The contenders; a peer that is not installed is shown as refused."""
-    own = [triton(dry), Contender("cuDNN", _cudnn, is_peer=True), Contender("FlexAttention", _flex, is_peer=True)]
-    return own + [PEERS[name].contender for name in ("torch", "tokamax", "ejkernel")]
+def in_its_own_process(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool, minutes: int) -> dict[str, Any]:
+    """`measure_one` in a process of its own; where that fails, all rows have failed, with its last words."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if dry or name in ("FlexAttention", "torch"):
+        environment["JAX_PLATFORMS"] = "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        given, result = Path(folder) / "given.json", Path(folder) / "result.json"
+        given.write_text(json_module.dumps({"name": name, "cases": cases, "rounds": rounds, "dry": dry}))
+        command = [sys.executable, __file__, "--worker", str(given), "--json", str(result)]
+        try:
+            run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60 * minutes)
+            error = "" if run.returncode == 0 else (run.stderr.strip().splitlines() or ["no message"])[-1]
+        except subprocess.TimeoutExpired:
+            error = f"it took longer than {minutes} minutes"
+        if not error:
+            return json_module.loads(result.read_text())  # type: ignore[no-any-return]
+    failed = {"name": name, "status": "failed", "reason": error, "teraflops": None}
+    return {"device": "", "rows": [case | failed for case in cases]}
 
 
-def teraflops(measurement: Measurement, mask: str) -> float | None:
-    """By the products of what is seen: 2 of them forward, 5 backward, 7 in a call that does both."""
-    if measurement.best is None:
-        return None
-    case, share = measurement.case, {"full": 1.0, "causal": 0.5, "documents": 0.125}[mask]
-    products = 7 if case.backward else 2
-    flops = 2 * products * case.batch * case.heads * case.length**2 * case.head_dim * share
-    return flops / measurement.best / 1e12
+def all_cases(
+    head_dims: tuple[int, ...], lengths: tuple[int, ...], kinds: list[str], dry: bool
+) -> list[dict[str, Any]]:
+    """The fields of each case."""
+    return [
+        {
+            "length": T, "batch": 1 if dry else max(1, TOKENS // T), "heads": 2 if dry else WIDTH // D, "head_dim": D,
+            "dtype": "float32" if dry else "bfloat16", "mask_kind": kind, "backward": backward,
+        }
+        for D in head_dims
+        for T in lengths
+        for kind in kinds
+        for backward in (False, True)
+    ]  # fmt: skip
+
+
+def table_of(title: str, found: dict[str, list[dict[str, Any]]]) -> Table:
+    """A line for each case; * marks a figure that the host's dispatch bounds."""
+    table = Table(title=title)
+    for column in ("D", "T", "mask", "pass", *found):
+        table.add_column(column, justify="left" if column in ("mask", "pass") else "right")
+    for rows in zip(*found.values(), strict=True):
+        first = rows[0]
+        cells = [
+            row["status"] if row["teraflops"] is None else f"{row['teraflops']:.0f}{'*' * row['is_bound_by_dispatch']}"
+            for row in rows
+        ]
+        passes = "both" if first["backward"] else "forward"
+        table.add_row(str(first["head_dim"]), str(first["length"]), first["mask_kind"], passes, *cells)
+    return table
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def main(
     head_dim: Annotated[list[int] | None, typer.Option(help="May repeat.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="In tokens; may repeat.")] = None,
     mask: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MASKS)}; may repeat.")] = None,
+    contender: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(NAMES)}; may repeat.")] = None,
     rounds: Annotated[int, typer.Option(help="Timings of each.")] = 5,
+    minutes: Annotated[int, typer.Option(help="At most, for each contender.")] = 30,
     dry: Annotated[bool, typer.Option(help="Small cases, Triton interpreted: checked, not timed.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures there.")] = None,
+    worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Check, time and print."""
-    if jax.default_backend() != "gpu" and not dry:
-        raise typer.BadParameter("JAX sees no GPU; --dry runs anywhere")
-    rows: list[dict[str, Any]] = []
-    table = Table(title="nothing is timed in a dry run" if dry else f"TFLOP/s on {jax.devices()[0].device_kind}")
-    for name in ("D", "T", "mask", "pass", *(c.name for c in contenders(dry))):
-        table.add_column(name, justify="left" if name in ("mask", "pass") else "right")
-    for D in head_dim or ((16,) if dry else (64, 128, 256)):
-        for T in length or ((48,) if dry else (1024, 2048, 4096, 8192, 16384)):
-            for name in mask or MASKS:
-                for backward in (False, True):
-                    case = Case(
-                        length=T, batch=1 if dry else max(1, TOKENS // T), heads=2 if dry else WIDTH // D, head_dim=D,
-                        dtype="float32" if dry else "bfloat16", mask=MASKS[name](T), backward=backward,
-                    )  # fmt: skip
-                    found = measure([(case, c) for c in contenders(dry)], rounds=0 if dry else rounds)
-                    rows += [m.to_json() | {"teraflops": teraflops(m, name)} for m in found]
-                    cells = [m.status if (f := teraflops(m, name)) is None else f"{f:.0f}" for m in found]
-                    table.add_row(str(D), str(T), name, "both" if backward else "forward", *cells)
+    if worker is not None and json is not None:
+        json.write_text(json_module.dumps(measure_one(**json_module.loads(worker.read_text()))))
+        return
+    cases = all_cases(
+        tuple(head_dim or ((16,) if dry else (64, 128, 256))),
+        tuple(length or ((48,) if dry else (1024, 2048, 4096, 8192, 16384))), mask or list(MASKS), dry,
+    )  # fmt: skip
+    found, devices = {}, {}
+    for name in contender or NAMES:
+        result = in_its_own_process(name, cases, rounds, dry, minutes)
+        found[name], devices[name] = result["rows"], result["device"]
+    device = next((name for name in devices.values() if name not in ("", "cpu")), "cpu")
     console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
+    console.print(table_of("nothing is timed in a dry run" if dry else f"TFLOP/s on {device}", found))
+    rows = [row for each in found.values() for row in each]
     for reason in dict.fromkeys(f"{r['name']}: {r['status']}: {r['reason']}" for r in rows if r["status"] != "ok"):
         console.print(reason)
     if json:
-        json.write_text(json_module.dumps(rows, indent=1) + "\n")
+        document = {"device": device, "devices": devices, "dry": dry, "versions": versions(), "rows": rows}
+        json.write_text(json_module.dumps(document, indent=1) + "\n")
     raise typer.Exit(int(any(row["status"] == "wrong" for row in rows)))
 
 

@@ -1,0 +1,99 @@
+"""The contenders of `gpu.py`; a peer that is not installed refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+
+from attnops import OperationMetadata, OperationRegistry, UnsupportedError
+from attnops.bench.case import Case, Refused
+from attnops.bench.peers import PEERS
+from attnops.bench.program import RESULTS, Contender, Ready, compile_jax
+from attnops.masks import Causal
+
+
+def triton(interpret: bool) -> Contender:
+    """attnops-triton, refused rather than replaced by the native forward."""
+
+    def prepare(case: Case) -> Ready:
+        metadata = OperationMetadata(platform="cuda", on_unsupported="error", interpret=interpret)
+        operation: Any = OperationRegistry.create("attnops-triton:flash", metadata)
+        try:
+            return compile_jax(
+                case, lambda q, k, v, _: operation(q, k, v, mask=case.mask).attention_outputs, None,
+                "attnops-triton:flash" + (", interpreted" if interpret else ""),
+            )  # fmt: skip
+        except UnsupportedError as error:
+            raise Refused("; ".join(map(str, error.reasons))) from None
+
+    return Contender("attnops-triton", prepare)
+
+
+def _cudnn(case: Case) -> Ready:
+    if jax.default_backend() != "gpu":
+        raise Refused("cuDNN needs a GPU")
+    causal = isinstance(case.mask, Causal)
+    dense = None if causal or case.mask is None else case.dense(case.mask)
+
+    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="cudnn")
+
+    return compile_jax(case, attend, dense, "jax.nn.dot_product_attention, cudnn")
+
+
+def _flex(case: Case) -> Ready:
+    """FlexAttention of torch, compiled, with a block mask."""
+    try:
+        import torch  # type: ignore[import-not-found, unused-ignore]
+        from torch.nn.attention import flex_attention as flex  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise Refused("torch is not installed: pip install torch") from None
+    if not torch.cuda.is_available():
+        raise Refused("torch sees no GPU")
+
+    def tensor(x: Any) -> Any:
+        moved = torch.from_numpy(x.astype("float32")).to("cuda", getattr(torch, case.dtype))
+        return moved.transpose(1, 2).contiguous()
+
+    inputs = [tensor(x).requires_grad_(case.backward) for x in case.inputs]
+    ids = torch.arange(case.length, device="cuda") // max(1, case.length // 4)
+    block_mask = None
+    if case.mask is not None:
+        causal_only = isinstance(case.mask, Causal)
+
+        def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return q >= kv if causal_only else (q >= kv) & (ids[q] == ids[kv])
+
+        block_mask = flex.create_block_mask(seen, None, None, case.length, case.length, device="cuda")
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+
+    def run(d_out: Any) -> Any:
+        with torch.set_grad_enabled(case.backward):
+            out = compiled(*inputs, block_mask=block_mask)
+            return (out, *torch.autograd.grad(out, inputs, d_out)) if case.backward else (out,)
+
+    def wait(outputs: Any) -> Any:
+        torch.cuda.synchronize()
+        return outputs
+
+    def results(d_out: Any) -> dict[str, Any]:
+        found = [x.detach().transpose(1, 2).float().cpu().numpy() for x in wait(run(tensor(d_out)))]
+        return dict(zip(RESULTS, found, strict=False))
+
+    d_out = tensor(case.d_out)
+    return Ready(run=lambda: run(d_out), wait=wait, results=results, what=f"FlexAttention of torch {torch.__version__}")
+
+
+# By name; a function of whether Triton is interpreted.
+CONTENDERS: Final[dict[str, Callable[[bool], Contender]]] = {
+    "attnops-triton": triton,
+    "cuDNN": lambda dry: Contender("cuDNN", _cudnn, is_peer=True),
+    "FlexAttention": lambda dry: Contender("FlexAttention", _flex, is_peer=True),
+    "torch": lambda dry: PEERS["torch"].contender,
+    "tokamax": lambda dry: PEERS["tokamax"].contender,
+    "ejkernel": lambda dry: PEERS["ejkernel"].contender,
+}
+# Those whose arrays are torch's: JAX then leaves the GPU alone.
+OF_TORCH: Final = ("FlexAttention", "torch")

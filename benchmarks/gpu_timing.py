@@ -1,0 +1,56 @@
+"""The time of a program on a GPU, apart from the time that the host needs to start it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from attnops.bench.program import Ready
+
+# A timing lasts at least this many seconds, of calls one after another.
+SHORTEST = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The time of a call.
+
+    Attributes:
+        kernel_seconds: by which each further call in a queue lengthens it: the time on the GPU, or, where that is
+            shorter, the time to start a call.
+        dispatch_seconds: in which the host starts a call.
+        latency_seconds: of one call alone, from the start until its results are there.
+    """
+
+    kernel_seconds: float
+    dispatch_seconds: float
+    latency_seconds: float
+
+    @property
+    def is_bound_by_dispatch(self) -> bool:
+        """Whether the host starts calls no faster than the GPU finishes them, so that the GPU's time is not known."""
+        return self.dispatch_seconds > 0.8 * self.kernel_seconds
+
+
+def measure(program: Ready, rounds: int) -> Timing:
+    """The shortest times of some rounds, which other work on the machine affects least."""
+    _queue(program, 2)
+    latency = min(_queue(program, 1)[1] for _ in range(max(3, rounds)))
+    calls = max(4, round(SHORTEST / latency))
+    kernel, dispatch = [], []
+    for _ in range(rounds):
+        started, short = _queue(program, calls)
+        _, long = _queue(program, 3 * calls)
+        kernel.append((long - short) / (2 * calls))
+        dispatch.append(started / calls)
+    return Timing(max(min(kernel), 0.0), min(dispatch), latency)
+
+
+def _queue(program: Ready, calls: int) -> tuple[float, float]:
+    """Seconds until so many calls were started, and until the last was finished."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        outputs = program.run()
+    started = time.perf_counter() - start
+    program.wait(outputs)
+    return started, time.perf_counter() - start

@@ -1,0 +1,68 @@
+"""What `benchmarks/gpu.py` does without a GPU: times by a clock, and contenders in processes of their own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnops.bench.program import Ready
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that imports a module of benchmarks."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if name.startswith("gpu"):
+            del sys.modules[name]
+
+
+class Machine:
+    """A host and a GPU that takes what the host starts, one after another; both by one clock."""
+
+    def __init__(self, start: float, kernel: float) -> None:
+        self.now, self.busy_until, self.start, self.kernel = 0.0, 0.0, start, kernel
+
+    def run(self) -> None:
+        self.now += self.start
+        self.busy_until = max(self.busy_until, self.now) + self.kernel
+
+    def wait(self, _: object) -> None:
+        self.now = max(self.now, self.busy_until)
+
+
+@pytest.mark.parametrize(("start", "kernel", "bound"), [(1e-4, 1e-3, False), (1e-4, 2e-5, True)])
+def test_the_gpus_time_is_apart_from_the_hosts(
+    start: float, kernel: float, bound: bool, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timing = script("gpu_timing")
+    machine = Machine(start, kernel)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: machine.now)
+    found = timing.measure(Ready(run=machine.run, wait=machine.wait, results=None, what=""), rounds=2)
+    assert found.kernel_seconds == pytest.approx(max(start, kernel))
+    assert found.dispatch_seconds == pytest.approx(start)
+    assert found.latency_seconds == pytest.approx(start + kernel)
+    assert found.is_bound_by_dispatch == bound
+
+
+@pytest.mark.slow
+def test_each_contender_has_a_process_and_one_that_fails_spoils_no_other(script: Any) -> None:
+    pytest.importorskip("attnops_triton")
+    gpu = script("gpu")
+    cases = gpu.all_cases((16,), (32,), ["causal"], dry=True)
+    own = gpu.in_its_own_process("attnops-triton", cases, 0, True, 5)
+    assert [(row["status"], row["backward"], row["checked_rows"]) for row in own["rows"]] == [
+        ("ok", False, 32), ("ok", True, 32)
+    ]  # fmt: skip
+    unknown = gpu.in_its_own_process("unknown", cases, 0, True, 5)
+    assert [(row["status"], row["reason"]) for row in unknown["rows"]] == [("failed", "KeyError: 'unknown'")] * 2
+    gpu.table_of("", {"attnops-triton": own["rows"], "unknown": unknown["rows"]})

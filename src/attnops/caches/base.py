@@ -19,6 +19,7 @@ from attnops.caches.placement import Placement
 from attnops.caches.placement import append as append_by_shard
 from attnops.caches.store import Pieces, Store
 from attnops.masks.base import Mask
+from attnops.masks.slots import Slots
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -213,8 +214,19 @@ class Cache(abc.ABC):
         """
 
     @abc.abstractmethod
+    def slots(self) -> Slots:
+        """Where the tokens of each row lie: the last two of `read`, as values by row."""
+
     def positions(self) -> tuple[jax.Array, jax.Array]:
         """The last two of `read`: positions int32 [B, S] and held bool [B, S]."""
+        return self.slots().arrays()
+
+    def _slots(self, base: jax.Array | None = None, newest: jax.Array | None = None) -> Slots:
+        """`slots` where the token of index i has the number ``i - base``; None for 0."""
+        start = jnp.maximum(self.starts, 0)
+        if base is None:
+            return Slots(-self.starts, start, self.lengths, None, None, self.length)
+        return Slots(base - self.starts, start - base, self.lengths - base, newest, None, self.length)
 
     def truncate(self, lengths: ArrayLike) -> Self:
         """The cache with the last tokens taken back, such as rejected drafts.

@@ -14,6 +14,7 @@ from attnops.caches.codec import Quantized
 from attnops.caches.create import check_size, create_rows, create_store
 from attnops.caches.integers import int32
 from attnops.caches.store import Pieces
+from attnops.masks.slots import Slots
 from attnops.sharding.placing import placed
 
 if TYPE_CHECKING:
@@ -91,10 +92,8 @@ class DenseCache(Cache):
         slot = jnp.maximum(lengths, 0)
         return Pieces(run, slot - lengths, jnp.maximum(lengths + fit - slot, 0), rows, slot), fit
 
-    def positions(self) -> tuple[jax.Array, jax.Array]:
-        index = jnp.arange(self.length, dtype=jnp.int32)
-        position = index - self.starts[:, None]
-        return position, (position >= 0) & (index < self.lengths[:, None])
+    def slots(self) -> Slots:
+        return self._slots()
 
     def read(self) -> Contents:
         self._check_layer()

@@ -15,6 +15,7 @@ from attnops.caches.create import check_size, create_rows, create_store, joined_
 from attnops.caches.integers import int32, integers
 from attnops.caches.store import Pieces
 from attnops.errors import Reason, UnsupportedError
+from attnops.masks.slots import Slots
 from attnops.sharding.mesh import names_of
 
 if TYPE_CHECKING:
@@ -183,11 +184,9 @@ class PagedCache(Cache):
         )
         return Pieces(*(x.reshape(-1) for x in pieces)), kept.sum(1).astype(jnp.int32)
 
-    def positions(self) -> tuple[jax.Array, jax.Array]:
-        index = jnp.arange(self.length, dtype=jnp.int32)
-        position = index - self.starts[:, None]
-        exists = jnp.repeat((self.table >= 0) & (self.table < self.pages_of_row), self.page_size, axis=1)
-        return position, exists & (position >= 0) & (index < self.lengths[:, None])
+    def slots(self) -> Slots:
+        exists = (self.table >= 0) & (self.table < self.pages_of_row)
+        return dataclasses.replace(self._slots(), exists=exists, page_size=self.page_size)
 
     def read(self) -> Contents:
         self._check_layer()

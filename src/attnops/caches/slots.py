@@ -7,7 +7,8 @@ The scores of such a call are [B, H, T, S]: T queries of each row over its S slo
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ import numpy as np
 from attnops.biases import Bias, RelativeBias, ScoreFn, ScoreProgram
 from attnops.caches.base import Cache
 from attnops.masks.ancestors import Ancestors
+from attnops.masks.at import At
 from attnops.masks.base import And, Dense, Mask, Not, Or
+from attnops.masks.slots import AtSlots, Held, Slots, segments
 from attnops.masks.tokens import Segments
 
 if TYPE_CHECKING:
@@ -26,22 +29,21 @@ if TYPE_CHECKING:
 _NO_QUERY, _NO_KEY = -1, -2
 
 
-class Scores(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Scores:
     """The scores of a call over a cache.
 
     Attributes:
         shape: [B, H, T, S] of masks and biases as the caller gives them: of packed rows T is N.
         q_positions: int32 [B, T], or [1, N] of packed rows; −1 for padding.
         q_rows: of packed rows, the row of the cache that each query belongs to, int32 [1, N]; else None.
-        k_positions: int32 [B, S].
-        held: bool [B, S].
+        cache: the cache.
     """
 
     shape: tuple[int, int, int, int]
     q_positions: jax.Array
     q_rows: jax.Array | None
-    k_positions: jax.Array
-    held: jax.Array
+    cache: Cache
 
     @property
     def is_packed(self) -> bool:
@@ -50,24 +52,37 @@ class Scores(NamedTuple):
 
     @property
     def slots_shape(self) -> tuple[int, int, int, int]:
-        """The shape of the scores by slot: [B, H, T, S] or [1, H, N, B · S]."""
+        """The shape of the scores by slot: [B, H, T, S] or [1, H, T, B · S]."""
         B, H, T, S = self.shape
         return (1, H, T, B * S) if self.is_packed else self.shape
+
+    @functools.cached_property
+    def rows(self) -> Slots | None:
+        """Where tokens lie, as values by row; None of packed rows, and where a mesh shards the slots."""
+        placement = self.cache.placement
+        is_cut = placement is not None and placement.slots is not None
+        return None if self.is_packed or is_cut else self.cache.slots()
+
+    @functools.cached_property
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """The position of each slot int32 [B, S], and whether it is held, bool [B, S]."""
+        return self.cache.positions()
 
     @property
     def slot_positions(self) -> jax.Array:
         """The position of each slot, int32 [B, S] or [1, B · S]."""
-        return self.k_positions.reshape(1, -1) if self.is_packed else self.k_positions
+        return self.arrays[0].reshape(1, -1) if self.is_packed else self.arrays[0]
 
     def exists(self) -> Mask:
         """The mask of what is there: real queries, tokens that are held, and of packed rows the same row."""
-        B = self.shape[0]
+        if self.rows is not None:
+            return Held(self.q_positions, self.rows)
+        held = self.arrays[1]
         if self.q_rows is None:
-            q_ids = jnp.where(self.q_positions < 0, _NO_QUERY, 0)
-            return Segments(q_ids, jnp.where(self.held, 0, _NO_KEY))
+            return segments(self.q_positions, held)
         q_ids = jnp.where(self.q_positions < 0, _NO_QUERY, self.q_rows)
-        rows = jnp.arange(B, dtype=jnp.int32)[:, None]
-        return Segments(q_ids, jnp.where(self.held, rows, _NO_KEY).reshape(1, -1))
+        rows = jnp.arange(self.shape[0], dtype=jnp.int32)[:, None]
+        return Segments(q_ids, jnp.where(held, rows, _NO_KEY).reshape(1, -1))
 
 
 def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
@@ -104,8 +119,17 @@ def _by_slot(mask: Mask, cache: Cache, scores: Scores) -> Mask:
     if isinstance(mask, Not):
         return Not(_by_slot(mask.mask, cache, scores))
     q_positions = _unpadded(scores.q_positions) if isinstance(mask, Ancestors) else scores.q_positions
-    placed = mask.at(q_positions, scores.k_positions)
-    return _keys_by_slot(mask.bind(*scores.shape), cache, scores.k_positions) if placed is mask else placed
+    if scores.rows is not None and not isinstance(mask, Ancestors) and _is_own(mask):
+        place = jax.ShapeDtypeStruct(scores.rows.sizes, jnp.int32)
+        placed = mask.at(q_positions, place)
+        if isinstance(placed, At) and placed.q_positions is q_positions and placed.kv_positions is place:
+            return AtSlots(placed.mask, q_positions, scores.rows.without_pages())
+    placed = mask.at(q_positions, scores.slot_positions)
+    return _keys_by_slot(mask.bind(*scores.shape), cache, scores.slot_positions) if placed is mask else placed
+
+
+def _is_own(mask: Mask) -> bool:
+    return type(mask).__module__.startswith("attnops.")
 
 
 def _unpadded(q_positions: jax.Array) -> jax.Array:
@@ -132,7 +156,8 @@ def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: Scores) -> Bias:
         bound = bias
         if cache.unbounded and bias.shape[3] > 1:
             raise ValueError(_no_limit("bias", cache))
-    return SlotBias(bound, scores.q_positions, scores.slot_positions, scores.q_rows)
+    positions = scores.slot_positions if scores.rows is None else scores.rows.without_pages()
+    return SlotBias(bound, scores.q_positions, positions, scores.q_rows)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,13 +166,14 @@ class SlotBias(Bias):
 
     Attributes:
         bias: by positions; bound, or an array that broadcasts to [B, H, T, S].
-        q_positions, k_positions: see `Scores`; the latter by slot.
+        q_positions: see `Scores`.
+        k_positions: the position of each slot, see `Scores.slot_positions`, or values by row.
         q_rows: see `Scores`.
     """
 
     bias: Bias | jax.Array
     q_positions: jax.Array
-    k_positions: jax.Array
+    k_positions: jax.Array | Slots
     q_rows: jax.Array | None
 
     static: ClassVar[tuple[str, ...]] = ()
@@ -155,7 +181,9 @@ class SlotBias(Bias):
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """See `Bias.apply`."""
         # The query's index stays for arrays; functions of positions take its position.
-        k_position = jnp.maximum(_picked(self.k_positions, b, kv), 0)
+        slots = self.k_positions
+        k_position = slots.position(b, kv) if isinstance(slots, Slots) else _picked(slots, b, kv)
+        k_position = jnp.maximum(k_position, 0)
         q_position = jnp.maximum(_picked(self.q_positions, b, q), 0)
         row = b if self.q_rows is None else jnp.maximum(_picked(self.q_rows, b, q), 0)
         if isinstance(self.bias, Bias):

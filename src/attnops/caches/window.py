@@ -17,6 +17,7 @@ from attnops.caches.packed import Rows, check_rows
 from attnops.caches.store import Pieces, Store
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
+from attnops.masks.slots import Slots
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -160,12 +161,11 @@ class WindowCache(Cache):
         window = SlidingWindow(self.window - 1, None)
         return window if mask is None else mask & window
 
-    def positions(self) -> tuple[jax.Array, jax.Array]:
-        slot = jnp.arange(self.length, dtype=jnp.int32)
-        last = self.written[:, None] - 1
-        index = last - (last - slot) % self.length  # the largest below `written` that lies in the slot
-        position = index - self.starts[:, None]
-        return position, (index >= 0) & (position >= 0) & (index < self.lengths[:, None])
+    def slots(self) -> Slots:
+        # Of each slot the largest index below `written` that lies in it.
+        last = self.written - 1
+        newest = last % self.length
+        return self._slots(last - newest, newest)
 
     def read(self) -> Contents:
         self._check_layer()

@@ -32,6 +32,7 @@ from attnops.dispatch.request import AttentionRequest, CacheRequest, dtype_name,
 from attnops.kernels.nograd import without_gradient
 from attnops.masks.base import Dense, Mask
 from attnops.masks.checks import check_boolean, check_broadcastable
+from attnops.masks.slots import by_arrays
 from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL, MODE_TRAIN, canonicalize_mode
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
     if request.cache.is_packed:
         keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
     options = dict(call.options)
+    if "mask" in options:
+        options["mask"] = by_arrays(options["mask"])
     bias = options.get("bias")
     if isinstance(bias, SlotBias):
         array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
@@ -196,15 +199,14 @@ def _scores(
 ) -> Scores:
     _, T, H, _ = query.shape
     B, S = cache.batch, cache.length
-    k_positions, held = cache.positions()
     if rows is None:
         real = cache.row_lengths("query_lengths", query_lengths, T)
-        return Scores((B, H, T, S), cache.query_positions(T, real, lengths), None, k_positions, held)
+        return Scores((B, H, T, S), cache.query_positions(T, real, lengths), None, cache)
     lengths = cache.lengths if lengths is None else lengths
     row, index = rows.checked(T, B).of_queries(T, lengths)
     position = index - cache.starts[jnp.maximum(row, 0)]
     position = jnp.where((row >= 0) & (index >= 0) & (position >= 0), position, -1)
-    return Scores((B, H, T, S), position[None], row[None], k_positions, held)
+    return Scores((B, H, T, S), position[None], row[None], cache)
 
 
 def _mask(mask: object, shape: tuple[int, int, int, int]) -> Mask | None:

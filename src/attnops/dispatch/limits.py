@@ -31,6 +31,8 @@ _KINDS: Final = {
 }  # fmt: skip
 # The kinds of `Mask.kinds` that are not names of classes.
 _OPERATORS: Final = {"And": "&", "Or": "|", "Not": "~", "At": "at"}
+# The classes of masks that only occur within bound ones, under the names of others.
+_WITHIN: Final = {"Shifted", "AtSlots", "Held", "Slots"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class Limits:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, frozenset(_collection(name, value)))
-        _check_kinds("mask_kinds", self.mask_kinds, _names(Mask) - {*_OPERATORS, "Shifted"} | {*_OPERATORS.values()})
+        _check_kinds("mask_kinds", self.mask_kinds, _names(Mask) - _WITHIN - {*_OPERATORS} | {*_OPERATORS.values()})
         _check_kinds("bias_kinds", self.bias_kinds, _names(Bias) | {"array"})
         for name in ("head_dim_multiple", "max_head_dim"):
             number = getattr(self, name)

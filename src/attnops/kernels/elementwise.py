@@ -42,6 +42,24 @@ AXES: Final = ARGUMENTS[1:]
 
 # For an index alone, these are cheaper to compute on a tile than a value by token is to load.
 _CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | IDENTITIES
+# The same for an index and values by row, which are scalars of a tile: no value by token is needed in memory.
+_OF_ROW: Final = _CHEAP | {
+    "and",
+    "div",
+    "eq",
+    "ge",
+    "gt",
+    "le",
+    "lt",
+    "max",
+    "min",
+    "ne",
+    "not",
+    "or",
+    "rem",
+    "select_n",
+    "sign",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +186,7 @@ def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozens
 
 
 def split_program(
-    program: Program, names: Sequence[str], leaves: Sequence[Leaf] | None, n_given: int = 0
+    program: Program, names: Sequence[str], leaves: Sequence[Leaf] | None, n_given: int = 0, by_row: bool = False
 ) -> Elementwise:
     """A program of scalars split into values by token and equations by score.
 
@@ -177,6 +195,7 @@ def split_program(
         names: of its first arguments, some of `ARGUMENTS` in their order.
         leaves: shape and dtype of each leaf and constant; None where only primitives are asked for.
         n_given: see `program`.
+        by_row: whether numbers of keys that follow from values by row are computed on a tile, by integers only.
     """
     (result,) = program.results
     n = len(names)
@@ -198,6 +217,8 @@ def split_program(
             inner.append(equation)
             continue
         before.append(equation)
+        if by_row and _is_of_row(equation, axes, [depends[x] for x in variables if x not in cheap]):
+            cheap.update(equation.outputs)
         if constants.issuperset(variables) and equation.is_scalar:
             constants.update(equation.outputs)
             cheap.update(equation.outputs)
@@ -206,6 +227,7 @@ def split_program(
     wanted = {x for x in (result, *(x for equation in inner for x in equation.inputs)) if isinstance(x, int)}
     on_tile = needed([equation for equation in before if set(equation.outputs) <= cheap], wanted & cheap)
     counted = [*on_tile, *inner, *(equation for equation in before if equation.is_closed)]
+    wanted |= {x for equation in on_tile for x in equation.inputs if isinstance(x, int)}
     values = sorted(x for x in wanted if x not in cheap and not _mixes(depends[x]))
     dtypes = dict.fromkeys(leaf_variables) if leaves is None else _dtypes(leaf_variables, leaves)
     dtypes |= {x: dtype for equation in before for x, dtype in zip(equation.outputs, equation.dtypes, strict=True)}
@@ -222,6 +244,13 @@ def split_program(
         _leaves=leaf_variables,
         _before=tuple(before),
     )
+
+
+def _is_of_row(equation: Equation, axes: frozenset[str], given: Sequence[frozenset[str]]) -> bool:
+    """Whether an equation computes numbers of keys from cheap ones and from values by row, whose axes are ``given``."""
+    is_integer = all(jnp.issubdtype(x, jnp.integer) or x == jnp.bool_ for x in equation.dtypes)
+    is_cheap = equation.primitive.name in _OF_ROW and equation.is_scalar and is_integer
+    return is_cheap and "kv" in axes <= {"b", "kv"} and all(x <= {"b"} for x in given)
 
 
 def _dtypes(variables: Sequence[int], leaves: Sequence[Leaf]) -> dict[int, DType]:

@@ -52,8 +52,14 @@ class BiasParts(NamedTuple):
     leaves: list[Leaf]
 
 
-def of_mask(mask: Mask) -> MaskParts:
-    """A bound mask split for kernels. Traces it, unless an equal one was traced."""
+def of_mask(mask: Mask, by_row: bool = False) -> MaskParts:
+    """A bound mask split for kernels. Traces it, unless an equal one was traced.
+
+    Args:
+        mask: bound.
+        by_row: for kernels whose tiles are of one row of the batch: numbers of keys that follow from values by row are
+            computed on a tile.
+    """
     leaves, tree = jax.tree.flatten(mask, is_leaf=_is_tiled)
     tiled = [isinstance(leaf, Dense) for leaf in leaves]
     plain = [leaf for leaf, is_tiled in zip(leaves, tiled, strict=True) if not is_tiled]
@@ -61,14 +67,16 @@ def of_mask(mask: Mask) -> MaskParts:
 
     avals = _avals(plain)
     wide = jax.dtypes.canonicalize_dtype(np.int64)
-    kept = _kept_mask(tree, tuple(tiled), avals, wide) if _is_structural(mask) else None
+    kept = _kept_mask(tree, tuple(tiled), avals, wide, by_row) if _is_structural(mask) else None
     if kept is not None:
         return MaskParts(kept, plain, arrays)
-    split, constants = _trace_mask(tree, tuple(tiled), avals)
+    split, constants = _trace_mask(tree, tuple(tiled), avals, by_row)
     return MaskParts(split, [*plain, *constants], arrays)
 
 
-def _trace_mask(tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...]) -> tuple[Elementwise, list[Leaf]]:
+def _trace_mask(
+    tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...], by_row: bool
+) -> tuple[Elementwise, list[Leaf]]:
     """A mask as a function, and the arrays that it closes over."""
     n = len(avals)
 
@@ -79,13 +87,16 @@ def _trace_mask(tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...
 
     scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * sum(tiled)
     traced = trace(function, [*(INDEX,) * 4, *avals, *scores], CALLS | WITH_DERIVATIVES)
-    return split_program(traced.program, AXES, [*avals, *_avals(traced.constants)], len(scores)), traced.constants
+    leaves = [*avals, *_avals(traced.constants)]
+    return split_program(traced.program, AXES, leaves, len(scores), by_row), traced.constants
 
 
 @functools.lru_cache(maxsize=512)
-def _kept_mask(tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...], wide: Aval) -> Elementwise | None:
+def _kept_mask(
+    tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...], wide: Aval, by_row: bool
+) -> Elementwise | None:
     """A mask that its structure determines; None if it closes over arrays. ``wide`` is JAX's widest integer dtype."""
-    split, constants = _trace_mask(tree, tiled, avals)
+    split, constants = _trace_mask(tree, tiled, avals, by_row)
     return None if constants else split
 
 
@@ -95,18 +106,21 @@ def _is_structural(mask: Mask) -> bool:
     return is_own and all(_is_structural(x) for x in vars(mask).values() if isinstance(x, Mask))
 
 
-def of_bias(bias: Bias) -> BiasParts:
-    """A bound bias split for kernels. Traces it, unless it is a traced `attnops.biases.ScoreFn`."""
+def of_bias(bias: Bias, by_row: bool = False) -> BiasParts:
+    """A bound bias split for kernels; ``by_row`` as of `of_mask`.
+
+    Traces it, unless it is a traced `attnops.biases.ScoreFn`.
+    """
     function = function_of(bias)
     if isinstance(function, Bound):
-        return BiasParts(split_program(function.program, ARGUMENTS, _avals(function.data)), [*function.data])
+        return BiasParts(split_program(function.program, ARGUMENTS, _avals(function.data), 0, by_row), [*function.data])
     leaves, tree = jax.tree.flatten(bias)
     traced = trace(
         lambda scores, b, h, q, kv, *own: jax.tree.unflatten(tree, own).apply(scores, b, h, q, kv),
         [SCORE, *(INDEX,) * 4, *_avals(leaves)], CALLS,
     )  # fmt: skip
     every = [*leaves, *traced.constants]
-    return BiasParts(split_program(traced.program, ARGUMENTS, _avals(every)), every)
+    return BiasParts(split_program(traced.program, ARGUMENTS, _avals(every), 0, by_row), every)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

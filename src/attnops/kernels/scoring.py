@@ -82,6 +82,7 @@ def describe(
     sinks: bool,
     dropout_step: int = 1,
     packed: bool = False,
+    by_row: bool = False,
 ) -> Scoring:
     """What is done to scores.
 
@@ -94,15 +95,16 @@ def describe(
         sinks: whether there are sinks.
         dropout_step: see `attnops.dropout.dropout_step`.
         packed: whether the kernel receives the mask as bits instead of evaluating it.
+        by_row: see `attnops.kernels.of_mask`.
     """
     bias = elementwise_bias(bias)
     table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)
-    function, _, dense = (None, [], []) if mask is None or packed else of_mask(mask)
+    function, _, dense = (None, [], []) if mask is None or packed else of_mask(mask, by_row)
     return Scoring(
         cap=cap,
         mask=function,
         dense=len(dense),
-        bias=of_bias(bias)[0] if isinstance(bias, Bias) and not table else None,
+        bias=of_bias(bias, by_row)[0] if isinstance(bias, Bias) and not table else None,
         table=table,
         array=bias is not None and not isinstance(bias, Bias),
         dropout_prob=dropout_prob,

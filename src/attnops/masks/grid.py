@@ -99,16 +99,17 @@ class Grid:
 
     def q_extent(self, values: Leaf) -> tuple[Array, Array]:
         """The minimum and maximum of ``values`` [B or 1, T] in each tile of queries, [B or 1, 1, tiles of q, 1]."""
-        low, high = _extent(values, self.q_first.reshape(-1), self.q_last.reshape(-1))
+        low, high = extents(values, self.q_first.reshape(-1), self.q_last.reshape(-1))
         return low[:, None, :, None], high[:, None, :, None]
 
     def kv_extent(self, values: Leaf) -> tuple[Array, Array]:
         """The minimum and maximum of ``values`` [B or 1, S] in each tile of keys, [B or 1, 1, 1, tiles of kv]."""
-        low, high = _extent(values, self.kv_first.reshape(-1), self.kv_last.reshape(-1))
+        low, high = extents(values, self.kv_first.reshape(-1), self.kv_last.reshape(-1))
         return low[:, None, None, :], high[:, None, None, :]
 
 
-def _extent(values: Leaf, first: Array, last: Array) -> tuple[Array, Array]:
+def extents(values: Leaf, first: Array, last: Array) -> tuple[Array, Array]:
+    """The minimum and maximum of ``values`` [B or 1, length] from each ``first`` to its ``last``, [B or 1, tiles]."""
     check_by_token(values)
     block, length = int((last - first).max()) + 1, values.shape[1]
     if np.array_equal(first, np.arange(0, length, block)) and last[-1] == length - 1:

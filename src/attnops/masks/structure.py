@@ -13,6 +13,7 @@ from attnops.masks.at import at
 from attnops.masks.base import And, Mask, Not, Or
 from attnops.masks.grid import CoverageBounds, Grid
 from attnops.masks.positions import Full, _Band
+from attnops.masks.slots import Held
 from attnops.masks.tokens import Segments
 
 if TYPE_CHECKING:
@@ -166,24 +167,31 @@ class Band(Mask):
 
 def split(mask: Mask) -> Split:
     """See `Mask.split`."""
-    band, segments, rest = _EVERYTHING, None, None
+    band, segments, rest = _split(mask)
+    return Split(Band(*band), segments.segments() if isinstance(segments, Held) else segments, rest)
+
+
+def _split(mask: Mask) -> tuple[Limits, Segments | Held | None, Mask | None]:
+    band: Limits = _EVERYTHING
+    segments: Segments | Held | None = None
+    rest: Mask | None = None
     for part in _conjuncts(mask):
         own = _limits(part)
         if own is not None:
             band = _intersection(band, own)
-        elif isinstance(part, Segments) and segments is None:
+        elif isinstance(part, (Segments, Held)) and segments is None:
             segments = part
         else:
             rest = part if rest is None else rest & part
-    return Split(Band(*band), segments, rest)
+    return band, segments, rest
 
 
 def structure(mask: Mask, T: int, S: int) -> MaskStructure:
     """See `Mask.structure`."""
-    band, segments, rest = split(mask)
+    band, segments, rest = _split(mask)
     varies = _varies_by(mask)
     return MaskStructure(
-        band=_within(band.limits, T, S),
+        band=_within(band, T, S),
         segments=segments is not None,
         rest=frozenset() if rest is None else rest.kinds(),
         by_batch="b" in varies,

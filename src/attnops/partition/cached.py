@@ -20,6 +20,7 @@ from attnops.caches.slots import SlotBias
 from attnops.errors import Reason, UnsupportedError
 from attnops.masks.at import At
 from attnops.masks.base import Mask
+from attnops.masks.slots import Slots
 from attnops.output import OperationOutput
 from attnops.partition.boundary import Boundary, Entry
 from attnops.partition.operands import Operands, Template
@@ -207,9 +208,13 @@ def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:
         bias,
         bias=specs_of(bias.bias, spec_of("bh")),
         q_positions=spec_of("b")(bias.q_positions.shape, "bt"),  # type: ignore[arg-type]
-        k_positions=spec_of("bs")(bias.k_positions.shape, "bs"),  # type: ignore[arg-type]
+        k_positions=_slot_specs(bias.k_positions, spec_of("bs")),
         q_rows=None if bias.q_rows is None else PartitionSpec(),  # type: ignore[arg-type]
     )
+
+
+def _slot_specs(positions: jax.Array | Slots, spec_of: SpecOf) -> Any:
+    return specs_of(positions, spec_of) if isinstance(positions, Slots) else spec_of(positions.shape, "bs")
 
 
 def _with_heads(cache: Cache, shard: Shard, group: int) -> Cache:

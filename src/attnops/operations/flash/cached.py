@@ -23,6 +23,7 @@ from attnops.kernels.flash import FlashCall
 from attnops.masks.at import At
 from attnops.masks.base import And, Mask
 from attnops.masks.positions import SlidingWindow
+from attnops.masks.slots import AtSlots
 from attnops.operations.flash import whole
 from attnops.operations.flash.backend import NativeFlash, call_once
 from attnops.operations.flash.forward import KeyValue, LoadKeyValue, forward
@@ -104,7 +105,7 @@ def _window(mask: Mask | None) -> int | None:
     if isinstance(mask, And):
         widths = [width for side in (mask.left, mask.right) if (width := _window(side)) is not None]
         return min(widths, default=None)
-    if isinstance(mask, At):
+    if isinstance(mask, (At, AtSlots)):
         return _window(mask.mask)
     if isinstance(mask, SlidingWindow) and isinstance(mask.left, int):
         return mask.left + 1 + (mask.right if isinstance(mask.right, int) else 0)

@@ -15,13 +15,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.caches import Cache, PagedCache
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
+from attnops.masks import without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params
 from attnops_tpu.ragged.kernel import Kernel, State
+from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import Arrays, arrays, outputs, queries, rows_by_key
 from attnops_tpu.ragged.plan import Plan
-from attnops_tpu.ragged.schedule import Schedule, schedule
+from attnops_tpu.ragged.schedule import Schedule, schedule, words_of_pages
 from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
 from attnops_tpu.ragged.transfers import STATE, ScheduleRefs, Stream
 
@@ -37,6 +39,8 @@ def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[ja
         cache: the cache.
         wants_lse: whether the logsumexp is asked for.
     """
+    mask, exists = (None, None) if call.mask is None else without_table(call.mask)
+    items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
     plan = make_plan(call, cache, wants_lse)
     store = cache.store.flat()
     stored, scales = [store.key, store.value], [store.key_scale, store.value_scale]
@@ -45,8 +49,8 @@ def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[ja
     if plan.scales == "head":
         given = given._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
     out, *rest = _run(
-        plan, queries(plan, call.query), sources, _table(plan, cache), jnp.asarray(store.base, jnp.int32)[None],
-        given, schedule(plan, call.mask),
+        plan, queries(plan, call.query), sources, _tables(plan, cache, exists),
+        jnp.asarray(store.base, jnp.int32)[None], given, schedule(plan, items_mask, exists),
     )  # fmt: skip
     lse = outputs(plan, rest[0][..., :1])[..., 0].swapaxes(1, 2) if rest else None
     return outputs(plan, out[..., plan.value_lanes - plan.Dv :]), lse
@@ -57,7 +61,7 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
     (B, T, H, D), metadata = call.query.shape, call.metadata
     S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
     dtype = jnp.dtype(jnp.bfloat16 if call.query.dtype == cache.dtype == jnp.bfloat16 else jnp.float32)
-    scoring = describe((T, S), call.mask, call.bias, call.logits_soft_cap, 0.0, call.sinks is not None)
+    scoring = describe((T, S), call.mask, call.bias, call.logits_soft_cap, 0.0, call.sinks is not None, by_row=True)
     if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:  # where x64 is on
         mask_of, bias_of = (f and f.in_32_bits() for f in (scoring.mask, scoring.bias))
         scoring = dataclasses.replace(scoring, mask=mask_of, bias=bias_of)
@@ -86,24 +90,27 @@ def _scales(cache: Cache) -> str:
     return "" if codec is None else "head" if codec.scales == "tensor" else codec.scales
 
 
-def _table(plan: Plan, cache: Cache) -> jax.Array:
-    """The pages of each row as blocks of the arrays, in pieces int32 [B · pieces, 1, piece]."""
+def _tables(plan: Plan, cache: Cache, exists: jax.Array | None) -> list[jax.Array]:
+    """The pages of each row as blocks of the arrays, in pieces int32 [B · pieces, 1, piece], and whether these are in
+    the table, see `attnops_tpu.ragged.schedule.words_of_pages`; none without pages.
+    """
     if not isinstance(cache, PagedCache):
-        return jnp.zeros((1, 1, 1), jnp.int32)
+        return []
+    assert exists is not None
     store = cache.store
     blocks = jnp.clip(cache.table, 0, store.own_blocks - 1) + store.base
     pieces = -(-plan.nk * plan.units // plan.piece)
     blocks = jnp.pad(blocks, ((0, 0), (0, pieces * plan.piece - blocks.shape[1])))
-    return blocks.reshape(-1, 1, plan.piece).astype(jnp.int32)
+    return [blocks.reshape(-1, 1, plan.piece).astype(jnp.int32), words_of_pages(plan, exists)]
 
 
 @one_by_one
 def _run(
-    plan: Plan, query: jax.Array, sources: list[jax.Array], table: jax.Array, block: jax.Array, given: Arrays,
+    plan: Plan, query: jax.Array, sources: list[jax.Array], tables: list[jax.Array], block: jax.Array, given: Arrays,
     items: Schedule,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The output [items, K, R, value_lanes], and the logsumexp [items, K, R, 128] if asked for."""
-    query, sources, table, block, given, items = equally_varying((query, sources, table, block, given, items))
+    query, sources, tables, block, given, items = equally_varying((query, sources, tables, block, given, items))
     scalars = [*items, block, *given.scalars, *given.scales]
     by_key = [] if given.by_key is None else [given.by_key]
     results = [output_like(query, (plan.items, plan.K, plan.R, plan.value_lanes), plan.out_dtype)]
@@ -119,7 +126,7 @@ def _run(
             in_specs=[
                 _of_item(plan, query),
                 *[_of_item(plan, x) for x in given.by_row],
-                *[pl.BlockSpec(memory_space=pl.ANY)] * (1 + len(sources) + len(by_key)),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * (len(tables) + len(sources) + len(by_key)),
             ],
             out_specs=[_of_item(plan, x) for x in results],
             scratch_shapes=_scratch(plan, given, sources),
@@ -134,7 +141,7 @@ def _run(
     )
     # Kernels and index maps have numbers of 32 bits, even where x64 is on: Mosaic has no others.
     with jax.enable_x64(False):
-        return tuple(call(*scalars, query, *given.by_row, table, *sources, *by_key))
+        return tuple(call(*scalars, query, *given.by_row, *tables, *sources, *by_key))
 
 
 def _of_item(plan: Plan, x: Any) -> pl.BlockSpec:
@@ -157,7 +164,9 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
         pltpu.SMEM((STATE,), jnp.int32),
         pltpu.SemaphoreType.DMA((plan.buffers,)),
         pltpu.SemaphoreType.DMA((2,)),
-    ]
+        *([pltpu.SMEM((1, LANES), jnp.int32), pltpu.VMEM((8, plan.bk), jnp.int32), pltpu.SemaphoreType.DMA((1,))]
+          if plan.is_paged else []),
+    ]  # fmt: skip
 
 
 def _kernel(plan: Plan, given: Arrays) -> Any:
@@ -171,20 +180,22 @@ def _kernel(plan: Plan, given: Arrays) -> Any:
             del rest[:count]
             return taken
 
-        items, (block,), scalars = ScheduleRefs(*take(5)), take(1), take(len(given.scalars))
+        items, (block,), scalars = ScheduleRefs(*take(len(ScheduleRefs._fields))), take(1), take(len(given.scalars))
         scales = take(len(given.scales))
-        (query,), by_row, (table,), sources = take(1), take(len(given.by_row)), take(1), take(plan.sources)
+        (query,), by_row, tables = take(1), take(len(given.by_row)), take(2 if plan.is_paged else 0)
+        sources = take(plan.sources)
         by_key = take(given.by_key is not None)
         (out,), lse = take(1), take(plan.wants_lse)
         m, l, acc = take(3)
         state = State(m, l, acc, tuple(take(len(given.by_row))))
         buffers, by_key_buffer = take(plan.sources), take(given.by_key is not None)
-        pages, stream_state, arrived, piece_arrived = rest
+        pages, stream_state, arrived, piece_arrived = take(4)
+        missing = MissingPages(plan, items.missing, tables[1], *rest) if tables else None
         stream = Stream(
-            plan, items, table, tuple(sources), by_key[0] if by_key else None, tuple(buffers),
+            plan, items, tables[0] if tables else None, tuple(sources), by_key[0] if by_key else None, tuple(buffers),
             by_key_buffer[0] if by_key_buffer else None, pages, stream_state, arrived, piece_arrived, block[0],
         )  # fmt: skip
-        Kernel(plan, stream, scalars, scales, by_row, query, out, lse[0] if lse else None, state).run()
+        Kernel(plan, stream, scalars, scales, by_row, query, out, lse[0] if lse else None, state, missing).run()
 
     return kernel
 

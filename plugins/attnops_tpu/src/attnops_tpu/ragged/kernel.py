@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from attnops.kernels import Elementwise
 from attnops_tpu.flash.tile import LOG2E, REPLACEMENTS
+from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import Kind, Value, named, values
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.tile_sizes import LANES
@@ -70,6 +71,7 @@ class Kernel:
         out: [1, K, R, value_lanes].
         lse: [1, K, R, 128]; None if it is not asked for.
         state: see `State`.
+        missing: of a paged cache; else None.
     """
 
     plan: Plan
@@ -81,11 +83,12 @@ class Kernel:
     out: Any
     lse: Any
     state: State
+    missing: MissingPages | None
 
     def run(self) -> None:
         """Compute an item."""
         core, step = pl.program_id(0), pl.program_id(1)
-        pl.when(step == 0)(lambda: self.stream.begin(core))
+        pl.when(step == 0)(lambda: self._begin(core))
         item, state = step * self.plan.cores + core, self.state
         state.m[...] = jnp.full(state.m.shape, LOWEST, jnp.float32)
         for x in (state.l, state.acc):
@@ -101,7 +104,20 @@ class Kernel:
         lax.fori_loop(*self.stream.tiles(item), body, None)
         self._finish(item)
 
+    def _begin(self, core: jax.Array) -> None:
+        self.stream.begin(core)
+        if self.missing is not None:
+            self.missing.begin()
+
     def _tile(self, tile: Tile, buffer: jax.Array, masked: bool, starts: list[Callable[[], None]]) -> None:
+        """`_add`, and before it what the mask needs."""
+        if masked and self.missing is not None:
+            self.missing.enter(tile)
+        self._add(tile, buffer, masked, starts)
+        if masked and self.missing is not None:
+            self.missing.leave(tile)
+
+    def _add(self, tile: Tile, buffer: jax.Array, masked: bool, starts: list[Callable[[], None]]) -> None:
         """Add the keys and values of a tile to the state, a part of its keys and a head at a time.
 
         The matrix unit works in program order: it computes the scores of the next parts while the weights of one are
@@ -281,6 +297,8 @@ class Part:
         if mask is not None:
             given = self._values("mask")
             visible &= jnp.broadcast_to(self._apply(mask, None, q, kv, given), shape)
+        if self.kernel.missing is not None:
+            visible &= jnp.broadcast_to(self.kernel.missing.present[:1, self.keys] != 0, shape)
         # The values by key of a FULL tile were not transferred.
         return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
 
@@ -316,7 +334,7 @@ class Part:
     def _value(self, value: Value) -> jax.Array:
         kernel, plan = self.kernel, self.kernel.plan
         if value.kind is Kind.SCALAR:
-            return kernel.scalars[value.place][self.tile.item]
+            return kernel.scalars[value.place][self.tile.item if value.by_query else self.tile.row]
         if value.kind is Kind.BY_ROW:
             ref = kernel.state.by_row[value.place]
             return ref[self.head if ref.shape[0] > 1 else 0][:, :1]

@@ -18,7 +18,7 @@ from attnops_tpu.ragged.tile_sizes import LANES
 class Kind(enum.Enum):
     """Where a value of a mask or a bias is."""
 
-    SCALAR = "scalar"  # one number an item, in scalar memory
+    SCALAR = "scalar"  # one number a row or an item, in scalar memory
     BY_ROW = "by row"  # a number for each row of a tile of scores
     BY_KEY = "by key"  # a number for each key, or for each head and key
 
@@ -27,7 +27,7 @@ class Arrays(NamedTuple):
     """Inputs of scores other than query and key, in the order of `values`.
 
     Attributes:
-        scalars: float32 or int32 [items] each.
+        scalars: float32 or int32 [B] each, of those by query [items].
         by_row: float32 or int32 [items, K or 1, R padded to lanes] each.
         by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; None for none.
         scales: float32 [K] each, of keys and of values unless they are latent; empty unless scales are by head.
@@ -47,6 +47,7 @@ class Value(NamedTuple):
         kind: where it is.
         dtype: of the function's argument.
         by_head: whether it varies by head.
+        by_query: whether it varies by query.
         place: among the arrays of its kind; of those by key, the first of its rows.
     """
 
@@ -54,6 +55,7 @@ class Value(NamedTuple):
     kind: Kind
     dtype: jnp.dtype
     by_head: bool
+    by_query: bool
     place: int
 
 
@@ -65,7 +67,7 @@ def values(plan: Plan) -> list[Value]:
         by_head = "h" in axes
         kind = Kind.BY_ROW if by_head or ("q" in axes and plan.bq > 1) else Kind.SCALAR
         kind = Kind.BY_KEY if "kv" in axes else kind
-        found.append(Value(name, kind, dtype, by_head, count[kind]))
+        found.append(Value(name, kind, dtype, by_head, "q" in axes, count[kind]))
         count[kind] += plan.H if kind is Kind.BY_KEY and by_head else 1
     return found
 
@@ -89,10 +91,10 @@ def arrays(plan: Plan, call: FlashCall) -> Arrays:
     shape = plan.B, plan.H, plan.T, plan.S
     given: dict[str, list[jax.Array]] = {"sinks": []}
     if plan.scoring.mask is not None:
-        function, leaves, _ = of_mask(call.mask)  # type: ignore[arg-type]
+        function, leaves, _ = of_mask(call.mask, by_row=True)  # type: ignore[arg-type]
         given["mask"] = function.compute(leaves, shape)
     if plan.scoring.bias is not None:
-        bias, leaves = of_bias(elementwise_bias(call.bias))  # type: ignore[arg-type]
+        bias, leaves = of_bias(elementwise_bias(call.bias), by_row=True)  # type: ignore[arg-type]
         given["bias"] = bias.compute(leaves, shape)
     if call.sinks is not None:
         given["sinks"] = [call.sinks.astype(jnp.float32)[None, :, None, None]]
@@ -111,8 +113,9 @@ def arrays(plan: Plan, call: FlashCall) -> Arrays:
 
 
 def _scalar(plan: Plan, x: jax.Array) -> jax.Array:
-    """[B or 1, 1, T or 1, 1] to [items]."""
-    return _padded(plan, jnp.broadcast_to(x[:, 0, :, 0], (plan.B, plan.nq)).reshape(-1))
+    """[B or 1, 1, 1, 1] to [B], and [B or 1, 1, T, 1], where a tile has one query, to [items]."""
+    x = jnp.broadcast_to(x[:, 0, :, 0], (plan.B, x.shape[2])).reshape(-1)
+    return x if x.shape[0] == plan.B else _padded(plan, x)
 
 
 def _by_row(plan: Plan, x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from attnops_tpu.ragged.tile_sizes import LANES
 
 if TYPE_CHECKING:
     import jax
+
+# Of a word of bits.
+BITS: Final = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +148,11 @@ class Plan:
         then take longer to ask for than to compute with. Of few transfers it takes longer to compute with loads apart.
         """
         return self.buffers > 2 and self.units >= 2 * self.K * -(-self.bk // LANES)
+
+    @property
+    def words(self) -> int:
+        """Words of the bits by unit of a tile, a power of two."""
+        return 1 << (-(-self.units // BITS) - 1).bit_length()
 
     @property
     def nk(self) -> int:

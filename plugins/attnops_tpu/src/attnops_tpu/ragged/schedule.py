@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from attnops.kernels import merged
 from attnops.masks import Coverage, Mask, block_map
-from attnops_tpu.ragged.plan import Plan
+from attnops_tpu.ragged.plan import BITS, Plan
+from attnops_tpu.ragged.tile_sizes import LANES
 
 
 class Schedule(NamedTuple):
@@ -22,6 +24,8 @@ class Schedule(NamedTuple):
         stop_full: the tile after the last of them.
         following: [cores + items]: the first item of each core that has keys, then for each item the next one of its
             core; ``items`` where there is none.
+        missing: whether a page between the first and the last that an item reads is not in the table; [1] of storages
+            without pages.
     """
 
     first: jax.Array
@@ -29,14 +33,16 @@ class Schedule(NamedTuple):
     first_full: jax.Array
     stop_full: jax.Array
     following: jax.Array
+    missing: jax.Array
 
 
-def schedule(plan: Plan, mask: Mask | None) -> Schedule:
+def schedule(plan: Plan, mask: Mask | None, exists: jax.Array | None = None) -> Schedule:
     """The schedule of a call: units from the first to the last that some query of an item may see.
 
     Args:
         plan: of the call.
         mask: by slot, bound.
+        exists: of a paged cache, whether pages are in the table, bool [B, M].
     """
     shape = plan.B, plan.H, plan.T, plan.S
     coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, plan.unit).coverage, 1, 1)[:, 0])
@@ -52,7 +58,25 @@ def schedule(plan: Plan, mask: Mask | None) -> Schedule:
     after = jnp.arange(plan.nk) >= first_full[:, None]
     breaks = after & ~full
     stop_full = jnp.where(breaks.any(1), breaks.argmax(1), plan.nk).astype(jnp.int32)
-    return Schedule(first, stop, first_full, stop_full, _following(plan, some))
+    missing = jnp.zeros((1,), jnp.int32) if exists is None else _missing(plan, exists, first, stop)
+    return Schedule(first, stop, first_full, stop_full, _following(plan, some), missing)
+
+
+def _missing(plan: Plan, exists: jax.Array, first: jax.Array, stop: jax.Array) -> jax.Array:
+    page = jnp.arange(exists.shape[1], dtype=jnp.int32)
+    within = (first[:, None] <= page) & (page < stop[:, None])
+    rows = jnp.minimum(jnp.arange(plan.items) // plan.nq, plan.B - 1)
+    return (within & ~exists[rows]).any(1).astype(jnp.int32)
+
+
+def words_of_pages(plan: Plan, exists: jax.Array) -> jax.Array:
+    """Whether pages are in the table, bits of int32 [rows · pieces, 1, 128]: ``plan.words`` of each tile."""
+    bits = jnp.pad(exists, ((0, 0), (0, plan.nk * plan.units - exists.shape[1]))).reshape(plan.B, plan.nk, plan.units)
+    bits = jnp.pad(bits, ((0, 0), (0, 0), (0, plan.words * BITS - plan.units)))
+    bits = bits.reshape(plan.B, plan.nk * plan.words, BITS)
+    words = (bits.astype(jnp.uint32) << jnp.arange(BITS, dtype=jnp.uint32)).sum(2, dtype=jnp.uint32)
+    words = jnp.pad(words, ((0, 0), (0, -words.shape[1] % LANES)))
+    return lax.bitcast_convert_type(words, jnp.int32).reshape(-1, 1, LANES)
 
 
 def _following(plan: Plan, some: jax.Array) -> jax.Array:

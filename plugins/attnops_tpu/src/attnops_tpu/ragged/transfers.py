@@ -35,6 +35,7 @@ class ScheduleRefs(NamedTuple):
     first_full: Any
     stop_full: Any
     following: Any
+    missing: Any
 
 
 class Tile(NamedTuple):

@@ -74,22 +74,24 @@ MUTANTS = {
         "left padding + 3 queries + op.step",
     ),
     "positions count left padding": Mutant(
-        DENSE + "positions",
-        "position = index - self.starts[:, None]",
-        "position = index + 0 * self.starts[:, None]",
+        BASE + "_slots",
+        "Slots(-self.starts,",
+        "Slots(0 * self.starts,",
         "left padding + Causal",
     ),
-    "left padding is seen": Mutant(DENSE + "positions", "(position >= 0) & ", "", "left padding"),
+    "left padding is seen": Mutant(
+        BASE + "_slots", "jnp.maximum(self.starts, 0)", "0 * self.starts", "left padding"
+    ),
     "slots that were never written are counted": Mutant(
-        DENSE + "positions",
-        "& (index < self.lengths[:, None])",
-        "",
+        BASE + "_slots",
+        "self.lengths, None",
+        "0 * self.lengths + self.length, None",
         "SlidingWindow",
     ),
     "a length is guessed from keys that are not 0": Mutant(
-        DENSE + "positions",
-        "(index < self.lengths[:, None])",
-        "(index < self.lengths[:, None]) & jnp.any(self.store.key != 0, axis=(1, 3))",
+        BASE + "_slots",
+        "None, None, self.length)",
+        "None, jnp.any(self.store.key != 0, axis=(1, 3)), self.length, 1)",
         "3 queries",
     ),
     "a row reads the pages in order": Mutant(
@@ -118,9 +120,9 @@ MUTANTS = {
         "ring + op.step + 3 queries",
     ),
     "a ring's positions are its slots": Mutant(
-        WINDOW + "positions",
-        "index = last - (last - slot) % self.length",
-        "index = slot + 0 * last",
+        WINDOW + "slots",
+        "self._slots(last - newest, newest)",
+        "self._slots(0 * newest, 0 * newest + self.length)",
         "ring + SlidingWindow",
     ),
     "a ring's window is forgotten": Mutant(
@@ -193,14 +195,14 @@ MUTANTS = {
     ),
     "biases are by slot": Mutant(
         CALL + "slot_bias",
-        "scores.slot_positions, scores.q_rows)",
-        "0 * scores.slot_positions + jnp.arange(scores.slot_positions.shape[1]), scores.q_rows)",
+        "positions, scores.q_rows)",
+        "0 * scores.arrays[0] + jnp.arange(cache.length), scores.q_rows)",
         "ALiBi + ring",
     ),
     "packed queries see tokens of other rows": Mutant(
         SLOTS + "Scores.exists",
-        "jnp.where(self.held, rows, _NO_KEY)",
-        "jnp.where(self.held, 2 + 0 * rows, _NO_KEY)",
+        "jnp.where(held, rows, _NO_KEY)",
+        "jnp.where(held, 2 + 0 * rows, _NO_KEY)",
         "packed rows",
     ),
     "windows of rows are those of the first when packed": Mutant(

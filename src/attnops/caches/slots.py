@@ -120,8 +120,8 @@ def _by_slot(mask: Mask, cache: Cache, scores: Scores) -> Mask:
         return Not(_by_slot(mask.mask, cache, scores))
     q_positions = _unpadded(scores.q_positions) if isinstance(mask, Ancestors) else scores.q_positions
     if scores.rows is not None and not isinstance(mask, Ancestors) and _is_own(mask):
-        place = jax.ShapeDtypeStruct(scores.rows.sizes, jnp.int32)
-        placed = mask.at(q_positions, place)
+        place: Any = jax.ShapeDtypeStruct(scores.rows.sizes, jnp.int32)
+        placed: Mask = mask.at(q_positions, place)
         if isinstance(placed, At) and placed.q_positions is q_positions and placed.kv_positions is place:
             return AtSlots(placed.mask, q_positions, scores.rows.without_pages())
     placed = mask.at(q_positions, scores.slot_positions)

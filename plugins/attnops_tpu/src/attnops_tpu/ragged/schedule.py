@@ -47,8 +47,8 @@ def schedule(plan: Plan, mask: Mask | None, exists: jax.Array | None = None) -> 
     shape = plan.B, plan.H, plan.T, plan.S
     coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, plan.unit).coverage, 1, 1)[:, 0])
     coverage = jnp.broadcast_to(coverage, (plan.B, *coverage.shape[1:])).reshape(plan.B * plan.nq, -1)
-    missing = plan.items - coverage.shape[0], plan.nk * plan.units - coverage.shape[1]
-    coverage = jnp.pad(coverage, [(0, n) for n in missing])
+    wanting = plan.items - coverage.shape[0], plan.nk * plan.units - coverage.shape[1]
+    coverage = jnp.pad(coverage, [(0, n) for n in wanting])
     active = coverage != int(Coverage.EMPTY)
     some, first = active.any(1), active.argmax(1).astype(jnp.int32)
     stop = jnp.where(some, active.shape[1] - active[:, ::-1].argmax(1), first).astype(jnp.int32)

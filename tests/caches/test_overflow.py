@@ -189,7 +189,8 @@ def test_offsets_beyond_int32() -> None:
 DENSE = "caches.dense:DenseCache."
 MISTAKES = {
     "positions are int16": (
-        Mutant(DENSE + "positions", "position = index -", "position = index.astype(jnp.int16) -", ""),
+        Mutant("caches.base:Cache.query_positions", ", position, -1)",
+               ", position.astype(jnp.int16).astype(jnp.int32), -1)", ""),
         lambda: test_positions_beyond_int16(lambda: DenseCache.create(length=40_000, **OPTIONS | {"batch": 1})),
     ),
     "what does not fit overwrites the last slots": (

@@ -79,9 +79,7 @@ MUTANTS = {
         "Slots(0 * self.starts,",
         "left padding + Causal",
     ),
-    "left padding is seen": Mutant(
-        BASE + "_slots", "jnp.maximum(self.starts, 0)", "0 * self.starts", "left padding"
-    ),
+    "left padding is seen": Mutant(BASE + "_slots", "jnp.maximum(self.starts, 0)", "0 * self.starts", "left padding"),
     "slots that were never written are counted": Mutant(
         BASE + "_slots",
         "self.lengths, None",

@@ -11,7 +11,7 @@ from attnops.masks.functions import MaskFn
 from attnops.masks.grid import Coverage, CoverageBounds, Grid
 from attnops.masks.positions import Causal, Chunked, Full, PrefixLM, SlidingWindow
 from attnops.masks.shift import Shifted
-from attnops.masks.slots import without_table
+from attnops.masks.slots import Slots, without_table
 from attnops.masks.structure import Band, MaskStructure, Split
 from attnops.masks.tokens import KeyPadding, Lengths, Segments
 
@@ -39,6 +39,7 @@ __all__ = [
     "Segments",
     "Shifted",
     "SlidingWindow",
+    "Slots",
     "Split",
     "block_map",
     "without_table",

@@ -213,14 +213,14 @@ def by_arrays(mask: Mask) -> Mask:
     return _replaced(mask, lambda x: x.at_arrays() if isinstance(x, AtSlots) else x.segments())
 
 
-def without_table(mask: Mask) -> tuple[Mask, Leaf]:
-    """A mask of slots as if every page were in the table, and which are, bool [B, M]; None without pages."""
-    found: list[Leaf] = []
+def without_table(mask: Mask) -> tuple[Mask, Slots | None]:
+    """A mask of slots as if every page were in the table, and the slots with what is; None without pages."""
+    found: list[Slots] = []
 
     def whole(x: AtSlots | Held) -> Mask:
         if isinstance(x, AtSlots) or x.slots.exists is None:
             return x
-        found.append(x.slots.exists)
+        found.append(x.slots)
         return Held(x.q_positions, x.slots.without_pages())
 
     mask = _replaced(mask, whole)

@@ -11,8 +11,9 @@ import pytest
 from attnops_tpu.aot import TOPOLOGIES, compile_for
 
 from attnops import OperationMetadata, OperationRegistry
+from attnops.biases import ALiBi, alibi_slopes
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized
-from attnops.masks import Causal, Mask, SlidingWindow
+from attnops.masks import Causal, Chunked, Mask, Segments, SlidingWindow
 
 # What is compiled for a TPU is what a TPU would run.
 pytestmark = pytest.mark.optimised
@@ -58,9 +59,8 @@ def pages(page: int, K: int, D: int, batch: int = 8, **options: Any) -> Cache:
     return jax.eval_shape(make)
 
 
-def integers(cache: Cache) -> int:
-    """Positions and such by slot: no copy of keys is as small."""
-    return 64 * cache.batch * cache.length + (8 << 20)
+# Of the schedule and the table of a call; no copy of keys is as small, and no array by slot of many rows.
+SMALL = 4 << 20
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,24 @@ def integers(cache: Cache) -> int:
 )
 def test_pages_are_read_where_they_are(generation: str, page: int, K: int, G: int, D: int) -> None:
     cache = pages(page, K, D)
-    assert temporaries(cache, generation, G, mask=Causal()) <= integers(cache) < 2 * cache.store.key.size
+    assert temporaries(cache, generation, G, mask=Causal()) <= SMALL < 2 * cache.store.key.size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [None, Causal() & SlidingWindow(1000, 0), Chunked(4096)], ids=repr)
+def test_many_long_rows_have_no_array_by_slot(mask: Mask | None) -> None:
+    def make() -> Cache:
+        return PagedCache.create(batch=1024, pages=4096, page_size=64, max_pages=2048, kv_heads=1, head_dim=128)
+
+    bias = ALiBi(alibi_slopes(4))
+    assert temporaries(jax.eval_shape(make), "v6e", 4, mask=mask, bias=bias) <= SMALL
+
+
+@pytest.mark.slow
+def test_a_mask_with_an_array_by_key_compiles() -> None:
+    cache = pages(64, 2, 128)
+    mask = Segments(jnp.zeros((8, 1), jnp.int32), jnp.zeros((8, SLOTS), jnp.int32))
+    temporaries(cache, "v6e", 4, mask=Causal() & mask)
 
 
 @pytest.mark.slow
@@ -94,7 +111,7 @@ def test_quantised_pages_are_read_where_they_are(dtype: str, scales: str, page: 
     given: Any = {} if scales == "token_head" else {"key_scale": 0.1, "value_scale": 0.1}
     given = {name: [x] * K if scales == "head" else x for name, x in given.items()}
     cache = pages(page, K, 128, codec=Quantized(dtype, scales), **given)
-    assert temporaries(cache, generation, 4, mask=Causal()) <= integers(cache)
+    assert temporaries(cache, generation, 4, mask=Causal()) <= SMALL
 
 
 @pytest.mark.slow
@@ -104,4 +121,4 @@ def test_rows_without_pages_compile(dtype: Any) -> None:
         return DenseCache.create(batch=4, length=SLOTS - 128, kv_heads=4, head_dim=128, dtype=dtype)
 
     cache = jax.eval_shape(make)
-    assert temporaries(cache, "v5e", 2, mask=Causal()) <= integers(cache)
+    assert temporaries(cache, "v5e", 2, mask=Causal()) <= SMALL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -13,7 +14,8 @@ from attnops_tpu.interpreter import detect_races
 
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized
-from attnops.masks import Causal, Dense
+from attnops.caches.bits import to_bits
+from attnops.masks import Causal, Dense, KeyPadding, Lengths, Mask
 from attnops.testing.caches import cache_problem, check_cache
 from attnops.testing.runner import Status, Subject
 
@@ -73,6 +75,26 @@ def test_three_buffers_of_a_tile_are_right() -> None:
     with target("v6e"):
         outcome = check_cache(SUBJECT, QUICK[0])
     assert outcome.status is Status.RIGHT, outcome.detail
+
+
+@pytest.mark.parametrize("mask", [Causal(), pytest.param(Lengths([20, 20]), marks=pytest.mark.slow)], ids=repr)
+def test_tokens_of_pages_that_are_not_in_the_table_are_not_seen(mask: Mask) -> None:
+    table = np.array([[1, -1, 3, -1, 5, 7], [-1, 2, 4, 6, 99, -1]])
+    cache = PagedCache.create(batch=2, pages=8, page_size=4, max_pages=6, kv_heads=1, head_dim=8, dtype=jnp.float32,
+                              table=jnp.asarray(table))  # fmt: skip
+    key, value = jax.random.normal(jax.random.key(0), (2, *cache.store.key.shape))
+    store = dataclasses.replace(cache.store, key=to_bits(key), value=to_bits(value.at[0].set(jnp.nan)))
+    cache = dataclasses.replace(cache, store=store, lengths=jnp.array([23, 18]))
+    query = jax.random.normal(jax.random.key(2), (2, 1, 2, 8))
+    operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", interpret=True))
+    out = jax.jit(lambda q, c: operation(q, c, mask=mask).attention_outputs)(query, cache)
+    keys, values, positions, _ = cache.read()
+    held = np.repeat((table >= 0) & (table < 8), 4, axis=1) & (positions < np.array([[23], [18]]))
+    expected = OperationRegistry.create("vanilla", OperationMetadata())(
+        query, keys, jnp.where(held[..., None, None], values, 0), mask=mask.at(cache.lengths[:, None] - 1, None)
+        & KeyPadding(held),
+    ).attention_outputs  # fmt: skip
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
 def reasons(subject: Subject, features: tuple[str, ...]) -> list[Reason]:

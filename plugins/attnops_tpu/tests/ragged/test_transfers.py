@@ -17,7 +17,7 @@ from attnops_tpu.ragged.transfers import Stream
 from attnops import OperationMetadata, OperationRegistry
 from attnops.caches import Cache, DenseCache, PagedCache
 from attnops.caches.bits import to_bits
-from attnops.masks import Causal, Mask, SlidingWindow
+from attnops.masks import Causal, Mask, Segments, SlidingWindow
 
 PAGE, PAGES, K, D = 4, 40, 2, 16
 
@@ -71,17 +71,17 @@ def count(started: collections.Counter[str], lengths: list[int], mask: Mask) -> 
     return sorted(started.values())
 
 
-def expected(pages: list[int], partial_tiles: int) -> list[int]:
-    """A piece of the table for each row that has pages; each page, and values by key of a tile."""
-    return sorted(n for n in (sum(n > 0 for n in pages), sum(pages) + partial_tiles) if n)
+def expected(pages: list[int], by_key: int = 0) -> list[int]:
+    """A piece of the table for each row that has pages; each page, and values by key of tiles."""
+    return sorted(n for n in (sum(n > 0 for n in pages), sum(pages) + by_key) if n)
 
 
 def test_each_page_that_is_seen_is_transferred_once(started: collections.Counter[str]) -> None:
-    assert count(started, [33, 1, 16], Causal()) == expected([9, 1, 4], 2)
+    assert count(started, [33, 1, 16], Causal()) == expected([9, 1, 4])
 
 
 def test_a_row_of_length_0_starts_no_transfer(started: collections.Counter[str]) -> None:
-    assert count(started, [0, 5, 0], Causal()) == expected([0, 2, 0], 1)
+    assert count(started, [0, 5, 0], Causal()) == expected([0, 2, 0])
 
 
 @pytest.mark.slow
@@ -91,7 +91,14 @@ def test_no_tokens_start_no_transfer(started: collections.Counter[str]) -> None:
 
 def test_a_window_transfers_the_pages_that_it_spans(started: collections.Counter[str]) -> None:
     # Positions 27 to 32 lie in pages 6 to 8, in two tiles.
-    assert count(started, [33], SlidingWindow(5, 0)) == expected([3], 2)
+    assert count(started, [33], SlidingWindow(5, 0)) == expected([3])
+
+
+@pytest.mark.slow
+def test_segments_are_transferred_with_the_tiles_that_they_mask(started: collections.Counter[str]) -> None:
+    ids = Segments(np.zeros((1, 1), int), np.repeat([[1, 0]], [8, 40], axis=1))
+    # Tokens 8 to 32 in pages 2 to 8; of three tiles of four pages one is FULL.
+    assert count(started, [33], ids) == expected([7], 2)
 
 
 @pytest.mark.slow
@@ -103,7 +110,7 @@ def test_a_unit_too_many_is_counted(started: collections.Counter[str], monkeypat
         return made._replace(stop=jnp.where(made.stop > made.first, made.stop + 1, made.stop))
 
     monkeypatch.setattr(attention, "schedule", one_too_far)
-    assert count(started, [5], Causal()) == expected([3], 1) != expected([2], 1)
+    assert count(started, [5], Causal()) == expected([3]) != expected([2])
 
 
 @pytest.mark.parametrize(
@@ -127,5 +134,5 @@ def test_rows_without_pages_are_transferred_in_whole_tiles(started: collections.
     tokens = jnp.ones((2, 40, K, D))
     cache = cache.append(tokens, tokens)
     np.testing.assert_allclose(run(cache, Causal()), 1.0, rtol=1e-6)
-    # Two whole tiles, keys and values; or by units of 16, of which the last tile has one; and its values by key.
-    assert sum(started.values()) == 2 * (2 * 3 + 1)
+    # Two whole tiles, keys and values; or by units of 16, of which the last tile has one.
+    assert sum(started.values()) == 2 * (2 * 3)

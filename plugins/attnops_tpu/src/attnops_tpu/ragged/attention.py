@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.caches import Cache, PagedCache
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
-from attnops.masks import without_table
+from attnops.masks import Slots, without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params
@@ -39,7 +39,7 @@ def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[ja
         cache: the cache.
         wants_lse: whether the logsumexp is asked for.
     """
-    mask, exists = (None, None) if call.mask is None else without_table(call.mask)
+    mask, slots = (None, None) if call.mask is None else without_table(call.mask)
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
     plan = make_plan(call, cache, wants_lse)
     store = cache.store.flat()
@@ -49,8 +49,8 @@ def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[ja
     if plan.scales == "head":
         given = given._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
     out, *rest = _run(
-        plan, queries(plan, call.query), sources, _tables(plan, cache, exists),
-        jnp.asarray(store.base, jnp.int32)[None], given, schedule(plan, items_mask, exists),
+        plan, queries(plan, call.query), sources, _tables(plan, cache, slots),
+        jnp.asarray(store.base, jnp.int32)[None], given, schedule(plan, items_mask, slots),
     )  # fmt: skip
     lse = outputs(plan, rest[0][..., :1])[..., 0].swapaxes(1, 2) if rest else None
     return outputs(plan, out[..., plan.value_lanes - plan.Dv :]), lse
@@ -90,18 +90,18 @@ def _scales(cache: Cache) -> str:
     return "" if codec is None else "head" if codec.scales == "tensor" else codec.scales
 
 
-def _tables(plan: Plan, cache: Cache, exists: jax.Array | None) -> list[jax.Array]:
+def _tables(plan: Plan, cache: Cache, slots: Slots | None) -> list[jax.Array]:
     """The pages of each row as blocks of the arrays, in pieces int32 [B · pieces, 1, piece], and whether these are in
     the table, see `attnops_tpu.ragged.schedule.words_of_pages`; none without pages.
     """
     if not isinstance(cache, PagedCache):
         return []
-    assert exists is not None
+    assert slots is not None
     store = cache.store
     blocks = jnp.clip(cache.table, 0, store.own_blocks - 1) + store.base
     pieces = -(-plan.nk * plan.units // plan.piece)
     blocks = jnp.pad(blocks, ((0, 0), (0, pieces * plan.piece - blocks.shape[1])))
-    return [blocks.reshape(-1, 1, plan.piece).astype(jnp.int32), words_of_pages(plan, exists)]
+    return [blocks.reshape(-1, 1, plan.piece).astype(jnp.int32), words_of_pages(plan, slots.exists)]
 
 
 @one_by_one

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.kernels import merged
-from attnops.masks import Coverage, Mask, block_map
+from attnops.masks import Coverage, Mask, Slots, block_map
 from attnops_tpu.ragged.plan import BITS, Plan
 from attnops_tpu.ragged.tile_sizes import LANES
 
@@ -24,7 +24,7 @@ class Schedule(NamedTuple):
         stop_full: the tile after the last of them.
         following: [cores + items]: the first item of each core that has keys, then for each item the next one of its
             core; ``items`` where there is none.
-        missing: whether a page between the first and the last that an item reads is not in the table; [1] of storages
+        missing: whether a page is not in the table that a tile of an item would have a token in; [1] of storages
             without pages.
     """
 
@@ -36,13 +36,13 @@ class Schedule(NamedTuple):
     missing: jax.Array
 
 
-def schedule(plan: Plan, mask: Mask | None, exists: jax.Array | None = None) -> Schedule:
+def schedule(plan: Plan, mask: Mask | None, slots: Slots | None = None) -> Schedule:
     """The schedule of a call: units from the first to the last that some query of an item may see.
 
     Args:
         plan: of the call.
         mask: by slot, bound.
-        exists: of a paged cache, whether pages are in the table, bool [B, M].
+        slots: of a paged cache.
     """
     shape = plan.B, plan.H, plan.T, plan.S
     coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, plan.unit).coverage, 1, 1)[:, 0])
@@ -58,15 +58,18 @@ def schedule(plan: Plan, mask: Mask | None, exists: jax.Array | None = None) -> 
     after = jnp.arange(plan.nk) >= first_full[:, None]
     breaks = after & ~full
     stop_full = jnp.where(breaks.any(1), breaks.argmax(1), plan.nk).astype(jnp.int32)
-    missing = jnp.zeros((1,), jnp.int32) if exists is None else _missing(plan, exists, first, stop)
+    missing = jnp.zeros((1,), jnp.int32) if slots is None else _missing(plan, slots, first, stop)
     return Schedule(first, stop, first_full, stop_full, _following(plan, some), missing)
 
 
-def _missing(plan: Plan, exists: jax.Array, first: jax.Array, stop: jax.Array) -> jax.Array:
-    page = jnp.arange(exists.shape[1], dtype=jnp.int32)
-    within = (first[:, None] <= page) & (page < stop[:, None])
+def _missing(plan: Plan, slots: Slots, first: jax.Array, stop: jax.Array) -> jax.Array:
+    page = jnp.arange(slots.exists.shape[1], dtype=jnp.int32)
+    has_tokens = (page >= slots.start[:, None] // plan.unit) & (page * plan.unit < slots.stop[:, None])
     rows = jnp.minimum(jnp.arange(plan.items) // plan.nq, plan.B - 1)
-    return (within & ~exists[rows]).any(1).astype(jnp.int32)
+    # Of a tile that has a page that is read, the others too.
+    first, stop = first // plan.units * plan.units, -(-stop // plan.units) * plan.units
+    read = (first[:, None] <= page) & (page < stop[:, None])
+    return (read & (has_tokens & ~slots.exists)[rows]).any(1).astype(jnp.int32)
 
 
 def words_of_pages(plan: Plan, exists: jax.Array) -> jax.Array:

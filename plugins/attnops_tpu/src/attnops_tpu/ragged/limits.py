@@ -9,7 +9,7 @@ from typing import Final
 import jax.numpy as jnp
 
 from attnops import AttentionRequest, OperationMetadata, Reason
-from attnops_tpu.ragged.tile_sizes import LANES, MAX_ITEMS, queries_a_tile, unit_of
+from attnops_tpu.ragged.tile_sizes import LANES, MAX_ITEMS, ROW_BYTES, SCALAR_BYTES, queries_a_tile, unit_of
 
 # Rows of a register of 32-bit elements, of which transfers take whole tiles; narrower elements are packed in pairs.
 _SUBLANES: Final = 8
@@ -27,9 +27,10 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
                      "use a mask that is computed from positions")  # fmt: skip
     rows = queries_a_tile(metadata.block_q, request.query_length, request.heads // request.kv_heads)
     items = request.batch * -(-request.query_length // rows)
-    if items > MAX_ITEMS:
+    if items > MAX_ITEMS or 24 * items + ROW_BYTES * request.batch > SCALAR_BYTES:
+        most = min(MAX_ITEMS, max((SCALAR_BYTES - ROW_BYTES * request.batch) // 24, 0))
         yield Reason("query", f"{request.batch} × {request.query_length}",
-                     f"is {items} tiles of queries, more than {MAX_ITEMS}", "give it in several calls")  # fmt: skip
+                     f"is {items} tiles of queries, more than {most}", "give it in several calls")  # fmt: skip
     if not request.interpret:
         yield from _layout(request)
 

@@ -10,8 +10,11 @@ from attnops_tpu.generations import Generation
 LANES: Final = 128
 # Entries of a row's table that are in scalar memory at a time: 512 bytes, the least that a transfer moves.
 PIECE: Final = 128
-# Items in scalar memory take 20 bytes each.
+# Items in scalar memory take 24 bytes each, and rows up to 16 values of masks and biases; of scalar memory's 1 MiB
+# the table and what the compiler keeps are left out.
 MAX_ITEMS: Final = 1 << 14
+ROW_BYTES: Final = 64
+SCALAR_BYTES: Final = 960 << 10
 # A unit of a storage without pages, and the most units a tile: each has transfers of its own.
 _UNIT: Final = 128
 _MAX_UNITS: Final = 256

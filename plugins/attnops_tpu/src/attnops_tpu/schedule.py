@@ -145,6 +145,7 @@ class Schedule:
         blocks: those of at least 100 bundles, in order.
         regions: all bundles, by what runs them.
         spans: what each branch forward may skip, in order.
+        depths: of each bundle, the loops that it is in, the outermost of which is the grid's.
     """
 
     kernel: str
@@ -153,6 +154,7 @@ class Schedule:
     blocks: tuple[Block, ...]
     regions: Regions
     spans: tuple[Span, ...] = ()
+    depths: tuple[int, ...] = ()
 
     @property
     def body(self) -> Block:
@@ -220,7 +222,9 @@ def read(folder: str, kernel: str | None = None) -> Schedule:
                 Block(end + 1 - start, {unit: sum(row[i] for row in rows) for i, unit in enumerate(UNITS)})
             )  # fmt: skip
     name = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", os.path.basename(largest))
-    return Schedule(name, len(bundles), capacity, tuple(blocks), regions_of(bundles, table), spans_of(bundles))
+    return Schedule(
+        name, len(bundles), capacity, tuple(blocks), regions_of(bundles, table), spans_of(bundles), depths_of(bundles)
+    )
 
 
 def _bundles(text: str) -> list[str]:
@@ -265,6 +269,16 @@ def spans_of(bundles: Sequence[str]) -> tuple[Span, ...]:
         if branch and begins.get(int(branch[1]), 0) > i:
             spans.append(Span(i, begins[int(branch[1])], depth))
     return tuple(spans)
+
+
+def depths_of(bundles: Sequence[str]) -> tuple[int, ...]:
+    """Of each bundle, the loops that it is in."""
+    depths: list[int] = []
+    for text, depth in zip(bundles, _depths(bundles), strict=True):
+        # The dump marks no empty bundle; such follow branches.
+        is_empty = depth == 0 and "{}" in text
+        depths.append(depths[-1] if is_empty and depths else depth)
+    return tuple(depths)
 
 
 def _depths(bundles: Sequence[str]) -> list[int]:

@@ -1,0 +1,170 @@
+"""Kernels of other libraries over paged caches, of which `tpu_decode.py` counts the bundles.
+
+- ``paged_attention`` and ``ragged_paged_attention`` of JAX;
+- ``ragged_paged_attention`` v3 of tpu-inference: ``pip install --no-deps tpu-inference``, of which only the kernels are
+  imported.
+
+Each is compiled at several sizes of its blocks, the best of which is printed. What is counted is the loop over blocks of
+keys, of a block that is whole, and not the branches in it of fewer than 64 bundles, which first and last blocks take: in
+steady state the peers take none of them, and where they take one after all, the count favours them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+from attnops_tpu.schedule import Schedule
+
+ROWS: Final = 8
+# A table of more pages fits no scalar memory, where the peers keep it.
+SLOTS: Final = 1 << 14
+# Tokens a block times kv heads that are tried; of tpu-inference 32,768 is what it takes by itself.
+SIZES: Final = 4096, 8192, 16384, 32768
+# Shorter branches are not taken for every block.
+_SHORT: Final = 64
+
+
+class PeerCase(NamedTuple):
+    """What is compiled: slots a page, kv heads, query heads of each, the head dim, and the dtype of tokens."""
+
+    page: int
+    kv_heads: int
+    groups: int
+    head_dim: int
+    dtype: str
+
+
+class Peer(NamedTuple):
+    """A kernel of another library.
+
+    Attributes:
+        kernel: a part of its name.
+        depth: of its loop over blocks, the grid's included.
+        heads_a_block: whether a block holds the tokens of all kv heads.
+        function: of the case, the generation and the tokens a block, gives the function to compile and its arguments.
+    """
+
+    kernel: str
+    depth: int
+    is_of_all_heads: bool
+    function: Callable[[PeerCase, str, int], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def sizes(case: PeerCase) -> Iterator[int]:
+    """Tokens a block that are tried."""
+    for size in SIZES:
+        tokens = min(size // case.kv_heads, SLOTS // 2)
+        if tokens % case.page == 0 and tokens // case.page <= 256:
+            yield tokens
+
+
+def _arrays(case: PeerCase) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    def floats(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return floats, lambda *shape: floats(*shape, dtype=jnp.int32)
+
+
+def _jax_ragged(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    _know(generation)
+    page, K, G, D, dtype = case
+    floats, ints = _arrays(case)
+    scale = None if dtype == "bfloat16" else 1.0
+
+    def run(q: Any, pages: Any, lengths: Any, table: Any, starts: Any, rows: Any) -> Any:
+        return ragged_paged_attention(
+            q, pages, lengths, table, starts, rows, num_kv_pages_per_block=tokens // page, num_queries_per_block=8,
+            k_scale=scale, v_scale=scale, vmem_limit_bytes=_vmem(generation),
+        )  # fmt: skip
+
+    M = SLOTS // page
+    pages = floats(ROWS * M, page, 2 * K, D, dtype=dtype)
+    return run, (floats(ROWS, K * G, D), pages, ints(ROWS), ints(ROWS, M), ints(ROWS + 1), ints(1))
+
+
+def _jax_paged(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    _know(generation)
+    page, K, G, D, dtype = case
+    floats, ints = _arrays(case)
+
+    def run(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
+        return paged_attention(q, k, v, lengths, table, pages_per_compute_block=tokens // page)
+
+    M = SLOTS // page
+    pages = floats(K, ROWS * M, page, D, dtype=dtype)
+    return run, (floats(ROWS, K * G, D), pages, pages, ints(ROWS), ints(ROWS, M))
+
+
+def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    page, K, G, D, dtype = case
+    # The package's own initialisation needs vLLM.
+    spec = importlib.util.find_spec("tpu_inference")
+    if spec is None or spec.submodule_search_locations is None:
+        raise ImportError("pip install --no-deps tpu-inference")
+    package = types.ModuleType("tpu_inference")
+    package.__path__ = list(spec.submodule_search_locations)
+    sys.modules["tpu_inference"] = package
+    name = "kernel_hd64" if D == 64 else "kernel"
+    module = importlib.import_module(f"tpu_inference.kernels.ragged_paged_attention.v3.{name}")
+    version = {"v5e": 5, "v5p": 5, "v6e": 6, "tpu7x": 7}[generation]
+    module.get_tpu_version = lambda: version  # type: ignore[attr-defined]  # it asks the device
+    _know(generation)
+    attend = getattr(module, "ragged_paged_attention_hd64" if D == 64 else "ragged_paged_attention")
+    floats, ints = _arrays(case)
+    scale = None if dtype == "bfloat16" else 1.0
+
+    def run(q: Any, k: Any, v: Any, pages: Any, lengths: Any, table: Any, starts: Any, distribution: Any) -> Any:
+        return attend(
+            q, k, v, pages, lengths, table, starts, distribution, sm_scale=D**-0.5, k_scale=scale, v_scale=scale,
+            d_block_sizes=(1, tokens, 1, tokens), vmem_limit_bytes=_vmem(generation),
+        )  # fmt: skip
+
+    M = SLOTS // page
+    pages = floats(*module.get_kv_cache_shape(ROWS * M, page, K, D, dtype), dtype=dtype)
+    new = floats(ROWS, K, D, dtype=dtype)
+    return run, (floats(ROWS, K * G, D), new, new, pages, ints(ROWS), ints(ROWS * M), ints(ROWS + 1), ints(3))
+
+
+PEERS: Final = {
+    "RPA v3": Peer("RPAd", 2, True, _rpa_v3),
+    "jax ragged": Peer("ragged_paged_attention", 2, True, _jax_ragged),
+    "jax paged": Peer("paged_attention", 2, False, _jax_paged),
+}
+
+
+def loop(schedule: Schedule, depth: int) -> int:
+    """Bundles of the loop over blocks, in steady state."""
+    runs: list[list[int]] = [[]]
+    for i, deep in enumerate(schedule.depths):
+        if deep >= depth:
+            runs[-1].append(i)
+        elif runs[-1]:
+            runs.append([])
+    body = max(runs, key=len)
+    short = [x for x in schedule.spans if body[0] <= x.start and x.stop <= body[-1] + 1 and x.stop - x.start < _SHORT]
+    outer = [x for x in short if not any(y != x and y.start <= x.start and x.stop <= y.stop for y in short)]
+    return len(body) - sum(x.stop - x.start for x in outer)
+
+
+def _vmem(generation: str) -> int:
+    return {"v5e": 100 << 20, "v5p": 50 << 20, "v6e": 100 << 20, "tpu7x": 50 << 20}[generation]
+
+
+def _know(generation: str) -> None:
+    """Pallas asks the device for its generation; let it find this one."""
+    from jax._src.pallas.mosaic import tpu_info
+
+    chips = tpu_info.ChipVersion
+    chip = {"v5e": chips.TPU_V5E, "v5p": chips.TPU_V5P, "v6e": chips.TPU_V6E, "tpu7x": chips.TPU_7X}[generation]
+    tpu_info.registry["cpu"] = lambda: tpu_info._get_tpu_info_impl(chip, 1)

@@ -50,6 +50,14 @@ def test_what_exceeds_the_scale_is_clipped_and_finite(dtype: str) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_0_with_given_scales_and_nan_with_those_by_token(dtype: str) -> None:
+    x = jnp.asarray([[[1.0, jnp.nan, 2.0]]])
+    for scales, scale, expected in (("head", jnp.ones(1), [1, 0, 2]), ("token_head", None, [jnp.nan] * 3)):
+        codec = Quantized(dtype, scales)
+        np.testing.assert_array_equal(codec.decode(*codec.encode(x, scale))[0, 0], expected)
+
+
 @pytest.mark.parametrize("magnitude", [1e-44, 1e-38, 1e-30, 1.0, 1e30, 3e38])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_error_is_within_its_bound(dtype: str, magnitude: float) -> None:

@@ -29,6 +29,9 @@ class Quantized:
             ``"tensor"``: each kv head, or all tokens; the scales are given when the cache is created, and what exceeds
             them is clipped.
 
+    NaN is stored as 0 where scales are given: int8 has no other, and TPUs multiply 8-bit floats whose NaN is a number.
+    With scales by token and head the token's scale is NaN, and so is all that is read of it.
+
     A stored token is never quantised again. The error of one element is at most half a step: ``scale / 2`` for int8,
     ``2 ** -4`` and ``2 ** -3`` of its magnitude for e4m3 and e5m2 (and for magnitudes below the least normal number,
     ``2 ** -10`` and ``2 ** -17`` times the scale).
@@ -74,7 +77,7 @@ class Quantized:
         spread = self.spread(scale)
         scaled = jnp.where(spread == 0, 0.0, wide / jnp.where(spread == 0, 1.0, spread))
         largest = LARGEST[self.dtype]
-        scaled = jnp.clip(scaled, -largest, largest)
+        scaled = jnp.where(jnp.isnan(scaled), 0.0, jnp.clip(scaled, -largest, largest))
         return (jnp.round(scaled) if self.dtype == "int8" else scaled).astype(self.stored_dtype), scale
 
     def decode(self, stored: jax.Array, scale: jax.Array) -> jax.Array:

@@ -18,19 +18,21 @@ class Generation(NamedTuple):
         vmem: bytes of vector memory a core.
         strided_rotation: see `attnops_tpu.flash.plan.Plan`.
         cores: those of a device, which share the parallel axes of a kernel's grid.
+        takes_e4m3: whether the matrix unit multiplies bfloat16 with float8_e4m3fn.
     """
 
     name: str
     vmem: int
     strided_rotation: bool = True
     cores: int = 1
+    takes_e4m3: bool = True
 
 
 _MiB: Final = 1 << 20
 GENERATIONS: Final = {
     g.name: g
     for g in (
-        Generation("v4", 16 * _MiB, strided_rotation=False, cores=2),
+        Generation("v4", 16 * _MiB, strided_rotation=False, cores=2, takes_e4m3=False),
         Generation("v5e", 128 * _MiB),
         Generation("v5p", 64 * _MiB, cores=2),
         Generation("v6e", 128 * _MiB),

@@ -17,7 +17,7 @@ from attnops.caches import Cache, PagedCache
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
 from attnops.masks import Slots, without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
-from attnops_tpu.generations import bounds_checks, generation
+from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params
 from attnops_tpu.ragged.kernel import Kernel, State
 from attnops_tpu.ragged.missing import MissingPages
@@ -28,7 +28,7 @@ from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
 from attnops_tpu.ragged.transfers import STATE, ScheduleRefs, Stream
 
 if TYPE_CHECKING:
-    from attnops.typing import Ref
+    from attnops.typing import DType, Ref
 
 
 def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -77,12 +77,23 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return Plan(
         B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_paged=isinstance(cache, PagedCache),
-        cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), out_dtype=jnp.dtype(call.query.dtype),
+        cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), operand=_operand(cache, dtype, chip),
+        out_dtype=jnp.dtype(call.query.dtype),
         is_latent=store.latent is not None, is_joined=store.is_joined, scales=_scales(cache),
         precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale, scoring=scoring,
         wants_lse=wants_lse, interpret=metadata.interpret, bounds_checks=bounds_checks(), vmem=chip.vmem,
         **tiles._asdict(),
     )  # fmt: skip
+
+
+def _operand(cache: Cache, dtype: DType, chip: Generation) -> DType:
+    """The dtype in which keys and values are multiplied.
+
+    Matrix units convert e4m3 as they take it in, its NaN to a number, of which `Quantized` stores none without a scale
+    that is NaN. In the kernel the conversion would take three times as many bundles as all else.
+    """
+    stored = jnp.dtype(cache.store.stored_dtype)
+    return stored if chip.takes_e4m3 and stored == jnp.float8_e4m3fn and dtype == jnp.bfloat16 else dtype
 
 
 def _scales(cache: Cache) -> str:

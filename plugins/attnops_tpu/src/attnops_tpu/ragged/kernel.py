@@ -200,7 +200,7 @@ class Kernel:
             found.append(ref[part.buffer, part.head, start : min(start + step, stop), features])
             part.between.go_on()
         x = found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
-        return _floats(x, self.plan.stored).astype(self.plan.dtype)
+        return _floats(x, self.plan.stored).astype(self.plan.operand)
 
     def _scale(self, array: int, part: Part) -> Any:
         """The scales of keys or values, [1, size] or a number; None for tokens that are stored as they are."""

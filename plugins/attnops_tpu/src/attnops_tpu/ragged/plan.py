@@ -41,6 +41,7 @@ class Plan:
         cores: of a chip that share its kernels' grid; items are given to them in turn.
         dtype: of the operands of products.
         stored: the dtype of stored tokens.
+        operand: the dtype of keys and values in products.
         out_dtype: of the output.
         scales: what has a scale of its own, "token_head" or "head"; empty for tokens that are stored as they are.
         is_latent: whether values are the first Dv features of keys.
@@ -72,6 +73,7 @@ class Plan:
     cores: int
     dtype: np.dtype
     stored: np.dtype
+    operand: np.dtype
     out_dtype: np.dtype
     scales: str
     is_latent: bool

@@ -1,17 +1,18 @@
-"""Kernels of other libraries over paged caches, of which `tpu_decode.py` counts the bundles.
+"""Kernels of other libraries over paged caches, for `tpu_decode.py`, which counts their bundles too:
 
 - ``paged_attention`` and ``ragged_paged_attention`` of JAX;
 - ``ragged_paged_attention`` v3 of tpu-inference: ``pip install --no-deps tpu-inference``, of which only the kernels are
   imported.
 
-Each is compiled at several sizes of its blocks, the best of which is printed. What is counted is the loop over blocks of
-keys, of a block that is whole, and not the branches in it of fewer than 64 bundles, which first and last blocks take: in
-steady state the peers take none of them, and where they take one after all, the count favours them.
+Each is compiled with blocks of several sizes, the best of which counts. What is counted is the loop over blocks of keys,
+but for its branches of fewer than 64 bundles: most are for first and last blocks, and where one is taken for every block
+after all, the count favours the peer.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -43,13 +44,11 @@ class Peer(NamedTuple):
 
     Attributes:
         kernel: a part of its name.
-        depth: of its loop over blocks, the grid's included.
-        heads_a_block: whether a block holds the tokens of all kv heads.
+        is_of_all_heads: whether a block holds the tokens of all kv heads.
         function: of the case, the generation and the tokens a block, gives the function to compile and its arguments.
     """
 
     kernel: str
-    depth: int
     is_of_all_heads: bool
     function: Callable[[PeerCase, str, int], tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -112,9 +111,10 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
     spec = importlib.util.find_spec("tpu_inference")
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError("pip install --no-deps tpu-inference")
-    package = types.ModuleType("tpu_inference")
+    package, logger = types.ModuleType("tpu_inference"), types.ModuleType("tpu_inference.logger")
     package.__path__ = list(spec.submodule_search_locations)
-    sys.modules["tpu_inference"] = package
+    logger.init_logger = logging.getLogger  # type: ignore[attr-defined]
+    sys.modules |= {"tpu_inference": package, "tpu_inference.logger": logger}
     name = "kernel_hd64" if D == 64 else "kernel"
     module = importlib.import_module(f"tpu_inference.kernels.ragged_paged_attention.v3.{name}")
     version = {"v5e": 5, "v5p": 5, "v6e": 6, "tpu7x": 7}[generation]
@@ -137,17 +137,17 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
 
 
 PEERS: Final = {
-    "RPA v3": Peer("RPAd", 2, True, _rpa_v3),
-    "jax ragged": Peer("ragged_paged_attention", 2, True, _jax_ragged),
-    "jax paged": Peer("paged_attention", 2, False, _jax_paged),
+    "RPA v3": Peer("RPAd", True, _rpa_v3),
+    "jax ragged": Peer("ragged_paged_attention", True, _jax_ragged),
+    "jax paged": Peer("paged_attention", False, _jax_paged),
 }
 
 
-def loop(schedule: Schedule, depth: int) -> int:
+def peer_loop(schedule: Schedule) -> int:
     """Bundles of the loop over blocks, in steady state."""
     runs: list[list[int]] = [[]]
     for i, deep in enumerate(schedule.depths):
-        if deep >= depth:
+        if deep >= 2:  # 1 is the grid's loop, or that over rows
             runs[-1].append(i)
         elif runs[-1]:
             runs.append([])

@@ -70,10 +70,11 @@ def test_an_infinite_value_that_is_joined_to_its_key_is_no_score() -> None:
 
 
 @pytest.mark.slow
-def test_three_buffers_of_a_tile_are_right() -> None:
-    """The interpreter has the tile sizes of `UNKNOWN`, which has two."""
+@pytest.mark.parametrize("features", [QUICK[0], ("paged", "float8_e4m3fn by head", "GQA", "bfloat16", "19 queries")])
+def test_three_buffers_of_a_tile_and_products_of_e4m3_are_right(features: tuple[str, ...]) -> None:
+    """The interpreter has the plan of `UNKNOWN`, which has neither."""
     with target("v6e"):
-        outcome = check_cache(SUBJECT, QUICK[0])
+        outcome = check_cache(SUBJECT, features)
     assert outcome.status is Status.RIGHT, outcome.detail
 
 

@@ -28,7 +28,7 @@ from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
 from attnops_tpu.ragged.transfers import STATE, ScheduleRefs, Stream
 
 if TYPE_CHECKING:
-    from attnops.typing import DType, Ref
+    from attnops.typing import Ref
 
 
 def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -78,15 +78,14 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
     return Plan(
         B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_paged=isinstance(cache, PagedCache),
         cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), operand=_operand(cache, dtype, chip),
-        out_dtype=jnp.dtype(call.query.dtype),
-        is_latent=store.latent is not None, is_joined=store.is_joined, scales=_scales(cache),
-        precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale, scoring=scoring,
+        out_dtype=jnp.dtype(call.query.dtype), is_latent=store.latent is not None, is_joined=store.is_joined,
+        scales=_scales(cache), precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale, scoring=scoring,
         wants_lse=wants_lse, interpret=metadata.interpret, bounds_checks=bounds_checks(), vmem=chip.vmem,
         **tiles._asdict(),
     )  # fmt: skip
 
 
-def _operand(cache: Cache, dtype: DType, chip: Generation) -> DType:
+def _operand(cache: Cache, dtype: np.dtype[Any], chip: Generation) -> np.dtype[Any]:
     """The dtype in which keys and values are multiplied.
 
     Matrix units convert e4m3 as they take it in, its NaN to a number, of which `Quantized` stores none without a scale

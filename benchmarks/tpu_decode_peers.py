@@ -1,12 +1,12 @@
 """Kernels of other libraries over paged caches, for `tpu_decode.py`, which counts their bundles too:
 
 - ``paged_attention`` and ``ragged_paged_attention`` of JAX;
-- ``ragged_paged_attention`` v3 of tpu-inference: ``pip install --no-deps tpu-inference``, of which only the kernels are
-  imported.
+- ``ragged_paged_attention`` v3 of tpu-inference, whose kernels alone are imported: ``pip install --no-deps
+  tpu-inference``.
 
 Each is compiled with blocks of several sizes, the best of which counts. What is counted is the loop over blocks of keys,
-but for its branches of fewer than 64 bundles: most are for first and last blocks, and where one is taken for every block
-after all, the count favours the peer.
+but for its branches of fewer than 64 bundles: most are for first and last blocks, and where one is taken for every
+block after all, the count favours the peer.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Peer(NamedTuple):
 
 def sizes(case: PeerCase) -> Iterator[int]:
     """Tokens a block that are tried."""
-    for size in SIZES:
-        tokens = min(size // case.kv_heads, SLOTS // 2)
+    for tokens in sorted({min(size // case.kv_heads, SLOTS // 2) for size in SIZES}):
         if tokens % case.page == 0 and tokens // case.page <= 256:
             yield tokens
 
@@ -111,10 +110,10 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
     spec = importlib.util.find_spec("tpu_inference")
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError("pip install --no-deps tpu-inference")
-    package, logger = types.ModuleType("tpu_inference"), types.ModuleType("tpu_inference.logger")
+    package, logger, utils = (types.ModuleType(f"tpu_inference{each}") for each in ("", ".logger", ".utils"))
     package.__path__ = list(spec.submodule_search_locations)
-    logger.init_logger = logging.getLogger  # type: ignore[attr-defined]
-    sys.modules |= {"tpu_inference": package, "tpu_inference.logger": logger}
+    logger.init_logger, utils.get_device_name = logging.getLogger, str  # type: ignore[attr-defined]
+    sys.modules |= {module.__name__: module for module in (package, logger, utils)}
     name = "kernel_hd64" if D == 64 else "kernel"
     module = importlib.import_module(f"tpu_inference.kernels.ragged_paged_attention.v3.{name}")
     version = {"v5e": 5, "v5p": 5, "v6e": 6, "tpu7x": 7}[generation]
@@ -123,11 +122,14 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
     attend = getattr(module, "ragged_paged_attention_hd64" if D == 64 else "ragged_paged_attention")
     floats, ints = _arrays(case)
     scale = None if dtype == "bfloat16" else 1.0
+    blocks = {"d_block_sizes": (1, tokens, 1, tokens)}
+    if D == 64:
+        blocks = {"num_kv_pages_per_block": tokens // page, "num_queries_per_block": 1}  # type: ignore[dict-item]
 
     def run(q: Any, k: Any, v: Any, pages: Any, lengths: Any, table: Any, starts: Any, distribution: Any) -> Any:
         return attend(
             q, k, v, pages, lengths, table, starts, distribution, sm_scale=D**-0.5, k_scale=scale, v_scale=scale,
-            d_block_sizes=(1, tokens, 1, tokens), vmem_limit_bytes=_vmem(generation),
+            vmem_limit_bytes=_vmem(generation), **blocks,
         )  # fmt: skip
 
     M = SLOTS // page
@@ -137,7 +139,7 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
 
 
 PEERS: Final = {
-    "RPA v3": Peer("RPAd", True, _rpa_v3),
+    "RPA v3": Peer("RPA", True, _rpa_v3),
     "jax ragged": Peer("ragged_paged_attention", True, _jax_ragged),
     "jax paged": Peer("paged_attention", False, _jax_paged),
 }

@@ -79,9 +79,9 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
         B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_paged=isinstance(cache, PagedCache),
         cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), operand=_operand(cache, dtype, chip),
         out_dtype=jnp.dtype(call.query.dtype), is_latent=store.latent is not None, is_joined=store.is_joined,
-        scales=_scales(cache), precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale, scoring=scoring,
-        wants_lse=wants_lse, interpret=metadata.interpret, bounds_checks=bounds_checks(), vmem=chip.vmem,
-        **tiles._asdict(),
+        scales=_scales(cache), precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST,
+        scale=call.scale, scoring=scoring, wants_lse=wants_lse,
+        interpret=metadata.interpret, bounds_checks=bounds_checks(), vmem=chip.vmem, **tiles._asdict(),
     )  # fmt: skip
 
 

@@ -2,11 +2,11 @@
 
 - ``paged_attention`` and ``ragged_paged_attention`` of JAX;
 - ``ragged_paged_attention`` v3 of tpu-inference, whose kernels alone are imported: ``pip install --no-deps
-  tpu-inference``.
+  tpu-inference``. Its kernel for head dim 64 calls functions that the newest JAX has not; its other one pads to 128.
 
-Each is compiled with blocks of several sizes, the best of which counts. What is counted is the loop over blocks of keys,
-but for its branches of fewer than 64 bundles: most are for first and last blocks, and where one is taken for every
-block after all, the count favours the peer.
+Each is compiled with blocks of several sizes, the best of which counts. What is counted is the loop over blocks of
+keys, but for its branches of fewer than 64 bundles: most are for first and last blocks, and where one is taken for
+every block after all, the count favours the peer.
 """
 
 from __future__ import annotations
@@ -110,26 +110,21 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
     spec = importlib.util.find_spec("tpu_inference")
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError("pip install --no-deps tpu-inference")
-    package, logger, utils = (types.ModuleType(f"tpu_inference{each}") for each in ("", ".logger", ".utils"))
+    package, logger = (types.ModuleType(f"tpu_inference{each}") for each in ("", ".logger"))
     package.__path__ = list(spec.submodule_search_locations)
-    logger.init_logger, utils.get_device_name = logging.getLogger, str  # type: ignore[attr-defined]
-    sys.modules |= {module.__name__: module for module in (package, logger, utils)}
-    name = "kernel_hd64" if D == 64 else "kernel"
-    module = importlib.import_module(f"tpu_inference.kernels.ragged_paged_attention.v3.{name}")
+    logger.init_logger = logging.getLogger  # type: ignore[attr-defined]
+    sys.modules |= {module.__name__: module for module in (package, logger)}
+    module = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
     version = {"v5e": 5, "v5p": 5, "v6e": 6, "tpu7x": 7}[generation]
     module.get_tpu_version = lambda: version  # type: ignore[attr-defined]  # it asks the device
     _know(generation)
-    attend = getattr(module, "ragged_paged_attention_hd64" if D == 64 else "ragged_paged_attention")
     floats, ints = _arrays(case)
     scale = None if dtype == "bfloat16" else 1.0
-    blocks = {"d_block_sizes": (1, tokens, 1, tokens)}
-    if D == 64:
-        blocks = {"num_kv_pages_per_block": tokens // page, "num_queries_per_block": 1}  # type: ignore[dict-item]
 
     def run(q: Any, k: Any, v: Any, pages: Any, lengths: Any, table: Any, starts: Any, distribution: Any) -> Any:
-        return attend(
+        return module.ragged_paged_attention(
             q, k, v, pages, lengths, table, starts, distribution, sm_scale=D**-0.5, k_scale=scale, v_scale=scale,
-            vmem_limit_bytes=_vmem(generation), **blocks,
+            d_block_sizes=(1, tokens, 1, tokens), vmem_limit_bytes=_vmem(generation),
         )  # fmt: skip
 
     M = SLOTS // page
@@ -139,7 +134,7 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
 
 
 PEERS: Final = {
-    "RPA v3": Peer("RPA", True, _rpa_v3),
+    "RPA v3": Peer("RPAd", True, _rpa_v3),
     "jax ragged": Peer("ragged_paged_attention", True, _jax_ragged),
     "jax paged": Peer("paged_attention", False, _jax_paged),
 }

@@ -14,7 +14,7 @@ LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 	"nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-cuda-nvcc>=13.5,<14"
 
 # At most four workers, of a gigabyte each. Each runs modules from its own half of the list, and helps out at the end.
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --durations=10 --durations-min=10
 
 .PHONY: demo test test-all exhaustive parity quick bench lint readme clean
 .DEFAULT_GOAL := test

@@ -236,4 +236,4 @@ def test_a_cache_holds_what_a_list_holds(storage: str, codec: Codec | None) -> N
 @pytest.mark.parametrize("storage", LAYOUTS)
 def test_a_cache_holds_what_a_list_holds_for_long(storage: str) -> None:
     machine = type(storage, (Machine,), {"storage": storage, "codec": Codec("float8_e4m3fn", "token_head")})
-    run_state_machine_as_test(machine, settings=settings(max_examples=80, stateful_step_count=50))
+    run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=50))

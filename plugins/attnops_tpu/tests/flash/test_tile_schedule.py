@@ -134,14 +134,16 @@ def test_partial_tiles_lack_the_sub_tiles_that_a_mask_hides() -> None:
     coverage = np.array([[partial, full, full], [0, partial, full], [0, 0, partial]], np.int8)[None, None]
     sub_tiles = np.triu(np.full((6, 6), full, np.int8))[None, None]  # [keys, queries]
     sub_tiles[..., range(6), range(6)] = partial
-    found, body = reduced(coverage, sub_tiles)
-    assert body == Body(True, hidden=((1, 0),), unmasked=((0, 1),))
+    found, bodies = reduced(coverage, sub_tiles)
+    assert bodies == (Body(True, hidden=((1, 0),), unmasked=((0, 1),)), Body(masked=True))
     assert (found == np.where(coverage == partial, REDUCED, coverage)).all()
     sub_tiles[..., 4:, 4:] = partial  # the last tile lacks nothing
-    found, body = reduced(coverage, sub_tiles)
-    assert body == Body(True, hidden=((1, 0),), unmasked=((0, 1),))
+    found, bodies = reduced(coverage, sub_tiles)
+    assert bodies == (Body(True, hidden=((1, 0),), unmasked=((0, 1),)), Body(masked=True))
     assert np.diagonal(found[0, 0]).tolist() == [REDUCED, REDUCED, partial]
-    assert reduced(coverage, np.ones((1, 1, 6, 6), np.int8)) == (coverage, Body(masked=True))
+    sub_tiles[..., 4, 5], sub_tiles[..., 4, 4] = 0, full  # it lacks another
+    assert reduced(coverage, sub_tiles)[1][1] == Body(True, hidden=((0, 1),), unmasked=((0, 0),))
+    assert reduced(coverage, np.ones((1, 1, 6, 6), np.int8)) == (coverage, (Body(masked=True), Body(masked=True)))
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -207,11 +209,15 @@ def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.Monke
         if name == "per head"
         else Causal() & Segments(np.repeat([0, 1, 2], [6, 12, 10]))
         if name == "documents"
+        else Causal() & SlidingWindow(9, 0)
+        if name == "window"
         else MASKS[name]
     )
     out, pull_back = jax.vjp(lambda *qkv: operation()(*qkv, mask=mask).attention_outputs, q, k, v)
     found = pull_back(d)
     assert all(max(each) > 0 for each in hidden.values())
+    # Tiles at both ends of a window lack sub-tiles, others than each other.
+    assert name != "window" or hidden["backward"] == [1, 1]
     seen = np.asarray(mask.bind(1, H, 28, 28).dense(1, H, 28, 28))
     np.testing.assert_allclose(out, attention(q, k, v, mask=seen).out, atol=5e-6)
     expected = attention_gradients(q, k, v, mask=seen, d_out=d).values

@@ -110,7 +110,7 @@ def backward(
 
     def sweep(carry: PyTree, xs: PyTree) -> PyTree:
         entries, steps, first = xs
-        schedule = TileSchedule(entries, spans[0].map_shape, longest, kinds, spans[0].rows, spans[0].reduced, steps)
+        schedule = TileSchedule(entries, spans[0].map_shape, longest, kinds, spans[0].rows, spans[0].bodies, steps)
         dq, dk, dv = _span(plan, inputs, arrays, schedule, first, jnp.float32)
         return (carry[0] + _sum_splits(plan, dk), carry[1] + _sum_splits(plan, dv)), dq
 

@@ -200,7 +200,7 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
         if kind in schedule.after_reduced:
             after = previous.kind == REDUCED
             pl.when((entry.kind == kind) & ~after)(step_of)
-            pl.when((entry.kind == kind) & after)(functools.partial(step_of, schedule.reduced.hidden))
+            pl.when((entry.kind == kind) & after)(functools.partial(step_of, schedule.body(REDUCED).hidden))
         else:
             pl.when(entry.kind == kind)(step_of)
 

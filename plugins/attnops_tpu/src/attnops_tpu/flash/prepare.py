@@ -14,7 +14,7 @@ from attnops.kernels import FlashCall, elementwise_bias, merged, of_bias, of_mas
 from attnops.masks import Coverage, Mask, block_map
 from attnops_tpu.flash.operands import Arrays, pad_last, value_layout
 from attnops_tpu.flash.plan import Plan
-from attnops_tpu.flash.tile_schedule import MASKED, Body, TileSchedules, reduced, row_chunks, tile_schedule
+from attnops_tpu.flash.tile_schedule import MASKED, Bodies, TileSchedules, reduced, row_chunks, tile_schedule
 
 if TYPE_CHECKING:
     from attnops.typing import Array, PyTree
@@ -66,26 +66,26 @@ def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
     by_kv_head = merged(coverage, 1, plan.K).swapaxes(2, 3)
     # Two cores share an even number of heads; the kernels of a bias's gradient have all batches in their grid.
     joins = (plan.sequential or plan.K % 2 == 0) and not plan.scoring.has_bias
-    by_kv_head, body = _reduced(plan, mask, by_kv_head, by_key=True)
+    by_kv_head, bodies = _reduced(plan, mask, by_kv_head, by_key=True)
     spans = tuple(
-        tile_schedule(by_kv_head[..., first : first + plan.span], 0, first, body, joins and plan.span >= plan.nq)
+        tile_schedule(by_kv_head[..., first : first + plan.span], 0, first, bodies, joins and plan.span >= plan.nq)
         for first in range(0, plan.nq, plan.span)
     )  # fmt: skip
-    coverage, body = _reduced(plan, mask, coverage, by_key=False)
+    coverage, bodies = _reduced(plan, mask, coverage, by_key=False)
     forward = tuple(
-        tile_schedule(coverage[:, :, first:stop], first, 0, body, joins) for first, stop in row_chunks(coverage)
+        tile_schedule(coverage[:, :, first:stop], first, 0, bodies, joins) for first, stop in row_chunks(coverage)
     )
     return TileSchedules(forward, spans, None)
 
 
-def _reduced(plan: Plan, mask: Mask | None, coverage: Array, by_key: bool) -> tuple[Array, Body]:
+def _reduced(plan: Plan, mask: Mask | None, coverage: Array, by_key: bool) -> tuple[Array, Bodies]:
     """`reduced` of a block map by tiles of queries, or by tiles of keys and kv heads."""
     sizes = plan.backward if by_key else plan.forward
     keys, queries = plan.bk // sizes.rows, plan.bq // sizes.cols
     if mask is None or not isinstance(coverage, np.ndarray):
-        return coverage, MASKED
+        return coverage, (MASKED, MASKED)
     if keys * queries == 1 or coverage.size * keys * queries > MAX_SUB_TILES:
-        return coverage, MASKED
+        return coverage, (MASKED, MASKED)
     sub_tiles = block_map(mask, (plan.B, plan.H, plan.T, plan.S), sizes.cols, sizes.rows).coverage
     sub_tiles = ragged(sub_tiles, 3, plan.S % sizes.rows)
     missing = plan.nq * queries - sub_tiles.shape[2], plan.nk * keys - sub_tiles.shape[3]

@@ -26,7 +26,7 @@ MAX_COLUMNS: Final = 1 << (_ROW - _COLUMN)
 
 # Scalar memory has 1 MiB on every generation; an entry has 4 bytes, and a kernel needs the remainder.
 MAX_ENTRIES: Final = 160 * 1024
-# A PARTIAL tile without the sub-tiles of `TileSchedule.hidden`.
+# PARTIAL tiles with code of their own, without the sub-tiles that a mask hides in them, see `reduced`.
 REDUCED: Final = 3
 KINDS: Final = (int(Coverage.FULL), int(Coverage.PARTIAL), REDUCED)
 _COMPARED: Final = 64
@@ -53,6 +53,8 @@ class Body(NamedTuple):
 
 
 MASKED: Final = Body(masked=True)
+# Of `REDUCED` tiles, and of other PARTIAL tiles.
+Bodies: TypeAlias = tuple[Body, Body]
 
 
 class Entry(NamedTuple):
@@ -76,7 +78,7 @@ class Entry(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["entries", "traced"],
-    meta_fields=["map_shape", "longest", "kinds", "rows", "reduced", "after_reduced", "joined"],
+    meta_fields=["map_shape", "longest", "kinds", "rows", "bodies", "after_reduced", "joined"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
@@ -89,7 +91,7 @@ class TileSchedule(Foldable):
         longest: entries a map.
         kinds: those of entries, other than EMPTY; a kernel has code only for these.
         rows: index of the first row, and of the last plus 1.
-        reduced: of `REDUCED` tiles.
+        bodies: of `REDUCED` tiles, and of other PARTIAL tiles.
         traced: for a traced mask, the grid steps that are needed, int32; else None.
         after_reduced: the kinds of entries, other than PARTIAL and EMPTY, that come next after a `REDUCED` one.
         joined: how many batches each map lists, one after the other, so that none is padded; the grid has so many times
@@ -101,7 +103,7 @@ class TileSchedule(Foldable):
     longest: int
     kinds: tuple[int, ...]
     rows: tuple[int, int]
-    reduced: Body = MASKED
+    bodies: Bodies = (MASKED, MASKED)
     traced: Leaf = None
     after_reduced: tuple[int, ...] = ()
     joined: int = 1
@@ -118,7 +120,7 @@ class TileSchedule(Foldable):
 
     def body(self, kind: int) -> Body:
         """The code for a kind of tiles."""
-        return self.reduced if kind == REDUCED else Body(masked=kind != Coverage.FULL)
+        return Body() if kind == Coverage.FULL else self.bodies[kind != REDUCED]
 
     def padded(self, longest: int) -> Array:
         """The entries, each map padded to a length; the padding is never read."""
@@ -189,11 +191,12 @@ def row_chunks(coverage: Array) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in chunks]
 
 
-def reduced(coverage: Array, of_sub_tiles: Array) -> tuple[Array, Body]:
-    """A block map whose PARTIAL tiles are `REDUCED` if they lack certain sub-tiles, and their code; known when tracing.
+def reduced(coverage: Array, of_sub_tiles: Array) -> tuple[Array, Bodies]:
+    """A block map whose PARTIAL tiles are `REDUCED` if they lack certain sub-tiles, and the code of both kinds.
 
-    A kernel has code for one set of sub-tiles: the one that spares most of them in all tiles together, such as those
-    after the diagonal of a causal mask.
+    These sub-tiles are the set that spares most of them in all tiles together, such as those after the diagonal of a
+    causal mask. Other PARTIAL tiles are computed without the sub-tiles that all of them lack, such as those before a
+    window. Known when tracing.
 
     Args:
         coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`.
@@ -208,18 +211,29 @@ def reduced(coverage: Array, of_sub_tiles: Array) -> tuple[Array, Body]:
     sets, times = sets[~sets.all(axis=1)], times[~sets.all(axis=1)]
     sets = sets[np.argsort(-times * sets.sum(axis=1))][:_COMPARED]
     if not sets.any():
-        return coverage, MASKED
+        return coverage, (MASKED, MASKED)
     lacks = hidden.astype(np.int32) @ sets.T.astype(np.int32) == sets.sum(axis=1)
     best = int(np.argmax(lacks.sum(axis=0) * sets.sum(axis=1)))
     coverage = coverage.copy()
     coverage[coverage == int(Coverage.PARTIAL)] = np.where(lacks[:, best], REDUCED, int(Coverage.PARTIAL))
-    unmasked = (tiles[lacks[:, best]] == int(Coverage.FULL)).all(axis=0)
-    lists = (tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(x)) for x in (sets[best], unmasked))
-    return coverage, Body(True, *lists)
+    is_reduced = lacks[:, best]
+    return coverage, (_body(tiles[is_reduced], across), _body(tiles[~is_reduced], across))
+
+
+def _body(tiles: Array, across: int) -> Body:
+    """The code of PARTIAL tiles, [tiles, sub-tiles] of `attnops.masks.Coverage`, so many sub-tiles across."""
+    if not len(tiles):
+        return MASKED
+    alike = ((tiles == int(kind)).all(axis=0) for kind in (Coverage.EMPTY, Coverage.FULL))
+    return Body(True, *(tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(x)) for x in alike))
 
 
 def tile_schedule(
-    coverage: Array, first_row: int = 0, first_column: int = 0, reduced: Body = MASKED, joins: bool = False
+    coverage: Array,
+    first_row: int = 0,
+    first_column: int = 0,
+    bodies: Bodies = (MASKED, MASKED),
+    joins: bool = False,
 ) -> TileSchedule:
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
@@ -228,7 +242,7 @@ def tile_schedule(
             tracing; a traced one is sorted at run time, in O(rows · columns) integers.
         first_row: index of the first row, if the coverage is a chunk of rows.
         first_column: index of the first column, if the coverage is a chunk of columns.
-        reduced: see `reduced`.
+        bodies: see `reduced`.
         joins: whether the maps of batches may be listed one after the other, see `TileSchedule.joined`.
 
     Raises:
@@ -280,7 +294,7 @@ def tile_schedule(
         longest,
         kinds,
         (first_row, first_row + rows),
-        reduced,
+        bodies,
         steps,
         after,
         n,

@@ -78,6 +78,9 @@ SUB_TILES: Final[dict[str, tuple[SubTileSizes, SubTileSizes]]] = {
     "v6e": _SUB_TILES,
     "tpu7x": (SubTileSizes(512, 256), SubTileSizes(256, 256, lag=3, keys_first=False)),
 }
+# Of a grid step, forward and backward together, whatever the tile: 110 to 200 and 180 to 280, as operands are in vector
+# or in main memory, and the share of a row's ends.
+STEP: Final = 400
 # The largest tile that every generation's rows have.
 LARGEST: Final = 1024
 # Tiles of queries are rows of one kernel's schedule and columns of another's, and so are tiles of keys.
@@ -163,7 +166,7 @@ def _candidates(
             continue
         tiles = count_active(bq, bk)
         tiles = -(-problem.T // bq) * -(-problem.S // bk) if tiles is None else tiles
-        candidates[bq, bk] = tiles * bq * bk * row.bundles
+        candidates[bq, bk] = tiles * (bq * bk / 512**2 * row.bundles + STEP)
     return candidates
 
 

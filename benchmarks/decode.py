@@ -101,12 +101,12 @@ def floor(case: CacheCase) -> Ready:
     table = cache.table if isinstance(cache, PagedCache) else None
 
     def load(x: jax.Array, b: jax.Array, slot: jax.Array) -> jax.Array:
-        """[K, block, D] of a row."""
+        """[K, block, D] of a row; of joined pages [K, block, 2 D]."""
         if table is None:
             return lax.dynamic_slice(x, (b, 0, slot, 0), (1, K, block, D))[0]
         page = x.shape[2]
         numbers = lax.dynamic_slice(table, (b, slot // page), (1, block // page))[0]
-        return x[numbers].swapaxes(0, 1).reshape(K, block, D)
+        return x[numbers].swapaxes(0, 1).reshape(K, block, x.shape[-1])
 
     def products(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """[..., K, G, D] by two of [..., K, n, D]; in float32 [..., K, D, G], since keys first are faster there."""
@@ -120,10 +120,11 @@ def floor(case: CacheCase) -> Ready:
             s = product(q, k, (((last,), (last,)), (heads, heads)))
         return product(s.astype(dtype), v, (((last,), (rows,)), (heads, heads)))
 
-    def in_tiles(q: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def in_tiles(q: jax.Array, key: jax.Array, value: jax.Array | None) -> jax.Array:
         def tile(i: jax.Array, total: jax.Array) -> jax.Array:
             b, slot = i // tiles, start + i % tiles * block
-            k, v = (load(x, b, slot) for x in (key, value))
+            k, v = (load(x, b, slot) for x in (key, key if value is None else value))
+            k, v = k[..., :D], v[..., -D:]  # in pages they are joined
             k, v = (lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x.astype(dtype) for x in (k, v))
             return total + products(lax.dynamic_slice(q, (b, 0, 0, 0), (1, *q.shape[1:]))[0], k, v)
 

@@ -3,9 +3,13 @@ the loop over a tile of keys, divided by the cycles in which the tile's useful b
 
     python benchmarks/tpu_decode.py                                       # v5e, v6e and tpu7x
     python benchmarks/tpu_decode.py --generation v6e --page 16 --kv-heads 1 --json out.json
+    python benchmarks/tpu_decode.py --codec int8 --page 128
+    python benchmarks/tpu_decode.py --latent --kv-heads 1 --groups 128   # keys of 576 features, values of 512 of them
 
 A bundle is a cycle where nothing stalls. The loop is of tiles that are whole and have nothing to mask; the issue of
 transfers and the loop's own bundles are included. At R below 1 the kernel is not bound by computation. No TPU ran it.
+Useful are the bytes of keys, values and their scales; the transfers move zeros of `PagedCache.create`'s ``width`` too.
+"A row" is what else a row of the cache takes: the bundles around its loop, in addition to one masked tile at least.
 
 Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes some ten seconds a line.
 """
@@ -31,12 +35,34 @@ KERNEL: Final = "attnops_ragged"
 
 
 class Case(NamedTuple):
-    """What is compiled: slots a page, kv heads, query heads of each, and the head dim."""
+    """What is compiled: slots a page, kv heads, query heads of each, head dim, codec, and whether it is latent."""
 
     page: int
     kv_heads: int
     groups: int
     head_dim: int = 128
+    codec: str = ""
+    latent: bool = False
+
+    @property
+    def value_head_dim(self) -> int:
+        """That of values."""
+        return 512 if self.latent else self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Features of a token as it is stored."""
+        return -(-self.features // 128) * 128
+
+    @property
+    def features(self) -> int:
+        """Those that are not zeros."""
+        return self.head_dim if self.latent else 2 * self.head_dim
+
+    def token_bytes(self, features: int) -> int:
+        """Bytes of a token and its scales."""
+        scales = (1 if self.latent else 2) * 4 if self.codec else 0
+        return self.kv_heads * (features * (1 if self.codec else 2) + scales)
 
 
 def child(case: Case, generation: str) -> None:
@@ -47,15 +73,16 @@ def child(case: Case, generation: str) -> None:
     from attnops_tpu.ragged.attention import make_plan
 
     from attnops import OperationMetadata, OperationRegistry
-    from attnops.caches import Cache, PagedCache
+    from attnops.caches import Cache, PagedCache, Quantized
     from attnops.kernels import FlashCall
     from attnops.masks import Causal
 
-    page, K, G, D = case
+    page, K, G, D, codec, latent = case
     # Larger than vector memory, in which the compiler would keep it.
     cache = jax.eval_shape(
         lambda: PagedCache.create(batch=ROWS, pages=ROWS * SLOTS // page, page_size=page, max_pages=SLOTS // page,
-                                  kv_heads=K, head_dim=D)
+                                  kv_heads=K, head_dim=D, width=case.width, latent=512 if latent else None,
+                                  codec=Quantized(codec) if codec else None)
     )  # fmt: skip
     metadata = OperationMetadata(platform="tpu", on_unsupported="error")
     operation = OperationRegistry.create("attnops-tpu:flash", metadata)
@@ -65,14 +92,17 @@ def child(case: Case, generation: str) -> None:
         return operation(query, cache, mask=Causal()).attention_outputs
 
     compile_for(run, (query, cache), generation)
-    keys = jax.ShapeDtypeStruct((ROWS, SLOTS, K, D), jnp.bfloat16)
+    keys, values = (jax.ShapeDtypeStruct((ROWS, SLOTS, K, d), jnp.bfloat16) for d in (D, case.value_head_dim))
     with target(generation):
-        plan = make_plan(FlashCall(metadata, query, keys, keys), cache, False)
-    print(json.dumps({"keys": plan.bk, "units": plan.units, "buffers": plan.buffers}))
+        plan = make_plan(FlashCall(metadata, query, keys, values), cache, False)
+    transfers = plan.units * plan.sources
+    print(json.dumps({"keys": plan.bk, "transfers": transfers, "buffers": plan.buffers}))
 
 
-def loop(schedule: Schedule) -> int:
-    """Bundles of the loop over tiles, for one whose transfer and computation are in straight-line code."""
+def loop(schedule: Schedule) -> tuple[int, int, int]:
+    """Bundles of the loop over tiles, for one whose transfer and computation are in straight-line code; of a masked
+    tile at most; and of a row of the cache without its tiles.
+    """
     # Of a tile's two bodies the one that masks is longer, and follows the other.
     inner = [span for span in schedule.spans if span.depth == 2]
     masked = max(inner, key=lambda span: span.stop - span.start)
@@ -83,7 +113,12 @@ def loop(schedule: Schedule) -> int:
     )
     # A new piece of the table is taken once in 128 pages.
     pieces = sum(x.stop - x.start for x in outermost(inner) if around.start < x.start and x.stop <= plain.start)
-    return (masked.start - around.start) - pieces + (around.stop - masked.stop)
+    plain_tile = (masked.start - around.start) - pieces + (around.stop - masked.stop)
+    grid = max((x for x in schedule.spans if x.depth == 1), key=lambda span: span.stop - span.start)
+    # What the first row alone does comes before the loop.
+    first = max((x.stop - x.start for x in schedule.spans if x.depth == 1 and x.stop <= around.start), default=0)
+    outside = (grid.stop - grid.start) - (around.stop - around.start) - first
+    return plain_tile, masked.stop - masked.start, outside
 
 
 def outermost(spans: list[Span]) -> list[Span]:
@@ -93,15 +128,18 @@ def outermost(spans: list[Span]) -> list[Span]:
 
 def figures(case: Case, generation: str) -> dict[str, Any]:
     """A line of the table."""
-    schedule, said = measure([str(Path(__file__).resolve()), "child", json.dumps(case), generation], KERNEL)
+    command = [str(Path(__file__).resolve()), "child", json.dumps(case), generation]
+    schedule, said = measure(command, KERNEL, f"{KERNEL}.1")
     tile = json.loads(said.strip().splitlines()[-1])
-    bundles, token = loop(schedule), 2 * case.kv_heads * case.head_dim * 2
-    useful = tile["keys"] * token
+    bundles, masked, outside = loop(schedule)
+    useful, moved = (tile["keys"] * case.token_bytes(n) for n in (case.features, case.width))
+    token_head = 4 * case.kv_heads if case.codec else case.token_bytes(case.width)
     return {
-        "generation": generation, **case._asdict(), "keys": tile["keys"], "bundles": bundles,
-        "R": bundles / (useful / BYTES[generation]), "transfers": 2 * tile["units"],
-        "smallest": case.page * token // 2, "in flight": (tile["buffers"] - 1) * useful,
-        "kernel": schedule.bundles,
+        "TPU": generation, **case._asdict(), "keys": tile["keys"], "bundles": bundles,
+        "R": bundles / (useful / BYTES[generation]), "a token": bundles / tile["keys"],
+        "transfers": tile["transfers"], "smallest": case.page * token_head,
+        "in flight": (tile["buffers"] - 1) * moved, "moved": (moved + 4 * tile["keys"] // case.page) / useful,
+        "a row": outside, "masked": masked,
     }  # fmt: skip
 
 
@@ -110,16 +148,19 @@ def main(
     page: Annotated[list[int], typer.Option()] = [16, 64, 256],  # noqa: B006
     kv_heads: Annotated[list[int], typer.Option()] = [8, 1],  # noqa: B006
     groups: Annotated[list[int], typer.Option()] = [4],  # noqa: B006
+    head_dim: Annotated[list[int], typer.Option()] = [128],  # noqa: B006
+    codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
+    latent: Annotated[bool, typer.Option("--latent")] = False,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Print R and what goes with it."""
-    lines = [
-        figures(Case(p, k, g), of) for of in generation for k in kv_heads for g in groups for p in page
-    ]  # fmt: skip
-    table = Table("", *list(lines[0])[1:])
+    dims = [576] if latent else head_dim
+    cases = [Case(p, k, g, d, c, latent) for c in codec for d in dims for k in kv_heads for g in groups for p in page]
+    lines = [figures(case, of) for of in generation for case in cases]
+    table = Table(*lines[0])
     for line in lines:
         table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in line.values()))
-    Console(width=140).print(table)
+    Console(width=160).print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(lines, indent=1))
 

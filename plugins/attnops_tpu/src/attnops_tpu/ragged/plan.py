@@ -149,7 +149,7 @@ class Plan:
         A start takes 4 bundles in which nothing else happens if they are together: pages of one kv head and 16 tokens
         then take longer to ask for than to compute with. Of few transfers it takes longer to compute with loads apart.
         """
-        return self.buffers > 2 and self.units >= 2 * self.K * -(-self.bk // LANES)
+        return self.buffers > 2 and self.units >= 4 * self.K * -(-self.bk // LANES)
 
     @property
     def words(self) -> int:

@@ -22,6 +22,9 @@ _MAX_UNITS: Final = 256
 _ROWS: Final = 256
 # Scores of a part of a tile, which are in registers between two products: 16 registers of 64.
 _PART: Final = 16384
+# But of up to 128 rows so many keys at least, although scores are spilled: products over fewer fill less of the matrix
+# unit. 1,024 keys of 576 features for 128 rows take with parts of 128, 256, 512 keys 1,803, 1,519, 1,414 bundles.
+_LEAST_PART: Final = 512
 # Scores of a tile and kv head: more are spilled from registers.
 _SCORES: Final = 1 << 17
 
@@ -107,5 +110,7 @@ def choose(
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
     units = bk // unit
-    part = bk if interpret else min(bk, max(_PART // (-(-G * bq // 8) * 8) // LANES, 1) * LANES)
+    rows = -(-G * bq // 8) * 8
+    part = max(_PART // rows // LANES * LANES, _LEAST_PART if rows <= LANES else LANES)
+    part = bk if interpret else min(bk, part)
     return Tiles(bq, bk, part, unit, -(-PIECE // units) * units, row.buffers)

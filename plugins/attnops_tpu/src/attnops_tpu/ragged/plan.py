@@ -38,6 +38,7 @@ class Plan:
         is_paged: whether units are pages, found by a table.
         piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
         buffers: tiles of keys in vector memory: one is computed with, the others are on their way.
+        spreads_starts: whether the transfers of a tile start between the loads of the one before it.
         cores: of a chip that share its kernels' grid; items are given to them in turn.
         dtype: of the operands of products.
         stored: the dtype of stored tokens.
@@ -70,6 +71,7 @@ class Plan:
     is_paged: bool
     piece: int
     buffers: int
+    spreads_starts: bool
     cores: int
     dtype: np.dtype
     stored: np.dtype
@@ -141,15 +143,6 @@ class Plan:
     def units(self) -> int:
         """Units a tile of keys."""
         return self.bk // self.unit
-
-    @property
-    def spreads_starts(self) -> bool:
-        """Whether the transfers of a tile start between the loads of the one before it.
-
-        A start takes 4 bundles in which nothing else happens if they are together: pages of one kv head and 16 tokens
-        then take longer to ask for than to compute with. Of few transfers it takes longer to compute with loads apart.
-        """
-        return self.buffers > 2 and self.units >= 4 * self.K * -(-self.bk // LANES)
 
     @property
     def words(self) -> int:

@@ -18,7 +18,7 @@ from attnops.operations.sdpa import ScaledDotProductAttention
 from attnops.operations.vanilla import VanillaAttention
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "tt")
-# On the newest JAX attnops-triton is not installed: what GPUs run there is another matter.
+# Triton is for Linux alone.
 HAS_TRITON = importlib.util.find_spec("attnops_triton") is not None
 LONG = 32768  # 2**32 scores with 4 heads
 
@@ -76,7 +76,7 @@ def _registered() -> Iterator[None]:
 
 def test_explain_prints_the_rank_of_the_chosen_and_of_what_could_serve() -> None:
     lines = str(explain(asked().replace(platform="tpu"))).splitlines()
-    assert lines[1:3] == ["runs attnops-tpu:flash (forward_tpu)", "  rank 4 of 10: a forward written for this platform"]
+    assert lines[1:3] == ["runs attnops-tpu:flash (forward_tpu)", "  rank 5 of 11: a forward written for this platform"]
     assert lines[3:5] == ["attnops:sdpa: could serve it", f"  {Rank.PRODUCT}"]
     # What can't serve has reasons instead.
     assert lines[lines.index("attnops-ring:ring: can't serve it") + 1].startswith("  - mesh=")

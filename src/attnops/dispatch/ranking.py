@@ -14,6 +14,7 @@ class Rank(enum.Enum):
     """How good a choice an implementation is for a request, the best first; the value is the reason."""
 
     EXCHANGES_KEYS = "a mesh shards the sequence, and this one exchanges keys between devices"
+    MEASURED = "measured to be the fastest on this device, by the table of `attnops tune`"
     TILED_KERNEL = "a kernel that reads this mask or bias by tiles, where the vendor's needs a T × S array"
     VENDOR_KERNEL = "the vendor's fused kernel"
     KERNEL = "a forward written for this platform"

@@ -14,6 +14,7 @@ from attnops_triton.flash.backward import Inputs, by_key, by_query
 from attnops_triton.flash.bias_gradient import array_gradient, table_gradient
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.flash.forward import forward
+from attnops_triton.flash.measured import measured_tiles
 from attnops_triton.flash.operands import Arrays
 from attnops_triton.flash.plan import LN2, Plan
 from attnops_triton.flash.prepare import arrays, tile_schedules
@@ -59,7 +60,8 @@ class TritonFlash(FlashBackend):
         )  # fmt: skip
         arch = "" if metadata.interpret else current() or device_arch()
         by_score = packed or scoring.dense > 0 or scoring.array
-        tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score)
+        measured = {} if metadata.interpret else measured_tiles(dtype.name, D, Dv)
+        tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score, measured)
         return Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, is_partial=call.is_partial, scale=call.scale,

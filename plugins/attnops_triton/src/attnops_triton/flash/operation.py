@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from pathlib import Path
 from typing import ClassVar, Final
 
 import jax
@@ -39,22 +40,52 @@ class TritonFlashAttention(FlashAttention):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | None:
-        """Above cuDNN if that would need an array of T × S elements; below it otherwise.
+        """Above cuDNN if that would need an array of T × S elements; otherwise below it, unless it was measured faster.
 
-        This is by bytes, since the two have not been timed on a GPU: a mask of 16,384 × 16,384 is 512 MB in bfloat16,
+        Without a table of `attnops tune` this is by bytes: a mask of 16,384 × 16,384 is 512 MB in bfloat16,
         is read again for every head if it varies by head, and skips no tile. cuDNN is preferred for plain and causal
         attention.
         """
         if request.platform != "cuda" or not isinstance(request, AttentionRequest):
             return super().rank(request)
+        from attnops_triton.flash.measured import is_faster_than_cudnn
+
+        faster = is_faster_than_cudnn(request)
+        if faster is not None:
+            return Rank.MEASURED if faster else Rank.KERNEL
         is_plain = request.mask_kinds <= {"Causal"} and request.query_length == request.key_length
         return Rank.TILED_KERNEL if request.bias_kind or (request.mask_kinds and not is_plain) else Rank.KERNEL
 
     def environment_key(self) -> Hashable:
-        """See `attnops.BaseOperation.environment_key`: the GPU that kernels are compiled for."""
+        """See `attnops.BaseOperation.environment_key`: the GPU that kernels are compiled for, and measured tiles."""
+        from attnops_triton.flash.measured import environment
         from attnops_triton.targets import current
 
-        return current()
+        return current(), environment()
+
+    @staticmethod
+    def tune(
+        *, dtypes: list[str], head_dims: list[int], lengths: list[int], masks: list[str], output: Path | None,
+        merge: list[Path], dry: str, report: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Time tile sizes on this machine's GPU, and write the table that `attnops_triton.tuned` reads.
+
+        Args:
+            dtypes: of query, key and value.
+            head_dims: D and Dv.
+            lengths: T and S.
+            masks: "full" or "causal".
+            output: the table to write; its rows are kept if it is there.
+            merge: tables whose rows are added; with any, nothing is timed.
+            dry: an architecture, such as ``"sm_90"``: compile for it, and time nothing.
+            report: is called with lines of text.
+
+        Raises:
+            ValueError: there is no GPU, a file is no table, or the architecture is unknown.
+        """
+        from attnops_triton.flash.tune import run
+
+        run(dtypes, head_dims, lengths, masks, output, merge, dry, report)
 
     def unsupported(self, request: Request) -> Iterable[Reason]:
         """See `attnops.BaseOperation.unsupported`."""

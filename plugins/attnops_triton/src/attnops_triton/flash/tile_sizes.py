@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from attnops_triton.flash.plan import Tiles
@@ -75,8 +77,9 @@ _FLOAT16: Final[dict[str, dict[int, Row]]] = {
 
 
 def choose(
-    arch: str, dtype: str, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False
-) -> tuple[Tiles, ...]:
+    arch: str, dtype: str, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False,
+    measured: Mapping[int, Tiles] = MappingProxyType({}),
+) -> tuple[Tiles, ...]:  # fmt: skip
     """The tiles of each pass.
 
     Args:
@@ -87,6 +90,7 @@ def choose(
         block_k: keys a tile, of the metadata, for all passes; None for the table's.
         by_score: whether the forward loads an element for each score, of an array mask or bias. They need shared
             memory, so the table's forward tiles of keys are halved.
+        measured: tiles to use instead of the table's, by place in a row; not with ``by_score``.
     """
     by_dim = TABLE[known(arch)][4 if dtype == "float32" else 2]
     if dtype == "float16":
@@ -94,6 +98,8 @@ def choose(
     row = by_dim[min(limit for limit in by_dim if dim <= limit)]
     if by_score:
         row = (dataclasses.replace(row[0], bk=max(16, row[0].bk // 2)), *row[1:])
+    else:
+        row = tuple(measured.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
     *passes, last = (T(block_q or t.bq, block_k or t.bk, t.warps, t.stages) for t in row)
     square = min(last.bq, last.bk)
     return (*passes, T(square, square, last.warps, last.stages))

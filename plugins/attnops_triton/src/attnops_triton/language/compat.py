@@ -40,6 +40,16 @@ def jit(kernel: Kernel) -> Any:
     return triton.JITFunction(function(kernel))
 
 
+def device_name() -> str:
+    """The name of this machine's GPU; empty without one."""
+    import jax
+
+    try:
+        return str(jax.devices("gpu")[0].device_kind)
+    except RuntimeError:
+        return ""
+
+
 def device_arch() -> str:
     """The architecture of this machine's GPU, such as ``"sm_90"`` or ``"gfx942"``; empty without one."""
     import jax

@@ -1,0 +1,62 @@
+"""What is known of this machine's GPU by measurement, see `attnops_triton.tuned`: tiles, and the faster operation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Final
+
+import jax
+
+from attnops import AttentionRequest
+from attnops_triton import tuned
+from attnops_triton.flash.plan import Tiles
+from attnops_triton.language import compat
+from attnops_triton.targets import current
+
+# The kernels that have tiles of their own, by their place in a row of the table.
+KERNELS: Final = ("forward", "by_query", "by_key")
+CALLS: Final = {True: "attnops-triton:flash, backward", False: "attnops-triton:flash, forward"}
+OF_CUDNN: Final = {True: "attnops:sdpa, backward", False: "attnops:sdpa, forward"}
+
+# Part of the key of JAX's cache of traced functions.
+_TRIED = jax.make_user_context(default_value=())
+
+
+def environment() -> Hashable:
+    """What `measured_tiles` and `is_faster_than_cudnn` depend on in addition to the call."""
+    return _TRIED.value, os.environ.get(tuned.VARIABLE, "")
+
+
+@contextlib.contextmanager
+def trying(kernel: str, tiles: Tiles) -> Iterator[None]:
+    """A context in which a kernel has these tiles, and the others have the table's."""
+    with _TRIED((kernel, tiles)):
+        yield
+
+
+def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[int, Tiles]:
+    """Tiles to use instead of the table's, by place in its row; for this machine's GPU alone."""
+    tried = _TRIED.value
+    if tried:
+        return {KERNELS.index(tried[0]): tried[1]}
+    if current() or not tuned.installed():
+        return {}
+    device = compat.device_name()
+    found = {i: tuned.tiles(device, kernel, dtype, head_dim, value_head_dim) for i, kernel in enumerate(KERNELS)}
+    return {i: Tiles(*tiles) for i, tiles in found.items() if tiles}
+
+
+def is_faster_than_cudnn(request: AttentionRequest) -> bool | None:
+    """Whether this plugin's kernels are the faster ones for plain or causal attention; None if not measured."""
+    is_plain = request.mask_kinds <= {"Causal"} and not request.bias_kind and request.query_length == request.key_length
+    if not is_plain or request.head_dim != request.value_head_dim or current() or not tuned.installed():
+        return None
+    backward = request.needs_grad
+    names = (CALLS[backward], OF_CUDNN[backward])
+    found = tuned.fastest(
+        compat.device_name(), names, request.dtypes[0], request.head_dim, "causal" if request.mask_kinds else "full",
+        request.key_length,
+    )  # fmt: skip
+    return None if not found else found == names[0]

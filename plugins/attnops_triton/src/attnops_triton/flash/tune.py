@@ -1,0 +1,203 @@
+"""Tuning, for `attnops tune`: time tiles near the table's, and the calls of both operations, on this machine's GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from attnops import OperationMetadata, OperationRegistry, UnsupportedError
+from attnops.masks import Causal
+from attnops_triton import tuned
+from attnops_triton.aot import Binary, compile_for, kernels
+from attnops_triton.flash.measured import CALLS, KERNELS, OF_CUDNN, trying
+from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.tile_sizes import choose
+from attnops_triton.language.compat import device_arch, device_name
+from attnops_triton.targets import SHARED_MEMORY
+from attnops_triton.tuned import Row
+
+if TYPE_CHECKING:
+    from attnops.typing import Function, PyTree
+
+_NAMES: Final = dict(
+    zip(("attnops_flash_forward", "attnops_flash_backward_query", "attnops_flash_backward_key"), KERNELS, strict=True)
+)
+_TOKENS: Final = 16384
+_WIDTH: Final = 2048  # heads times head dim
+_SHORTEST: Final = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The attention that is tuned: plain or causal, as many heads and batches as a training step has.
+
+    Attributes:
+        dtype: of query, key and value.
+        head_dim: D and Dv.
+        length: T and S.
+        mask: "full" or "causal".
+    """
+
+    dtype: str
+    head_dim: int
+    length: int
+    mask: str
+
+    @property
+    def array(self) -> jax.ShapeDtypeStruct:
+        """Query, key and value."""
+        B, H = max(1, _TOKENS // self.length), max(1, _WIDTH // self.head_dim)
+        return jax.ShapeDtypeStruct((B, self.length, H, self.head_dim), jnp.dtype(self.dtype))
+
+    def call(self, name: str) -> Function:
+        """The call of an operation, which refuses rather than runs another one."""
+        operation: Any = OperationRegistry.create(name, OperationMetadata(platform="cuda", on_unsupported="error"))
+        mask = Causal() if self.mask == "causal" else None
+        return lambda *qkv: operation(*qkv, mask=mask).attention_outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Tiles of a kernel, compiled.
+
+    Attributes:
+        kernel: one of `KERNELS`.
+        tiles: its tiles.
+        binary: its machine code.
+    """
+
+    kernel: str
+    tiles: Tiles
+    binary: Binary
+
+
+def neighbours(tiles: Tiles) -> list[Tiles]:
+    """The tiles, and those that differ from them in one size by a step."""
+    bq, bk, warps, stages = dataclasses.astuple(tiles)
+    changed = [
+        (bq // 2, bk, warps, stages), (2 * bq, bk, warps, stages), (bq, bk // 2, warps, stages),
+        (bq, 2 * bk, warps, stages), (bq, bk, 12 - warps, stages), (bq, bk, warps, stages - 1),
+        (bq, bk, warps, stages + 1),
+    ]  # fmt: skip
+    return [tiles, *(Tiles(*x) for x in changed if min(x[:2]) >= 16 and x[0] * x[1] <= 128 * 128 and 1 <= x[3] <= 4)]
+
+
+def candidates(shape: Shape, arch: str) -> Iterator[Candidate]:
+    """Tiles near the table's that fit the shared memory of an architecture, and don't spill unless the table's do."""
+    row = choose(arch, shape.dtype, shape.head_dim, None, None)
+    for kernel, tiles in zip(KERNELS, row, strict=False):
+        least: int | None = None
+        for some in neighbours(tiles):
+            with trying(kernel, some):
+                (launched,) = (
+                    x for x in kernels(_both(shape.call("attnops-triton:flash")), (shape.array,) * 3, arch)
+                    if _NAMES[x.recipe.kernel.name] == kernel
+                )  # fmt: skip
+            binary = compile_for(launched, arch)
+            least = binary.spilled if least is None else least
+            if binary.shared <= SHARED_MEMORY[arch] and binary.spilled <= least:
+                yield Candidate(kernel, some, binary)
+
+
+def run(
+    dtypes: list[str], head_dims: list[int], lengths: list[int], masks: list[str], output: Path | None,
+    merge: list[Path], dry: str, report: Callable[[str], None],
+) -> None:  # fmt: skip
+    """See `attnops_triton.TritonFlashAttention.tune`."""
+    if dry and dry not in SHARED_MEMORY:
+        raise ValueError(f"dry={dry!r} is unknown; use one of {list(SHARED_MEMORY)}")
+    shapes = [Shape(*given) for given in itertools.product(dtypes, head_dims, lengths, masks)]
+    if dry:
+        for shape in shapes:
+            for candidate in candidates(shape, dry):
+                found = candidate.binary
+                report(
+                    f"{shape}: {candidate.kernel} {candidate.tiles}: {found.registers} registers, {found.spilled} "
+                    f"spilled, {found.shared} bytes of shared memory, {sum(found.loop.values())} instructions a tile"
+                )
+        return
+    rows = [row for path in merge for row in tuned.read(path)]
+    if not merge:
+        if device_arch() not in SHARED_MEMORY:
+            raise ValueError(
+                f"tuning needs one of the GPUs {list(SHARED_MEMORY)}, but this machine has {device_arch() or 'none'}; "
+                "dry compiles without one"
+            )
+        rows += tune(shapes, report)
+    if output is not None:
+        kept = tuned.read(output) if output.is_file() else []
+        tuned.write(output, [*kept, *rows])
+        report(f"{output}: {len(tuned.read(output))} rows; {tuned.VARIABLE}={output} makes attnops-triton read it")
+
+
+def tune(shapes: Iterable[Shape], report: Callable[[str], None]) -> list[Row]:
+    """The times of candidates and of calls, on this machine's GPU.
+
+    Args:
+        shapes: what is tuned.
+        report: is called with each time, in a line.
+    """
+    device, arch, rows = device_name(), device_arch(), []
+    for shape in shapes:
+        fields = (shape.dtype, shape.head_dim, shape.head_dim, shape.mask, shape.length)
+        timed: list[tuple[str, tuple[int, ...], float]] = []
+        for candidate in candidates(shape, arch):
+            with trying(candidate.kernel, candidate.tiles):
+                seconds = _seconds(_only(candidate.kernel, shape.call("attnops-triton:flash")), shape)
+            timed.append((candidate.kernel, dataclasses.astuple(candidate.tiles), seconds))
+            report(f"{shape}: {candidate.kernel} {candidate.tiles}: {1e3 * seconds:.3f} ms")
+        best = {kernel: min((s, t) for k, t, s in timed if k == kernel) for kernel in KERNELS}
+        rows += [Row(device, kernel, *fields, tiles, seconds) for kernel, (seconds, tiles) in best.items()]
+        for names in (CALLS, OF_CUDNN):
+            for backward, what in names.items():
+                call = shape.call(what.split(",")[0])
+                try:
+                    seconds = _seconds(_both(call) if backward else call, shape)
+                except UnsupportedError:
+                    continue
+                rows.append(Row(device, what, *fields, (), seconds))
+                report(f"{shape}: {what}: {1e3 * seconds:.3f} ms")
+    return rows
+
+
+def _both(call: Function) -> Function:
+    def run(*qkv: jax.Array) -> PyTree:
+        out, pull_back = jax.vjp(call, *qkv)
+        return out, pull_back(out)
+
+    return run
+
+
+def _only(kernel: str, call: Function) -> Function:
+    """A program that runs one backward kernel alone in addition to the forward; XLA leaves out the other."""
+    if kernel == "forward":
+        return call
+    wanted = slice(0, 1) if kernel == "by_query" else slice(1, 3)
+    return lambda *qkv: _both(call)(*qkv)[1][wanted]
+
+
+def _seconds(function: Function, shape: Shape) -> float:
+    """The shortest time of a call, of several in a queue."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    qkv = [jax.random.normal(key, shape.array.shape, shape.array.dtype) for key in keys]
+    run = functools.partial(jax.jit(function), *qkv)
+    jax.block_until_ready(run())
+    once = _queue(run, 2) / 2
+    calls = max(2, round(_SHORTEST / once))
+    return min(_queue(run, calls) for _ in range(5)) / calls
+
+
+def _queue(run: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        results = run()
+    jax.block_until_ready(results)
+    return time.perf_counter() - start

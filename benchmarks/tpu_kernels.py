@@ -22,23 +22,22 @@ the bandwidth of main memory; for each peer it is that of its best backward pass
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import attnops_tpu
 import typer
 from attnops_tpu.aot import TOPOLOGIES
 from attnops_tpu.schedule import Region, Regions, measure
 from rich.console import Console
 from rich.table import Table
-from tpu_contenders import BATCH, CONTENDERS, HEADS, REDUCTION, SCHEDULER, Job, child, whole
-
-import attnops
+from tpu_contenders import BATCH, CONTENDERS, HEADS, REDUCTION, SCHEDULER, Job, child, traced, whole
 
 # (tokens, mask)
 PROBLEMS: Final = {
@@ -94,7 +93,7 @@ class Results:
 
     def of(self, job: Job) -> dict[str, Any]:
         """The kernel's regions, and the bytes outside of it; or why it doesn't compile."""
-        key = json.dumps([job, version(job.name)])
+        key = json.dumps([job, version(job)])
         if key in self.found:
             return self.found[key]
         print(f"compiling {job}", file=sys.stderr, flush=True)
@@ -137,19 +136,15 @@ def run(command: list[str]) -> dict[str, Any]:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def version(name: str) -> str:
-    """Of what a result depends on: for attnops-tpu the source of these kernels."""
+@functools.cache
+def version(job: Job) -> str:
+    """Of what a result depends on: for attnops-tpu the program, without the addresses in its text."""
     versions = [importlib.metadata.version(package) for package in ("jax", "libtpu")]
-    if name == "attnops-tpu":
-        digest = hashlib.sha256()
-        plugin, core = Path(attnops_tpu.__path__[0]), Path(attnops.__path__[0])
-        for folder in (plugin / "flash", core / "kernels", core / "masks"):
-            for path in sorted(folder.rglob("*.py")):
-                digest.update(path.read_bytes())
-        digest.update((plugin / "generations.py").read_bytes())
-        versions.append(digest.hexdigest()[:12])
-    elif name == "tokamax":
-        versions.append(importlib.metadata.version(name))
+    if job.name == "attnops-tpu":
+        program = re.sub(r"0x[0-9a-f]+", "", str(traced(job).jaxpr))
+        versions.append(hashlib.sha256(program.encode()).hexdigest()[:12])
+    elif job.name == "tokamax":
+        versions.append(importlib.metadata.version(job.name))
     return " ".join(versions)
 
 

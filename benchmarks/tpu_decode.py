@@ -5,6 +5,7 @@ the loop over a tile of keys, divided by the cycles in which the tile's useful b
     python benchmarks/tpu_decode.py --generation v6e --page 16 --kv-heads 1 --json out.json
     python benchmarks/tpu_decode.py --codec int8 --page 128
     python benchmarks/tpu_decode.py --latent --kv-heads 1 --groups 128   # keys of 576 features, values of 512 of them
+    python benchmarks/tpu_decode.py --peers                               # R of other libraries' kernels too
 
 A bundle is a cycle where nothing stalls. The loop is of tiles that are whole and have nothing to mask; the issue of
 transfers and the loop's own bundles are included. At R below 1 the kernel is not bound by computation. No TPU ran it.
@@ -26,6 +27,7 @@ from attnops_tpu.aot import compile_for
 from attnops_tpu.schedule import Schedule, Span, measure
 from rich.console import Console
 from rich.table import Table
+from tpu_decode_peers import PEERS, PeerCase, bundles_a_byte
 
 # Bytes of main memory a cycle and core.
 BYTES: Final = {"v4": 651, "v5e": 546, "v5p": 790, "v6e": 937, "tpu7x": 1682}
@@ -143,6 +145,13 @@ def figures(case: Case, generation: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def peers(case: Case, generation: str) -> dict[str, str]:
+    """R of each other kernel, whose scales are numbers; a dash where it refuses the case."""
+    own = PeerCase(case.page, case.kv_heads, case.groups, case.head_dim, case.codec or "bfloat16")
+    found = {name: bundles_a_byte(name, own, generation) for name in PEERS}
+    return {name: "–" if x is None else f"{x * BYTES[generation]:.2f}" for name, x in found.items()}
+
+
 def main(
     generation: Annotated[list[str], typer.Option()] = ["v5e", "v6e", "tpu7x"],  # noqa: B006
     page: Annotated[list[int], typer.Option()] = [16, 64, 256],  # noqa: B006
@@ -151,16 +160,19 @@ def main(
     head_dim: Annotated[list[int], typer.Option()] = [128],  # noqa: B006
     codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
     latent: Annotated[bool, typer.Option("--latent")] = False,
+    with_peers: Annotated[bool, typer.Option("--peers", help="Not with --latent.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Print R and what goes with it."""
+    if latent and with_peers:
+        raise typer.BadParameter("--peers have no latent content; leave one of --peers and --latent out")
     dims = [576] if latent else head_dim
     cases = [Case(p, k, g, d, c, latent) for c in codec for d in dims for k in kv_heads for g in groups for p in page]
-    lines = [figures(case, of) for of in generation for case in cases]
+    lines = [figures(case, of) | (peers(case, of) if with_peers else {}) for of in generation for case in cases]
     table = Table(*lines[0])
     for line in lines:
         table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in line.values()))
-    Console(width=160).print(table)
+    Console(width=190).print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(lines, indent=1))
 

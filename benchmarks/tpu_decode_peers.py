@@ -12,19 +12,26 @@ every block after all, the count favours the peer.
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from attnops_tpu.schedule import Schedule
+from attnops_tpu.aot import compile_for
+from attnops_tpu.schedule import Schedule, measure
 
 ROWS: Final = 8
 # A table of more pages fits no scalar memory, where the peers keep it.
 SLOTS: Final = 1 << 14
 # Tokens a block times kv heads that are tried; of tpu-inference 32,768 is what it takes by itself.
-SIZES: Final = 4096, 8192, 16384, 32768
+SIZES: Final = 4096, 16384, 32768
+# How a kernel refuses a dtype, and the compiler a block size. Anything else stops the run: an interface has changed.
+REFUSALS: Final = ("RESOURCE_EXHAUSTED", "xceeded", "Ran out of memory", "Register allocation failed",
+                   "Expected kv quantization", "to be a floating point", "Not implemented", "not supported",
+                   "must be divisible", "Mosaic failed to compile")  # fmt: skip
 # Shorter branches are not taken for every block.
 _SHORT: Final = 64
 
@@ -56,7 +63,7 @@ class Peer(NamedTuple):
 def sizes(case: PeerCase) -> Iterator[int]:
     """Tokens a block that are tried."""
     for tokens in sorted({min(size // case.kv_heads, SLOTS // 2) for size in SIZES}):
-        if tokens % case.page == 0 and tokens // case.page <= 256:
+        if tokens % case.page == 0 and tokens // case.page <= 512:
             yield tokens
 
 
@@ -140,6 +147,24 @@ PEERS: Final = {
 }
 
 
+def bundles_a_byte(name: str, case: PeerCase, generation: str) -> float | None:
+    """Bundles for each byte of keys and values, at the best size of blocks; None where it refuses the case."""
+    import jax.numpy as jnp
+
+    peer, found = PEERS[name], []
+    for tokens in sizes(case):
+        command = [str(Path(__file__).resolve()), json.dumps([name, case, generation, tokens])]
+        try:
+            schedule, _ = measure(command, peer.kernel)
+        except RuntimeError as error:
+            if not any(refusal in str(error) for refusal in REFUSALS):
+                raise
+            continue
+        heads = case.kv_heads if peer.is_of_all_heads else 1
+        found.append(peer_loop(schedule) / (tokens * heads * 2 * case.head_dim * jnp.dtype(case.dtype).itemsize))
+    return min(found, default=None)
+
+
 def peer_loop(schedule: Schedule) -> int:
     """Bundles of the loop over blocks, in steady state."""
     runs: list[list[int]] = [[]]
@@ -165,3 +190,8 @@ def _know(generation: str) -> None:
     chips = tpu_info.ChipVersion
     chip = {"v5e": chips.TPU_V5E, "v5p": chips.TPU_V5P, "v6e": chips.TPU_V6E, "tpu7x": chips.TPU_7X}[generation]
     tpu_info.registry["cpu"] = lambda: tpu_info._get_tpu_info_impl(chip, 1)
+
+
+if __name__ == "__main__":
+    given, own_case, own_generation, own_tokens = json.loads(sys.argv[1])
+    compile_for(*PEERS[given].function(PeerCase(*own_case), own_generation, own_tokens), own_generation)

@@ -27,9 +27,6 @@ _PART: Final = 16384
 _LEAST_PART: Final = 512
 # Scores of a tile and kv head: more are spilled from registers.
 _SCORES: Final = 1 << 17
-# With more bundles of starts than this for each load of 128 keys of a kv head, they are spread between the loads. On
-# tpu7x 512 keys of 8 kv heads and pages of 16 have 4.5 such bundles, and take 892 if they are spread, 1,080 if not.
-_START: Final = 4
 
 
 class Row(NamedTuple):
@@ -40,13 +37,15 @@ class Row(NamedTuple):
             memory, that the steps of one kv head fill the latencies of another's, and that the loop's own bundles, some
             80 a tile, are few.
         buffers: tiles of keys in vector memory.
-        start: bundles that the start of a page's transfer takes: on tpu7x, whose vector memory has other tiles than
-            main memory, a descriptor of strides is written where a token is wider than the lanes.
+        loads: where a transfer has fewer loads of 128 keys of a kv head, the starts of a tile are spread between them.
+            On tpu7x, whose vector memory has other tiles than main memory, a start takes 9 bundles where a token is
+            wider than the lanes, elsewhere 4. 512 keys of 8 kv heads with pages of 32 and 64 take there 1,007 and 835
+            bundles so, 1,100 and 901 if the starts are together; on v6e those with pages of 16 take 919 and 861.
     """
 
     tile: int
     buffers: int
-    start: int = 4
+    loads: int = 1
 
 
 _MiB: Final = 1 << 20
@@ -55,7 +54,7 @@ TABLE: Final = {
     "v5e": Row(2 * _MiB, 3),
     "v5p": Row(2 * _MiB, 3),
     "v6e": Row(2 * _MiB, 3),
-    "tpu7x": Row(2 * _MiB, 3, start=9),
+    "tpu7x": Row(2 * _MiB, 3, loads=9),
 }
 
 
@@ -123,5 +122,5 @@ def choose(
     # Where transfers start together nothing else happens: one kv head's pages of 16 tokens would take longer to ask for
     # than to compute with. Of few it takes longer to compute with loads that starts keep in order.
     loads = 2 * K * -(-bk // LANES)
-    spreads_starts = row.buffers > 2 and units * row.start > _START * loads
+    spreads_starts = row.buffers > 2 and units * row.loads > loads
     return Tiles(bq, bk, part, unit, -(-PIECE // units) * units, row.buffers, spreads_starts)

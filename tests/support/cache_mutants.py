@@ -168,15 +168,15 @@ MUTANTS = {
     "a vector of zeros is 0 times infinity": Mutant(
         CODEC + "encode",
         "jnp.where(spread == 0, 0.0, wide / jnp.where(spread == 0, 1.0, spread))",
-        "wide / spread",
+        "jnp.where(spread == 0, jnp.inf, wide / spread)",
         "float8_e4m3fn by token_head + op.step",
     ),
     "int8 is truncated": Mutant(CODEC + "encode", "jnp.round(scaled)", "scaled", "int8 by token_head + op.step"),
     "int8 holds -128": Mutant(CODEC + "encode", "-largest, largest", "-largest - 1, largest", "int8 by head + op.step"),
     "8-bit floats overflow": Mutant(
         CODEC + "encode",
-        "scaled = jnp.clip(scaled, -largest, largest)",
-        "",
+        "jnp.clip(scaled, -largest, largest)",
+        "scaled",
         "float8_e4m3fn by tensor + op.step",
     ),
     "tokens are dequantised in bfloat16": Mutant(

@@ -116,6 +116,20 @@ def test_a_case_compiles_within_shared_memory(name: str, arch: str) -> None:
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("D", "arch"),
+    [
+        pytest.param(D, arch, marks=[] if (D, arch) == (128, "sm_80") else [pytest.mark.exhaustive])
+        for D in (64, 128)
+        for arch in ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
+    ],
+)
+def test_a_dense_mask_spills_nothing(D: int, arch: str) -> None:
+    for launched, binary in compiled(CompileCase(D=D, mask=Dense, traced=MASK), arch, ASSEMBLERS[:1]):
+        assert binary.spilled == 0, f"{launched.recipe.kernel.name} with {launched.tiles} spills {binary.spilled}"
+
+
 @pytest.mark.parametrize(("variant", "arch"), sorted(REFUSED))
 def test_what_shared_memory_does_not_hold_is_refused(variant: tuple[int, int, str], arch: str) -> None:
     D, Dv, dtype = variant

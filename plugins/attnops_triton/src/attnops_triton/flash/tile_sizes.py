@@ -76,6 +76,16 @@ _FLOAT16: Final[dict[str, dict[int, Row]]] = {
 }
 
 
+# Tiles by architecture, the larger of D and Dv, at most, and place in a row, where loading an element for each
+# score makes the row's spill in 16 bits.
+_BY_SCORE: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
+    "sm_80": {64: {}, 128: {1: T(128, 32, 8, 2), 2: T(64, 64, 8, 2)}},
+    "sm_86": {128: {2: T(32, 64, 8, 2)}},
+    "sm_90": {64: {}, 128: {2: T(32, 128, 8, 2)}},
+    "sm_100": {64: {0: T(64, 64, 4, 3)}, 128: {2: T(32, 128, 8, 2)}},
+}
+
+
 def choose(
     arch: str, dtype: str, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False,
     measured: Mapping[int, Tiles] = MappingProxyType({}),
@@ -88,8 +98,8 @@ def choose(
         dim: the larger of D and Dv.
         block_q: queries a tile, of the metadata, for all passes; None for the table's.
         block_k: keys a tile, of the metadata, for all passes; None for the table's.
-        by_score: whether the forward loads an element for each score, of an array mask or bias. They need shared
-            memory, so the table's forward tiles of keys are halved.
+        by_score: whether kernels load an element for each score, of an array mask or bias. They need shared memory
+            and registers, so the table's forward tiles of keys are halved, and some others are smaller.
         measured: tiles to use instead of the table's, by place in a row; not with ``by_score``.
     """
     by_dim = TABLE[known(arch)][4 if dtype == "float32" else 2]
@@ -98,6 +108,9 @@ def choose(
     row = by_dim[min(limit for limit in by_dim if dim <= limit)]
     if by_score:
         row = (dataclasses.replace(row[0], bk=max(16, row[0].bk // 2)), *row[1:])
+        by_dim_of_scores = {} if dtype == "float32" else _BY_SCORE.get(known(arch), {})
+        smaller = next((x for limit, x in by_dim_of_scores.items() if dim <= limit), {})
+        row = tuple(smaller.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
     else:
         row = tuple(measured.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
     *passes, last = (T(block_q or t.bq, block_k or t.bk, t.warps, t.stages) for t in row)

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged import attention
+from attnops_tpu.ragged.kernel import Between
 from attnops_tpu.ragged.transfers import Stream
 
 from attnops import OperationMetadata, OperationRegistry
@@ -99,6 +101,17 @@ def test_segments_are_transferred_with_the_tiles_that_they_mask(started: collect
     ids = Segments(np.zeros((1, 1), int), np.repeat([[1, 0]], [8, 40], axis=1))
     # Tokens 8 to 32 in pages 2 to 8; of three tiles of four pages one is FULL.
     assert count(started, [33], ids) == expected([7], 2)
+
+
+@pytest.mark.slow
+def test_starts_between_loads_are_as_many(started: collections.Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = []
+    original = Between.go_on
+    monkeypatch.setattr(Between, "go_on", lambda self: (spread.append(len(self._starts)), original(self))[1])
+    with target("tpu7x"), detect_races():
+        # Tiles have 4 pages; of the first row two are FULL, and while they are computed whole ones are asked for.
+        assert count(started, [48, 33], Causal()) == expected([12, 9])
+    assert max(spread) > 0
 
 
 @pytest.mark.slow

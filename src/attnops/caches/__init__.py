@@ -4,7 +4,7 @@ Storage (`DenseCache`, `WindowCache`, `PagedCache`), codec (`Quantized`, or as t
 or a latent) combine freely. Every operation serves every cache: ``op(query, cache, mask=...)``.
 """
 
-from attnops.caches.base import Cache, Contents
+from attnops.caches.base import Cache, Contents, NewTokens
 from attnops.caches.codec import Quantized
 from attnops.caches.dense import DenseCache
 from attnops.caches.packed import Rows
@@ -18,6 +18,7 @@ __all__ = [
     "Cache",
     "Contents",
     "DenseCache",
+    "NewTokens",
     "PageCopies",
     "PagePool",
     "PagedCache",

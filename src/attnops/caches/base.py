@@ -46,6 +46,22 @@ class Contents(NamedTuple):
     held: jax.Array
 
 
+class NewTokens(NamedTuple):
+    """New tokens of a `DenseCache` or a `PagedCache` that are not written yet.
+
+    Attributes:
+        tokens: by the names of the store's arrays, as they are stored, [B, K, T, d]; scales by token [B, K, T].
+        first: the slot of each row's first, int32 [B].
+        size: how many fit, int32 [B].
+        blocks: the blocks that they go to, in order, int32 [B, blocks].
+    """
+
+    tokens: dict[str, jax.Array]
+    first: jax.Array
+    size: jax.Array
+    blocks: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Cache(abc.ABC):
     """Keys and values of earlier tokens, one row a sequence: a pytree of static shapes.
@@ -159,13 +175,7 @@ class Cache(abc.ABC):
             ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
             UnsupportedError: packed rows, and a mesh that shards the context.
         """
-        self._check_layer()
-        batch = self.batch if rows is None else 1
-        key, value = self._tokens("key", key, self.head_dim, batch), self._value(value, batch)
-        if value is not None and value.shape[1] != key.shape[1]:
-            raise ValueError(
-                f"value has length {value.shape[1]}, but key has length {key.shape[1]}: they must be equal"
-            )
+        key, value = self._new(key, value, self.batch if rows is None else 1)
         T, count = key.shape[1], None
         if rows is None:
             count = self.row_lengths("lengths", lengths, T)
@@ -177,6 +187,30 @@ class Cache(abc.ABC):
         if placement is not None:
             return append_by_shard(placement, self, key, value, count, rows)
         return self._append(key, value, count, rows)
+
+    def pending(
+        self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None
+    ) -> tuple[Self, NewTokens]:
+        """`append` of a batch without its writes, for a kernel that writes: the cache after them, and the tokens.
+
+        Raises:
+            ValueError: see `append`.
+        """
+        key, value = self._new(key, value, self.batch)
+        count = self.row_lengths("lengths", lengths, key.shape[1])
+        pieces, fit = self.place(key.shape[1], count, jnp.arange(self.batch, dtype=jnp.int32))
+        tokens = NewTokens(self.store._tokens(key, value), self.lengths, fit, pieces.block.reshape(self.batch, -1))
+        return self._appended(self.store, self.lengths + fit, fit < count), tokens
+
+    def _new(self, key: ArrayLike, value: ArrayLike | None, batch: int) -> tuple[jax.Array, jax.Array | None]:
+        """New tokens, checked."""
+        self._check_layer()
+        key, value = self._tokens("key", key, self.head_dim, batch), self._value(value, batch)
+        if value is not None and value.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"value has length {value.shape[1]}, but key has length {key.shape[1]}: they must be equal"
+            )
+        return key, value
 
     def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
         """`append` on one device, its arguments checked."""

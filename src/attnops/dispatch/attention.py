@@ -21,7 +21,7 @@ from attnops.dispatch.over_cache import run_over_cache
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
-from attnops.dispatch.step import grow
+from attnops.dispatch.step import fused, grow
 from attnops.errors import Reason, UnsupportedError
 from attnops.kernels.rules import inexact_vjp
 from attnops.models.heads import repeat_kv_heads
@@ -181,10 +181,20 @@ class OperationImpl(BaseOperation):
         """
         of_call = CONTRACT | {"mode", "return_lse", "return_weights"}
         self._check_options({name: x for name, x in options.items() if name not in of_call})
+        if rows is None and (written := fused(self, query, key, value, cache, query_lengths, options)) is not None:
+            return written
         grown, lengths = grow(self.metadata.layout, query, key, value, cache, query_lengths, rows)
         call = self.prepare(query, grown, query_lengths=query_lengths, rows=rows, lengths=lengths, **options)
         result: OperationOutput = self.run(call)
         return result, grown
+
+    def may_write(self) -> bool:
+        """Whether some step may be one kernel, see `attnops.dispatch.step`; False is certain."""
+        return any(name.startswith("stepped_") for name in dir(type(self)))
+
+    def chosen(self, call: Call) -> OperationImpl:
+        """The operation that runs a call."""
+        return self
 
     def bind(self, query: ArrayLike, key: ArrayLike | Cache, value: ArrayLike | None = None, **options: Any) -> Call:
         """See `attnops.dispatch.binding.bind_attention`, and `attnops.dispatch.cached.bind_cached`."""

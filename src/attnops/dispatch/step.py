@@ -1,18 +1,36 @@
-"""The first half of `OperationImpl.step`: a cache with the tokens of a step."""
+"""`OperationImpl.step`: a cache with the tokens of a step, and attention over it.
+
+A class writes the tokens itself, in the kernel that attends, by a method ``stepped_<forward>`` next to
+``cached_<forward>``, for the requests for which its method ``writes(request)`` is true::
+
+    def stepped_tpu(self, query, cache, new, *, mask, bias=None, ...) -> tuple[OperationOutput, Cache]
+
+The cache has the lengths that it has afterwards, but not the tokens, which are ``new``, an `attnops.caches.NewTokens`.
+Packed rows, and caches on a mesh, are appended to and then attended over.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from attnops.caches.base import Cache, CacheType
+from attnops.caches.dense import DenseCache
 from attnops.caches.packed import Rows
+from attnops.caches.paged import PagedCache
 from attnops.dispatch.binding import check_array, swap_heads
+from attnops.dispatch.cached import NO_GRADIENT
+from attnops.dispatch.operation import decide
+from attnops.dispatch.request import AttentionRequest
+from attnops.kernels.nograd import without_gradient
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
+
+    from attnops.dispatch.attention import OperationImpl
+    from attnops.output import OperationOutput
 
 
 def grow(
@@ -44,11 +62,25 @@ def grow(
         raise ValueError(
             f"cache is a {type(cache).__name__}, but must be an attnops.caches.Cache: op.step(query, key, value, cache)"
         )
-    if layout == "BHTD":
-        key = swap_heads("key", check_array("key", key))
-        value = None if value is None else swap_heads("value", check_array("value", value))
+    key, value = _in_bthd(layout, key, value)
     grown = cache.append(key, value, query_lengths, rows)
     T = jnp.shape(key)[1]
+    _check_length(layout, query, T)
+    if rows is None:
+        return grown, cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
+    runs = rows.checked(T, cache.batch)
+    slots = jnp.clip(runs.slots, 0, cache.batch - 1)
+    return grown, jnp.asarray(cache.lengths).at[slots].add(runs.first_counts(T, cache.batch))
+
+
+def _in_bthd(layout: str, key: ArrayLike, value: ArrayLike | None) -> tuple[ArrayLike, ArrayLike | None]:
+    if layout != "BHTD":
+        return key, value
+    key = swap_heads("key", check_array("key", key))
+    return key, None if value is None else swap_heads("value", check_array("value", value))
+
+
+def _check_length(layout: str, query: ArrayLike, T: int) -> None:
     shape = jnp.shape(query)
     length = shape[2 if layout == "BHTD" else 1] if len(shape) == 4 else T
     if length != T:
@@ -56,8 +88,46 @@ def grow(
             f"query has length {length}, but key has length {T}: they must be equal, since a step is of the queries of "
             f"the tokens that it appends; else append them, and call op(query, cache)"
         )
-    if rows is None:
-        return grown, cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
-    runs = rows.checked(T, cache.batch)
-    slots = jnp.clip(runs.slots, 0, cache.batch - 1)
-    return grown, jnp.asarray(cache.lengths).at[slots].add(runs.first_counts(T, cache.batch))
+
+
+def fused(
+    operation: OperationImpl,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike | None,
+    cache: CacheType,
+    query_lengths: ArrayLike | None,
+    options: dict[str, Any],
+) -> tuple[OperationOutput, CacheType] | None:
+    """A step whose kernel writes the tokens; None where there is no such kernel.
+
+    Args:
+        operation: the operation.
+        query: see `OperationImpl.step`.
+        key: see `OperationImpl.step`.
+        value: see `OperationImpl.step`.
+        cache: before these tokens.
+        query_lengths: see `OperationImpl.step`.
+        options: of the call.
+    """
+    layout = operation.metadata.layout
+    is_one = isinstance(cache, (DenseCache, PagedCache)) and cache.placement is None
+    if not is_one or not operation.may_write():
+        return None
+    key, value = _in_bthd(layout, key, value)
+    after, new = cache.pending(key, value, query_lengths)
+    _check_length(layout, query, jnp.shape(key)[1])
+    lengths = cache.lengths + cache.row_lengths("query_lengths", query_lengths, jnp.shape(key)[1])
+    call = operation.prepare(query, after, query_lengths=query_lengths, lengths=lengths, **options)
+    request = call.request
+    assert isinstance(request, AttentionRequest)
+    operation = operation.chosen(call)
+    forward = decide(operation, request)
+    method = getattr(operation, f"stepped_{forward}", None)
+    if method is None or call.boundary is not None or operation.in_place_reasons(forward, request):
+        return None
+    if not operation.writes(request):  # type: ignore[attr-defined]
+        return None
+    new = without_gradient((new,), NO_GRADIENT)[0]
+    output, written = method(*call.args, new, **call.options)
+    return operation.finish(call, output), written

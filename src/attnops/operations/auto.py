@@ -6,6 +6,8 @@ import functools
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+import jax
+
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
 from attnops.dispatch.explain import environment_keys, pick
@@ -41,9 +43,15 @@ class AutoAttention(VanillaAttention):
         Raises:
             UnsupportedError: nothing that is installed can serve it.
         """
+        return self.chosen(call).run(call)
+
+    def may_write(self) -> bool:
+        return (self.metadata.platform or jax.default_backend()) != "cpu"
+
+    def chosen(self, call: Call) -> OperationImpl:
         assert isinstance(call.request, AttentionRequest)
         keys = environment_keys(self.metadata, OperationRegistry.generation())
-        return _picked(self.metadata, call.request, OperationRegistry.generation(), keys).run(call)
+        return _picked(self.metadata, call.request, OperationRegistry.generation(), keys)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -56,17 +56,20 @@ def devices(generation: str, topology: str | None = None) -> list[jax.Device]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
 
 
-def compile_for(function: Function, arguments: PyTree, generation: str) -> jax.stages.Compiled:
+def compile_for(
+    function: Function, arguments: PyTree, generation: str, donated: tuple[int, ...] = ()
+) -> jax.stages.Compiled:
     """A function compiled for one TPU, a `jax.stages.Compiled`.
 
     Args:
         function: of arrays, or of pytrees of them.
         arguments: its arguments, arrays or `jax.ShapeDtypeStruct`.
         generation: one of `TOPOLOGIES`.
+        donated: the numbers of the arguments whose buffers the results may take.
     """
     from attnops_tpu.generations import target
 
     place = jax.sharding.SingleDeviceSharding(devices(generation)[0])
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), list(arguments))
     with target(generation):
-        return jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",)).compile()
+        return jax.jit(function, donate_argnums=donated).trace(*placed).lower(lowering_platforms=("tpu",)).compile()

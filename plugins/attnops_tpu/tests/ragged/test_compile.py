@@ -122,3 +122,24 @@ def test_rows_without_pages_compile(dtype: Any) -> None:
 
     cache = jax.eval_shape(make)
     assert temporaries(cache, "v5e", 2, mask=Causal()) <= SMALL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None:
+    codec: dict[str, Any] = {"codec": Quantized("int8", "head"), "key_scale": [0.1] * 4, "value_scale": [0.1] * 4}
+    operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
+
+    def step(query: jax.Array, key: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        output, cache = operation.step(query, key, key, cache, mask=Causal())
+        return output.attention_outputs, cache
+
+    for options in ({}, codec):
+        cache = pages(64, 4, 128, **options)
+        query, key = (jax.ShapeDtypeStruct((8, T, heads, 128), jnp.bfloat16) for heads in (16, 4))
+        compiled = compile_for(step, (query, key, cache), generation, donated=(2,))
+        memory, size = compiled.memory_analysis(), cache.store.key.size * cache.store.key.dtype.itemsize
+        assert memory.alias_size_in_bytes >= size
+        assert memory.temp_size_in_bytes <= 1 << 20
+        assert "while" not in compiled.as_text()  # `append` is a loop over rows

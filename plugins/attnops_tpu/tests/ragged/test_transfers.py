@@ -126,9 +126,8 @@ def test_a_unit_too_many_is_counted(started: collections.Counter[str], monkeypat
     assert count(started, [5], Causal()) == expected([3]) != expected([2])
 
 
-@pytest.mark.parametrize(
-    ("wait", "length"), [pytest.param("_wait_whole", 40, marks=pytest.mark.slow), ("_each_unit", 5)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("wait", "length"), [("_wait_whole", 40), ("_each_unit", 5)])
 def test_a_missing_wait_is_caught(wait: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(Stream, wait)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
 from attnops.biases import Bias
-from attnops.caches import Cache
+from attnops.caches import Cache, NewTokens
 from attnops.kernels import FlashBackend, FlashCall
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
 from attnops_tpu.generations import bounds_checks
 from attnops_tpu.ragged.limits import unsupported as in_place
+from attnops_tpu.ragged.tile_sizes import queries_a_tile, unit_of
+
+CacheType = TypeVar("CacheType", bound=Cache)
 
 # The primitives of a `MaskFn` or a `ScoreFn` that kernels evaluate for each score; the tests compile each of them.
 PRIMITIVES: Final = frozenset({
@@ -101,13 +105,40 @@ class TPUFlashAttention(FlashAttention):
         return_lse: bool = False,
     ) -> OperationOutput:
         """See `attnops.dispatch.cached`."""
+        output, _ = self._over_cache(
+            query, cache, None, mask=mask, bias=bias, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
+            sinks=sinks, return_lse=return_lse,
+        )  # fmt: skip
+        return output
+
+    def writes(self, request: AttentionRequest) -> bool:
+        """See `attnops.dispatch.step`: of rows whose queries are one tile, and without scales by token."""
+        cache = request.cache
+        assert cache is not None
+        G = request.heads // request.kv_heads
+        is_one_tile = request.query_length <= queries_a_tile(self.metadata.block_q, request.query_length, G)
+        # A word of 32 bits has slots of one unit.
+        packed = 4 // jnp.dtype(cache.codec or request.dtypes[1]).itemsize
+        is_packed = unit_of(cache.page_size, request.key_length) % packed == 0
+        return is_one_tile and is_packed and cache.storage != "WindowCache" and cache.scales != "token_head"
+
+    def stepped_tpu(
+        self, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any
+    ) -> tuple[OperationOutput, CacheType]:
+        """See `attnops.dispatch.step`."""
+        return self._over_cache(query, cache, new, **options)
+
+    def _over_cache(
+        self, query: jax.Array, cache: CacheType, new: NewTokens | None, *, mask: Mask, return_lse: bool = False,
+        **options: Any,
+    ) -> tuple[OperationOutput, CacheType]:  # fmt: skip
         from attnops_tpu.ragged.attention import cached_attention
 
         key, value = (jax.ShapeDtypeStruct((cache.batch, cache.length, cache.kv_heads, d), query.dtype) for d in
                       (cache.head_dim, cache.value_head_dim))  # fmt: skip
-        call = FlashCall(self.metadata, query, key, value, mask, bias, softmax_scale, logits_soft_cap, sinks)
-        out, lse = cached_attention(call, cache, return_lse)
-        return OperationOutput(out, None, lse)
+        call = FlashCall(self.metadata, query, key, value, mask, **options)
+        out, lse, cache = cached_attention(call, cache, return_lse, new)
+        return OperationOutput(out, None, lse), cache
 
     def backend(self, forward: str) -> FlashBackend | None:
         """See `attnops.operations.flash.FlashAttention.backend`."""

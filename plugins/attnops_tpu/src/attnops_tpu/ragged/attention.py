@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops.caches import Cache, PagedCache
+from attnops.caches import Cache, NewTokens, PagedCache
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
 from attnops.masks import Slots, without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
@@ -26,18 +26,24 @@ from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.schedule import Schedule, schedule, words_of_pages
 from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
 from attnops_tpu.ragged.transfers import STATE, ScheduleRefs, Stream
+from attnops_tpu.ragged.write import Writer, Written, written
 
 if TYPE_CHECKING:
     from attnops.typing import Ref
 
+CacheType = TypeVar("CacheType", bound=Cache)
 
-def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[jax.Array, jax.Array | None]:
-    """The output [B, T, H, Dv], and the logsumexp float32 [B, H, T] if it is asked for.
+
+def cached_attention(
+    call: FlashCall, cache: CacheType, wants_lse: bool, new: NewTokens | None = None
+) -> tuple[jax.Array, jax.Array | None, CacheType]:
+    """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] if it is asked for, and the cache with new tokens.
 
     Args:
         call: of the scores by slot; key and value have shape and dtype only.
         cache: the cache.
         wants_lse: whether the logsumexp is asked for.
+        new: tokens to write, see `attnops.caches.Cache.pending`; None for none.
     """
     mask, slots = (None, None) if call.mask is None else without_table(call.mask)
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
@@ -48,12 +54,18 @@ def cached_attention(call: FlashCall, cache: Cache, wants_lse: bool) -> tuple[ja
     given = arrays(plan, call)
     if plan.scales == "head":
         given = given._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
+    new_tokens = None if new is None else written(plan, new, store.base, sources)
     out, *rest = _run(
         plan, queries(plan, call.query), sources, _tables(plan, cache, slots),
-        jnp.asarray(store.base, jnp.int32)[None], given, schedule(plan, items_mask, slots),
+        jnp.asarray(store.base, jnp.int32)[None], given, schedule(plan, items_mask, slots, new_tokens), new_tokens,
     )  # fmt: skip
+    if new is not None:
+        arrays_of = dict(zip(new.tokens, rest[-len(sources) :], strict=True))
+        arrays_of = {name: x.reshape(getattr(cache.store, name).shape) for name, x in arrays_of.items()}
+        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays_of))
+        rest = rest[: -len(sources)]
     lse = outputs(plan, rest[0][..., :1])[..., 0].swapaxes(1, 2) if rest else None
-    return outputs(plan, out[..., plan.value_lanes - plan.Dv :]), lse
+    return outputs(plan, out[..., plan.value_lanes - plan.Dv :]), lse, cache
 
 
 def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
@@ -117,33 +129,42 @@ def _tables(plan: Plan, cache: Cache, slots: Slots | None) -> list[jax.Array]:
 @one_by_one
 def _run(
     plan: Plan, query: jax.Array, sources: list[jax.Array], tables: list[jax.Array], block: jax.Array, given: Arrays,
-    items: Schedule,
+    items: Schedule, new: Written | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The output [items, K, R, value_lanes], and the logsumexp [items, K, R, 128] if asked for."""
-    query, sources, tables, block, given, items = equally_varying((query, sources, tables, block, given, items))
-    scalars = [*items, block, *given.scalars, *given.scales]
+    """The output [items, K, R, value_lanes], the logsumexp [items, K, R, 128] if asked for, and sources with what is
+    written to them.
+    """
+    query, sources, tables, block, given, items, new = equally_varying(
+        (query, sources, tables, block, given, items, new)
+    )
+    scalars = [*items, block, *given.scalars, *given.scales, *([] if new is None else new[:3])]
+    tokens = [] if new is None else list(new.tokens)
     by_key = [] if given.by_key is None else [given.by_key]
     results = [output_like(query, (plan.items, plan.K, plan.R, plan.value_lanes), plan.out_dtype)]
     if plan.wants_lse:
         results.append(output_like(query, (plan.items, plan.K, plan.R, LANES), jnp.dtype(jnp.float32)))
+    before = len(scalars) + 1 + len(given.by_row) + len(tokens) + len(tables)
+    aliases = {} if new is None else {before + i: len(results) + i for i in range(len(sources))}
+    written_to = [] if new is None else [output_like(query, x.shape, x.dtype) for x in sources]
     grid = plan.cores, plan.items // plan.cores
     call: Any = pl.pallas_call(
-        _kernel(plan, given),
-        out_shape=results,
+        _kernel(plan, given, len(tokens)),
+        out_shape=[*results, *written_to],
+        input_output_aliases=aliases,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,
             in_specs=[
                 _of_item(plan, query),
-                *[_of_item(plan, x) for x in given.by_row],
+                *[_of_item(plan, x) for x in (*given.by_row, *tokens)],
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (len(tables) + len(sources) + len(by_key)),
             ],
-            out_specs=[_of_item(plan, x) for x in results],
-            scratch_shapes=_scratch(plan, given, sources),
+            out_specs=[*[_of_item(plan, x) for x in results], *[pl.BlockSpec(memory_space=pl.ANY)] * len(written_to)],
+            scratch_shapes=[*_scratch(plan, given, sources), *[pltpu.SemaphoreType.DMA((1,))] * bool(tokens)],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(PARALLEL, ARBITRARY),
-            vmem_limit_bytes=min(plan.vmem, _vmem(plan, sources)),
+            vmem_limit_bytes=min(plan.vmem, _vmem(plan, sources) + 2 * sum(x.nbytes // x.shape[0] for x in tokens)),
             disable_bounds_checks=not plan.bounds_checks,
         ),
         interpret=interpret_params(plan.interpret),
@@ -151,7 +172,7 @@ def _run(
     )
     # Kernels and index maps have numbers of 32 bits, even where x64 is on: Mosaic has no others.
     with jax.enable_x64(False):
-        return tuple(call(*scalars, query, *given.by_row, *tables, *sources, *by_key))
+        return tuple(call(*scalars, query, *given.by_row, *tokens, *tables, *sources, *by_key))
 
 
 def _of_item(plan: Plan, x: Any) -> pl.BlockSpec:
@@ -179,7 +200,7 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
     ]  # fmt: skip
 
 
-def _kernel(plan: Plan, given: Arrays) -> Any:
+def _kernel(plan: Plan, given: Arrays, writes: int) -> Any:
     """The kernel as a function of references, in the order of `_run`."""
 
     def kernel(*refs: Ref) -> None:
@@ -191,19 +212,26 @@ def _kernel(plan: Plan, given: Arrays) -> Any:
             return taken
 
         items, (block,), scalars = ScheduleRefs(*take(len(ScheduleRefs._fields))), take(1), take(len(given.scalars))
-        scales = take(len(given.scales))
-        (query,), by_row, tables = take(1), take(len(given.by_row)), take(2 if plan.is_paged else 0)
+        scales, places = take(len(given.scales)), take(3 if writes else 0)
+        (query,), by_row, tokens = take(1), take(len(given.by_row)), take(writes)
+        tables = take(2 if plan.is_paged else 0)
         sources = take(plan.sources)
         by_key = take(given.by_key is not None)
         (out,), lse = take(1), take(plan.wants_lse)
+        sources = take(plan.sources) if writes else sources
         m, l, acc = take(3)
         state = State(m, l, acc, tuple(take(len(given.by_row))))
         buffers, by_key_buffer = take(plan.sources), take(given.by_key is not None)
         pages, stream_state, arrived, piece_arrived = take(4)
-        missing = MissingPages(plan, items.missing, tables[1], *rest) if tables else None
+        missing = MissingPages(plan, items.missing, tables[1], *take(3)) if tables else None
+        writer = (
+            Writer(plan, places[0], places[1], places[2], tuple(tokens), tuple(sources), tuple(buffers), rest[0])
+            if writes
+            else None
+        )
         stream = Stream(
             plan, items, tables[0] if tables else None, tuple(sources), by_key[0] if by_key else None, tuple(buffers),
-            by_key_buffer[0] if by_key_buffer else None, pages, stream_state, arrived, piece_arrived, block[0],
+            by_key_buffer[0] if by_key_buffer else None, pages, stream_state, arrived, piece_arrived, block[0], writer,
         )  # fmt: skip
         Kernel(plan, stream, scalars, scales, by_row, query, out, lse[0] if lse else None, state, missing).run()
 

@@ -110,12 +110,17 @@ class Kernel:
             self.missing.begin()
 
     def _tile(self, tile: Tile, buffer: jax.Array, masked: bool, starts: list[Callable[[], None]]) -> None:
-        """`_add`, and before it what the mask needs."""
-        if masked and self.missing is not None:
-            self.missing.enter(tile)
+        """`_add`, and around it what the mask needs and the writes of new tokens."""
+        writer, missing = (self.stream.writer, self.missing) if masked else (None, None)
+        if writer is not None:
+            writer.put(tile.row, tile.number, buffer)
+        if missing is not None:
+            missing.enter(tile)
         self._add(tile, buffer, masked, starts)
-        if masked and self.missing is not None:
-            self.missing.leave(tile)
+        if missing is not None:
+            missing.leave(tile)
+        if writer is not None:
+            writer.finish(tile.row, tile.number, buffer)
 
     def _add(self, tile: Tile, buffer: jax.Array, masked: bool, starts: list[Callable[[], None]]) -> None:
         """Add the keys and values of a tile to the state, a part of its keys and a head at a time.

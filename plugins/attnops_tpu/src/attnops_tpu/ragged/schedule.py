@@ -12,6 +12,7 @@ from attnops.kernels import merged
 from attnops.masks import Coverage, Mask, Slots, block_map
 from attnops_tpu.ragged.plan import BITS, Plan
 from attnops_tpu.ragged.tile_sizes import LANES
+from attnops_tpu.ragged.write import Written
 
 
 class Schedule(NamedTuple):
@@ -36,13 +37,14 @@ class Schedule(NamedTuple):
     missing: jax.Array
 
 
-def schedule(plan: Plan, mask: Mask | None, slots: Slots | None = None) -> Schedule:
+def schedule(plan: Plan, mask: Mask | None, slots: Slots | None = None, new: Written | None = None) -> Schedule:
     """The schedule of a call: units from the first to the last that some query of an item may see.
 
     Args:
         plan: of the call.
         mask: by slot, bound.
         slots: of a paged cache.
+        new: tokens that are written; their units are read, whoever sees them.
     """
     shape = plan.B, plan.H, plan.T, plan.S
     coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, plan.unit).coverage, 1, 1)[:, 0])
@@ -50,6 +52,8 @@ def schedule(plan: Plan, mask: Mask | None, slots: Slots | None = None) -> Sched
     wanting = plan.items - coverage.shape[0], plan.nk * plan.units - coverage.shape[1]
     coverage = jnp.pad(coverage, [(0, n) for n in wanting])
     active = coverage != int(Coverage.EMPTY)
+    if new is not None:
+        active |= _written(plan, new)
     some, first = active.any(1), active.argmax(1).astype(jnp.int32)
     stop = jnp.where(some, active.shape[1] - active[:, ::-1].argmax(1), first).astype(jnp.int32)
     # The last tile may reach beyond the slots.
@@ -60,6 +64,13 @@ def schedule(plan: Plan, mask: Mask | None, slots: Slots | None = None) -> Sched
     stop_full = jnp.where(breaks.any(1), breaks.argmax(1), plan.nk).astype(jnp.int32)
     missing = jnp.zeros((1,), jnp.int32) if slots is None else _missing(plan, slots, first, stop)
     return Schedule(first, stop, first_full, stop_full, _following(plan, some), missing)
+
+
+def _written(plan: Plan, new: Written) -> jax.Array:
+    start = jnp.arange(plan.nk * plan.units, dtype=jnp.int32) * plan.unit
+    first, stop = new.first[:, None], new.stop[:, None]
+    units = (first < stop) & (start < stop) & (first < start + plan.unit)
+    return jnp.pad(units, ((0, plan.items - plan.B), (0, 0)))
 
 
 def _missing(plan: Plan, slots: Slots, first: jax.Array, stop: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops_tpu.ragged.plan import Plan
+from attnops_tpu.ragged.write import Writer
 
 # What `Stream.state` holds: the item and the tile to transfer next, how many were started and how many used, and the
 # number of the piece of the table that is in use.
@@ -81,6 +82,7 @@ class Stream:
         arrived: semaphores [buffers].
         piece_arrived: semaphores [2].
         block: the first block of the cache.
+        writer: of new tokens; None for a call that writes none.
     """
 
     plan: Plan
@@ -95,6 +97,7 @@ class Stream:
     arrived: Any
     piece_arrived: Any
     block: Any
+    writer: Writer | None
 
     def begin(self, core: jax.Array) -> None:
         """Start the transfers of the first tiles of a core."""
@@ -136,9 +139,12 @@ class Stream:
         self.state[_USED] = used + 1
         exists, ahead, target = self._next()
         is_whole = exists & (ahead.stop - ahead.first == plan.units)
+        is_plain = tile.is_full & is_whole
+        if self.writer is not None:
+            is_plain &= ~self.writer.has(tile.row, tile.number)
 
         # In one run of straight-line code, so that the compiler starts transfers while it computes.
-        @pl.when(tile.is_full & is_whole)
+        @pl.when(is_plain)
         def _() -> None:
             starts = self._starts_of_whole(ahead, target)
             if not plan.spreads_starts:
@@ -146,7 +152,7 @@ class Stream:
             self._wait_whole(tile, buffer)
             compute(tile, buffer, False, list(starts))
 
-        @pl.when(~(tile.is_full & is_whole))
+        @pl.when(~is_plain)
         def _() -> None:
             pl.when(is_whole)(lambda: _all(self._starts_of_whole(ahead, target)))
             pl.when(exists & ~is_whole)(lambda: self._each_unit(ahead, target, start=True))

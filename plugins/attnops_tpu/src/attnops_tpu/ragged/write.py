@@ -1,0 +1,179 @@
+"""New tokens of a row: written into the tile that they lie in, once it has come, and from there to main memory.
+
+A transfer moves whole *groups* of slots, those of a register's sublanes: 8 of 32 bits, 16 of 16, 32 of 8. The tokens
+come as groups that lie as those of the row; the other slots of a group keep what was transferred. No other row reads
+what a call writes: pages that rows share are full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops.caches import NewTokens
+from attnops_tpu.ragged.plan import Plan
+
+_SUBLANES = 8
+
+
+class Written(NamedTuple):
+    """What a call writes.
+
+    Attributes:
+        first: the slot of the first new token of each row, counted from the row's first, int32 [B].
+        stop: the slot after the last, int32 [B]; ``first`` for none.
+        blocks: the blocks of the row that have new tokens, int32 [B · blocks a row].
+        tokens: bits of tokens as they are stored, int32 words [items, K, n, d] of 1, 2 or 4 slots each: the groups, or
+            of one token a row one word that has it in each slot.
+    """
+
+    first: jax.Array
+    stop: jax.Array
+    blocks: jax.Array
+    tokens: tuple[jax.Array, ...]
+
+
+def group_of(plan: Plan, itemsize: int) -> int:
+    """Slots a group."""
+    return math.gcd(_SUBLANES * 4 // itemsize, plan.unit)
+
+
+def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Sequence[jax.Array]) -> Written:
+    """What a call writes.
+
+    Args:
+        plan: of the call.
+        new: of the cache.
+        base: the first block of the cache.
+        blocks: the arrays that are written to, in the order of ``new.tokens``.
+    """
+    found = []
+    for name, array in zip(new.tokens, blocks, strict=True):
+        x, itemsize = new.tokens[name], array.dtype.itemsize
+        if plan.T == 1:
+            x = jnp.broadcast_to(x, (*x.shape[:2], 4 // itemsize, x.shape[3]))
+        else:
+            group = group_of(plan, itemsize)
+            slots = ((plan.T + group - 2) // group + 1) * group
+            token = jnp.arange(slots, dtype=jnp.int32) - (new.first % group)[:, None]
+            x = jnp.take_along_axis(x, jnp.clip(token, 0, plan.T - 1)[:, None, :, None], 2)
+        found.append(jnp.pad(_words_of(x), ((0, plan.items - plan.B), (0, 0), (0, 0), (0, 0))))
+    return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(found))
+
+
+def _words_of(x: jax.Array) -> jax.Array:
+    """[B, K, n, d] as words of 32 bits, of slots that follow one another."""
+    packed = 4 // x.dtype.itemsize
+    if packed == 1:
+        return lax.bitcast_convert_type(x, jnp.int32)
+    B, K, n, d = x.shape
+    return lax.bitcast_convert_type(x.reshape(B, K, n // packed, packed, d).swapaxes(3, 4), jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """References, and what is done with them.
+
+    Attributes:
+        plan: of the call.
+        first, stop, blocks: see `Written`, in scalar memory.
+        tokens: of the item, [1, K, n, d] each, see `Written`.
+        targets: the arrays of blocks, in main memory.
+        buffers: of tiles, see `attnops_tpu.ragged.transfers.Stream`.
+        written: a semaphore [1].
+    """
+
+    plan: Plan
+    first: Any
+    stop: Any
+    blocks: Any
+    tokens: tuple[Any, ...]
+    targets: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    written: Any
+
+    def has(self, row: jax.Array, number: jax.Array) -> jax.Array:
+        """Whether a tile of a row has new tokens."""
+        first, stop, start = self.first[row], self.stop[row], number * self.plan.bk
+        return (stop > first) & (start < stop) & (first < start + self.plan.bk)
+
+    def put(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
+        """Write the new tokens of a tile to its buffer, and start their transfers to main memory."""
+        for array, to in enumerate(self.buffers):
+            group = group_of(self.plan, to.dtype.itemsize)
+
+            def one(index: jax.Array, carry: None, array: int = array, group: int = group) -> None:
+                self._merge(row, number, buffer, array, group, index)
+                self._copy(row, number, buffer, array, group, index).start()
+                return carry
+
+            lax.fori_loop(*self._groups(row, number, group), one, None)
+
+    def finish(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
+        """Wait for the transfers that `put` started."""
+        for array, to in enumerate(self.buffers):
+            group = group_of(self.plan, to.dtype.itemsize)
+
+            def one(index: jax.Array, carry: None, array: int = array, group: int = group) -> None:
+                self._copy(row, number, buffer, array, group, index).wait()
+                return carry
+
+            lax.fori_loop(*self._groups(row, number, group), one, None)
+
+    def _groups(self, row: jax.Array, number: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
+        """The range of groups of a tile that have new tokens."""
+        of_tile = self.plan.bk // group
+        first = jnp.maximum(lax.div(self.first[row], np.int32(group)), number * of_tile)
+        stop = jnp.minimum(lax.div(self.stop[row] + (group - 1), np.int32(group)), (number + 1) * of_tile)
+        return first, jnp.where(self.has(row, number), stop, first)
+
+    def _merge(
+        self, row: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array
+    ) -> None:
+        at = pl.ds(pl.multiple_of(index * group - number * self.plan.bk, group), group)
+        first, stop = (ref[row] - index * group for ref in (self.first, self.stop))
+        to, tokens = self.buffers[array], self.tokens[array]
+        packed = 4 // to.dtype.itemsize
+        given, words = index - lax.div(self.first[row], np.int32(group)), group // packed
+        given_at = slice(None) if self.plan.T == 1 else pl.ds(pl.multiple_of(given * words, words), words)
+        for head in range(self.plan.K):
+            old = to[buffer, head, at]
+            old = old if old.dtype == jnp.int32 else pltpu.bitcast(old, jnp.int32)
+            new = jnp.broadcast_to(tokens[0, head, given_at], old.shape)
+            is_new = _bits_of_slots(old.shape, first, stop, packed)
+            merged = (new & is_new) | (old & ~is_new)
+            to[buffer, head, at] = pltpu.bitcast(merged, to.dtype)
+
+    def _copy(
+        self, row: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array
+    ) -> Any:
+        plan, slot = self.plan, index * group
+        at = pl.multiple_of(slot - number * plan.bk, group)
+        if plan.is_paged:
+            unit = np.int32(plan.unit)
+            each = self.blocks.shape[0] // plan.B
+            block = self.blocks[row * each + lax.div(slot, unit) - lax.div(self.first[row], unit)]
+            slot = lax.rem(slot, unit)
+        else:
+            block = self.blocks[row]
+        target = self.targets[array].at[block, :, pl.ds(pl.multiple_of(slot, group), group)]
+        return pltpu.make_async_copy(self.buffers[array].at[buffer, :, pl.ds(at, group)], target, self.written.at[0])
+
+
+def _bits_of_slots(shape: tuple[int, ...], first: jax.Array, stop: jax.Array, packed: int) -> jax.Array:
+    """Words of which the bits of slots from ``first`` to ``stop`` are 1."""
+    word = lax.broadcasted_iota(jnp.int32, shape, 0) * packed
+    bits, found = 32 // packed, jnp.zeros(shape, jnp.int32)
+    for i in range(packed):
+        mask = np.array((((1 << bits) - 1) << (bits * i)), np.uint32).astype(np.int32)
+        found |= jnp.where((word + i >= first) & (word + i < stop), jnp.int32(mask), jnp.int32(0))
+    return found

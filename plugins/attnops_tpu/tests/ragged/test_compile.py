@@ -141,5 +141,5 @@ def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None
         compiled = compile_for(step, (query, key, cache), generation, donated=(2,))
         memory, size = compiled.memory_analysis(), cache.store.key.size * cache.store.key.dtype.itemsize
         assert memory.alias_size_in_bytes >= size
-        assert memory.temp_size_in_bytes <= 1 << 20
+        assert memory.temp_size_in_bytes <= 2 << 20  # a tile of keys and values
         assert "while" not in compiled.as_text()  # `append` is a loop over rows

@@ -8,6 +8,7 @@ what a call writes: pages that rows share are full.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -59,9 +60,7 @@ def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Sequence[
     found = []
     for name, array in zip(new.tokens, blocks, strict=True):
         x, itemsize = new.tokens[name], array.dtype.itemsize
-        if plan.T == 1:
-            x = jnp.broadcast_to(x, (*x.shape[:2], 4 // itemsize, x.shape[3]))
-        else:
+        if plan.T > 1:
             group = group_of(plan, itemsize)
             slots = ((plan.T + group - 2) // group + 1) * group
             token = jnp.arange(slots, dtype=jnp.int32) - (new.first % group)[:, None]
@@ -71,12 +70,13 @@ def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Sequence[
 
 
 def _words_of(x: jax.Array) -> jax.Array:
-    """[B, K, n, d] as words of 32 bits, of slots that follow one another."""
-    packed = 4 // x.dtype.itemsize
-    if packed == 1:
-        return lax.bitcast_convert_type(x, jnp.int32)
-    B, K, n, d = x.shape
-    return lax.bitcast_convert_type(x.reshape(B, K, n // packed, packed, d).swapaxes(3, 4), jnp.int32)
+    """[B, K, n, d] as words of 32 bits, of slots that follow one another; of one slot as words that repeat it."""
+    itemsize = x.dtype.itemsize
+    packed, bits = 4 // itemsize, lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * itemsize}")).astype(jnp.uint32)
+    # Not by a bitcast of pairs or fours: as the last axis these would be padded to 128 lanes.
+    slots = [bits if x.shape[2] == 1 else bits[:, :, i::packed] for i in range(packed)]
+    words = functools.reduce(jnp.bitwise_or, (some << (8 * itemsize * i) for i, some in enumerate(slots)))
+    return lax.bitcast_convert_type(words, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

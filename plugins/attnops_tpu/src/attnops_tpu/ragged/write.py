@@ -59,23 +59,27 @@ def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Sequence[
     """
     found = []
     for name, array in zip(new.tokens, blocks, strict=True):
-        x, itemsize = new.tokens[name], array.dtype.itemsize
-        if plan.T > 1:
-            group = group_of(plan, itemsize)
-            slots = ((plan.T + group - 2) // group + 1) * group
-            token = jnp.arange(slots, dtype=jnp.int32) - (new.first % group)[:, None]
-            x = jnp.take_along_axis(x, jnp.clip(token, 0, plan.T - 1)[:, None, :, None], 2)
-        found.append(jnp.pad(_words_of(x), ((0, plan.items - plan.B), (0, 0), (0, 0), (0, 0))))
+        group = group_of(plan, array.dtype.itemsize)
+        token = jnp.arange(((plan.T + group - 2) // group + 1) * group, dtype=jnp.int32) - (new.first % group)[:, None]
+        words = _words_of(new.tokens[name], jnp.clip(token, 0, plan.T - 1)[:, None, :, None])
+        found.append(jnp.pad(words, ((0, plan.items - plan.B), (0, 0), (0, 0), (0, 0))))
     return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(found))
 
 
-def _words_of(x: jax.Array) -> jax.Array:
-    """[B, K, n, d] as words of 32 bits, of slots that follow one another; of one slot as words that repeat it."""
+def _words_of(x: jax.Array, token: jax.Array) -> jax.Array:
+    """Tokens [B, K, T, d] in slots that follow one another, ``token`` [B, 1, n, 1] of each, as words of 32 bits.
+
+    Of one token, one word that repeats it.
+    """
     itemsize = x.dtype.itemsize
-    packed, bits = 4 // itemsize, lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * itemsize}")).astype(jnp.uint32)
-    # Not by a bitcast of pairs or fours: as the last axis these would be padded to 128 lanes.
-    slots = [bits if x.shape[2] == 1 else bits[:, :, i::packed] for i in range(packed)]
-    words = functools.reduce(jnp.bitwise_or, (some << (8 * itemsize * i) for i, some in enumerate(slots)))
+    packed, bits = 4 // itemsize, lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * itemsize}"))
+
+    def shifted(i: int) -> jax.Array:
+        # Not by a bitcast of pairs or fours: as the last axis these would be padded to 128 lanes.
+        some = bits if x.shape[2] == 1 else jnp.take_along_axis(bits, token[:, :, i::packed], 2)
+        return some.astype(jnp.uint32) << (8 * itemsize * i)
+
+    words = functools.reduce(jnp.bitwise_or, map(shifted, range(packed)))
     return lax.bitcast_convert_type(words, jnp.int32)
 
 

@@ -245,7 +245,7 @@ def regions_of(bundles: Sequence[str], table: Sequence[Sequence[int]]) -> Region
         bundles: the text of each; a ``>`` for each loop that it is in, the outermost of which is the grid's.
         table: the uses of each of `UNITS` by each bundle.
     """
-    depth = _depths(bundles)
+    depth = depths_of(bundles)
     spans = [(min(start + 1 + _DELAY_SLOTS, stop), stop) for start, stop, deep in spans_of(bundles) if deep]
     leaves = [
         (start, end)
@@ -264,7 +264,7 @@ def spans_of(bundles: Sequence[str]) -> tuple[Span, ...]:
     """What each branch forward may skip; see `regions_of`."""
     begins = {int(region): i for i, text in enumerate(bundles) for region in _MARK.findall(text)}
     spans = []
-    for i, (text, depth) in enumerate(zip(bundles, _depths(bundles), strict=True)):
+    for i, (text, depth) in enumerate(zip(bundles, depths_of(bundles), strict=True)):
         branch = _BRANCH.search(text)
         if branch and begins.get(int(branch[1]), 0) > i:
             spans.append(Span(i, begins[int(branch[1])], depth))
@@ -274,15 +274,12 @@ def spans_of(bundles: Sequence[str]) -> tuple[Span, ...]:
 def depths_of(bundles: Sequence[str]) -> tuple[int, ...]:
     """Of each bundle, the loops that it is in."""
     depths: list[int] = []
-    for text, depth in zip(bundles, _depths(bundles), strict=True):
+    for text in bundles:
+        match = _BUNDLE.match(text)
         # The dump marks no empty bundle; such follow branches.
-        is_empty = depth == 0 and "{}" in text
-        depths.append(depths[-1] if is_empty and depths else depth)
+        is_empty = bool(depths) and "{}" in text
+        depths.append(depths[-1] if is_empty else match[1].count(">") if match else 0)
     return tuple(depths)
-
-
-def _depths(bundles: Sequence[str]) -> list[int]:
-    return [match[1].count(">") if (match := _BUNDLE.match(text)) else 0 for text in bundles]
 
 
 def _region(start: int, end: int, depth: Sequence[int], table: Sequence[Sequence[int]]) -> Region:

@@ -130,7 +130,7 @@ def test_explain_gives_every_reason_of_a_refusal(run: Any, run_json: Any) -> Non
 def test_explain_gives_ranks_in_json(run_json: Any) -> None:
     found = run_json("explain", "--platform", "cpu")
     reason = "plain JAX that is laid out for this platform"
-    assert found["chosen"]["rank"] == {"name": "NATIVE_LAYOUT", "place": 5, "reason": reason}
+    assert found["chosen"]["rank"] == {"name": "NATIVE_LAYOUT", "place": 6, "reason": reason}
     (vanilla,) = (other for other in found["others"] if other["name"] == "attnops:vanilla")
     assert (vanilla["rank"]["name"], vanilla["rank"]["place"]) == ("REFERENCE", 10)
 

@@ -93,13 +93,15 @@ def _reduced(plan: Plan, mask: Mask | None, coverage: Array, by_key: bool) -> tu
     return reduced(coverage, merged(sub_tiles, 1, plan.K).swapaxes(2, 3) if by_key else sub_tiles)
 
 
-def count_active_tiles(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int) -> int | None:
-    """How many tiles of a head are active; None for a traced mask."""
+def count_active_tiles(
+    mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int
+) -> tuple[int, int] | None:
+    """How many tiles of a head are PARTIAL, and how many FULL; None for a traced mask."""
     # Called for every candidate: of a traced mask only a block map of one tile is computed.
     if not block_map(mask, shape, *shape[2:]).is_static:
         return None
     blocks = block_map(mask, shape, block_q, block_k)
-    return int(blocks.count(Coverage.PARTIAL) + blocks.count(Coverage.FULL))
+    return int(blocks.count(Coverage.PARTIAL)), int(blocks.count(Coverage.FULL))
 
 
 def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> TileSchedule | None:

@@ -56,7 +56,10 @@ class Row(NamedTuple):
 # Counted by benchmarks/tpu_schedule.py. A step ends with some 200 bundles in which results drain, so large tiles are
 # better, unless a mask wastes much of them.
 _SMALLEST: Final = Row(128, 128, 12000)
-_V6E: Final = (Row(1024, 2048, 1380), Row(1024, 1024, 1465), Row(512, 512, 1850), Row(256, 256, 3400), _SMALLEST)
+_V6E: Final = (
+    Row(2048, 2048, 1363), Row(1024, 2048, 1380), Row(1024, 1024, 1465), Row(512, 512, 1850), Row(256, 256, 3400),
+    _SMALLEST,
+)  # fmt: skip
 # Tiles of 1024 × 2048 need 1,360 bundles, but spill 75 registers forward; these spill 33.
 _TPU7X: Final = (Row(2048, 1024, 1390), Row(1024, 1024, 1430), Row(512, 512, 1820), Row(256, 256, 3050), _SMALLEST)
 _NARROW_UNIT: Final = (Row(1024, 1024, 3580), Row(512, 512, 3700), Row(256, 256, 5200), _SMALLEST)
@@ -121,13 +124,15 @@ class Problem(NamedTuple):
     n_maps: int = 1
 
 
-def choose(metadata: OperationMetadata, problem: Problem, count_active: Callable[[int, int], int | None]) -> Tiles:
+def choose(
+    metadata: OperationMetadata, problem: Problem, count_active: Callable[[int, int], tuple[int, int] | None]
+) -> Tiles:
     """The tiles of a call: the metadata's, else those of the fewest bundles that fit vector memory.
 
     Args:
         metadata: of the operation.
         problem: see `Problem`.
-        count_active: the number of active tiles of these sizes; None for a traced mask.
+        count_active: the numbers of PARTIAL and FULL tiles of these sizes; None for a traced mask.
     """
     tpu = generation()
     multiple = 8 if metadata.interpret else LANES
@@ -148,7 +153,7 @@ def choose(metadata: OperationMetadata, problem: Problem, count_active: Callable
 def _candidates(
     metadata: OperationMetadata,
     problem: Problem,
-    count_active: Callable[[int, int], int | None],
+    count_active: Callable[[int, int], tuple[int, int] | None],
     multiple: int,
     tpu: Generation,
 ) -> dict[tuple[int, int], float]:
@@ -164,10 +169,17 @@ def _candidates(
             continue
         if not (q and k) and _bytes(problem, bq, bk, bq, tpu) > USABLE * tpu.vmem:
             continue
-        tiles = count_active(bq, bk)
-        tiles = -(-problem.T // bq) * -(-problem.S // bk) if tiles is None else tiles
-        candidates[bq, bk] = tiles * (bq * bk / 512**2 * row.bundles + STEP)
+        partial, full = count_active(bq, bk) or (0, -(-problem.T // bq) * -(-problem.S // bk))
+        computed = full + partial * _share(bq, bk, tpu)
+        candidates[bq, bk] = computed * bq * bk / 512**2 * row.bundles + (partial + full) * STEP
     return candidates
+
+
+def _share(bq: int, bk: int, tpu: Generation) -> float:
+    """Of the sub-tiles of a PARTIAL tile, those that are computed: those that a diagonal does not hide."""
+    sizes = SUB_TILES[tpu.name][1]
+    n = max(1, min(bq // sizes.cols, bk // sizes.rows))
+    return (n + 1) / (2 * n)
 
 
 def _span(problem: Problem, bq: int, bk: int, tpu: Generation) -> int:

@@ -116,7 +116,7 @@ def contenders() -> Any:
 
 def test_trips_are_those_of_the_tile_schedules() -> None:
     whole = contenders()
-    own = whole.Job("v6e", "attnops-tpu", False, "causal", 4096, 128)
+    own = whole.Job("v6e", "attnops-tpu", False, "causal", 8192, 128)
     ((steps, padding, trips),) = whole.own_trips(own)
     # A core that is alone begins and drains once for all heads; a row's first tile follows the diagonal one before.
     assert (steps, padding, [(name, runs) for name, runs, _ in trips]) == (

@@ -64,7 +64,7 @@ def test_tiles_fit_the_least_memory_and_the_mask() -> None:
     with target("v6e"):
         large = choose(OperationMetadata(), problem, lambda bq, bk: None)
         # A window has few FULL tiles; small tiles compute fewer masked scores.
-        small = choose(OperationMetadata(), problem, lambda bq, bk: (8192 // bq) * (1 + 128 // bk + 1))
+        small = choose(OperationMetadata(), problem, lambda bq, bk: ((8192 // bq) * (1 + 128 // bk + 1), 0))
     assert large.bq * large.bk > small.bq * small.bk
     wide = Problem(T=8192, S=8192, G=8, D=576, Dv=512, itemsize=4, out_itemsize=4)
     assert choose(OperationMetadata(), wide, lambda bq, bk: None).bq < large.bq
@@ -80,7 +80,7 @@ def test_tiles_can_be_numbered() -> None:
     tokens = 4 << 20
     problem = Problem(T=tokens, S=tokens, G=1, D=64, Dv=64, itemsize=2, out_itemsize=2)
     # By its count alone the smallest would be chosen.
-    sizes = choose(OperationMetadata(), problem, lambda bq, bk: bq * bk)
+    sizes = choose(OperationMetadata(), problem, lambda bq, bk: (0, bq * bk))
     assert -(-tokens // min(sizes.bq, sizes.bk)) <= MAX_TILES
     x = jax.ShapeDtypeStruct((1, tokens, 1, 64), jnp.bfloat16)
     with pytest.raises(UnsupportedError, match=r"block_q=128: 4194304 tokens are more than 8192 such tiles"):

@@ -66,6 +66,14 @@ def wait_until_empty(url: str, within: float = 30) -> dict[str, Any]:
     raise AssertionError(f"requests are left: {health}")
 
 
+def check_nothing_is_left(arrays: int) -> None:
+    # The engine's thread may not have left its last step yet.
+    deadline = time.monotonic() + 10
+    while len(jax.live_arrays()) > arrays and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(jax.live_arrays()) == arrays
+
+
 def test_streamed_and_whole_completions_are_equal(client: openai.OpenAI):
     options: dict[str, Any] = {"model": "small", "prompt": "Hello", "max_tokens": 12}
     whole = client.completions.create(**options)
@@ -253,7 +261,7 @@ def test_two_hundred_requests_at_once_equal_each_alone_and_leave_nothing(engine:
     assert (health["pages_free"], health["pages"]) == (PAGES, PAGES)
     assert engine.counts["preempted"] > preempted + 3  # the pool is too small for all
     assert engine.counts["traces"] == 2
-    assert len(jax.live_arrays()) == arrays
+    check_nothing_is_left(arrays)
     check_pages(engine)
 
 
@@ -268,4 +276,4 @@ def test_two_hundred_requests_of_smollm2_equal_each_alone():
         assert wait_until_empty(url)["pages_free"] == 40
     assert engine.counts["preempted"] > 0
     assert engine.counts["traces"] == 3
-    assert len(jax.live_arrays()) == arrays
+    check_nothing_is_left(arrays)

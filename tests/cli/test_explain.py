@@ -132,7 +132,7 @@ def test_explain_gives_ranks_in_json(run_json: Any) -> None:
     reason = "plain JAX that is laid out for this platform"
     assert found["chosen"]["rank"] == {"name": "NATIVE_LAYOUT", "place": 6, "reason": reason}
     (vanilla,) = (other for other in found["others"] if other["name"] == "attnops:vanilla")
-    assert (vanilla["rank"]["name"], vanilla["rank"]["place"]) == ("REFERENCE", 10)
+    assert (vanilla["rank"]["name"], vanilla["rank"]["place"]) == ("REFERENCE", 11)
 
 
 def test_explain_keeps_what_plugins_print_out_of_its_output(run: Any, run_json: Any, register: Any) -> None:

@@ -89,7 +89,7 @@ def test_what_is_written_and_attended_to_is_that_of_append() -> None:
     [(paged, 1, SlidingWindow(5, 0), [40, 8, 0, 47]), (paged, 1, Causal(), [16, 31, 0, 64]),
      # New tokens that no query sees.
      (dense, 1, ~Causal(), [31, 8, 0, 15]), (paged, 19, Causal(), [0, 17, 0, 40]), (dense, 40, None, [20, 0, 0, 63])],
-    ids=repr,
+    ids=lambda x: getattr(x, "__name__", repr(x)),
 )  # fmt: skip
 def test_tokens_that_lie_in_any_way(make: Any, T: int, mask: Mask | None, lengths: list[int]) -> None:
     with detect_races():

@@ -11,8 +11,8 @@ from attnops.testing.runner import Status, Subject
 
 VANILLA, FLASH = Subject(operation="attnops:vanilla"), Subject(operation="attnops:flash")
 # What flash, which reads caches in place, does not call.
-READS = ("caches.paged:PagedCache.read", "caches.store:Store.decoded", "caches.codec:Quantized.decode",
-         "dispatch.over_cache:arrays_of")  # fmt: skip
+READS = ("caches.paged:PagedCache.read", "caches.store:Store.decoded", "caches.store:Store.value_of",
+         "caches.codec:Quantized.decode", "dispatch.over_cache:arrays_of")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -242,6 +242,9 @@ IN_PLACE = {
         TILES, "(plan.problems_per_tile,))[:, None]", "(plan.problems_per_tile,))[:1, None]", "int8 by head"
     ),
     "a latent value is the key's last features": Mutant(TILES, "key[..., :Dv]", "key[..., -Dv:]", "latent"),
+    "a joined value begins where the key ends, not where the zeros do": Mutant(
+        TILES, "tile(store.key, store.width - Dv, Dv)", "tile(store.key, D, Dv)", "joined"
+    ),
     "a row reads the pages in order": Mutant(
         TILES,
         "jnp.clip(table, 0, store.own_blocks - 1)",

@@ -65,4 +65,4 @@ def test_a_program_keeps_its_arrays_in_vector_memory() -> None:
     assert outside_bytes(program) <= 7 * array + MiB
     for kernel in kernels(program):
         assert kernel.used <= 0.75 * kernel.limit, "a margin for what the compiler adds"
-        assert kernel.limit <= 24 * MiB
+        assert kernel.limit <= 64 * MiB, "half of vector memory is left to the program's arrays"

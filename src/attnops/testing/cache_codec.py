@@ -61,7 +61,7 @@ class Codec:
         return np.sign(scaled) * np.where(takes_high, high, low)
 
     def settled(self, x: Array, scale: Array | None) -> Array:
-        """``x`` with numbers that lie near the middle of two stored ones halved until none does.
+        """``x`` with numbers that lie near the middle of two stored ones made smaller, by an eighth, until none does.
 
         Args:
             x: [..., d].
@@ -78,7 +78,7 @@ class Codec:
             )
             if not near.any():
                 break
-            x = np.where(near, x / 2, x).astype(x.dtype)
+            x = np.where(near, x * 0.875, x).astype(x.dtype)  # half of such a float is another
         return x
 
     def _scaled(self, x: Array, scale: Array) -> Array:

@@ -26,6 +26,7 @@ SIZES = [
     (128, 1, 16, 256), (64, 2, 8, 64), (16, 8, 4, 80), (64, 1, 128, 576),
 ]  # fmt: skip
 GENERATIONS = list(TOPOLOGIES)
+OWN = [(GENERATIONS[i % 5], *sizes) for i, sizes in enumerate(SIZES)]
 CASES = sorted({(name, *sizes) for i, sizes in enumerate(SIZES) for name in (GENERATIONS[i % 5], "v6e")})
 
 
@@ -65,7 +66,13 @@ SMALL = 4 << 20
 
 @pytest.mark.parametrize(
     ("generation", "page", "K", "G", "D"),
-    [pytest.param(*case, marks=[] if case == ("v4", 16, 8, 4, 128) else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(
+            *case,
+            marks=[] if case == ("v4", 16, 8, 4, 128) else pytest.mark.slow if case in OWN else pytest.mark.exhaustive,
+        )
+        for case in CASES
+    ],
 )
 def test_pages_are_read_where_they_are(generation: str, page: int, K: int, G: int, D: int) -> None:
     cache = pages(page, K, D)
@@ -125,8 +132,11 @@ def test_rows_without_pages_compile(dtype: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("T", [1, 5])
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize(
+    ("generation", "T"),
+    [pytest.param(name, T, marks=[] if T == 5 or name == "v6e" else pytest.mark.exhaustive)
+     for name in GENERATIONS for T in (1, 5)],
+)  # fmt: skip
 def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None:
     codec: dict[str, Any] = {"codec": Quantized("int8", "head"), "key_scale": [0.1] * 4, "value_scale": [0.1] * 4}
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))

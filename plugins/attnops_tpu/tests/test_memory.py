@@ -48,9 +48,10 @@ def test_only_arrays_in_main_memory_are_moved() -> None:
 
 
 @pytest.mark.slow
-def test_a_program_keeps_its_arrays_in_vector_memory() -> None:
+@pytest.mark.parametrize(("tiles", "most"), [({"block_q": 1024, "block_k": 1024}, 24), ({}, 56)], ids=["1024", "2048"])
+def test_a_program_keeps_its_arrays_in_vector_memory(tiles: dict[str, int], most: int) -> None:
     """Each input is read and each output written once; a kernel that withholds vector memory makes it several times."""
-    attention = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
+    attention = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", **tiles))  # type: ignore[arg-type]
     place = jax.sharding.SingleDeviceSharding(devices("v6e")[0])
     x = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16, sharding=place)
 
@@ -65,4 +66,4 @@ def test_a_program_keeps_its_arrays_in_vector_memory() -> None:
     assert outside_bytes(program) <= 7 * array + MiB
     for kernel in kernels(program):
         assert kernel.used <= 0.75 * kernel.limit, "a margin for what the compiler adds"
-        assert kernel.limit <= 64 * MiB, "half of vector memory is left to the program's arrays"
+        assert kernel.limit <= most * MiB, "the rest is left to the program's arrays"

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from attnops import Reason
 from attnops_triton.targets import first_cuda
 
-# In jaxlib's order of preference: the plugin, the folder of NVIDIA's wheel beside it, and the wheel.
+# In jaxlib's order of preference: the plugin, the folder of NVIDIA's wheel next to it, and the wheel.
 PLUGINS: Final = (
     ("jax_cuda13_plugin", "nvidia/cu13", "nvidia-cuda-nvcc"),
     ("jax_cuda12_plugin", "nvidia/cuda_nvcc", "nvidia-cuda-nvcc-cu12"),

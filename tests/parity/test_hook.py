@@ -1,4 +1,4 @@
-"""The masks that `transformers_hook` makes of transformers' mask functions, and what it refuses."""
+"""The masks that `attnops.transformers` makes of transformers' mask functions, and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
-from transformers_hook import ExpressionTensor, attention, create_mask, operation, register, to_jax, to_torch
 from transformers_models import ARCHITECTURES, left_padded
+
+from attnops.adapters.torch_arrays import to_jax, to_torch
+from attnops.adapters.transformers_masks import ExpressionTensor, create_mask
+from attnops.transformers import attend_with, attention, register
 
 B, TOKENS = 2, 12
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
@@ -96,11 +99,11 @@ def test_a_mask_has_a_shape_but_no_values() -> None:
 
 
 REFUSED = [
-    {"dropout": 0.1},
     {"output_attentions": True},
     {"cache": object()},
     {"attention_mask": torch.zeros(1, 1, 1, 1)},
     {"attention_mask": create_mask(1, 1, 2)},
+    {"sliding_window": 0, "is_causal": False},
 ]
 
 
@@ -109,7 +112,7 @@ def test_what_is_not_served_raises(refused: dict) -> None:
     query = torch.zeros(1, 1, 1, 4)
     arguments = {"attention_mask": None} | refused
     with pytest.raises(ValueError, match="must"):
-        attention(operation(), torch.nn.Module(), query, query, query, **arguments)
+        attention(attend_with(), torch.nn.Module(), query, query, query, **arguments)
 
 
 @pytest.mark.parametrize(("is_causal", "last"), [(True, 0.0), (False, 1.0), (None, 0.0)])
@@ -118,7 +121,7 @@ def test_without_a_mask_the_layer_says_whether_it_is_causal(is_causal: bool | No
     layer.is_causal = True
     value = torch.tensor([0.0, 2.0]).reshape(1, 1, 2, 1)
     query = torch.zeros_like(value)
-    out, weights = attention(operation(), layer, query, query, value, None, is_causal=is_causal)
+    out, weights = attention(attend_with(), layer, query, query, value, None, is_causal=is_causal)
     assert weights is None
     assert out[0, 0, 0, 0] == last  # the first query sees the last key, or does not
 
@@ -127,8 +130,45 @@ def test_an_array_mask_is_used() -> None:
     value = torch.tensor([0.0, 2.0]).reshape(1, 1, 2, 1)
     query = torch.zeros_like(value)
     mask = torch.tensor([[False, True], [True, True]])[None, None]
-    out, _ = attention(operation(), torch.nn.Module(), query, query, value, mask)
+    out, _ = attention(attend_with(), torch.nn.Module(), query, query, value, mask)
     assert out.flatten().tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+def test_without_a_mask_a_causal_layer_has_its_window(window: int) -> None:
+    value = torch.eye(4)[None, None]
+    out, _ = attention(
+        attend_with(), torch.nn.Module(), torch.zeros_like(value), torch.zeros_like(value), value, None,
+        sliding_window=window,
+    )  # fmt: skip
+    i, j = torch.arange(4)[:, None], torch.arange(4)
+    assert torch.equal(out[0, :, 0] > 0, (j <= i) & (j > i - window))
+
+
+def test_dropout_is_of_its_rate_and_of_pytorchs_seed() -> None:
+    value = torch.eye(60).expand(2, 3, 60, 60)
+    query = torch.zeros(2, 3, 60, 8)
+
+    def run(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        out, _ = attention(attend_with(), torch.nn.Module(), query, query, value, None, dropout=0.25, is_causal=False)
+        return out
+
+    weights = run(0)
+    kept = weights > 0
+    assert abs(float(kept.float().mean()) - 0.75) < 0.02
+    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / 60 / 0.75))
+    assert torch.equal(run(0), weights)
+    assert not torch.equal(run(1), weights)
+
+
+def test_a_name_a_function_and_metadata_can_be_registered() -> None:
+    with pytest.raises(ValueError, match="flsh"):
+        register("attnops", "flsh")
+    with pytest.raises(ValueError, match="metadata.*block_q.*function"):
+        register("attnops", attend_with(), block_q=8)
+    register("attnops", "flash", block_q=8, block_k=8)
+    register()
 
 
 def test_tensors_share_no_memory_with_arrays() -> None:
@@ -144,7 +184,7 @@ def test_tensors_share_no_memory_with_arrays() -> None:
 def test_decoding_over_transformers_own_cache() -> None:
     """A prompt and then token by token: more keys than queries, and windows whose first keys are dropped."""
     model, inputs = ARCHITECTURES["gemma2"].build(), left_padded()
-    register("attnops", operation())
+    register("attnops", attend_with())
     runs = []
     for implementation in ("eager", "attnops"):
         model.set_attn_implementation(implementation)

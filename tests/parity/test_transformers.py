@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from transformers_faults import faulty
-from transformers_hook import Attend, operation, register
 from transformers_models import ARCHITECTURES, Architecture
+
+from attnops.transformers import Attend, attend_with, register
 
 # float32 against float32, each some 5e-6 off float64; the largest logits are from 1 to 10.
 LOGITS = 2e-5
@@ -89,7 +90,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_gradients_are_those_of_eager_attention(name: str) -> None:
-    attend, calls = operation("flash"), []
+    attend, calls = attend_with("flash"), []
 
     def counted(*arrays, **options):
         calls.append(options["mask"].kinds() - {"&"})
@@ -107,7 +108,7 @@ def test_logits_and_gradients_are_those_of_eager_attention(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "fault"), FAULTS)
 def test_a_fault_is_outside_the_tolerance(name: str, fault: str) -> None:
-    actual = run_with(name, faulty(operation("flash"), fault), backward=False)
+    actual = run_with(name, faulty(attend_with("flash"), fault), backward=False)
     assert worst_logit(actual, eager(name)[1]) > 10 * LOGITS
 
 

@@ -6,8 +6,9 @@ import torch
 import transformers as hf
 from speech import RATE, speak
 from transformers_faults import faulty
-from transformers_hook import operation, register
 from whisper_checkpoint import END, LAYERS, NO_TIMESTAMPS, START, model, tokenizer
+
+from attnops.transformers import attend_with, register
 
 TEXT = "My name is John. I live in a small house near the river."
 TOLERANCE = 2e-4  # of logits up to 30, and 1,500 keys
@@ -28,7 +29,7 @@ def test_speech_is_transcribed_and_logits_are_those_of_eager_attention() -> None
         calls.append(options["mask"].kinds())
         return flash(*arrays, **options)
 
-    flash, logits = operation("flash"), {}
+    flash, logits = attend_with("flash"), {}
     register("attnops", attend)
     register("faulty", faulty(flash, "scale"))
     for implementation in ("eager", "attnops", "faulty"):

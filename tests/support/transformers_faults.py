@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from transformers_hook import Attend
-
 from attnops.masks import And, At, Causal, Chunked, Full, KeyPadding, Mask, PrefixLM, Segments, SlidingWindow
+from attnops.transformers import Attend
 
 Options = dict[str, Any]
 

@@ -13,10 +13,11 @@ import torch
 import transformers as hf
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
-from transformers_hook import Attend, Attention
 
+from attnops.adapters.torch_arrays import Differentiable
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, KeyPadding
+from attnops.transformers import Attend
 
 B, T, S, VOCABULARY = 2, 23, 17, 61  # S: tokens of an encoder
 PADDING, WINDOW, CHUNK, PREFIX, IMAGE = 5, 7, 6, 9, 4  # in tokens; the second row of a batch is padded
@@ -171,7 +172,7 @@ def _with_alibi(attend: Attend, states: tuple[torch.Tensor, ...], allowed: torch
     heads, head_dim = query.shape[1], query.shape[3]
     options = {"mask": mask, "bias": ALiBi(alibi_slopes(heads)), "softmax_scale": head_dim**-0.5}
     call = functools.partial(attend, **options)
-    return Attention.apply(call, query, key, value, None, None).transpose(1, 2).flatten(2)
+    return Differentiable.apply(call, query, key, value, None, None).transpose(1, 2).flatten(2)
 
 
 # Architectures

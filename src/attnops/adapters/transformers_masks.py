@@ -1,8 +1,8 @@
-"""Attention of transformers' models by attnops: `AttentionInterface`, `AttentionMaskInterface` and autograd.
+"""Masks of transformers' models as expressions of attnops' masks.
 
 A model creates its mask once and gives it to all its attention layers. It describes the mask as a function of indices,
 put together from a few known ones; `structured` makes the same expression of attnops' masks, so that no T × S array
-arises. PyTorch differentiates the model, and `jax.vjp` each attention of it.
+arises.
 """
 
 from __future__ import annotations
@@ -14,128 +14,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import masking_utils
 
-from attnops import OperationMetadata, OperationRegistry
+from attnops.adapters.torch_arrays import to_jax
 from attnops.masks import Causal, Chunked, Dense, Full, KeyPadding, Mask, PrefixLM, Segments, SlidingWindow
-
-# Of query, key, value, and the keywords mask, bias, softmax_scale, logits_soft_cap and sinks: [B, H, T, Dv].
-Attend = Callable[..., jax.Array]
-
-
-def operation(name: str = "flash") -> Attend:
-    """The operation of that name as a function of arrays [B, H, T, D]; it raises where it can't serve a call."""
-    op = OperationRegistry.create(name, OperationMetadata(layout="BHTD", on_unsupported="error"))
-    return lambda *arrays, **options: op(*arrays, **options).attention_outputs
-
-
-def register(name: str, attend: Attend) -> None:
-    """Make ``attend`` the attention of models with ``attn_implementation=name``."""
-    AttentionInterface.register(name, functools.partial(attention, attend))
-    AttentionMaskInterface.register(name, create_mask)
-
-
-# Attention
-
-
-def attention(
-    attend: Attend,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-    output_attentions: bool | None = None,
-    cache: Any = None,
-    **ignored: Any,
-) -> tuple[torch.Tensor, None]:
-    """One attention layer.
-
-    What is ignored does not change the result: positions, and the window, which is a part of the mask.
-
-    Args:
-        attend: see `operation`.
-        module: the layer; says whether it is causal if nothing else does.
-        query: [B, H, T, D].
-        key: [B, K, S, D].
-        value: [B, K, S, Dv].
-        attention_mask: an `ExpressionTensor`, another boolean tensor [B, 1 or H, T, S], or None.
-        dropout: probability; only 0.
-        scaling: the scale of the scores; None for ``D ** -0.5``.
-        softcap: the soft cap of the scores.
-        s_aux: [H], the sinks.
-        position_bias: broadcasts to [B, H, T, S].
-        is_causal: what holds without a mask; None for what the layer says.
-        output_attentions: whether weights are asked for; only False.
-        cache: the pages of continuous batching; only None.
-        ignored: more about the call.
-
-    Returns:
-        [B, T, H, Dv], and None for the weights.
-
-    Raises:
-        ValueError: one of the above has a value that is not served.
-    """
-    if dropout or output_attentions or cache is not None:
-        raise ValueError(f"{dropout=}, {output_attentions=} and {cache=} must be 0, False and None")
-    lengths = query.shape[2], key.shape[2]
-    if attention_mask is not None and tuple(attention_mask.shape[-2:]) != lengths:
-        raise ValueError(f"a mask of shape {tuple(attention_mask.shape)} must end with T and S={lengths}")
-    if isinstance(attention_mask, ExpressionTensor):
-        mask = attention_mask.mask
-    elif attention_mask is not None:
-        if attention_mask.dtype != torch.bool:
-            raise ValueError(f"a mask of dtype {attention_mask.dtype} must be boolean: an additive one is a bias")
-        mask = Dense(to_jax(attention_mask))
-    else:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = Causal() if causal and query.shape[2] > 1 else Full()
-    options = {"mask": mask, "softmax_scale": scaling, "logits_soft_cap": softcap}
-    call = functools.partial(attend, **{name: value for name, value in options.items() if value is not None})
-    return Attention.apply(call, query, key, value, position_bias, s_aux).transpose(1, 2), None
-
-
-class Attention(torch.autograd.Function):
-    """Attention whose derivative is `jax.vjp`'s."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Attend, *tensors: torch.Tensor | None) -> torch.Tensor:
-        """Of query, key, value, bias and sinks."""
-
-        def run(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> jax.Array:
-            given = {name: x for name, x in (("bias", bias), ("sinks", sinks)) if x is not None}
-            return call(query, key, value, **given)
-
-        out, ctx.vjp = jax.vjp(run, *(None if x is None else to_jax(x) for x in tensors))
-        return to_torch(out)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *(None if x is None else to_torch(x) for x in ctx.vjp(to_jax(d_out)))
-
-
-def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """A copy: PyTorch may write to its own in place, and JAX keeps this one for the backward pass."""
-    return jnp.array(tensor.detach().contiguous(), copy=True)
-
-
-def to_torch(array: jax.Array) -> torch.Tensor:
-    """A copy, see `to_jax`."""
-    return torch.from_dlpack(array).clone()
-
-
-# Masks
 
 
 class ExpressionTensor(torch.Tensor):

@@ -165,7 +165,7 @@ def test_dropout_is_of_its_rate_and_of_pytorchs_seed() -> None:
 def test_a_name_a_function_and_metadata_can_be_registered() -> None:
     with pytest.raises(ValueError, match="flsh"):
         register("attnops", "flsh")
-    with pytest.raises(ValueError, match="metadata.*block_q.*function"):
+    with pytest.raises(ValueError, match=r"metadata.*block_q.*function"):
         register("attnops", attend_with(), block_q=8)
     register("attnops", "flash", block_q=8, block_k=8)
     register()

@@ -1,0 +1,121 @@
+"""Attention of Keras 3 on its JAX backend by attnops' operations.
+
+::
+
+    from attnops.keras import use
+
+    with use("flash"):
+        model.fit(...)
+
+`use` replaces the function that `keras.ops.dot_product_attention`, `keras.layers.MultiHeadAttention` and
+`keras.layers.GroupQueryAttention` call. Layers that drop weights (``dropout`` > 0, in inference too) or return
+attention scores compute attention themselves: Keras does not call the function for them, and `use` changes nothing.
+
+Where it differs from Keras:
+
+| | Keras on JAX | here |
+|---|---|---|
+| a fully masked row | the mean of the values | 0 |
+| masks by row of the batch or by head, on TPU | the first row's and head's | each |
+| ``attn_logits_soft_cap`` | ``cap · tanh(s / cap)`` on TPU, elsewhere ignored | ``cap · tanh(s / cap)`` |
+| ``attn_logits_soft_cap`` with a bias | the cap comes after the bias, or is ignored | refused: ours comes before it |
+| ``flash_attention`` | requires or forbids a fused kernel | no effect: `use` names the operation |
+| head dim of the values | the key's | any |
+| what fails on TPU | falls back to `jax.nn` with a log message | raises |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from attnops.adapters.arrays import boolean, promoted
+from attnops.adapters.precision import precision_of
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.registry import OperationRegistry
+from attnops.masks import Causal, Dense, Mask
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["use"]
+
+
+@contextlib.contextmanager
+def use(operation: str = "auto", **metadata: Any) -> Iterator[None]:
+    """Within it Keras' dot-product attention is computed by an operation of attnops, in all threads.
+
+    What Keras traced before, such as a compiled ``train_step``, stays as it was.
+
+    Args:
+        operation: its name.
+        **metadata: fields of `attnops.OperationMetadata`.
+
+    Raises:
+        ValueError: Keras has another backend than JAX, an unknown operation, or a field of the metadata outside its
+            range.
+        ImportError: Keras is not installed: ``pip install attnops[keras]``.
+    """
+    import keras
+    from keras.src import backend
+
+    if keras.config.backend() != "jax":
+        raise ValueError(f"Keras' backend is {keras.config.backend()!r}, but must be 'jax'; set KERAS_BACKEND=jax")
+    meta = OperationMetadata(layout="BTHD", **metadata)
+    OperationRegistry.create(operation, meta)
+    before = backend.nn.dot_product_attention
+    backend.nn.dot_product_attention = functools.partial(_attend, operation, meta)
+    try:
+        yield
+    finally:
+        backend.nn.dot_product_attention = before
+
+
+def _attend(
+    operation: str,
+    metadata: OperationMetadata,
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    flash_attention: bool | None = None,
+    attn_logits_soft_cap: float | None = None,
+) -> jax.Array:
+    """Query [B, T, N, D], key [B, S, K, D] and value [B, S, K, Dv]: [B, T, N, Dv]."""
+    from keras.src import backend
+
+    query, key, value = promoted(tuple(backend.convert_to_tensor(x) for x in (query, key, value)), None)
+    if bias is not None:
+        if attn_logits_soft_cap is not None:
+            raise ValueError(
+                f"attn_logits_soft_cap={attn_logits_soft_cap!r} with a bias: Keras caps the sum, attnops the scores"
+                " before the bias is added; leave one of them out"
+            )
+        bias = _of_scores("bias", backend.convert_to_tensor(bias, dtype=query.dtype))
+    masks: list[Mask] = [Causal(offset=0)] if is_causal else []
+    if mask is not None:
+        masks.append(Dense(_of_scores("mask", boolean(backend.convert_to_tensor(mask)))))
+    op = OperationRegistry.create(operation, metadata.replace(precision=precision_of(None, metadata.precision)))
+    out = op(
+        query,
+        key,
+        value,
+        mask=functools.reduce(lambda a, b: a & b, masks) if masks else None,
+        bias=bias,
+        softmax_scale=scale,
+        logits_soft_cap=attn_logits_soft_cap,
+    )
+    return out.attention_outputs
+
+
+def _of_scores(name: str, x: jax.Array) -> jax.Array:
+    if x.ndim > 4:
+        raise ValueError(f"{name} has shape {x.shape}, but must broadcast to [B, N, T, S]")
+    return jnp.reshape(x, (1,) * (4 - x.ndim) + x.shape)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 import jax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Rank, Reason, Request
 from attnops.biases import Bias
-from attnops.kernels import FlashBackend
+from attnops.caches import Cache, NewTokens
+from attnops.kernels import FlashBackend, FlashCall
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_triton.language.translate import PRIMITIVES
+from attnops_triton.ragged.limits import unsupported as in_place
+from attnops_triton.ragged.limits import writes
 from attnops_triton.versions import missing
+
+CacheType = TypeVar("CacheType", bound=Cache)
 
 # The largest block_q · block_k that the metadata may set: a program holds that many scores.
 LARGEST: Final = 128 * 128
@@ -35,6 +40,10 @@ class TritonFlashAttention(FlashAttention):
             max_head_dim=576,
             bias_kinds=frozenset({"array", "ALiBi", "RelativePosition", "ScoreFn"}),
             bias_primitives=PRIMITIVES,
+            caches=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
+            codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
+            latent=True,
+            packed=True,
         )
     }
 
@@ -57,11 +66,12 @@ class TritonFlashAttention(FlashAttention):
         return Rank.TILED_KERNEL if request.bias_kind or (request.mask_kinds and not is_plain) else Rank.KERNEL
 
     def environment_key(self) -> Hashable:
-        """See `attnops.BaseOperation.environment_key`: the GPU that kernels are compiled for, and measured tiles."""
+        """See `attnops.BaseOperation.environment_key`: the target, measured tiles, and the number of splits."""
         from attnops_triton.flash.measured import environment
+        from attnops_triton.ragged.tile_sizes import current_splits
         from attnops_triton.targets import current
 
-        return current(), environment()
+        return current(), environment(), current_splits()
 
     @staticmethod
     def tune(
@@ -100,7 +110,9 @@ class TritonFlashAttention(FlashAttention):
         if area > LARGEST:
             yield Reason("block_q · block_k", area, f"must be at most {LARGEST}, the scores that a program can hold",
                          "leave them out for the table's")  # fmt: skip
-        if isinstance(request, AttentionRequest) and request.interpret and request.dtypes[0] == "bfloat16":
+        if isinstance(request, AttentionRequest) and request.cache is not None:
+            yield from in_place(request)
+        elif isinstance(request, AttentionRequest) and request.interpret and request.dtypes[0] == "bfloat16":
             yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
                          "interpret float32 or float16")  # fmt: skip
 
@@ -124,6 +136,50 @@ class TritonFlashAttention(FlashAttention):
             "gpu", query, key, value, return_lse, mask=mask, bias=bias, softmax_scale=softmax_scale,
             logits_soft_cap=logits_soft_cap, sinks=sinks, dropout_key=dropout_key,
         )  # fmt: skip
+
+    # The contract's options, a parameter each.
+    def cached_gpu(
+        self,
+        query: jax.Array,
+        cache: Cache,
+        *,
+        mask: Mask,
+        bias: Bias | None = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+        return_lse: bool = False,
+    ) -> OperationOutput:
+        """See `attnops.dispatch.cached`."""
+        output, _ = self._over_cache(
+            query, cache, None, mask=mask, bias=bias, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
+            sinks=sinks, return_lse=return_lse,
+        )  # fmt: skip
+        return output
+
+    def writes(self, request: AttentionRequest) -> bool:
+        """See `attnops.dispatch.step`: of rows whose queries are one tile."""
+        return writes(request, self.metadata)
+
+    def stepped_gpu(
+        self, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any
+    ) -> tuple[OperationOutput, CacheType]:
+        """See `attnops.dispatch.step`."""
+        return self._over_cache(query, cache, new, **options)
+
+    def _over_cache(
+        self, query: jax.Array, cache: CacheType, new: NewTokens | None, *, mask: Mask, return_lse: bool = False,
+        **options: Any,
+    ) -> tuple[OperationOutput, CacheType]:  # fmt: skip
+        from attnops_triton.ragged.attention import cached_attention
+
+        is_packed = query.shape[0] == 1 and cache.batch > 1
+        rows = (1, cache.batch * cache.length) if is_packed else (cache.batch, cache.length)
+        key, value = (jax.ShapeDtypeStruct((*rows, cache.kv_heads, d), query.dtype) for d in
+                      (cache.head_dim, cache.value_head_dim))  # fmt: skip
+        call = FlashCall(self.metadata, query, key, value, mask, **options)
+        out, lse, cache = cached_attention(call, cache, return_lse, new)
+        return OperationOutput(out, None, lse), cache
 
     def backend(self, forward: str) -> FlashBackend | None:
         """See `attnops.operations.flash.FlashAttention.backend`."""

@@ -18,6 +18,7 @@ from attnops_triton.targets import capability, is_amd, ptx_version, wave_size
 
 _POINTERS: Final = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
+    "uint8": "*u8",
 }  # fmt: skip
 _LOCK: Final = threading.Lock()
 

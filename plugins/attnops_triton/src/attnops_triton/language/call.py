@@ -29,7 +29,7 @@ _WARP: Final = {"cuda": 32, "rocm": 64}
 
 def triton_call(
     recipe: Recipe, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
-    *arrays: jax.Array,
+    *arrays: jax.Array, aliases: tuple[tuple[int, int], ...] = (),
 ) -> PyTree:  # fmt: skip
     """Run a kernel.
 
@@ -39,8 +39,10 @@ def triton_call(
         shapes: of the results.
         programs: the size of the grid.
         arrays: the inputs.
+        aliases: of results that are arrays written to in place, the indices of array and result.
     """
-    return _call.bind(*arrays, recipe=recipe, integers=integers, shapes=shapes, programs=programs)
+    given = {"recipe": recipe, "integers": integers, "shapes": shapes, "programs": programs, "aliases": aliases}
+    return _call.bind(*arrays, **given)
 
 
 _call = Primitive("attnops_triton_call")
@@ -65,6 +67,7 @@ def _jitted(*params: tuple[str, Any]) -> Any:
 def _lower(
     platform: str, context: JaxprLike, *operands: Any,
     recipe: Recipe, integers: tuple[int, ...], shapes: tuple[Any, ...], programs: int,
+    aliases: tuple[tuple[int, int], ...],
 ) -> Any:  # fmt: skip
     from jaxlib import gpu_triton as launcher
 
@@ -97,9 +100,12 @@ def _lower(
     call = launcher.TritonKernelCall(kernel, programs, 1, 1, parameters)
     opaque = zlib.compress(call.to_proto(recipe.kernel.name, b""))
     if versions.release(versions.version_of("jaxlib") or "0") < (0, 11, 1):
-        rule = jax.ffi.ffi_lowering("triton_kernel_call", api_version=2, backend_config=opaque)  # type: ignore[arg-type]
+        rule = jax.ffi.ffi_lowering(
+            "triton_kernel_call", operand_output_aliases=dict(aliases), api_version=2, backend_config=opaque,  # type: ignore[arg-type]
+        )  # fmt: skip
         return rule(context, *operands)
-    return jax.ffi.ffi_lowering("triton_kernel_call_ffi", api_version=4)(context, *operands, opaque=opaque)
+    rule = jax.ffi.ffi_lowering("triton_kernel_call_ffi", operand_output_aliases=dict(aliases), api_version=4)
+    return rule(context, *operands, opaque=opaque)
 
 
 for _platform in _WARP:

@@ -20,14 +20,29 @@ _LOCK = threading.Lock()
 
 def interpreted(
     kernel: Kernel, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
-    *arrays: jax.Array,
+    dtypes: tuple[str, ...], *arrays: jax.Array, aliases: tuple[tuple[int, int], ...] = (),
 ) -> PyTree:  # fmt: skip
-    """A kernel's results. They are initialised to NaN, so that missing stores are noticed."""
+    """A kernel's results. They are initialised to NaN, so that missing stores are noticed.
+
+    Args:
+        kernel: its text.
+        integers: its integer arguments.
+        shapes: of the results.
+        programs: the size of the grid.
+        dtypes: of arrays and results, which may be bits of them.
+        arrays: the inputs.
+        aliases: of results that are arrays written to in place, the indices of array and result.
+    """
 
     def run(*given: PyTree) -> tuple[NumpyArray, ...]:
-        results = tuple(_unwritten(shape) for shape in shapes)
-        run_on_host(kernel, integers, programs, [np.ascontiguousarray(x) for x in given], list(results))
-        return results
+        inputs = [np.ascontiguousarray(x) for x in given]
+        results = [_unwritten(shape) for shape in shapes]
+        for source, target in aliases:
+            results[target] = inputs[source].copy()
+            inputs[source] = results[target]
+        every = [x.view(dtype) for x, dtype in zip((*inputs, *results), dtypes, strict=True)]
+        run_on_host(kernel, integers, programs, every[: len(inputs)], every[len(inputs) :])
+        return tuple(results)
 
     return jax.pure_callback(run, shapes, *arrays, vmap_method="sequential")
 
@@ -54,7 +69,7 @@ class Buffer:
     def dtype(self) -> str:
         """Triton's name of the dtype."""
         return {
-            "float32": "fp32", "float16": "fp16", "int8": "i8", "int32": "i32", "uint32": "u32"
+            "float32": "fp32", "float16": "fp16", "int8": "i8", "int32": "i32", "uint32": "u32", "uint8": "u8",
         }[self.array.dtype.name]  # fmt: skip
 
     def data_ptr(self) -> int:
@@ -86,4 +101,5 @@ class Buffer:
 
 
 def _unwritten(shape: jax.ShapeDtypeStruct) -> NumpyArray:
-    return np.full(shape.shape, np.nan, shape.dtype)
+    is_float = np.issubdtype(shape.dtype, np.floating)
+    return np.full(shape.shape, np.nan if is_float else np.iinfo(shape.dtype).max, shape.dtype)

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,14 @@ from attnops_triton.flash.plan import Plan, Tiles
 from attnops_triton.flash.sizes import divisible
 from attnops_triton.language.build import Recipe
 from attnops_triton.language.source import Writer
+from attnops_triton.ragged.plan import Plan as RaggedPlan
+from attnops_triton.ragged.plan import RaggedTiles
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
+
+AnyPlan: TypeAlias = Plan | RaggedPlan
+AnyTiles: TypeAlias = Tiles | RaggedTiles
 
 # Part of the key of JAX's cache of traced functions, so that each recording traces again.
 _RECORD = jax.make_user_context(default_value=None)
@@ -39,8 +45,8 @@ class Launched:
 
     recipe: Recipe
     integers: tuple[int, ...]
-    tiles: Tiles
-    plan: Plan
+    tiles: AnyTiles
+    plan: AnyPlan
     programs: int
 
 
@@ -63,6 +69,15 @@ def launch(
     plan: Plan, tiles: Tiles, write: Writer, name: str, operands: list[Operand],
     outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int,
 ) -> dict[str, jax.Array]:  # fmt: skip
+    """Run a kernel of `attnops_triton.flash`; see `launch_any`."""
+    return launch_any(plan, tiles, write, name, operands, outputs, programs, divisible(plan, tiles))
+
+
+def launch_any(
+    plan: AnyPlan, tiles: AnyTiles, write: Writer, name: str, operands: list[Operand],
+    outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, divisible: frozenset[str],
+    aliases: Mapping[str, str] = MappingProxyType({}), stored: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, jax.Array]:  # fmt: skip
     """Run a kernel.
 
     Args:
@@ -73,14 +88,19 @@ def launch(
         operands: the inputs, by parameter.
         outputs: shapes and dtypes of the outputs, by parameter.
         programs: the size of the grid.
+        divisible: the integer arguments that the program may rely on to be multiples of 16.
+        aliases: of outputs that are operands written to in place, the operands' names.
+        stored: of operands and outputs that hold bits of floats, the floats' dtype.
     """
     from attnops_triton.language.call import triton_call
     from attnops_triton.language.interpreter import interpreted
 
     kernel = write.kernel(name, [f"{x}_ptr" for x in (*(o.name for o in operands), *outputs)])
     arrays, shapes = [operand.array for operand in operands], tuple(outputs.values())
-    dtypes = tuple(x.dtype.name for x in (*arrays, *shapes))
-    recipe = Recipe(kernel, dtypes, divisible(plan, tiles), tiles.warps, tiles.stages, plan.arch)
+    names = [*(operand.name for operand in operands), *outputs]
+    dtypes = tuple(stored.get(name, x.dtype.name) for name, x in zip(names, (*arrays, *shapes), strict=True))
+    recipe = Recipe(kernel, dtypes, divisible, tiles.warps, tiles.stages, plan.arch)
+    pairs = tuple((names.index(source), list(outputs).index(name)) for name, source in aliases.items())
     integers = tuple(write.integers.values())
     record = _RECORD.value
     if record is not None:
@@ -88,9 +108,9 @@ def launch(
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
     run: Function
     if plan.interpret:
-        run = functools.partial(interpreted, kernel, integers, shapes, programs)
+        run = functools.partial(interpreted, kernel, integers, shapes, programs, dtypes, aliases=pairs)
     else:
-        run = functools.partial(triton_call, recipe, integers, shapes, programs)
+        run = functools.partial(triton_call, recipe, integers, shapes, programs, aliases=pairs)
     return dict(zip(outputs, _varying_like(run(*arrays), arrays), strict=True))
 
 

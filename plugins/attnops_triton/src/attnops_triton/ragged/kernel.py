@@ -1,0 +1,237 @@
+"""The attention kernel: online softmax over the tiles of keys of an item, or of one of its splits."""
+
+from __future__ import annotations
+
+from attnops_triton.flash.plan import LOG2E
+from attnops_triton.language.source import Writer, number
+from attnops_triton.ragged.plan import Chunk, Plan
+from attnops_triton.ragged.result import write_partial, write_result
+from attnops_triton.ragged.scores import Scores
+from attnops_triton.ragged.storage import Storage
+from attnops_triton.ragged.write import write_tokens
+
+
+def write_kernel(write: Writer, plan: Plan, written: dict[str, int]) -> int:
+    """Write the kernel. Returns the number of programs.
+
+    Args:
+        write: the kernel's lines.
+        plan: of the call.
+        written: see `attnops_triton.ragged.write.write_tokens`.
+    """
+    scores = Scores(write, plan)
+    storage = Storage(write, plan, scores)
+    for name, value in (("T", plan.T), ("S", plan.S), ("keys", plan.key_axis)):
+        write.integer(name, value)
+    programs = _place(write, plan)
+    _queries(write, plan)
+    scores.load_values(by_key=False)
+    if plan.writes:
+        write_tokens(write, plan, written)
+    _state(write, plan)
+    _loops(write, plan, scores, storage)
+    if plan.tiles.splits > 1:
+        write_partial(write, plan)
+    else:
+        write_result(write, plan)
+    return programs
+
+
+def _place(write: Writer, plan: Plan) -> int:
+    """Write the indices of a program: item, row, ``b``, kv head, tiles of queries and heads, and split.
+
+    Programs that read the same keys are neighbours.
+    """
+    write.integer("nq", plan.nq)
+    write("pid = tl.program_id(0)")
+    if plan.is_packed:
+        write(
+            "item = pid % items", "rest = pid // items", "tile = tl.load(tile_ptr + item)",
+            "row = tl.load(row_ptr + item)", "b = row * 0",
+        )  # fmt: skip
+        write.integer("items", plan.items)
+    else:
+        write("tile = pid % nq", "rest = pid // nq")
+    if plan.head_blocks > 1:
+        write(f"part = rest % {plan.head_blocks}", f"rest = rest // {plan.head_blocks}")
+    if plan.tiles.splits > 1:
+        splits = write.integer("splits", plan.tiles.splits)
+        write(f"split = rest % {splits}", f"rest = rest // {splits}")
+    write(f"k = rest % {plan.K}")
+    if not plan.is_packed:
+        write(f"row = rest // {plan.K}", "b = row", "item = row * nq + tile")
+    write(
+        "first = tl.load(ranges_ptr + item * 4)", "stop = tl.load(ranges_ptr + item * 4 + 1)",
+        "full_start = tl.load(ranges_ptr + item * 4 + 2)", "full_stop = tl.load(ranges_ptr + item * 4 + 3)",
+    )  # fmt: skip
+    if plan.tiles.splits > 1:
+        write(
+            "each = (stop - first + splits - 1) // splits", "first = first + split * each",
+            "stop = tl.minimum(stop, first + each)",
+        )  # fmt: skip
+    write(
+        "stop = tl.maximum(first, stop)",
+        "full_start = tl.minimum(tl.maximum(full_start, first), stop)",
+        "full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)",
+    )
+    return plan.items * plan.K * plan.head_blocks * plan.tiles.splits
+
+
+def write_rows(write: Writer, plan: Plan) -> None:
+    """Write ``qi``, ``hi`` [rows], the query and the head of each row; ``real``, whether it is one; ``qr``, ``hr``."""
+    rows, heads = plan.tiles.rows, plan.heads
+    part = f"part * {heads} + " if plan.head_blocks > 1 else ""
+    write(
+        f"of_tile = tl.arange(0, {rows})",
+        f"qi = tile * {plan.bq} + of_tile // {heads}",
+        f"hi = {part}of_tile % {heads}",
+        "real = qi < T",
+    )
+    if plan.bq * heads < rows:
+        write(f"real = real & (of_tile < {plan.bq * heads})")
+    if plan.G % heads:
+        write(f"real = real & (hi < {plan.G})")
+    # Of rows that are none, those of the last: a function might divide by 0.
+    write("qr = tl.minimum(qi, T - 1)", f"hr = k * {plan.G} + tl.minimum(hi, {plan.G - 1})")
+
+
+def _queries(write: Writer, plan: Plan) -> None:
+    """Load the queries ``q_0``, ``q_1``, …, [rows, width] or with keys first [width, rows]."""
+    write_rows(write, plan)
+    lead = "" if plan.is_packed else "b.to(tl.int64) * T + "
+    write(f"q_at = q_ptr + (({lead}qr).to(tl.int64) * {plan.H} + hr) * {plan.D}")
+    chunks = plan.key_chunks
+    for i, (start, width, stop) in enumerate(chunks):
+        columns = f"({start} + tl.arange(0, {width}))[None, :]"
+        conditions = ["real[:, None]"] + [f"({columns} < {stop})"] * (start + width > stop)
+        write(f"q_{i} = tl.load(q_at[:, None] + {columns}, mask={' & '.join(conditions)}, other=0.0)")
+    if plan.scales_queries:
+        largest = [f"tl.reduce(tl.abs(q_{i}.to(tl.float32)), 1, largest)" for i in range(len(chunks))]
+        write(f"size = {largest[0]}", *(f"size = tl.maximum(size, {x})" for x in largest[1:]))
+        write(
+            "exponent = tl.floor(tl.log2(tl.where((size > 1e-30) & (size < 1e30), size, 1.0)))",
+            "factor = tl.exp2(exponent)",
+            "inverse = tl.exp2(-exponent)[:, None]",
+            *(f"q_{i} = q_{i}.to(tl.float32) * inverse" for i in range(len(chunks))),
+        )
+    for i in range(len(chunks)):
+        write(f"q_{i} = q_{i}.to(tl.{plan.dtype})")
+        if plan.tiles.keys_first:
+            write(f"q_{i} = tl.trans(q_{i})")
+    if plan.scales_first:
+        _factor(write, plan)
+
+
+def _factor(write: Writer, plan: Plan) -> None:
+    """Write ``factor``, a number or [rows], that products are multiplied by."""
+    scale = number(float(plan.scale))
+    write(f"factor = factor * {scale}" if plan.scales_queries else f"factor = {scale}")
+    if plan.scales in ("head", "tensor"):
+        write(f"factor = factor * tl.load(key_scale_ptr{' + k' if plan.scales == 'head' else ''})")
+
+
+def _state(write: Writer, plan: Plan) -> None:
+    rows = plan.tiles.rows
+    write(f'm = tl.full([{rows}], float("-inf"), tl.float32)', f"l = tl.full([{rows}], 0.0, tl.float32)")
+    for i, chunk in enumerate(plan.value_chunks):
+        shape = f"[{chunk.width}, {rows}]" if plan.tiles.keys_first else f"[{rows}, {chunk.width}]"
+        write(f"acc_{i} = tl.full({shape}, 0.0, tl.float32)")
+    if _has_unit(plan):
+        write("unit = pid.to(tl.float32) * 0.0")
+
+
+def _has_unit(plan: Plan) -> bool:
+    """Whether weights, which are multiplied by values' scales, are relative to the largest of these: float16 would not
+    hold them.
+    """
+    return plan.scales == "token_head" and plan.dtype == "float16"
+
+
+def _loops(write: Writer, plan: Plan, scores: Scores, storage: Storage) -> None:
+    """Write the loops over tiles without a mask, and over those before and after them."""
+    bk = plan.tiles.bk
+    with write.block("for i in range(full_start, full_stop):"):
+        write(f"kv0 = i * {bk}")
+        _tile(write, plan, scores, storage, False)
+    write("before = full_start - first")
+    with write.block("for j in range(0, before + stop - full_stop):"):
+        write(f"kv0 = tl.where(j < before, first + j, full_stop + j - before) * {bk}")
+        _tile(write, plan, scores, storage, True)
+
+
+def _tile(write: Writer, plan: Plan, scores: Scores, storage: Storage, masked: bool) -> None:
+    """Write the computation of one tile."""
+    storage.locate(has_pages=not masked)
+    write("kx = slot" if plan.is_even or not masked else "kx = tl.minimum(slot, S - 1)")
+    if plan.is_packed:
+        write("kx = kx + row * S")
+    scores.load_values(by_key=True)
+    guarded = False
+    if masked:
+        conditions = [storage.present] if storage.present else []
+        conditions += [] if plan.is_even else [f"(slot < S){scores.by_key}"]
+        conditions.append(f"real{scores.by_row}")
+        guarded = scores.allowed(*conditions)
+    storage.keys(guarded)
+    _products(write, plan, plan.key_chunks)
+    if plan.scales_first:
+        factor = f"factor{scores.by_row}" if plan.scales_queries else "factor"
+        write(f"s = s * {factor}")
+    if plan.scales == "token_head":
+        write(f"s = s * {storage.scale('key', guarded)}{scores.by_key}")
+    scores.apply_cap_and_bias()
+    if guarded:
+        write('s = tl.where(ok, s, float("-inf"))')
+    _softmax(write, plan, scores, masked)
+    storage.values(guarded)
+    _accumulate(write, plan, scores, storage, guarded)
+    write("m = m_new")
+
+
+def _products(write: Writer, plan: Plan, chunks: list[Chunk]) -> None:
+    """Write ``s``, the products of queries and keys."""
+    for i in range(len(chunks)):
+        a, b = (f"k_{i}", f"q_{i}") if plan.tiles.keys_first else (f"q_{i}", f"tl.trans(k_{i})")
+        write(f"s = tl.dot({a}, {b}{', s' if i else ''}{precision(plan)})")
+
+
+def precision(plan: Plan) -> str:
+    """The argument of products for their precision."""
+    return f', input_precision="{"tf32" if plan.tf32 else "ieee"}"' if plan.dtype == "float32" else ""
+
+
+def _softmax(write: Writer, plan: Plan, scores: Scores, masked: bool) -> None:
+    """Write the weights ``p``, ``m_new``, ``alpha`` and the sum ``l``."""
+    axis, unit = scores.key_axis, number(plan.score_unit * LOG2E)
+    write(f"m_new = tl.maximum(m, tl.reduce(s, {axis}, largest))")
+    if masked or plan.scoring.has_bias:
+        # Fully masked so far: −inf − −inf is NaN.
+        write('below = tl.where(m_new == float("-inf"), 0.0, m_new)')
+    else:
+        write("below = m_new")
+    if plan.scoring.has_bias or plan.dtype == "float32":
+        # The difference first, which is exact; biases may be so large that a difference of products is not.
+        write(f"p = tl.exp2((s - below{scores.by_row}) * {unit})")
+    else:
+        write(f"p = tl.exp2(s * {unit} - (below * {unit}){scores.by_row})")
+    write(f"alpha = tl.exp2((m - below) * {unit})", f"l = l * alpha + tl.reduce(p, {axis}, total)")
+
+
+def _accumulate(write: Writer, plan: Plan, scores: Scores, storage: Storage, guarded: bool) -> None:
+    """Write the products of weights and values, added to the output so far."""
+    if plan.scales == "token_head":
+        scale = "key_scale" if plan.is_latent else storage.scale("value", guarded)
+        if _has_unit(plan):
+            write(
+                f"unit_new = tl.maximum(unit, tl.reduce({scale}, 0, largest))",
+                "inverse_unit = tl.where(unit_new > 0.0, 1.0 / unit_new, 0.0)",
+                "alpha = alpha * (unit * inverse_unit)",
+                f"{scale} = {scale} * inverse_unit",
+                "unit = unit_new",
+            )
+        write(f"p = p * {scale}{scores.by_key}")
+    write(f"p = p.to(tl.{plan.dtype})")
+    for i in range(len(plan.value_chunks)):
+        write(f"acc_{i} = acc_{i} * alpha{scores.by_row}")
+        a, b = (f"tl.trans(v_{i})", "p") if plan.tiles.keys_first else ("p", f"v_{i}")
+        write(f"acc_{i} = tl.dot({a}, {b}, acc_{i}{precision(plan)})")

@@ -1,0 +1,30 @@
+"""Which calls over a cache the kernels read in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from attnops import AttentionRequest, OperationMetadata, Reason
+from attnops_triton.ragged.tile_sizes import rows_of
+
+
+def unsupported(request: AttentionRequest) -> Iterator[Reason]:
+    """Why a call over a cache can't be read in place, other than by `attnops.Limits`; its ``cache`` is not None."""
+    cache = request.cache
+    assert cache is not None
+    if request.interpret and "bfloat16" in request.dtypes:
+        yield Reason("dtype", "bfloat16", "Triton's interpreter computes it wrongly", "interpret float32 or float16")
+    if request.key_length >= 1 << 31:
+        yield Reason("cache", request.key_length, "slots in all rows together are more than int32 counts",
+                     "give packed rows in several calls")  # fmt: skip
+
+
+def writes(request: AttentionRequest, metadata: OperationMetadata) -> bool:
+    """Whether a step's kernel writes the new tokens: where one program reads a tile of keys."""
+    cache = request.cache
+    assert cache is not None
+    G = request.heads // request.kv_heads
+    rows = rows_of(metadata.block_q, request.query_length, G)
+    return request.query_length * G <= rows and cache.storage != "WindowCache"

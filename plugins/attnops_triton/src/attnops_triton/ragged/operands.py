@@ -1,0 +1,91 @@
+"""The arrays of a call in the kernels' layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attnops.caches import Cache, PagedCache
+from attnops.caches.slots import SlotBias
+from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
+from attnops.masks import Dense, Mask
+from attnops_triton.flash.bits import is_translatable
+from attnops_triton.language.source import Writer
+from attnops_triton.ragged.plan import Plan
+from attnops_triton.ragged.schedule import Schedule
+
+
+def fitted(call: FlashCall) -> FlashCall:
+    """The call with masks and biases that have no form in Triton as arrays of all scores."""
+    mask, bias, shape = call.mask, call.bias, call.scores_shape
+    if mask is not None and not is_translatable(mask):
+        mask = dense(mask, shape)
+    if isinstance(bias, SlotBias):
+        array = None if _is_function(bias) else bias.array(*shape)
+        bias = bias.score_fn() if array is None else array
+    if call.metadata.interpret:
+        mask, bias = jax.tree.map(_widened, (mask, bias))
+    return call.replace(mask=mask, bias=bias)
+
+
+def dense(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
+    """A bound mask as an array."""
+    B, H, T, S = shape
+    return Dense(jnp.broadcast_to(mask.dense(*shape), (B, H, T, S))).bind(*shape)
+
+
+def _is_function(bias: SlotBias) -> bool:
+    from attnops_triton.language.translate import PRIMITIVES
+
+    return of_bias(bias)[0].primitives <= PRIMITIVES
+
+
+def _widened(x: Any) -> Any:
+    """bfloat16 as float32, since Triton's interpreter has no bfloat16."""
+    return x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x
+
+
+def score_arrays(plan: Plan, call: FlashCall) -> dict[str, jax.Array]:
+    """The values of mask and bias, arrays of all scores, and sinks."""
+    shape = (1 if plan.is_packed else plan.B), plan.H, plan.T, plan.key_axis
+    found: dict[str, jax.Array] = {}
+    if plan.scoring.mask is not None:
+        function, leaves, given = of_mask(call.mask, by_row=True)  # type: ignore[arg-type]
+        found |= {f"mask{i}": _in_32_bits(x) for i, x in enumerate(function.compute(leaves, shape))}
+        found |= {f"dense{i}": jnp.asarray(x).astype(jnp.int8) for i, x in enumerate(given)}
+    if plan.scoring.bias is not None:
+        bias, leaves = of_bias(elementwise_bias(call.bias), by_row=True)  # type: ignore[arg-type]
+        found |= {f"bias{i}": _in_32_bits(x) for i, x in enumerate(bias.compute(leaves, shape))}
+    elif plan.scoring.array:
+        found["array"] = call.bias.astype(jnp.float32)
+    return found | ({} if call.sinks is None else {"sinks": call.sinks.astype(jnp.float32)})
+
+
+def strides(write: Writer, arrays: dict[str, jax.Array]) -> None:
+    """The strides of arrays of all scores, as integers of a kernel: in rows of keys, by batch and by head."""
+    for name, x in arrays.items():
+        if name.startswith("dense") or name == "array":
+            write.integer(f"{name}_b", x.shape[1] * (x.shape[0] > 1))
+            write.integer(f"{name}_h", int(x.shape[1] > 1))
+
+
+def _in_32_bits(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.uint32:
+        return x
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+
+
+def store_arrays(cache: Cache) -> dict[str, jax.Array]:
+    """The arrays of the cache, the number of their first block, and the table of pages."""
+    store = cache.store.flat()
+    named = {name: getattr(store, name) for name in ("key", "value", "key_scale", "value_scale")}
+    found = {name: x for name, x in named.items() if x is not None}
+    found["base"] = jnp.asarray(store.base, jnp.int32)[None]
+    return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
+
+
+def item_arrays(items: Schedule) -> dict[str, jax.Array]:
+    """The schedule's arrays."""
+    return {name: x for name, x in items._asdict().items() if x is not None}

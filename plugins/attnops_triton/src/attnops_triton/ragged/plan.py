@@ -1,0 +1,180 @@
+"""The plan of a call over a cache: everything static about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from attnops.kernels import Scoring
+from attnops_triton.flash.plan import cdiv, head_dim_chunks
+
+
+class Chunk(NamedTuple):
+    """Consecutive features that are one operand of a product, whose width is a power of two.
+
+    Attributes:
+        start: the first feature.
+        width: features, zeros beyond ``stop`` included.
+        stop: the feature after the last.
+    """
+
+    start: int
+    width: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedTiles:
+    """Tile sizes of a call over a cache, and how its kernel is compiled.
+
+    Attributes:
+        rows: rows of a tile of scores, a power of two: queries times the query heads of a kv head.
+        bk: keys a tile, a power of two.
+        warps: warps a program.
+        stages: stages of the software pipeline.
+        splits: programs that share the keys of an item.
+        keys_first: whether a tile of scores is [keys, rows] instead of [rows, keys].
+    """
+
+    rows: int
+    bk: int
+    warps: int
+    stages: int
+    splits: int = 1
+    keys_first: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Shapes, tiles and options of a call; hashable.
+
+    Attributes:
+        B, T, S, H, K, D, Dv: rows of the cache, queries a row or packed queries, slots a row, heads, kv heads, head dims.
+        is_packed: whether rows are packed: then masks and biases are of batch 1 and B · S keys.
+        page: slots a page; 0 for a storage without pages.
+        pages: most pages a row.
+        blocks: pages, or rows, of the cache.
+        width: features of a token in the array of keys.
+        is_joined: whether values are the last Dv features of the array of keys.
+        is_latent: whether values are the first Dv features of keys.
+        stored: the name of the dtype of stored tokens.
+        scales: what has a scale of its own, "token_head", "head" or "tensor"; empty for tokens stored as they are.
+        dtype: the name of the dtype of products' operands.
+        out_dtype: the name of the output's dtype.
+        tiles: see `RaggedTiles`.
+        writes: most new tokens a row that the kernel writes; 0 for none.
+        scale: the softmax scale.
+        tf32: whether products of float32 may be rounded to TF32.
+        scoring: see `attnops.kernels.scoring.Scoring`.
+        wants_lse: whether the logsumexp is asked for.
+        arch: the architecture to compile for; empty for this machine's GPU.
+        interpret: whether kernels run in Triton's interpreter.
+    """
+
+    B: int
+    T: int
+    S: int
+    H: int
+    K: int
+    D: int
+    Dv: int
+    is_packed: bool
+    page: int
+    pages: int
+    blocks: int
+    width: int
+    is_joined: bool
+    is_latent: bool
+    stored: str
+    scales: str
+    dtype: str
+    out_dtype: str
+    tiles: RaggedTiles
+    writes: int
+    scale: float
+    tf32: bool
+    scoring: Scoring
+    wants_lse: bool
+    arch: str = ""
+    interpret: bool = False
+
+    @property
+    def G(self) -> int:
+        """Query heads a kv head."""
+        return self.H // self.K
+
+    @property
+    def heads(self) -> int:
+        """Query heads a tile: all of a kv head, unless they are more than its rows."""
+        return min(self.G, self.tiles.rows)
+
+    @property
+    def head_blocks(self) -> int:
+        """Tiles that the query heads of a kv head are in."""
+        return cdiv(self.G, self.heads)
+
+    @property
+    def bq(self) -> int:
+        """Queries a tile."""
+        return self.tiles.rows // self.heads
+
+    @property
+    def nq(self) -> int:
+        """Tiles of queries, of a row or packed."""
+        return cdiv(self.T, self.bq)
+
+    @property
+    def nk(self) -> int:
+        """Tiles of keys a row, the last of which may reach beyond S."""
+        return cdiv(self.S, self.tiles.bk)
+
+    @property
+    def items(self) -> int:
+        """See `attnops_triton.ragged`. Of packed rows the most that there may be: each row begins one more at most."""
+        return min(self.nq + self.B, self.nq * self.B) if self.is_packed else self.B * self.nq
+
+    @property
+    def key_axis(self) -> int:
+        """Keys of masks and biases."""
+        return self.B * self.S if self.is_packed else self.S
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no tile reaches beyond a row's last slot."""
+        return self.S % self.tiles.bk == 0
+
+    @property
+    def by_page(self) -> bool:
+        """Whether a tile of keys lies in one page."""
+        return self.page > 0 and self.page % self.tiles.bk == 0
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether queries are multiplied by a power of two by row, so that float16 holds them."""
+        return bool(self.scales) and self.dtype == "float16"
+
+    @property
+    def scales_first(self) -> bool:
+        """Whether scores are multiplied by the scale before the softmax, so that ``score_unit`` is 1."""
+        return bool(self.scales) or self.scoring.has_cap_or_bias or not 1e-20 < self.scale < 1e20
+
+    @property
+    def score_unit(self) -> float:
+        """Natural units per unit of the kernel's scores."""
+        return 1.0 if self.scales_first else self.scale
+
+    @property
+    def key_chunks(self) -> list[Chunk]:
+        """The chunks of keys; of a latent, those of the value come first."""
+        if not self.is_latent:
+            return self._chunks(0, self.D)
+        return self._chunks(0, self.Dv) + self._chunks(self.Dv, self.D)
+
+    @property
+    def value_chunks(self) -> list[Chunk]:
+        """The chunks of values."""
+        return self._chunks(0, self.Dv)
+
+    def _chunks(self, first: int, stop: int) -> list[Chunk]:
+        widest = 64 if self.dtype == "float32" else 512
+        return [Chunk(first + start, width, stop) for start, width in head_dim_chunks(stop - first, widest)]

@@ -1,0 +1,82 @@
+"""Which tiles of keys each item reads, and which of them need no mask."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnops.caches import NewTokens
+from attnops.kernels import merged
+from attnops.masks import Coverage, Mask, block_map
+from attnops_triton.flash.plan import cdiv
+from attnops_triton.ragged.plan import Plan
+
+
+class Schedule(NamedTuple):
+    """Data of items, int32.
+
+    Attributes:
+        ranges: [items, 4]: the first tile that an item reads, the one after the last, the first of those without a
+            mask, the one after the last of these.
+        row: of packed rows, the row of the cache of an item, [items]; else None.
+        tile: of packed rows, its tile of queries, [items]; else None.
+    """
+
+    ranges: jax.Array
+    row: jax.Array | None
+    tile: jax.Array | None
+
+
+def schedule(plan: Plan, mask: Mask, new: NewTokens | None = None) -> Schedule:
+    """The schedule of a call: tiles from the first to the last with a key that a query of the item may see.
+
+    Args:
+        plan: of the call.
+        mask: by slot, bound.
+        new: tokens that are written; their tiles are read, whoever sees them.
+    """
+    if not plan.is_packed:
+        active, full = _tiles(plan, mask, plan.S)
+        active, full = (jnp.broadcast_to(x, (plan.B, *x.shape[1:])).reshape(plan.items, -1) for x in (active, full))
+        if new is not None:
+            start = jnp.arange(plan.nk, dtype=jnp.int32) * plan.tiles.bk
+            first, stop = new.first[:, None], (new.first + new.size)[:, None]
+            active |= (first < stop) & (start < stop) & (first < start + plan.tiles.bk)
+        return Schedule(_ranges(active, full), None, None)
+    active, full = (x.reshape(plan.nq * plan.B, plan.nk) for x in _tiles(plan, mask, plan.B * plan.S))
+    # Pairs of a tile of queries and a row that has some of them.
+    pairs = jnp.nonzero(active.any(1), size=plan.items, fill_value=plan.nq * plan.B)[0].astype(jnp.int32)
+    exists, pairs = pairs < plan.nq * plan.B, jnp.minimum(pairs, plan.nq * plan.B - 1)
+    return Schedule(_ranges(active[pairs] & exists[:, None], full[pairs]), pairs % plan.B, pairs // plan.B)
+
+
+def _tiles(plan: Plan, mask: Mask, keys: int) -> tuple[jax.Array, jax.Array]:
+    """Which tiles of keys a tile of queries reads, and which need no mask, [B or 1, nq, rows · nk] booleans."""
+    bk = plan.tiles.bk
+    # A tile is in one row.
+    unit = math.gcd(bk, plan.S) if plan.is_packed else bk
+    shape = (1 if plan.is_packed else plan.B), plan.H, plan.T, keys
+    coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, unit).coverage, 1, 1)[:, 0])
+    rows, units = keys // plan.S, cdiv(plan.S, unit)
+    coverage = coverage.reshape(*coverage.shape[:2], rows, units)
+    coverage = jnp.pad(coverage, [(0, 0)] * 3 + [(0, plan.nk * (bk // unit) - units)])
+    coverage = coverage.reshape(*coverage.shape[:2], rows * plan.nk, bk // unit)
+    active, full = (coverage != int(Coverage.EMPTY)).any(-1), (coverage == int(Coverage.FULL)).all(-1)
+    if not plan.is_even:
+        # The last tile of a row reaches beyond its slots.
+        full &= jnp.arange(rows * plan.nk) % plan.nk < plan.nk - 1
+    return active, full
+
+
+def _ranges(active: jax.Array, full: jax.Array) -> jax.Array:
+    """[items, 4] of booleans [items, nk]."""
+    n = active.shape[1]
+    some, first = active.any(1), active.argmax(1)
+    stop = jnp.where(some, n - active[:, ::-1].argmax(1), first)
+    full_start = jnp.where(full.any(1), full.argmax(1), n)
+    breaks = (jnp.arange(n) >= full_start[:, None]) & ~full
+    full_stop = jnp.where(breaks.any(1), breaks.argmax(1), n)
+    return jnp.stack([first, stop, full_start, full_stop], 1).astype(jnp.int32)

@@ -1,0 +1,129 @@
+"""Soft cap, bias and mask of a tile of scores, as Triton source.
+
+Variables: ``b``, the row of masks and biases; ``hr`` and ``qr`` [rows], the query head and the query of each row of the
+tile, in range; ``kx`` [bk], the keys as masks and biases number them, in range; ``s``, the scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attnops_triton.language.source import Writer, number
+from attnops_triton.language.translate import TYPES, tanh, traced, translate
+from attnops_triton.ragged.plan import Plan
+
+if TYPE_CHECKING:
+    from attnops.kernels import Elementwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Writes the code of a tile's scores.
+
+    Attributes:
+        write: the kernel's lines.
+        plan: of the call.
+    """
+
+    write: Writer
+    plan: Plan
+
+    @property
+    def shape(self) -> str:
+        """The tile's shape."""
+        tiles = self.plan.tiles
+        return f"[{tiles.bk}, {tiles.rows}]" if tiles.keys_first else f"[{tiles.rows}, {tiles.bk}]"
+
+    @property
+    def by_row(self) -> str:
+        """The subscript that broadcasts a variable by row to the tile."""
+        return "[None, :]" if self.plan.tiles.keys_first else "[:, None]"
+
+    @property
+    def by_key(self) -> str:
+        """The subscript that broadcasts a variable by key to the tile."""
+        return "[:, None]" if self.plan.tiles.keys_first else "[None, :]"
+
+    @property
+    def key_axis(self) -> int:
+        """The axis of keys."""
+        return 0 if self.plan.tiles.keys_first else 1
+
+    def load_values(self, by_key: bool) -> None:
+        """Load the values of mask and bias that vary by key, or the others."""
+        scoring = self.plan.scoring
+        for prefix, function in (("mask", scoring.mask), ("bias", scoring.bias)):
+            if function is None:
+                continue
+            for i, (axes, dtype) in enumerate(zip(function.values, function.dtypes, strict=True)):
+                if ("kv" in axes) != by_key:
+                    continue
+                name = f"{prefix}{i}"
+                self.write(f"{name} = {self._value(name, axes)}")
+                if np.dtype(dtype) == np.bool_:
+                    self.write(f"{name} = {name} != 0")
+                elif np.dtype(dtype).itemsize != 4:
+                    self.write(f"{name} = {name}.to({TYPES[np.dtype(dtype).name]})")
+
+    def _value(self, name: str, axes: frozenset[str]) -> str:
+        """The load of a value, which broadcasts to the tile; its array is [B or 1, H or 1, T or S or 1]."""
+        last = "kv" if "kv" in axes else "q"
+        n = "1" if last not in axes else self.write.integer(*(("keys", self.plan.key_axis) if last == "kv" else
+                                                              ("T", self.plan.T)))  # fmt: skip
+        by_head = "h" in axes
+        at = f"{name}_ptr"
+        if "b" in axes:
+            at += f" + b.to(tl.int64) * {self.plan.H if by_head else 1} * {n}"
+        if by_head:
+            at += f" + (hr * {n}){self.by_row}"
+        if "q" in axes:
+            at += f" + qr{self.by_row}"
+        if "kv" in axes:
+            at += f" + kx{self.by_key}"
+        return f"tl.load({at})"
+
+    def apply_cap_and_bias(self) -> None:
+        """Write soft cap and bias on ``s``."""
+        scoring, write = self.plan.scoring, self.write
+        if scoring.cap is not None:
+            cap = float(scoring.cap)
+            write(f"x = s * {number(1 / cap)}")
+            write(f"curve = {tanh(write, 'x')}", f"s = {number(cap)} * curve")
+        if scoring.bias is not None:
+            (biased,) = translate(write, traced(scoring.bias, 0), self._arguments("bias", scoring.bias))
+            write(f"s = {biased} + tl.full({self.shape}, 0.0, tl.float32)")
+        if scoring.array:
+            write(f"s = s + tl.load({self.by_score('array')})")
+
+    def by_score(self, name: str) -> str:
+        """The pointers to a tile of an array [B or 1, H or 1, T, S]."""
+        rows = f"(b * {name}_b + hr * {name}_h).to(tl.int64) * T + qr"
+        return f"{name}_ptr + ({rows}){self.by_row} * keys + kx{self.by_key}"
+
+    def allowed(self, *conditions: str) -> bool:
+        """Write ``ok``, which scores are not masked, and ``seen`` [bk], which keys some row sees.
+
+        Args:
+            conditions: other expressions that broadcast to the tile. With none and no mask, nothing is written.
+        """
+        scoring, write = self.plan.scoring, self.write
+        found = list(conditions)
+        if scoring.mask is not None:
+            for i in range(scoring.dense):
+                write(f"dense{i} = tl.load({self.by_score(f'dense{i}')}) != 0")
+            arguments = self._arguments("mask", scoring.mask) + [f"dense{i}" for i in range(scoring.dense)]
+            found += translate(write, traced(scoring.mask, scoring.dense), arguments)
+        if not found:
+            return False
+        write(
+            f"ok = {' & '.join(found)} & tl.full({self.shape}, 1, tl.int1)",
+            f"seen = tl.reduce(ok.to(tl.int32), {1 - self.key_axis}, largest) != 0",
+        )
+        return True
+
+    def _arguments(self, prefix: str, function: Elementwise) -> list[str]:
+        values = (f"{prefix}{i}" for i in range(len(function.values)))
+        return ["s", "b", f"hr{self.by_row}", f"qr{self.by_row}", f"kx{self.by_key}", *values]

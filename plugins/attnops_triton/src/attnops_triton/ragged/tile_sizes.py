@@ -1,0 +1,102 @@
+"""Tile sizes of calls over caches, and the number of splits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Final
+
+import jax
+
+from attnops_triton.flash.plan import cdiv
+from attnops_triton.flash.tile_sizes import known
+from attnops_triton.ragged.plan import RaggedTiles
+from attnops_triton.targets import is_amd
+
+# Streaming multiprocessors, or compute units, of the largest GPU of an architecture.
+PROCESSORS: Final = {
+    "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256,
+}  # fmt: skip
+# Programs a processor that hide each other's latencies.
+_RESIDENT: Final = 2
+# A split has at least so many tiles: its partial results are written and read again.
+_LEAST: Final = 4
+# One program of the kernel that merges holds all splits of a row.
+MOST_SPLITS: Final = 64
+# Rows of a tile where there are many queries: keys are read once for all of them.
+_ROWS: Final = 64
+_LEAST_ROWS: Final = 16
+
+# Part of the key of JAX's cache of traced functions.
+_SPLITS = jax.make_user_context(default_value=0)
+
+
+def current_splits() -> int:
+    """The number of splits of `splits`; 0 outside of it, for one that fills the GPU."""
+    return int(_SPLITS.value)
+
+
+@contextlib.contextmanager
+def splits(count: int) -> Iterator[None]:
+    """A context in which each row's keys are read in ``count`` splits, whatever the batch and the GPU.
+
+    A row's result is then the same to the last bit in any batch.
+
+    Args:
+        count: from 1 to 64.
+
+    Raises:
+        ValueError: ``count`` is outside this range.
+    """
+    if not 1 <= count <= MOST_SPLITS:
+        raise ValueError(f"splits({count}) must be from 1 to {MOST_SPLITS}, which one program merges")
+    with _SPLITS(count):
+        yield
+
+
+def rows_of(block_q: int | None, T: int, G: int) -> int:
+    """Rows of a tile of scores.
+
+    Args:
+        block_q: the metadata's; None for the table's.
+        T: queries, of a row or packed.
+        G: query heads a kv head.
+    """
+    wanted = min(T, block_q) * G if block_q else min(T * G, _ROWS)
+    return min(max(_LEAST_ROWS, 1 << (wanted - 1).bit_length()), 128)
+
+
+def choose(
+    arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int | None, stored_bytes: int
+) -> RaggedTiles:
+    """The tiles of a call, without its splits.
+
+    Args:
+        arch: that is compiled for; empty for this machine's interpreter.
+        dtype: of operands.
+        dims: D and Dv.
+        rows: of a tile of scores.
+        block_k: the metadata's; None for the table's.
+        stored_bytes: of a stored number.
+    """
+    dim = max(dims)
+    if dtype == "float32":
+        bk = 16 if dim > 256 else 32
+        return RaggedTiles(rows, block_k or bk, 4, 1 if dim > 128 else 2)
+    bk = 32 if dim > 256 else 64
+    return RaggedTiles(rows, block_k or bk, 4, 2)
+
+
+def split_count(arch: str, programs: int, tiles: int) -> int:
+    """How many programs share the keys of an item.
+
+    Args:
+        arch: that is compiled for.
+        programs: without splits.
+        tiles: of keys a row has at most.
+    """
+    fixed = current_splits()
+    if fixed:
+        return fixed
+    wanted = _RESIDENT * PROCESSORS[known(arch)] // programs if arch else 1
+    return max(1, min(wanted, cdiv(tiles, _LEAST), MOST_SPLITS))

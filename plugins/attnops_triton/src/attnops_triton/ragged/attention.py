@@ -43,7 +43,8 @@ def cached_attention(
     given = call.mask
     call = fitted(call.replace(mask=without_table(given)[0]))
     plan = make_plan(call, cache, wants_lse, 0 if new is None else call.query.shape[1])
-    arrays = {"q": call.query} | store_arrays(cache) | item_arrays(schedule(plan, given, new)) | score_arrays(plan, call)
+    arrays = {"q": call.query} | store_arrays(cache) | score_arrays(plan, call)
+    arrays |= item_arrays(schedule(plan, given, new))
     if new is not None:
         arrays |= token_arrays(cache, new)
     results = _run(plan, arrays)
@@ -57,7 +58,8 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, writes: int) -> Pl
     """The plan of a call; see `cached_attention`."""
     (batch, T, H, D), metadata, store = call.query.shape, call.metadata, cache.store
     is_packed = batch == 1 and cache.batch > 1
-    S, K, Dv, page = cache.length, cache.kv_heads, cache.value_head_dim, cache.page_size if isinstance(cache, PagedCache) else 0
+    S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
+    page, pages = (cache.page_size, cache.max_pages) if isinstance(cache, PagedCache) else (0, 0)
     keys = cache.batch * S if is_packed else S
     scoring = describe((T, keys), call.mask, call.bias, call.logits_soft_cap, 0.0, call.sinks is not None, by_row=True)
     arch = "" if metadata.interpret else current() or device_arch()
@@ -66,7 +68,7 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, writes: int) -> Pl
     tiles = choose(arch, dtype, (D, Dv), rows_of(metadata.block_q, T, H // K), metadata.block_k, stored.itemsize)
     plan = Plan(
         B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_packed=is_packed, page=page,
-        pages=cache.max_pages if isinstance(cache, PagedCache) else 0, blocks=store.own_blocks, width=store.width,
+        pages=pages, blocks=store.own_blocks, width=store.width,
         is_joined=store.is_joined, is_latent=store.latent is not None, stored=stored.name,
         scales="" if cache.codec is None else cache.codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
         tiles=tiles, writes=writes, scale=call.scale, tf32=metadata.precision == lax.Precision.DEFAULT,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import jax.numpy as jnp
-
 from attnops import AttentionRequest, OperationMetadata, Reason
 from attnops_triton.ragged.tile_sizes import rows_of
 

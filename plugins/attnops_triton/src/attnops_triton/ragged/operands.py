@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from attnops.caches import Cache, PagedCache
-from attnops.caches.slots import SlotBias
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops.masks import Dense, Mask
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.language.source import Writer
+from attnops_triton.language.translate import PRIMITIVES
 from attnops_triton.ragged.plan import Plan
 from attnops_triton.ragged.schedule import Schedule
 
@@ -22,9 +22,8 @@ def fitted(call: FlashCall) -> FlashCall:
     mask, bias, shape = call.mask, call.bias, call.scores_shape
     if mask is not None and not is_translatable(mask):
         mask = dense(mask, shape)
-    if isinstance(bias, SlotBias):
-        array = None if _is_function(bias) else bias.array(*shape)
-        bias = bias.score_fn() if array is None else array
+    if bias is not None and not of_bias(bias)[0].primitives <= PRIMITIVES:
+        bias = bias.array(*shape)  # of an `attnops.caches.slots.SlotBias`
     if call.metadata.interpret:
         mask, bias = jax.tree.map(_widened, (mask, bias))
     return call.replace(mask=mask, bias=bias)
@@ -34,12 +33,6 @@ def dense(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
     """A bound mask as an array."""
     B, H, T, S = shape
     return Dense(jnp.broadcast_to(mask.dense(*shape), (B, H, T, S))).bind(*shape)
-
-
-def _is_function(bias: SlotBias) -> bool:
-    from attnops_triton.language.translate import PRIMITIVES
-
-    return of_bias(bias)[0].primitives <= PRIMITIVES
 
 
 def _widened(x: Any) -> Any:

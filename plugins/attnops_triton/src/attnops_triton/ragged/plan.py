@@ -49,7 +49,7 @@ class Plan:
     """Shapes, tiles and options of a call; hashable.
 
     Attributes:
-        B, T, S, H, K, D, Dv: rows of the cache, queries a row or packed queries, slots a row, heads, kv heads, head dims.
+        B, T, S, H, K, D, Dv: rows of the cache, queries a row or packed ones, slots a row, heads, kv heads, head dims.
         is_packed: whether rows are packed: then masks and biases are of batch 1 and B · S keys.
         page: slots a page; 0 for a storage without pages.
         pages: most pages a row.

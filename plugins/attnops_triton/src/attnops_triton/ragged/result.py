@@ -148,7 +148,11 @@ def write_merge(write: Writer, plan: Plan) -> int:
             "acc = acc + tl.reduce(sums * weight[:, None], 0, total)",
         )
     target = f"out_ptr + ({_query_rows(plan)} * {plan.H} + hr) * {plan.Dv} + {columns}"
-    write(f"tl.store({target}, (acc * scaling).to(tl.{plan.out_dtype}), mask=stored & ({columns} < {plan.Dv}))")
+    write(
+        f"tl.store({target}, (acc * scaling).to(tl.{plan.out_dtype}), mask={columns} < tl.where(stored, {plan.Dv}, 0))"
+    )
     if plan.wants_lse:
-        write(f"tl.store(lse_ptr + {_lse_rows(plan)}, lse, mask=stored)")
+        write(
+            f"tl.store(lse_ptr + {_lse_rows(plan)} + tl.arange(0, 1), lse, mask=tl.arange(0, 1) < tl.where(stored, 1, 0))"
+        )
     return plan.items * plan.K * blocks * of_tile

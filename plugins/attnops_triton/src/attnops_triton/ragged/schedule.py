@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from attnops.caches import NewTokens
 from attnops.kernels import merged
-from attnops.masks import Coverage, Mask, block_map
+from attnops.masks import And, Coverage, Mask, Segments, block_map
 from attnops_triton.flash.plan import cdiv
 from attnops_triton.ragged.plan import Plan
 
@@ -38,19 +38,29 @@ def schedule(plan: Plan, mask: Mask, new: NewTokens | None = None) -> Schedule:
         mask: by slot, bound.
         new: tokens that are written; their tiles are read, whoever sees them.
     """
+    tiles = _tiles(plan, mask, plan.B * plan.S if plan.is_packed else plan.S)
     if not plan.is_packed:
-        active, full = _tiles(plan, mask, plan.S)
-        active, full = (jnp.broadcast_to(x, (plan.B, *x.shape[1:])).reshape(plan.items, -1) for x in (active, full))
+        active, full = (jnp.broadcast_to(x, (plan.B, *x.shape[1:])).reshape(plan.items, -1) for x in tiles)
         if new is not None:
             start = jnp.arange(plan.nk, dtype=jnp.int32) * plan.tiles.bk
             first, stop = new.first[:, None], (new.first + new.size)[:, None]
             active |= (first < stop) & (start < stop) & (first < start + plan.tiles.bk)
         return Schedule(_ranges(active, full), None, None)
-    active, full = (x.reshape(plan.nq * plan.B, plan.nk) for x in _tiles(plan, mask, plan.B * plan.S))
+    active, full = (x.reshape(plan.nq * plan.B, plan.nk) for x in tiles)
     # Pairs of a tile of queries and a row that has some of them.
-    pairs = jnp.nonzero(active.any(1), size=plan.items, fill_value=plan.nq * plan.B)[0].astype(jnp.int32)
-    exists, pairs = pairs < plan.nq * plan.B, jnp.minimum(pairs, plan.nq * plan.B - 1)
+    has_some, none = active.any(1) & _is_own(plan, mask), plan.nq * plan.B
+    pairs = jnp.nonzero(has_some, size=plan.items, fill_value=none)[0].astype(jnp.int32)
+    exists, pairs = pairs < none, jnp.minimum(pairs, none - 1)
     return Schedule(_ranges(active[pairs] & exists[:, None], full[pairs]), pairs % plan.B, pairs // plan.B)
+
+
+def _is_own(plan: Plan, mask: Mask) -> jax.Array:
+    """Whether a tile of queries has some of a row, [nq · rows]: its coverage tells the least and the greatest row."""
+    exists = mask.right if isinstance(mask, And) else mask
+    if not isinstance(exists, Segments):
+        return jnp.ones(plan.nq * plan.B, bool)  # of an array, whose coverage is exact
+    ids = jnp.pad(jnp.asarray(exists.q_ids)[0], (0, plan.nq * plan.bq - plan.T), constant_values=-1)
+    return (ids.reshape(plan.nq, plan.bq, 1) == jnp.arange(plan.B)).any(1).reshape(-1)
 
 
 def _tiles(plan: Plan, mask: Mask, keys: int) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,6 @@ import jax
 from attnops_triton.flash.plan import cdiv
 from attnops_triton.flash.tile_sizes import known
 from attnops_triton.ragged.plan import RaggedTiles
-from attnops_triton.targets import is_amd
 
 # Streaming multiprocessors, or compute units, of the largest GPU of an architecture.
 PROCESSORS: Final = {

@@ -34,7 +34,7 @@ def write_tokens(write: Writer, plan: Plan, arrays: dict[str, int]) -> None:
     """
     bk, n = plan.tiles.bk, plan.page
     # Those that T tokens may lie in, see `attnops.caches.PagedCache.place`.
-    blocks = 1 if plan.writes == 1 or not n else (plan.writes - 1 + n - 1) // n + 1
+    blocks = 1 if plan.writes == 1 or not n else (plan.writes - 1) // n + 2
     write(
         *(f"{name}_ptr = {name}_out_ptr" for name in arrays),
         "new_start = tl.load(new_first_ptr + row)",

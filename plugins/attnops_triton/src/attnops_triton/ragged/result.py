@@ -152,7 +152,6 @@ def write_merge(write: Writer, plan: Plan) -> int:
         f"tl.store({target}, (acc * scaling).to(tl.{plan.out_dtype}), mask={columns} < tl.where(stored, {plan.Dv}, 0))"
     )
     if plan.wants_lse:
-        write(
-            f"tl.store(lse_ptr + {_lse_rows(plan)} + tl.arange(0, 1), lse, mask=tl.arange(0, 1) < tl.where(stored, 1, 0))"
-        )
+        one = "tl.arange(0, 1)"
+        write(f"tl.store(lse_ptr + {_lse_rows(plan)} + {one}, lse, mask={one} < tl.where(stored, 1, 0))")
     return plan.items * plan.K * blocks * of_tile

@@ -16,7 +16,7 @@ LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 # At most four workers, of a gigabyte each. Each runs modules from its own half of the list, and helps out at the end.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --durations=10 --durations-min=10
 
-.PHONY: demo test test-all exhaustive parity quick bench lint readme clean
+.PHONY: demo test test-all exhaustive parity quick bench docs lint readme clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -67,6 +67,13 @@ bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part i
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/tpu_schedule.py
 
+$(VENV)/.docs: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs  ## docs/_build/html/index.html; a warning, such as a broken reference, is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,4 +85,4 @@ readme: $(VENV)/.test  ## write the generated parts of the README
 	$(BIN)/python tools/readme.py
 
 clean:
-	rm -rf .venv* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

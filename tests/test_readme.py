@@ -52,6 +52,14 @@ def test_caches_work_as_printed():
     assert not names["out"].attention_outputs[1, 3:].any()
 
 
+def test_frameworks_work_as_printed():
+    import jax
+    import jax.numpy as jnp
+
+    q = k = v = jnp.ones((1, 4, 2, 8))
+    exec(compile(code("## In Flax, jax.nn"), "README.md", "exec"), {"jax": jax, "q": q, "k": k, "v": v})
+
+
 def test_caches_on_a_mesh_work_as_printed():
     import jax.numpy as jnp
     import numpy as np

@@ -51,7 +51,7 @@ def test_any_problem_agrees_with_the_oracle_in_tiny_tiles(problem):
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(problems(max_length=300))
 def test_any_problem_agrees_with_the_oracle_in_the_tables_tiles(problem):
     problem.check(OperationRegistry.create("flash", problem.metadata))

@@ -1,6 +1,7 @@
 """The suite as pytest classes: what `refuses` means for behaviours, and kernels that call back to the host."""
 
 import functools
+from types import SimpleNamespace
 from typing import ClassVar
 
 import jax
@@ -88,3 +89,18 @@ def test_the_core_is_not_checked_in_place_of_a_kernel():
         suite(operation="vanilla", platform="tpu", interpret=True).subject()
     with pytest.raises(ValueError, match=r"metadata\.platform='tpu', but platform=None is checked"):
         suite(operation="attnops:vanilla", metadata=OperationMetadata(platform="tpu")).subject()
+
+
+def test_of_slow_cases_each_nth_is_not_exhaustive():
+    class Some(OperationConformance):
+        operation = "flash"
+        every: ClassVar = {"test_all_pairs": 4}
+
+    given = []
+    metafunc = SimpleNamespace(
+        function=Some.test_all_pairs, fixturenames=["row"], parametrize=lambda name, cases, ids: given.extend(cases)
+    )
+    Some().pytest_generate_tests(metafunc)
+    kept = [i for i, case in enumerate(given) if [mark.name for mark in case.marks] == ["slow"]]
+    assert kept == list(range(0, len(given), 4))
+    assert all({mark.name for mark in case.marks} == {"slow", "exhaustive"} for i, case in enumerate(given) if i % 4)

@@ -55,6 +55,8 @@ class OperationConformance:
         slow: the names of tests, such as "test_behaviour", whose every case is marked ``slow``.
         exhaustive: the names of tests, such as "test_all_pairs", that take too long in total with this
             operation: those that are slow are marked ``exhaustive`` too.
+        every: for names of tests, a number n: of their slow cases each n-th is marked ``slow`` alone, and the others
+            ``exhaustive`` too.
     """
 
     operation: ClassVar[str | type[OperationImpl]]
@@ -67,18 +69,19 @@ class OperationConformance:
     refuses: ClassVar[frozenset[str] | None] = None
     slow: ClassVar[frozenset[str]] = frozenset()
     exhaustive: ClassVar[frozenset[str]] = frozenset()
+    every: ClassVar[Mapping[str, int]] = {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """The cases of each test, marked by what they cost."""
         name = metafunc.function.__name__
         if name in _CASES and _CASES[name][0] in metafunc.fixturenames:
             argument, cases, is_slow = _CASES[name]
-            marks = [pytest.mark.slow, *([pytest.mark.exhaustive] if name in self.exhaustive else [])]
+            all_slow, every = name in self.slow, 0 if name in self.exhaustive else self.every.get(name, 1)
             metafunc.parametrize(
                 argument,
                 [
-                    pytest.param(case, marks=marks if name in self.slow or is_slow(case, self.interpret) else [])
-                    for case in cases
+                    pytest.param(case, marks=_marks(i, every) if all_slow or is_slow(case, self.interpret) else [])
+                    for i, case in enumerate(cases)
                 ],
                 ids=lambda case: case if isinstance(case, str) else joined(case),
             )
@@ -178,6 +181,12 @@ _CASES: Final[dict[str, tuple[str, Iterable[object], Callable[[Any, bool], bool]
     ),
     "test_memory_growth": ("case", MEMORY, lambda case, interpret: case != "Causal"),
 }
+
+
+def _marks(index: int, every: int) -> list[pytest.MarkDecorator]:
+    """The marks of a slow case, by its index; with ``every`` = 0 all are exhaustive."""
+    return [pytest.mark.slow] if every and index % every == 0 else [pytest.mark.slow, pytest.mark.exhaustive]
+
 
 # One an operation, so that what a problem needs is found once.
 _subject = functools.cache(Subject)

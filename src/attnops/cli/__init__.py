@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import typer
 
 # The commands, each a module of this package, in the order of --help.
-COMMANDS: Final = ("list", "explain", "show", "bench", "check", "tune", "doctor", "demo")
+COMMANDS: Final = ("list", "explain", "show", "bench", "check", "new", "tune", "doctor", "demo")
 # Options that were spelled otherwise, which still work; --help does not show them.
 RENAMED: Final = {"--T": "--query-length", "--S": "--key-length", "--b": "--batch", "--h": "--head"}
 

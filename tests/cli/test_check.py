@@ -68,7 +68,7 @@ def test_a_wrong_operation_is_reported_and_fails():
             return out if sinks is None else out.replace(attention_outputs=out.attention_outputs + sinks.mean())
 
     register(Zeta)
-    result = run("zeta", "--json")
+    result = run("zeta", "--json", "--shrink", "0")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert found["forward"] == "cpu"
@@ -88,7 +88,7 @@ def test_what_raises_is_wrong_and_the_rest_goes_on():
             raise RuntimeError("no such kernel\nand more")
 
     register(Zeta)
-    result = run("zeta", "--pairs", "none")
+    result = run("zeta", "--pairs", "none", "--shrink", "0")
     assert result.exit_code == 1
     assert result.stdout.count("wrong   RuntimeError: no such kernel\n") == len(FEW) + 2  # and its memory
 
@@ -104,7 +104,7 @@ def test_a_named_feature_is_checked_in_long_problems_too(monkeypatch):
 
     register(Zeta)
     monkeypatch.setattr(check, "LONG", (("SlidingWindow",), ("GQA", "Segments")))
-    result = run("zeta", "--feature", "SlidingWindow")
+    result = run("zeta", "--feature", "SlidingWindow", "--shrink", "0")
     assert result.exit_code == 1
     assert re.findall(r"^SlidingWindow +(\w+)", result.stdout, re.MULTILINE) == ["right", "wrong"]
     assert result.stdout.endswith('wrong: SlidingWindow\ncheck one again with --feature "SlidingWindow"\n')

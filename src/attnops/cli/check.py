@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnops.cli.output import fail, print_heading, print_json, print_table, print_text
+from attnops.cli.shrink import Explained, explain
 from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
@@ -31,6 +33,9 @@ Check = tuple[str, Callable[[], list[Outcome]]]
 
 # A warning is printed where fewer of the features are served: what is refused is not checked.
 COVERAGE: Final = 1 / 4
+
+# So many failures are explained: others often have the same cause.
+EXPLAINED: Final = 3
 
 _OF_CACHES: Final = CACHE_FEATURES.keys() - FEATURES.keys()
 
@@ -60,9 +65,14 @@ def command(
         str, typer.Option(help="train, prefill, decode or insert; gradients are checked in train.")
     ] = "train",
     block: Annotated[int, typer.Option(help="Queries and keys a tile; lengths are 2.5 times it.", min=4)] = 16,
+    shrink: Annotated[
+        float, typer.Option(help="Seconds in which smaller problems are tried where a feature is wrong.", min=0)
+    ] = 30,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every check.")] = False,
 ) -> None:
     """Run the conformance suite: each feature of the contract is right, refused with a reason, or wrong.
+
+    What is wrong is explained: by which features, in the smallest problem that still fails, with both values.
 
     Values and gradients are compared with a float64 oracle, in problems that the kernel serves. Exits with 1 if
     anything is wrong, with 2 if there is no such operation, or only the core's native forward where a kernel was
@@ -83,10 +93,11 @@ def command(
     with _progress(sum(map(len, sections.values()))) as step:
         found = {section: [x for check in checks for x in _run(check, step)] for section, checks in sections.items()}
     counts = Counter(outcome.status for outcomes in found.values() for outcome in outcomes)
+    explained = _explained(subject, found, shrink)
     if json:
-        print_json(_described(subject, found))
+        print_json(_described(subject, found) | {"explained": [dataclasses.asdict(x) for x in explained]})
     else:
-        _print(found, counts)
+        _print(found, counts, explained)
     if feature is None and (warning := _low_coverage(found["features"])):
         print(f"attnops: {warning}", file=sys.stderr)
     if counts[Status.WRONG]:
@@ -169,6 +180,23 @@ def _described(subject: Subject, found: dict[str, list[Outcome]]) -> dict[str, A
     } | {section: [dataclasses.asdict(x) for x in outcomes] for section, outcomes in found.items()}
 
 
+def _explained(subject: Subject, found: dict[str, list[Outcome]], seconds: float) -> list[Explained]:
+    """The first features that are wrong, and pairs of features that are right by themselves, in smaller problems."""
+    wrong: dict[str, tuple[Subject, Outcome]] = {}
+    for section, at in (("features", subject), ("long", subject.long), ("pairs", subject)):
+        for outcome in found.get(section, ()):
+            if outcome.status is Status.WRONG and not wrong.keys() & {outcome.name, *outcome.name.split(" + ")}:
+                wrong[outcome.name] = at, outcome
+    chosen = list(wrong.values())[:EXPLAINED] if seconds else []
+    end = time.monotonic() + seconds
+    explained = []
+    for n, (at, outcome) in enumerate(chosen):
+        share = max(0.0, end - time.monotonic()) / (len(chosen) - n)
+        with contextlib.redirect_stdout(sys.stderr):
+            explained.append(explain(at, outcome, outcome.name.split(" + "), share))
+    return [x for x in explained if x is not None]
+
+
 def _low_coverage(features: list[Outcome]) -> str:
     """What to say where little was served; empty where enough was."""
     served = sum(outcome.status is not Status.REFUSED for outcome in features)
@@ -242,7 +270,7 @@ _HEADINGS: Final = {"features": "feature", "long": "in long problems", "behaviou
                     "caches": "calls over a cache"}  # fmt: skip
 
 
-def _print(found: dict[str, list[Outcome]], counts: Counter[Status]) -> None:
+def _print(found: dict[str, list[Outcome]], counts: Counter[Status], explained: Sequence[Explained]) -> None:
     for section, column in _HEADINGS.items():
         if found.get(section):
             print_heading(section)
@@ -253,10 +281,22 @@ def _print(found: dict[str, list[Outcome]], counts: Counter[Status]) -> None:
         telling = [outcome for outcome in pairs if outcome.status in (Status.WRONG, Status.REFUSED)]
         if telling:
             print_table(("pair", "result", "why"), [_row(outcome) for outcome in telling])
+    for why in explained:
+        named = f"with {joined(why.features)} alone" if why.features else "without any feature"
+        if why.features == tuple(why.name.split(" + ")):
+            named = "as stated"
+        print_heading(f"{why.name} is wrong {named}")
+        limit = "" if why.complete else "; --shrink has more seconds to look for a smaller one"
+        print_text(f"{why.problem}\n{_indented(why.detail)}\nthe smallest problem that was found{limit}")
     print_text(f"\n{_counted(counts)}")
     wrong = dict.fromkeys(x.name for outcomes in found.values() for x in outcomes if x.status is Status.WRONG)
     if wrong:
         print_text(f'wrong: {", ".join(wrong)}\ncheck one again with --feature "{next(iter(wrong))}"')
+
+
+def _indented(text: str) -> str:
+    """At most the first lines of a text, such as that of an exception."""
+    return "\n".join(f"  {line}" for line in text.splitlines()[:8])
 
 
 def _counted(counts: Counter[Status]) -> str:

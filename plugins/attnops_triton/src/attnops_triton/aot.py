@@ -37,7 +37,7 @@ class Binary:
         spilled: bytes of local memory a thread; on AMD registers spilled.
         shared: bytes of shared memory a program.
         instructions: occurrences in the code, by the name up to the first dot.
-        loop: the same for the first inner loop with products, which is over FULL tiles; empty on AMD.
+        loops: the same for each innermost loop with products, in the order of the code; none on AMD.
         text: PTX; on AMD the assembly.
     """
 
@@ -45,8 +45,13 @@ class Binary:
     spilled: int
     shared: int
     instructions: collections.Counter[str]
-    loop: collections.Counter[str]
+    loops: tuple[collections.Counter[str], ...]
     text: str = dataclasses.field(repr=False)
+
+    @property
+    def loop(self) -> collections.Counter[str]:
+        """The instructions of the loop over FULL tiles, which has fewer than that over PARTIAL ones; empty on AMD."""
+        return min(self.loops, key=lambda loop: sum(loop.values()), default=collections.Counter())
 
     def count(self, *names: str) -> int:
         """The number of instructions with one of these names."""
@@ -101,11 +106,11 @@ def _nvidia(program: Program, arch: str, ptxas: Path | None) -> Binary:
     local = sum(int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("STACK", "LOCAL"))
     lines = code.splitlines()
     text = program.code.decode()
-    return Binary(registers, local, program.shared, _count(lines), _inner_loop(lines), text)
+    return Binary(registers, local, program.shared, _count(lines), _inner_loops(lines), text)
 
 
-def _inner_loop(lines: list[str]) -> collections.Counter[str]:
-    """The instructions of the first innermost loop with products; loops are found by backward branches."""
+def _inner_loops(lines: list[str]) -> tuple[collections.Counter[str], ...]:
+    """The instructions of the innermost loops with products; loops are found by backward branches."""
     labels: dict[str, int] = {}
     loops = []
     for i, line in enumerate(lines):
@@ -115,7 +120,7 @@ def _inner_loop(lines: list[str]) -> collections.Counter[str]:
             loops.append((labels[match[1]], i))
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     counted = [_count(lines[first : last + 1]) for first, last in sorted(inner)]
-    return next((c for c in counted if any(c[name] for name in PRODUCTS)), collections.Counter())
+    return tuple(c for c in counted if any(c[name] for name in PRODUCTS))
 
 
 def _count(lines: list[str]) -> collections.Counter[str]:
@@ -133,7 +138,7 @@ def _amd(recipe: Recipe) -> Binary:
     names = (re.match(r"\s+([vs]_\w+|ds_\w+|buffer_\w+|global_\w+)", line) for line in text.splitlines())
     counted = collections.Counter(match[1] for match in names if match)
     return Binary(
-        figure("vgpr_count"), figure("vgpr_spill_count"), metadata["shared"], counted, collections.Counter(), text
+        figure("vgpr_count"), figure("vgpr_spill_count"), metadata["shared"], counted, (), text
     )  # fmt: skip
 
 

@@ -21,6 +21,9 @@ _FIRST: Final = {
     80: ((12, 0), 80), 100: ((12, 8), 87), 103: ((12, 9), 88), 120: ((12, 8), 87), 121: ((12, 9), 88),
 }  # fmt: skip
 
+# The same for programs that make tensor maps, which sm_90 can.
+_MAPS: Final = ((12, 3), 83)
+
 # AMD's data centre GPUs, with matrix cores and 64 lanes a wave; RDNA has 32, and other matrix instructions.
 CDNA: Final = ("gfx90a", "gfx942", "gfx950")
 
@@ -69,9 +72,19 @@ def first_cuda(arch: str) -> tuple[int, int]:
     return _first(arch)[0]
 
 
-def ptx_version(arch: str) -> int:
-    """The PTX version of programs for an NVIDIA architecture, such as 80 for 8.0; 0 on AMD."""
-    return 0 if is_amd(arch) else _first(arch)[1]
+def ptx_version(arch: str, maps: bool = False) -> int:
+    """The PTX version of programs for an NVIDIA architecture, such as 80 for 8.0; 0 on AMD.
+
+    Args:
+        arch: the architecture.
+        maps: whether a program makes tensor maps.
+    """
+    return 0 if is_amd(arch) else max(_first(arch)[1], _MAPS[1] * maps)
+
+
+def first_cuda_of_maps() -> tuple[int, int]:
+    """The first CUDA release that can assemble programs that make tensor maps."""
+    return _MAPS[0]
 
 
 def _first(arch: str) -> tuple[tuple[int, int], int]:

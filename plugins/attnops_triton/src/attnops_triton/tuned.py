@@ -32,7 +32,7 @@ class Row:
         value_head_dim: Dv.
         mask: "full" or "causal".
         length: T and S.
-        tiles: (bq, bk, warps, stages) of a kernel; empty for a call.
+        tiles: (bq, bk, warps, stages) of a kernel, and 1 of a specialised one; empty for a call.
         seconds: a call takes.
     """
 

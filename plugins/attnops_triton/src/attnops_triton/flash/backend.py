@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
@@ -16,9 +17,10 @@ from attnops_triton.flash.bits import is_translatable
 from attnops_triton.flash.forward import forward
 from attnops_triton.flash.measured import measured_tiles
 from attnops_triton.flash.operands import Arrays
-from attnops_triton.flash.plan import LN2, Plan
+from attnops_triton.flash.plan import LN2, Plan, Tiles
 from attnops_triton.flash.prepare import arrays, tile_schedules
 from attnops_triton.flash.tile_schedule import TileSchedules
+from attnops_triton.flash.specialised import specialised_tiles
 from attnops_triton.flash.tile_sizes import choose
 from attnops_triton.language.compat import device_arch
 from attnops_triton.targets import current
@@ -58,9 +60,13 @@ class TritonFlash(FlashBackend):
             (T, S), call.mask, call.bias, call.logits_soft_cap, call.dropout_prob, call.sinks is not None,
             dropout_step(call.dropout_key), packed,
         )  # fmt: skip
-        arch = "" if metadata.interpret else current() or device_arch()
+        arch = current() if metadata.interpret else current() or device_arch()
         by_score = packed or scoring.dense > 0 or scoring.array
-        measured = {} if metadata.interpret else measured_tiles(dtype.name, D, Dv)
+        special: Mapping[int, Tiles] = {}
+        if not packed and not call.is_partial and (metadata.block_q, metadata.block_k) == (None, None):
+            special = specialised_tiles(arch, dtype.name, D, Dv, scoring, metadata.interpret)
+        found = {} if metadata.interpret else measured_tiles(dtype.name, D, Dv)
+        measured = {**special, **{i: tiles for i, tiles in found.items() if special or not tiles.specialised}}
         tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score, measured)
         return Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from attnops.kernels import folds_batch
 from attnops_triton.flash.loops import place_by_key, place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
-from attnops_triton.flash.plan import Plan
+from attnops_triton.flash.hopper import backward as hopper
+from attnops_triton.flash.plan import LOG2E, Plan
+from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import Tile, dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.launch import launch
@@ -88,9 +90,14 @@ def _by_query(
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
-        write = Writer()
-        programs = _write_by_query(write, plan, operands, schedule, wanted)
+        write: Writer
+        if plan.by_query.specialised:
+            write, programs = parts, programs = hopper.write_by_query(plan, operands, schedule)
+            outputs["scratch"] = parts.scratch(programs)
+        else:
+            write, programs = _write_by_query(plan, operands, schedule, wanted)
         results = launch(plan, plan.by_query, write, "attnops_flash_backward_query", operands, outputs, programs)
+        results.pop("scratch", None)
         return tuple(results.values())
 
     return run(plan, inputs, arrays, schedule)
@@ -101,52 +108,29 @@ def _by_key(
 ) -> tuple[jax.Array, ...]:
     @folds_batch
     def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
+        if plan.by_key.specialised:
+            inputs = inputs._replace(m=inputs.m * (plan.score_unit * LOG2E) + inputs.log2_sum)
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         shapes = {"dk": (plan.B, plan.S, plan.K, plan.D), "dv": (plan.B, plan.S, plan.K, plan.Dv)}
         outputs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(plan.gradient_dtype)) for name, shape in shapes.items()}
         outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
-        write = Writer()
-        programs = _write_by_key(write, plan, operands, schedule, wanted)
+        write: Writer
+        if plan.by_key.specialised:
+            write, programs = parts, programs = hopper.write_by_key(plan, operands, schedule)
+            outputs["scratch"] = parts.scratch(programs)
+        else:
+            write, programs = _write_by_key(plan, operands, schedule, wanted)
         results = launch(plan, plan.by_key, write, "attnops_flash_backward_key", operands, outputs, programs)
+        results.pop("scratch", None)
         return tuple(results.values())
 
     return run(plan, inputs, arrays, schedule)
 
 
-def recompute_weights(tile: Tile, masked: bool, edge: bool) -> bool:
-    """Write ``p`` from the products ``s``. Returns whether ``ok`` was written, see `Tile.allowed`.
-
-    Args:
-        tile: the tile.
-        masked: whether the mask is applied.
-        edge: whether keys beyond the last are masked.
-    """
-    scoring, write = tile.plan.scoring, tile.write
-    has_ok = masked and tile.allowed(edge)
-    if has_ok and scoring.has_fully_masked_tokens and scoring.has_cap_or_bias:
-        # Fully masked tokens may hold NaN, and so would 0 times the derivatives there.
-        write("s = tl.where(ok, s, 0.0)")
-    tile.apply_cap_and_bias()
-    if has_ok:
-        write('s = tl.where(ok, s, float("-inf"))')
-    tile.weights("m", "log2_sum")
-    return has_ok
-
-
-def score_gradients(tile: Tile, has_ok: bool) -> None:
-    """Write ``ds``, the gradient of the scores, from ``p``, ``dp`` and, with dropout, ``keep``."""
-    scoring, write = tile.plan.scoring, tile.write
-    by_query = tile.broadcast("q")
-    if scoring.dropout_prob:
-        write(f"dp = tl.where(keep, dp * {number(1 / (1 - scoring.dropout_prob))}, 0.0)")
-    write(f"ds = p * (dp - delta{by_query})")
-    if has_ok and scoring.has_fully_masked_tokens:
-        write("ds = tl.where(ok, ds, 0.0)")
-
-
 def _write_by_query(
-    write: Writer, plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
-) -> int:
+    plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
+) -> tuple[Writer, int]:
+    write = Writer()
     bq, bk, scoring = plan.by_query.bq, plan.by_query.bk, plan.scoring
     tile = Tile.make(write, plan, plan.by_query, operands)
     ragged = not tile.even
@@ -191,12 +175,13 @@ def _write_by_query(
     for i in wanted:
         masked = ", mask=qi < T" if ragged else ""
         write(f"tl.store({base(write, f'dq_bias{i}', '', plan.H, 'T')} + qi, dq_bias{i}{masked})")
-    return programs
+    return write, programs
 
 
 def _write_by_key(
-    write: Writer, plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
-) -> int:
+    plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
+) -> tuple[Writer, int]:
+    write = Writer()
     bq, bk, scoring = plan.by_key.bq, plan.by_key.bk, plan.scoring
     tile = Tile.make(write, plan, plan.by_key, operands, transposed=True)
     ragged = not tile.even
@@ -252,4 +237,4 @@ def _write_by_key(
         write(f"dk_{i} = dk_{i} * {number(float(plan.scale))}")
     tile.store("dk", "dk", "kv", plan.K, "k", plan.D, f"tl.{plan.gradient_dtype}")
     tile.store("dv", "dv", "kv", plan.K, "k", plan.Dv, f"tl.{plan.gradient_dtype}")
-    return programs
+    return write, programs

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import one_by_one
-from attnops_triton.flash.backward import Inputs, input_operands, recompute_weights, score_gradients
+from attnops_triton.flash.backward import Inputs, input_operands
 from attnops_triton.flash.operands import Arrays, Operand
 from attnops_triton.flash.plan import Plan, cdiv
+from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import Tile
 from attnops_triton.flash.tile_schedule import EveryTile
 from attnops_triton.language.launch import launch

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from attnops.kernels import folds_batch
 from attnops_triton.flash.loops import place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
+from attnops_triton.flash.hopper.forward import write_forward
 from attnops_triton.flash.plan import LOG2E, Plan
+from attnops_triton.flash.steps import write_denominator
 from attnops_triton.flash.tile import Tile, dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.launch import launch
@@ -50,13 +52,18 @@ def forward(
         "m": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
         "log2_sum": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
-    write = Writer()
-    programs = _write(write, plan, operands, schedule)
+    write: Writer
+    if plan.forward.specialised:
+        write, programs = parts, programs = write_forward(plan, operands, schedule)
+        outputs["scratch"] = parts.scratch(programs)
+    else:
+        write, programs = _write(plan, operands, schedule)
     results = launch(plan, plan.forward, write, "attnops_flash_forward", operands, outputs, programs)
     return results["out"], results["m"], results["log2_sum"]
 
 
-def _write(write: Writer, plan: Plan, operands: list[Operand], schedule: TileSchedule) -> int:
+def _write(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Writer, int]:
+    write = Writer()
     bq, bk, scoring = plan.forward.bq, plan.forward.bk, plan.scoring
     tile = Tile.make(write, plan, plan.forward, operands)
     ragged = not tile.even
@@ -105,32 +112,14 @@ def _write(write: Writer, plan: Plan, operands: list[Operand], schedule: TileSch
 
     tile_loops(write, schedule, "kv0", bk, tile.even, body)
     _write_result(tile, ragged)
-    return programs
+    return write, programs
 
 
 def _write_result(tile: Tile, ragged: bool) -> None:
-    """Write the division by the denominator, sinks included, and the stores; fully masked rows give 0 and −inf."""
-    write, plan, scoring = tile.write, tile.plan, tile.plan.scoring
-    chunks = range(len(plan.chunks(plan.Dv)))
-    unit = number(plan.score_unit * LOG2E)
-    # From the sum, since a NaN score makes it NaN, but not always the maximum.
-    write("seen = l != 0.0", "m = tl.where(seen, m, 0.0)")
-    factor = 1 / (1 - scoring.dropout_prob)
-    if scoring.sinks:
-        write(
-            f"given = tl.load({tile.base('sinks', '1')})",
-            f"sink = tl.minimum(given * {number(1 / plan.score_unit)}, 3e38)",
-            "m_new = tl.maximum(m, sink)",
-            f"alpha = tl.exp2((m - m_new) * {unit})",
-            f"l = l * alpha + tl.exp2((sink - m_new) * {unit})",
-            'l = tl.where((given == given) & (given < float("inf")), l, float("nan"))',
-            f"factor = {number(factor)} * alpha",
-            "m = m_new",
-        )
-    else:
-        write(f"factor = {number(factor)}")
-    write("l = tl.where(seen, l, 1.0)", "factor = tl.where(seen, factor / l, 0.0)")
-    for i in chunks:
+    """Write the division by the denominator and the stores; fully masked rows give 0 and −inf."""
+    write, plan = tile.write, tile.plan
+    write_denominator(tile)
+    for i in range(len(plan.chunks(plan.Dv))):
         write(f"acc_{i} = acc_{i} * factor[:, None]")
     tile.store("out", "acc", "q", plan.H, "h", plan.Dv, f"tl.{plan.out_dtype}")
     masked = ", mask=qi < T" if ragged else ""

@@ -45,7 +45,7 @@ def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[in
         return {}
     device = compat.device_name()
     found = {i: tuned.tiles(device, kernel, dtype, head_dim, value_head_dim) for i, kernel in enumerate(KERNELS)}
-    return {i: Tiles(*tiles) for i, tiles in found.items() if tiles}
+    return {i: Tiles.of(tiles) for i, tiles in found.items() if tiles}
 
 
 def is_faster_than_cudnn(request: AttentionRequest) -> bool | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from attnops.kernels import Scoring
@@ -20,13 +21,27 @@ class Tiles:
         bq: queries a tile, a power of two of at least 16.
         bk: keys a tile, a power of two of at least 16.
         warps: warps a program.
-        stages: stages of the software pipeline.
+        stages: stages of the software pipeline, or of the ring of a specialised kernel.
+        specialised: whether warps have different tasks, see `attnops_triton.flash.hopper`; then ``warps`` are those of
+            the first partition, and the rows that are not streamed are twice 64.
     """
 
     bq: int
     bk: int
     warps: int
     stages: int
+    specialised: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """As a table of measured times has them: four numbers, and 1 if specialised."""
+        return (self.bq, self.bk, self.warps, self.stages, *[1] * self.specialised)
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Tiles:
+        """The tiles of these numbers."""
+        bq, bk, warps, stages, *specialised = numbers
+        return cls(bq, bk, warps, stages, bool(specialised))
 
 
 @dataclasses.dataclass(frozen=True)

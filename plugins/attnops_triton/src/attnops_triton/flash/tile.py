@@ -126,9 +126,10 @@ class Tile:
         index = f"tl.minimum({index}, {length} - 1)" if edge else index
         self.write(f"{name} = tl.load({self.base(name, length)} + {index}){self.broadcast(axis)}")
 
-    def load_statistics(self, edge: bool) -> None:
+    def load_statistics(self, edge: bool, names: Sequence[str] = ("m", "log2_sum", "delta")) -> None:
         """Load the backward pass's values by query: ``m``, ``log2_sum`` and ``delta``, [bq] each."""
-        for name, other in (("m", 'float("inf")'), ("log2_sum", "0.0"), ("delta", "0.0")):
+        for name in names:
+            other = 'float("inf")' if name == "m" else "0.0"
             masked = f", mask=qi < T, other={other}" if edge else ""
             self.write(f"{name} = tl.load({self.base(name, 'T')} + qi{masked})")
 

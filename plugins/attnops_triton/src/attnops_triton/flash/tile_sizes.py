@@ -86,6 +86,17 @@ _BY_SCORE: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
 }
 
 
+# Tiles of specialised kernels, see `attnops_triton.flash.hopper`, by architecture, head dim (both D and Dv) and place
+# in a row, for 16 bits.
+SPECIALISED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
+    "sm_90": {
+        64: {0: T(128, 128, 4, 3, True), 1: T(128, 64, 4, 3, True), 2: T(64, 128, 4, 3, True)},
+        128: {0: T(128, 128, 4, 3, True), 1: T(128, 64, 4, 3, True), 2: T(64, 128, 4, 3, True)},
+        256: {0: T(128, 64, 4, 2, True), 1: T(128, 32, 4, 3, True)},
+    }
+}
+
+
 def choose(
     arch: str, dtype: str, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False,
     measured: Mapping[int, Tiles] = MappingProxyType({}),
@@ -113,7 +124,7 @@ def choose(
         row = tuple(smaller.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
     else:
         row = tuple(measured.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
-    *passes, last = (T(block_q or t.bq, block_k or t.bk, t.warps, t.stages) for t in row)
+    *passes, last = (dataclasses.replace(t, bq=block_q or t.bq, bk=block_k or t.bk) for t in row)
     square = min(last.bq, last.bk)
     return (*passes, T(square, square, last.warps, last.stages))
 

@@ -19,7 +19,7 @@ from attnops_triton import tuned
 from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.flash.measured import CALLS, KERNELS, OF_CUDNN, trying
 from attnops_triton.flash.plan import Tiles
-from attnops_triton.flash.tile_sizes import choose
+from attnops_triton.flash.tile_sizes import SPECIALISED, choose
 from attnops_triton.language.compat import device_arch, device_name
 from attnops_triton.targets import SHARED_MEMORY
 from attnops_triton.tuned import Row
@@ -81,7 +81,9 @@ class Candidate:
 
 def neighbours(tiles: Tiles) -> list[Tiles]:
     """The tiles, and those that differ from them in one size by a step."""
-    bq, bk, warps, stages = dataclasses.astuple(tiles)
+    bq, bk, warps, stages = tiles.numbers[:4]
+    if tiles.specialised:
+        return [dataclasses.replace(tiles, stages=n) for n in (stages, stages - 1, stages + 1) if n > 1]
     changed = [
         (bq // 2, bk, warps, stages), (2 * bq, bk, warps, stages), (bq, bk // 2, warps, stages),
         (bq, 2 * bk, warps, stages), (bq, bk, 12 - warps, stages), (bq, bk, warps, stages - 1),
@@ -95,7 +97,9 @@ def candidates(shape: Shape, arch: str) -> Iterator[Candidate]:
     row = choose(arch, shape.dtype, shape.head_dim, None, None)
     for kernel, tiles in zip(KERNELS, row, strict=False):
         least: int | None = None
-        for some in neighbours(tiles):
+        special = SPECIALISED.get(arch, {}).get(shape.head_dim, {}) if shape.dtype != "float32" else {}
+        others = special.get(KERNELS.index(kernel))
+        for some in (*neighbours(tiles), *(neighbours(others) if others else ())):
             with trying(kernel, some):
                 (launched,) = (
                     x for x in kernels(_both(shape.call("attnops-triton:flash")), (shape.array,) * 3, arch)
@@ -152,7 +156,7 @@ def tune(shapes: Iterable[Shape], report: Callable[[str], None]) -> list[Row]:
         for candidate in candidates(shape, arch):
             with trying(candidate.kernel, candidate.tiles):
                 seconds = _seconds(_only(candidate.kernel, shape.call("attnops-triton:flash")), shape)
-            timed.append((candidate.kernel, dataclasses.astuple(candidate.tiles), seconds))
+            timed.append((candidate.kernel, candidate.tiles.numbers, seconds))
             report(f"{shape}: {candidate.kernel} {candidate.tiles}: {1e3 * seconds:.3f} ms")
         best = {kernel: min((s, t) for k, t, s in timed if k == kernel) for kernel in KERNELS}
         rows += [Row(device, kernel, *fields, tiles, seconds) for kernel, (seconds, tiles) in best.items()]

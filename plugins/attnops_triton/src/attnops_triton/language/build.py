@@ -47,7 +47,7 @@ class Recipe:
         """A name of the program, which no other program has, from these or other versions of the compilers."""
         parts = (
             self.kernel.text, self.dtypes, sorted(self.divisible), self.warps, self.stages, self.arch,
-            ptx_version(self.arch), wave_size(self.arch), store.FORMAT,
+            ptx_version(self.arch, self.kernel.gluon), wave_size(self.arch), store.FORMAT,
             *(versions.version_of(name) for name in ("triton", "attnops-triton")),
         )  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -120,13 +120,31 @@ def compiled(recipe: Recipe) -> Program:
     """
     name, arch = recipe.kernel.name, recipe.arch
     modules, metadata = lowered(recipe)
-    if metadata.get("global_scratch_size"):
-        raise NotImplementedError(f"{name} for {arch} needs scratch memory, which launching does not allocate")
+    needed = metadata.get("global_scratch_size") or 0
+    if needed != recipe.kernel.scratch:
+        raise NotImplementedError(
+            f"{name} for {arch} needs {needed} bytes of scratch memory a program, and {recipe.kernel.scratch} are given"
+        )
     if is_amd(arch):
         return Program(metadata["name"], recipe.warps * wave_size(arch), metadata["shared"], modules["hsaco"])
     # A program may have more threads than were asked for, where warps specialise.
     threads = int(re.findall(r"\.reqntid (\d+)", modules["ptx"])[0])
-    return Program(metadata["name"], threads, metadata["shared"], modules["ptx"].encode())
+    text = _with_scratch(recipe.kernel, modules["ptx"]) if needed else modules["ptx"]
+    return Program(metadata["name"], threads, metadata["shared"], text.encode())
+
+
+def _with_scratch(kernel: Kernel, ptx: str) -> str:
+    """PTX that finds its scratch memory in the last pointer, not in the next to last parameter, which is null.
+
+    It also names the shared memory that tensor maps copy to as PTX before 8.6 has to; in clusters of one block it is
+    the same.
+    """
+    given, hidden = (f"[{kernel.name}_param_{i}]" for i in
+                     (len(kernel.pointers) - 1, len(kernel.pointers) + len(kernel.integers)))  # fmt: skip
+    if given in ptx or hidden not in ptx:
+        raise NotImplementedError(f"{kernel.name} does not have its scratch memory in {hidden}")
+    ptx = ptx.replace(hidden, given)
+    return re.sub(r"(cp\.async\.bulk\.tensor\.\dd)\.shared::cta\.global", r"\1.shared::cluster.global", ptx)
 
 
 def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -139,11 +157,13 @@ def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     from attnops_triton.language.compat import jit
 
     kernel, arch = recipe.kernel, recipe.arch
+    if kernel.gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource
     amd = is_amd(arch)
     types = [_POINTERS[name] for name in recipe.dtypes] + ["i32"] * len(kernel.integers)
     names = (*kernel.pointers, *kernel.integers)
     aligned = [i for i, name in enumerate(names) if i < len(kernel.pointers) or name in recipe.divisible]
-    source = ASTSource(
+    source = (GluonASTSource if kernel.gluon else ASTSource)(
         jit(kernel), signature=dict(zip(names, types, strict=True)), constexprs={},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )  # fmt: skip
@@ -151,7 +171,7 @@ def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     backend = make_backend(target)
     # Fusion is off by default from Triton 3.10 on; without it every multiply-add is two instructions.
     given: dict[str, Any] = {"num_warps": recipe.warps, "num_stages": recipe.stages, "enable_fp_fusion": True}
-    options = backend.parse_options(given if amd else given | {"ptx_version": ptx_version(arch)})
+    options = backend.parse_options(given if amd else given | {"ptx_version": ptx_version(arch, kernel.gluon)})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import linecache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attnops_triton.language.source import Kernel
 
 if TYPE_CHECKING:
     from attnops.typing import Function
 
+# What kernels in Gluon use of its module for Hopper.
+GLUON: Final = ("tma", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
+
 
 @functools.lru_cache(maxsize=1024)
 def function(kernel: Kernel) -> Function:
-    """The Python function of a kernel's text, with source that `inspect` finds, which Triton needs."""
+    """The Python function of a kernel's text in Triton's language."""
     import triton.language as tl
 
-    file = f"<{kernel.name} {hashlib.sha256(kernel.text.encode()).hexdigest()[:12]}>"
-    linecache.cache[file] = (len(kernel.text), None, kernel.text.splitlines(keepends=True), file)
     # The combine functions of `tl.max` and `tl.sum`, which can't be interpreted in a process that compiles kernels too.
     standard = tl.standard
-    names = {
-        "tl": tl,
-        "largest": standard._elementwise_max,
-        "total": standard._sum_combine,
-        "__name__": "attnops_triton.kernels",
-    }
+    names = {"tl": tl, "largest": standard._elementwise_max, "total": standard._sum_combine}
+    return functions(kernel, names)[kernel.name]
+
+
+def functions(kernel: Kernel, names: dict[str, Any]) -> dict[str, Function]:
+    """The Python functions of a kernel's text, with source that `inspect` finds, which Triton needs.
+
+    Args:
+        kernel: the kernel.
+        names: what its text refers to; the functions are added.
+    """
+    file = f"<{kernel.name} {hashlib.sha256(kernel.text.encode()).hexdigest()[:12]}>"
+    linecache.cache[file] = (len(kernel.text), None, kernel.text.splitlines(keepends=True), file)
+    names["__name__"] = "attnops_triton.kernels"
+    known = {*names}
     exec(compile(kernel.text, file, "exec"), names)
-    return names[kernel.name]
+    return {name: x for name, x in names.items() if name not in known and name != "__builtins__"}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -37,7 +48,20 @@ def jit(kernel: Kernel) -> Any:
     """A kernel for Triton's compiler."""
     import triton
 
-    return triton.JITFunction(function(kernel))
+    return _gluon(kernel) if kernel.gluon else triton.JITFunction(function(kernel))
+
+
+def _gluon(kernel: Kernel) -> Any:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonJITFunction
+    from triton.experimental.gluon.language.nvidia import hopper
+
+    standard = importlib.import_module("triton.language.standard")
+    names: dict[str, Any] = {"tl": gl, "largest": standard._elementwise_max, "total": standard._sum_combine}
+    names |= {name: getattr(hopper, name) for name in GLUON}
+    compiled = {name: GluonJITFunction(x) for name, x in functions(kernel, names).items()}
+    names |= compiled
+    return compiled[kernel.name]
 
 
 def device_name() -> str:

@@ -15,13 +15,17 @@ class Kernel:
         name: of the function.
         pointers: names of its first parameters, pointers, inputs first.
         integers: names of the other parameters, integers.
-        text: of the function, without a decorator.
+        text: of the function, without a decorator, and of functions that it calls.
+        gluon: whether it is written in Gluon, or else in Triton's language.
+        scratch: bytes of memory a program that the compiler may use; the last pointer is to that of all programs.
     """
 
     name: str
     pointers: tuple[str, ...]
     integers: tuple[str, ...]
     text: str
+    gluon: bool = False
+    scratch: int = 0
 
 
 class Writer:
@@ -61,10 +65,10 @@ class Writer:
         self._fresh += 1
         return f"t{self._fresh}"
 
-    def kernel(self, name: str, pointers: list[str]) -> Kernel:
-        """The kernel of all lines."""
+    def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
+        """The kernel of all lines; ``functions`` is the text of those that it calls."""
         head = f"def {name}({', '.join([*pointers, *self.integers])}):"
-        return Kernel(name, tuple(pointers), tuple(self.integers), "\n".join([head, *self.lines, ""]))
+        return Kernel(name, tuple(pointers), tuple(self.integers), functions + "\n".join([head, *self.lines, ""]))
 
 
 def number(x: float) -> str:

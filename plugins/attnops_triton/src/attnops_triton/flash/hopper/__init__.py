@@ -1,0 +1,1 @@
+"""Kernels for Hopper with warps of different tasks, in Gluon."""

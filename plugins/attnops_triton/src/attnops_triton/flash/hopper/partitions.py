@@ -1,0 +1,332 @@
+"""Kernels of three partitions of warps: two compute a half of the program's rows each, one loads tiles for both.
+
+The loader copies tiles to a ring of buffers in shared memory by tensor maps (TMA). A buffer has two barriers: ``ready``
+when it has been written, ``free`` when both others have read it. Registers that the loader does not need go to the
+others.
+
+Variables of all partitions: those of `attnops_triton.flash.tile`; ``count``, the active tiles of a row, PARTIAL ones
+first, and ``partials``, how many of them are PARTIAL; ``stage`` and ``phase``, the buffer of the ring, and the parity
+of its barriers; ``own``, the half that a partition computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnops_triton.flash.operands import Operand
+from attnops_triton.flash.plan import Plan, Tiles
+from attnops_triton.flash.tile import Tile
+from attnops_triton.flash.tile_schedule import TileSchedule
+from attnops_triton.language.source import Kernel, Writer
+
+# Rows of a partition: those of an instruction of Hopper's tensor cores for four warps.
+ROWS: Final = 64
+# Registers of a thread of the others, and of the loader.
+_REGISTERS: Final = (240, 24)
+_MAP: Final = 128  # bytes of a tensor map
+
+
+class Rows(NamedTuple):
+    """An array [B, length, heads, dim] whose rows are copied by a tensor map.
+
+    Attributes:
+        name: of the variables; ``name_ptr`` is the array.
+        axis: "q" or "kv".
+        heads: number of heads.
+        head: the variable of the head's index.
+        dim: D or Dv.
+        block: rows of a copy.
+        output: whether it is written.
+    """
+
+    name: str
+    axis: str
+    heads: int
+    head: str
+    dim: int
+    block: int
+    output: bool = False
+
+
+class Partitions(Writer):
+    """The lines of a kernel of three partitions; its own are of all warps, before they part.
+
+    Attributes:
+        loader: lines of the partition that loads.
+        computer: lines of the partitions that compute.
+        tile: a partition's tile; transposed if keys are held.
+        plan: of the call.
+        stages: of the ring.
+        held: what a partition keeps for all tiles, ``ROWS`` rows each.
+        streamed: what is loaded a tile, in the order of use.
+        stored: outputs that are copied by tensor maps.
+        schedule: the active tiles.
+    """
+
+    def __init__(
+        self, plan: Plan, tiles: Tiles, operands: Sequence[Operand], schedule: TileSchedule,
+        held: tuple[Rows, ...], streamed: tuple[Rows, ...], stored: tuple[Rows, ...],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.loader, self.computer = Writer(), Writer()
+        self.loader.integers = self.computer.integers = self.integers
+        transposed = held[0].axis == "kv"
+        tile = Tile.make(self.computer, plan, tiles, operands, transposed)
+        self.tile = dataclasses.replace(tile, bk=ROWS) if transposed else dataclasses.replace(tile, bq=ROWS)
+        self.plan, self.stages, self.schedule = plan, tiles.stages, schedule
+        self.held, self.streamed, self.stored = held, streamed, stored
+
+    def scratch(self, programs: int) -> jax.ShapeDtypeStruct:
+        """Memory for the tensor maps of all programs, which is the last output, ``scratch``."""
+        return jax.ShapeDtypeStruct((programs * self._maps * _MAP,), jnp.int8)
+
+    @property
+    def _maps(self) -> int:
+        return len(self.held) + len(self.streamed) + len(self.stored)
+
+    @property
+    def _type(self) -> str:
+        return f"tl.{self.plan.dtype}"
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Lines that name the layouts of scores, of their rows and columns, and of products with a head dim."""
+        columns = self.tile.bq if self.tile.transposed else self.tile.bk
+        dim = self.held[0].dim
+        return (
+            f"of_scores: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {columns}, 16])",
+            f"of_sums: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {dim}, 16])",
+            "by_row: tl.constexpr = tl.SliceLayout(1, of_scores)",
+            "by_column: tl.constexpr = tl.SliceLayout(0, of_scores)",
+            "by_sum: tl.constexpr = tl.SliceLayout(1, of_sums)",
+            "of_weights: tl.constexpr = tl.DotOperandLayout(0, of_sums, 2)",
+        )
+
+    def share(self) -> None:
+        """Write tensor maps, buffers and barriers; ``turn`` are the barriers of whose turn it is to multiply."""
+        write = self
+        for rows in (*self.held, *self.streamed, *self.stored):
+            length, stride = "T" if rows.axis == "q" else "S", rows.heads * rows.dim
+            batch = "b" if rows.output else f"(b * {self.tile.batched[rows.name]})"
+            write(
+                f"{rows.name}_layout: tl.constexpr = "
+                f"tl.NVMMASharedLayout.get_default_for([{rows.block}, {rows.dim}], {self._type})",
+                f"{rows.name}_map = tma.make_tensor_descriptor({rows.name}_ptr + {batch}.to(tl.int64) * {length} * "
+                f"{stride}, [{length}, {stride}], [{stride}, 1], [{rows.block}, {rows.dim}], {rows.name}_layout)",
+            )
+        for rows, copies in (*((x, 2) for x in self.held), *((x, self.stages) for x in self.streamed)):
+            write(
+                f"{rows.name}_tile = tl.allocate_shared_memory({self._type}, [{copies}, {rows.block}, {rows.dim}], "
+                f"{rows.name}_layout)"
+            )
+        barriers = [("held", 2, 1), ("turn", 2, 1)]
+        for rows in self.streamed:
+            barriers += [(f"{rows.name}_ready", self.stages, 1), (f"{rows.name}_free", self.stages, 2)]
+        for name, copies, count in barriers:
+            write(f"{name} = mbarrier.allocate_mbarrier(batch={copies})")
+            with write.block(f"for i in tl.static_range({copies}):"):
+                write(f"mbarrier.init({name}.index(i), count={count})")
+        write("mbarrier.arrive(turn.index(0))")
+
+    def find_tiles(self, write: Writer) -> None:
+        """Write ``count`` and ``partials`` of ``row``, for ``b`` and ``h``."""
+        schedule = self.schedule
+        if schedule.constant is None:
+            by_batch = write.integer("map_batch", schedule.map_shape[1] * (schedule.map_shape[0] > 1))
+            which = f"b * {by_batch}" + " + h" * (schedule.map_shape[1] > 1)
+            write(f"map_row = ({which}) * {write.integer('rows', schedule.rows)} + row")
+        if schedule.columns is not None:
+            write(f"columns_at = columns_ptr + map_row.to(tl.int64) * {write.integer('width', schedule.width)}")
+        for i, name in enumerate(("full_start", "full_stop", "partial_start", "partial_stop")):
+            if schedule.constant is not None:
+                write.integer(name, schedule.constant[i])
+            else:
+                write(f"{name} = tl.load(ranges_ptr + map_row * 4 + {i})")
+        write("partials = partial_stop - partial_start", "count = full_stop - full_start + partials")
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether some tiles may be PARTIAL."""
+        return self.schedule.constant is None or not self.tile.even
+
+    def place_tile(self, write: Writer, masked: bool | None) -> None:
+        """Write the first token of the tile at index ``t``, and in a flat loop over heads their index ``h``.
+
+        Args:
+            write: the partition's lines.
+            masked: whether it is a PARTIAL one; None if it may be either.
+        """
+        first, block = ("q0", self.tile.bq) if self.tile.transposed else ("kv0", self.tile.bk)
+        if self.flat:
+            start, G = "partial_start" if masked else "full_start", self.plan.G
+            write(f"h = heads_first + t % {G}", f"i = {start} + t // {G}")
+        elif masked is None:
+            write("i = tl.where(t < partials, partial_start + t, full_start + t - partials)")
+        else:
+            write(f"i = {'partial_start + t' if masked else 'full_start + t - partials'}")
+        column = "i" if self.schedule.columns is None else "tl.load(columns_at + i)"
+        write(f"{first} = {column} * {block}")
+
+    @property
+    def flat(self) -> bool:
+        """Whether the loop over tiles is one over the query heads of a kv head too, whose tiles are the same."""
+        return self.tile.transposed and self.plan.G > 1 and self.schedule.map_shape[1] == 1
+
+    def loop(self, write: Writer, start: int, body: Callable[[bool], None]) -> None:
+        """Write loops over the tiles from index ``start`` on, PARTIAL ones first; ``body`` writes that of a tile."""
+        if self.flat:
+            ranges = (f"0, partials * {self.plan.G}", f"0, (count - partials) * {self.plan.G}")
+        else:
+            at_least = f"tl.maximum(partials, {start})" if start and self.has_partial else "partials"
+            ranges = (f"{start}, partials", f"{at_least if self.has_partial else start}, count")
+        for masked, bounds in zip((True, False), ranges, strict=True):
+            if masked <= self.has_partial:
+                with write.block(f"for t in range({bounds}):"):
+                    self.place_tile(write, masked)
+                    body(masked)
+
+    @contextlib.contextmanager
+    def heads(self, write: Writer) -> Iterator[None]:
+        """The loop over the query heads of a kv head, unless it is flat; ``h`` is the index of a head."""
+        if self.flat:
+            yield
+            return
+        with write.block(f"for g in range(0, {self.plan.G}):") if self.plan.G > 1 else contextlib.nullcontext():
+            write(f"h = k * {self.plan.G} + g" if self.plan.G > 1 else "h = k")
+            yield
+
+    def load_held(self) -> None:
+        """Write the copies of what the others hold."""
+        write = self.loader
+        size = sum(rows.block * rows.dim for rows in self.held) * self.plan.itemsize
+        with write.block("for half in tl.static_range(2):"):
+            write(f"mbarrier.expect(held.index(half), {size})")
+            for rows in self.held:
+                start = "q_first" if rows.axis == "q" else "kv_first"
+                write(
+                    f"tma.async_load({rows.name}_map, [{start} + half * {ROWS}, {rows.head} * {rows.dim}], "
+                    f"held.index(half), {rows.name}_tile.index(half))"
+                )
+        write("stage = 0", "phase = 1")
+
+    def load_streamed(self) -> None:
+        """Write the loop over tiles that copies them to the ring."""
+        write = self.loader
+        self.find_tiles(write)
+        self.loop(write, 0, self._load)
+
+    def _load(self, masked: bool) -> None:
+        write = self.loader
+        for rows in self.streamed:
+            first = "q0" if rows.axis == "q" else "kv0"
+            write(
+                f"mbarrier.wait({rows.name}_free.index(stage), phase)",
+                f"mbarrier.expect({rows.name}_ready.index(stage), {rows.block * rows.dim * self.plan.itemsize})",
+                f"tma.async_load({rows.name}_map, [{first}, {rows.head} * {rows.dim}], "
+                f"{rows.name}_ready.index(stage), {rows.name}_tile.index(stage))",
+            )
+        self.advance(write)
+
+    def advance(self, write: Writer) -> None:
+        """Write the step to the next buffer of the ring."""
+        write("stage = stage + 1")
+        with write.block(f"if stage == {self.stages}:"):
+            write("stage = 0", "phase = phase ^ 1")
+
+    def wait(self, name: str, stage: str = "stage", phase: str = "phase") -> None:
+        """Write the wait for a streamed tile."""
+        self.computer(f"mbarrier.wait({name}_ready.index({stage}), {phase})")
+
+    def release(self, name: str, stage: str = "stage") -> None:
+        """Write that this partition has read a streamed tile."""
+        self.computer(f"mbarrier.arrive({name}_free.index({stage}))")
+
+    def multiply(self, name: str, a: str, b: str, add: bool) -> None:
+        """Write a product that runs while the following lines do, until `finish`."""
+        sums = f"{name}, " if add else "zeros, use_acc=False, "
+        self.computer(f"{name} = warpgroup_mma({a}, {b}, {sums}is_async=True)")
+
+    def finish(self, name: str, running: int, *kept: str) -> None:
+        """Write the wait for a product, while the last ``running`` ones go on; ``kept`` are its operands."""
+        if kept:
+            names = ", ".join((name, *kept))
+            self.computer(f"{names} = warpgroup_mma_wait({running}, deps=[{names}])")
+        else:
+            self.computer(f"{name} = warpgroup_mma_wait({running}, deps=[{name}])")
+
+    def tokens(self) -> None:
+        """Write ``qi``, ``qx`` and what goes with the held rows, or ``ki`` and ``kx``."""
+        name, short, start = ("kv0", "k", "kv_first") if self.tile.transposed else ("q0", "q", "q_first")
+        self.computer(f"{name} = {start} + own * {ROWS}", f"{short}i = {name} + tl.arange(0, {ROWS}, layout=by_row)")
+        self.computer(f"{short}x = {short}i[:, None]")
+
+    def streamed_tokens(self) -> None:
+        """Write ``ki`` and ``kx``, or ``qi`` and ``qx``, of the tile."""
+        name, short, block = ("q0", "q", self.tile.bq) if self.tile.transposed else ("kv0", "k", self.tile.bk)
+        self.computer(f"{short}i = {name} + tl.arange(0, {block}, layout=by_column)", f"{short}x = {short}i[None, :]")
+
+    def zeros(self) -> None:
+        """Write ``zeros``, which products that add to nothing take for their type."""
+        shape = f"[{self.tile.bk}, {self.tile.bq}]" if self.tile.transposed else f"[{self.tile.bq}, {self.tile.bk}]"
+        self.computer(f"zeros = tl.full({shape}, 0.0, tl.float32, of_scores)")
+
+    def store(self, rows: Rows, values: str, dtype: str, buffer: str, factor: str = "") -> None:
+        """Write the store of sums [ROWS, dim], through a buffer that is read no more if they have its dtype.
+
+        Args:
+            rows: the output.
+            values: the variable.
+            dtype: of the output.
+            buffer: a held tile.
+            factor: what they are multiplied by; empty for 1.
+        """
+        write = self.computer
+        first, length = ("q_first", "T") if rows.axis == "q" else ("kv_first", "S")
+        if factor:
+            write(f"{values} = {values} * {factor}")
+        if rows.output:
+            write(
+                f"{buffer}_tile.index(own).store({values}.to({self._type}))",
+                "fence_async_shared()",
+                f"tma.async_store({rows.name}_map, [{first} + own * {ROWS}, {rows.head} * {rows.dim}], "
+                f"{buffer}_tile.index(own))",
+            )
+            return
+        stride = rows.heads * rows.dim
+        write(
+            f"row_of = {first} + own * {ROWS} + tl.arange(0, {ROWS}, layout=by_sum)",
+            f"at = {rows.name}_ptr + b.to(tl.int64) * {length} * {stride} + {rows.head}.to(tl.int64) * {rows.dim}",
+            f"at = at + (row_of.to(tl.int64) * {stride})[:, None] "
+            f"+ tl.arange(0, {rows.dim}, layout=tl.SliceLayout(0, of_sums))[None, :]",
+            f"tl.store(at, {values}.to({dtype}), mask=(row_of < {length})[:, None])",
+        )
+
+    def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
+        """The kernel of all lines; the last pointer is ``scratch_ptr``."""
+        if self.stored:
+            self.computer("tma.store_wait(0)")
+        calls = []
+        known = [*pointers, *self.integers, *_assigned(self.lines)]
+        for role, writer in (("compute", self.computer), ("load", self.loader)):
+            text = "\n".join(writer.lines)
+            used = [x for x in known if re.search(rf"\b{x}\b", text)]
+            halves = [["0"], ["1"]] if role == "compute" else [[]]
+            functions += f"def {name}_{role}({', '.join([*['own'] * (role == 'compute'), *used])}):\n{text}\n\n\n"
+            calls += [f"({name}_{role}, ({', '.join([*half, *used])},))" for half in halves]
+        computing, loading = _REGISTERS
+        self(f"tl.warp_specialize([{', '.join(calls)}], [4, 1], [{computing}, {loading}])")
+        kernel = super().kernel(name, pointers, functions)
+        return dataclasses.replace(kernel, gluon=True, scratch=self._maps * _MAP)
+
+
+def _assigned(lines: list[str]) -> list[str]:
+    """The variables that lines assign, but for those of loops, and constants."""
+    names = (re.match(r"    (\w+) = ", line) for line in lines)
+    return list(dict.fromkeys(match[1] for match in names if match))

@@ -1,0 +1,55 @@
+"""Which calls the specialised kernels serve; all others have those of every architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from attnops.kernels import Scoring
+from attnops_triton import versions
+from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.tile_sizes import SPECIALISED
+from attnops_triton.language import assembler
+from attnops_triton.targets import current, first_cuda_of_maps
+
+# The first release of Triton whose Gluon has what they use.
+_TRITON = (3, 9)
+
+
+def specialised_tiles(
+    arch: str, dtype: str, head_dim: int, value_head_dim: int, scoring: Scoring, interpret: bool
+) -> Mapping[int, Tiles]:
+    """Tiles of the specialised kernels that serve a call, by place in a row of the table.
+
+    They serve head dims of the table, masks that translate to Triton without arrays of T × S elements, soft caps and
+    sinks; no bias, no dropout, and no tokens that may be fully masked, since what those hold is not zeroed in shared
+    memory.
+
+    Args:
+        arch: the architecture.
+        dtype: of query, key and value; float32 is served in the interpreter alone.
+        head_dim: D.
+        value_head_dim: Dv.
+        scoring: of the call.
+        interpret: whether kernels are interpreted.
+    """
+    by_dim = SPECIALISED.get(arch, {})
+    if head_dim != value_head_dim or head_dim not in by_dim or (dtype == "float32" and not interpret):
+        return {}
+    if scoring.dense or scoring.has_bias or scoring.dropout_prob or scoring.has_fully_masked_tokens:
+        return {}
+    if not interpret and not _is_supported():
+        return {}
+    tiles = dict(by_dim[head_dim])
+    loads_by_query = scoring.mask is not None and any("q" in axes for axes in scoring.mask.values)
+    if head_dim == 128 and (scoring.cap is not None or loads_by_query):
+        tiles[2] = dataclasses.replace(tiles[2], bq=32)  # else it spills
+    return tiles
+
+
+def _is_supported() -> bool:
+    """Whether Triton can compile them, and the assembler of this machine, if they run here, assemble them."""
+    if versions.release(versions.version_of("triton") or "0") < _TRITON:
+        return False
+    found = None if current() else assembler.find()
+    return found is None or found.release >= first_cuda_of_maps()

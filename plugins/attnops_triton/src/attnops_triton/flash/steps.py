@@ -1,0 +1,74 @@
+"""Steps that kernels share: the weights of a backward pass, the gradients of scores, the denominator."""
+
+from __future__ import annotations
+
+from attnops_triton.flash.plan import LOG2E
+from attnops_triton.flash.tile import Tile
+from attnops_triton.language.source import number
+
+
+def write_denominator(tile: Tile) -> None:
+    """Write ``factor``, the inverse of the denominator, sinks included, and ``m`` and ``l`` with them.
+
+    ``seen`` are the rows that are not fully masked; the others have a factor of 0.
+    """
+    write, plan, scoring = tile.write, tile.plan, tile.plan.scoring
+    unit = number(plan.score_unit * LOG2E)
+    # From the sum, since a NaN score makes it NaN, but not always the maximum.
+    write("seen = l != 0.0", "m = tl.where(seen, m, 0.0)")
+    factor = 1 / (1 - scoring.dropout_prob)
+    if scoring.sinks:
+        write(
+            f"given = tl.load({tile.base('sinks', '1')})",
+            f"sink = tl.minimum(given * {number(1 / plan.score_unit)}, 3e38)",
+            "m_new = tl.maximum(m, sink)",
+            f"alpha = tl.exp2((m - m_new) * {unit})",
+            f"l = l * alpha + tl.exp2((sink - m_new) * {unit})",
+            'l = tl.where((given == given) & (given < float("inf")), l, float("nan"))',
+            f"factor = {number(factor)} * alpha",
+            "m = m_new",
+        )
+    else:
+        write(f"factor = {number(factor)}")
+    write("l = tl.where(seen, l, 1.0)", "factor = tl.where(seen, factor / l, 0.0)")
+
+
+def recompute_weights(tile: Tile, masked: bool, edge: bool, lse: str = "") -> bool:
+    """Write ``p`` from the products ``s``. Returns whether ``ok`` was written, see `Tile.allowed`.
+
+    Args:
+        tile: the tile.
+        masked: whether the mask is applied.
+        edge: whether keys beyond the last are masked.
+        lse: variable [bq], the logsumexp to base 2 in one term; empty if it is ``m`` and ``log2_sum``.
+    """
+    scoring, write = tile.plan.scoring, tile.write
+    has_ok = masked and tile.allowed(edge)
+    if has_ok and scoring.has_fully_masked_tokens and scoring.has_cap_or_bias:
+        # Fully masked tokens may hold NaN, and so would 0 times the derivatives there.
+        write("s = tl.where(ok, s, 0.0)")
+    tile.apply_cap_and_bias()
+    if has_ok:
+        write('s = tl.where(ok, s, float("-inf"))')
+    if lse:
+        write(f"p = tl.exp2(s * {number(tile.plan.score_unit * LOG2E)} - {lse}{tile.broadcast('q')})")
+    else:
+        tile.weights("m", "log2_sum")
+    return has_ok
+
+
+def score_gradients(tile: Tile, has_ok: bool, subtract: bool = True) -> None:
+    """Write ``ds``, the gradient of the scores, from ``p``, ``dp`` and, with dropout, ``keep``.
+
+    Args:
+        tile: the tile.
+        has_ok: whether ``ok`` was written.
+        subtract: whether ``delta`` is not subtracted from ``dp`` yet.
+    """
+    scoring, write = tile.plan.scoring, tile.write
+    by_query = tile.broadcast("q")
+    if scoring.dropout_prob:
+        write(f"dp = tl.where(keep, dp * {number(1 / (1 - scoring.dropout_prob))}, 0.0)")
+    write(f"ds = p * (dp - delta{by_query})" if subtract else "ds = p * dp")
+    if has_ok and scoring.has_fully_masked_tokens:
+        write("ds = tl.where(ok, ds, 0.0)")

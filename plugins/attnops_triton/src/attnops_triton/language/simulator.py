@@ -1,0 +1,297 @@
+"""Kernels in Gluon on a host without a GPU: each partition of warps a thread, on numpy arrays.
+
+It has the parts of Gluon that kernels of `attnops_triton.flash.hopper` use. Products run when they are waited for, and
+copies when they are started, so that a buffer that is read before it is ready or written before it is free gives wrong
+numbers. A partition that waits for a barrier in vain raises after a while. Shared memory is NaN at first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import ml_dtypes
+import numpy as np
+
+from attnops_triton.language.compat import functions
+from attnops_triton.language.source import Kernel
+
+if TYPE_CHECKING:
+    from attnops.typing import NumpyArray
+
+# Seconds that a partition waits for another before it is taken for blocked.
+_PATIENCE: Final = 60.0
+_DTYPES: Final = {
+    "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64,
+    "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
+    "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
+}  # fmt: skip
+
+
+class Tensor(np.ndarray[Any, Any]):
+    """A tensor or a number in registers."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        """The values in another dtype, or the bits."""
+        return self.view(dtype) if bitcast else self.astype(dtype)
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return np.asarray(array).view(Tensor)
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _tensor(np.trunc(np.divide(self, other)).astype(self.dtype))
+
+
+def _tensor(x: Any) -> Tensor:
+    return np.asarray(x).view(Tensor)
+
+
+class Pointer:
+    """Pointers to elements of an array."""
+
+    def __init__(self, array: NumpyArray, at: Any = 0) -> None:
+        self.array, self.at = array, _tensor(np.asarray(at, np.int64))
+
+    def __add__(self, offsets: Any) -> Pointer:
+        return Pointer(self.array, self.at + offsets)
+
+
+class Shared:
+    """A buffer in shared memory, or a part of it."""
+
+    def __init__(self, array: NumpyArray) -> None:
+        self.array = array
+
+    def index(self, i: Any) -> Shared:
+        """A buffer of several."""
+        return Shared(self.array[int(i)])
+
+    def permute(self, axes: list[int]) -> Shared:
+        """The same memory with its axes in another order."""
+        return Shared(self.array.transpose(axes))
+
+    def store(self, values: Tensor) -> None:
+        """Write it."""
+        self.array[...] = values
+
+
+class Product:
+    """A product that runs in the background: it reads its operands when it is waited for."""
+
+    def __init__(self, a: Any, b: Shared, sums: Any, adds: bool) -> None:
+        self.a, self.b, self.sums, self.adds, self.done = a, b, sums, adds, False
+
+    def run(self) -> None:
+        """Multiply."""
+        a = self.a.array if isinstance(self.a, Shared) else self.a
+        product = np.matmul(np.asarray(a, np.float32), np.asarray(self.b.array, np.float32))
+        sums = self.sums.value if isinstance(self.sums, Product) else self.sums
+        self.value = _tensor(product + np.asarray(sums)) if self.adds else _tensor(product)
+        self.done = True
+
+
+class Barriers:
+    """Barriers in shared memory, of arrivals and of bytes copied."""
+
+    def __init__(self, machine: Machine, copies: int) -> None:
+        self.machine = machine
+        self.each = [SimpleNamespace(count=0, pending=0, bytes=0, phase=0) for _ in range(copies)]
+
+    def index(self, i: Any) -> tuple[Machine, SimpleNamespace]:
+        """One of them."""
+        return self.machine, self.each[int(i)]
+
+
+class Machine:
+    """A program on a streaming multiprocessor."""
+
+    def __init__(self, program: int) -> None:
+        self.program = program
+        self.changed = threading.Condition()
+        self.running = threading.local()
+        self.failures: list[BaseException] = []
+
+    def products(self) -> list[Product]:
+        """Those of this partition that were not waited for."""
+        if not hasattr(self.running, "products"):
+            self.running.products = []
+        found: list[Product] = self.running.products
+        return found
+
+    def warp_specialize(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
+        """Run partitions until all have ended."""
+
+        def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+            try:
+                with np.errstate(all="ignore"):
+                    function(*arguments)
+            except BaseException as error:
+                with self.changed:
+                    self.failures.append(error)
+                    self.changed.notify_all()
+
+        threads = [threading.Thread(target=run, args=call) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.failures:
+            raise self.failures[0]
+
+    def multiply(self, a: Any, b: Shared, sums: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+        """See Gluon's ``warpgroup_mma``."""
+        product = Product(a, b, sums, use_acc)
+        self.products().append(product)
+        return product
+
+    def wait_for_products(self, outstanding: int, deps: list[Any]) -> Any:
+        """See Gluon's ``warpgroup_mma_wait``."""
+        products = self.products()
+        while len(products) > outstanding:
+            products.pop(0).run()
+        found = tuple(x.value if isinstance(x, Product) else x for x in deps)
+        return found if len(found) > 1 else found[0]
+
+    def language(self) -> dict[str, Any]:
+        """What the text of kernels refers to, with the names of Gluon."""
+        language = SimpleNamespace(
+            program_id=lambda axis: _tensor(np.int32(self.program)), load=_load, store=_store, where=_where,
+            full=lambda shape, value, dtype, layout=None: _tensor(np.full(shape, value, dtype)),
+            arange=lambda start, stop, layout=None: _tensor(np.arange(start, stop, dtype=np.int32)),
+            minimum=lambda a, b: _tensor(np.minimum(a, b)), maximum=lambda a, b: _tensor(np.maximum(a, b)),
+            reduce=lambda x, axis, combine: combine(x, axis), convert_layout=lambda x, layout: x,
+            static_range=range, warp_specialize=self.warp_specialize,
+            allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, np.nan, dtype)),
+            NVMMADistributedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=_layout), constexpr=object,
+            **{name: _elementwise(getattr(np, name)) for name in ("exp2", "log2", "exp", "log", "abs", "sqrt", "sin",
+                                                                  "cos", "floor", "ceil")},
+            **_DTYPES,
+        )  # fmt: skip
+        barriers = SimpleNamespace(
+            allocate_mbarrier=lambda batch: Barriers(self, batch), init=_init, wait=_wait, arrive=_arrive, expect=_expect
+        )
+        maps = SimpleNamespace(
+            make_tensor_descriptor=_Map, async_load=_async_load, async_store=_async_store, store_wait=lambda n: None
+        )
+        return {
+            "tl": language, "tma": maps, "mbarrier": barriers, "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": self.wait_for_products, "fence_async_shared": lambda: None,
+            "largest": lambda x, axis: _tensor(np.max(x, axis)), "total": lambda x, axis: _tensor(np.sum(x, axis)),
+        }  # fmt: skip
+
+
+def simulate(
+    kernel: Kernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+) -> None:
+    """Run a kernel, which writes to ``results``.
+
+    Raises:
+        TimeoutError: a partition waits for what does not come.
+    """
+    pointers = [Pointer(x.reshape(-1)) for x in (*arrays, *results)]
+    numbers = [_tensor(np.int32(x)) for x in integers]
+    with np.errstate(all="ignore"):
+        for program in range(programs):
+            names = Machine(program).language()
+            functions(kernel, names)[kernel.name](*pointers, *numbers)
+
+
+class _Map:
+    """A tensor map."""
+
+    def __init__(self, at: Pointer, shape: list[Any], strides: list[Any], block: list[int], layout: Any) -> None:
+        self.at, self.shape, self.stride, self.block = at, [int(x) for x in shape], int(strides[0]), block
+
+    def rows(self, corner: list[Any]) -> Iterator[tuple[int, slice]]:
+        """The index of each row of a block that lies in the array, and where its elements are."""
+        row, column = (int(x) for x in corner)
+        if column + self.block[1] > self.shape[1]:
+            raise IndexError(f"columns {column} to {column + self.block[1]} of {self.shape[1]}")
+        for i in range(self.block[0]):
+            if 0 <= row + i < self.shape[0]:
+                start = int(self.at.at) + (row + i) * self.stride + column
+                yield i, slice(start, start + self.block[1])
+
+
+def _async_load(source: _Map, corner: list[Any], barrier: tuple[Machine, SimpleNamespace], result: Shared) -> None:
+    machine, state = barrier
+    with machine.changed:
+        result.array[...] = 0
+        for i, elements in source.rows(corner):
+            result.array[i] = source.at.array[elements]
+        state.bytes -= result.array.nbytes
+        _settle(machine, state)
+
+
+def _async_store(target: _Map, corner: list[Any], source: Shared) -> None:
+    for i, elements in target.rows(corner):
+        target.at.array[elements] = source.array[i]
+
+
+def _init(barrier: tuple[Machine, SimpleNamespace], count: int) -> None:
+    barrier[1].count = barrier[1].pending = count
+
+
+def _arrive(barrier: tuple[Machine, SimpleNamespace]) -> None:
+    machine, state = barrier
+    with machine.changed:
+        state.pending -= 1
+        _settle(machine, state)
+
+
+def _expect(barrier: tuple[Machine, SimpleNamespace], size: int) -> None:
+    machine, state = barrier
+    with machine.changed:
+        state.bytes += size
+        state.pending -= 1
+        _settle(machine, state)
+
+
+def _settle(machine: Machine, state: SimpleNamespace) -> None:
+    if state.pending < 0:
+        raise RuntimeError("a barrier had more arrivals than it counts in a phase")
+    if state.pending == 0 and state.bytes == 0:
+        state.phase, state.pending = state.phase + 1, state.count
+        machine.changed.notify_all()
+
+
+def _wait(barrier: tuple[Machine, SimpleNamespace], parity: Any) -> None:
+    """Wait for the end of the phase of a parity; the one before the first counts as over."""
+    machine, state = barrier
+    with machine.changed:
+        over = machine.changed.wait_for(lambda: machine.failures or state.phase % 2 != int(parity), _PATIENCE)
+        if machine.failures:
+            raise RuntimeError("another partition failed")
+        if not over:
+            raise TimeoutError("a partition waits for a barrier that no other arrives at")
+
+
+def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
+    if mask is None:
+        if at.at.size and (at.at.min() < 0 or at.at.max() >= at.array.size):
+            raise IndexError("a load beyond its array")
+        return _tensor(at.array[at.at])
+    mask, index = np.broadcast_arrays(mask, at.at)
+    found = np.full(index.shape, other, at.array.dtype)
+    found[mask] = at.array[index[mask]]
+    return _tensor(found)
+
+
+def _store(at: Pointer, values: Any, mask: Any = True) -> None:
+    mask, index, values = np.broadcast_arrays(mask, at.at, values)
+    at.array[index[mask]] = values[mask]
+
+
+def _where(condition: Any, a: Any, b: Any) -> Tensor:
+    return _tensor(np.where(condition, a, b))
+
+
+def _elementwise(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda x: _tensor(function(x))
+
+
+def _layout(*_: Any) -> None:
+    return None

@@ -13,7 +13,7 @@ from attnops_triton import tuned
 from attnops_triton.aot import kernels
 from attnops_triton.flash import measured, tune
 from attnops_triton.flash.plan import Tiles
-from attnops_triton.flash.tile_sizes import TABLE
+from attnops_triton.flash.tile_sizes import SPECIALISED, TABLE
 from attnops_triton.language import compat
 from attnops_triton.tuned import Row
 
@@ -72,7 +72,7 @@ def test_tiles_that_are_tried_are_those_of_the_kernel() -> None:
     shape = tune.Shape("bfloat16", 64, 256, "causal")
     with measured.trying("by_query", Tiles(32, 64, 4, 3)):
         found = kernels(tune._both(shape.call(NAME)), (shape.array,) * 3, "sm_90")
-    forward, _, by_key, _ = TABLE["sm_90"][2][128]
+    forward, by_key = (SPECIALISED["sm_90"][64][i] for i in (0, 2))
     assert [x.tiles for x in found] == [forward, Tiles(32, 64, 4, 3), by_key]
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_triton.aot import Binary, compile_for, kernels
+from attnops_triton.language.build import build
 from attnops_triton.language.launch import Launched
 from attnops_triton.targets import SHARED_MEMORY, target
 from triton_assemblers import ASSEMBLERS
@@ -94,6 +95,11 @@ def test_variants_of_the_table_fit_and_use_tensor_cores(D: int, Dv: int, dtype: 
     for launched, binary in binaries:
         what = f"{launched.recipe.kernel.name} with {launched.tiles}"
         assert binary.shared <= SHARED_MEMORY[arch], f"{what} needs {binary.shared} bytes of shared memory"
+        if launched.tiles.specialised:
+            assert build(launched.recipe).threads == 384, "two partitions of four warps, and one that is padded to four"
+            for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.dec", "setmaxnreg.inc"):
+                assert name in binary.text, f"{what} does without {name}"
+            assert len(binary.loops) == 4, "over FULL and over PARTIAL tiles, in each partition that computes"
         if max(D, Dv) <= 128 and dtype != "float32":
             assert binary.spilled == 0, f"{what} spills {binary.spilled}"
         if dtype != "float32":

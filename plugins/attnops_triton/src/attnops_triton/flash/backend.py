@@ -19,8 +19,8 @@ from attnops_triton.flash.measured import measured_tiles
 from attnops_triton.flash.operands import Arrays
 from attnops_triton.flash.plan import LN2, Plan, Tiles
 from attnops_triton.flash.prepare import arrays, tile_schedules
-from attnops_triton.flash.tile_schedule import TileSchedules
 from attnops_triton.flash.specialised import specialised_tiles
+from attnops_triton.flash.tile_schedule import TileSchedules
 from attnops_triton.flash.tile_sizes import choose
 from attnops_triton.language.compat import device_arch
 from attnops_triton.targets import current
@@ -64,7 +64,8 @@ class TritonFlash(FlashBackend):
         by_score = packed or scoring.dense > 0 or scoring.array
         special: Mapping[int, Tiles] = {}
         if not packed and not call.is_partial and (metadata.block_q, metadata.block_k) == (None, None):
-            special = specialised_tiles(arch, dtype.name, D, Dv, scoring, metadata.interpret)
+            even = not T % 128 and not S % 128
+            special = specialised_tiles(arch, dtype.name, D, Dv, scoring, even, metadata.interpret)
         found = {} if metadata.interpret else measured_tiles(dtype.name, D, Dv)
         measured = {**special, **{i: tiles for i, tiles in found.items() if special or not tiles.specialised}}
         tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score, measured)

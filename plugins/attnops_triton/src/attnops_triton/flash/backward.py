@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
+from attnops_triton.flash.hopper import backward as hopper
 from attnops_triton.flash.loops import place_by_key, place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
-from attnops_triton.flash.hopper import backward as hopper
 from attnops_triton.flash.plan import LOG2E, Plan
 from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import Tile, dtype

@@ -17,7 +17,13 @@ _TRITON = (3, 9)
 
 
 def specialised_tiles(
-    arch: str, dtype: str, head_dim: int, value_head_dim: int, scoring: Scoring, interpret: bool
+    arch: str,
+    dtype: str,
+    head_dim: int,
+    value_head_dim: int,
+    scoring: Scoring,
+    even: bool,
+    interpret: bool,
 ) -> Mapping[int, Tiles]:
     """Tiles of the specialised kernels that serve a call, by place in a row of the table.
 
@@ -31,6 +37,7 @@ def specialised_tiles(
         head_dim: D.
         value_head_dim: Dv.
         scoring: of the call.
+        even: whether the tiles divide the lengths.
         interpret: whether kernels are interpreted.
     """
     by_dim = SPECIALISED.get(arch, {})
@@ -41,9 +48,12 @@ def specialised_tiles(
     if not interpret and not _is_supported():
         return {}
     tiles = dict(by_dim[head_dim])
-    loads_by_query = scoring.mask is not None and any("q" in axes for axes in scoring.mask.values)
-    if head_dim == 128 and (scoring.cap is not None or loads_by_query):
-        tiles[2] = dataclasses.replace(tiles[2], bq=32)  # else it spills
+    loaded = set() if scoring.mask is None else {axis for axes in scoring.mask.values for axis in axes}
+    # Narrower where values by token would make them spill.
+    if head_dim == 128 and (scoring.cap is not None or "q" in loaded):
+        tiles[2] = dataclasses.replace(tiles[2], bq=32)
+    if "kv" in loaded and not even:
+        tiles[0] = dataclasses.replace(tiles[0], bk=64)
     return tiles
 
 

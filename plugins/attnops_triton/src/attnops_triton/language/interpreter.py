@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,10 @@ def run_on_host(
         simulate(kernel, integers, programs, arrays, results)
         return
     from triton.runtime.interpreter import InterpretedFunction
+
+    with contextlib.suppress(ImportError):
+        # Its import copies Triton's functions, which must not be those that the interpreter patches.
+        import triton.experimental.gluon.language  # noqa: F401
 
     with _LOCK, np.errstate(all="ignore"):
         InterpretedFunction(function(kernel)).run(

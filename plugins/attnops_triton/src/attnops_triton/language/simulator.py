@@ -1,8 +1,8 @@
 """Kernels in Gluon on a host without a GPU: each partition of warps a thread, on numpy arrays.
 
-It has the parts of Gluon that kernels of `attnops_triton.flash.hopper` use. Products run when they are waited for, and
-copies when they are started, so that a buffer that is read before it is ready or written before it is free gives wrong
-numbers. A partition that waits for a barrier in vain raises after a while. Shared memory is NaN at first.
+It has the parts of Gluon that kernels of `attnops_triton.flash.hopper` use. Products and copies run when they are
+waited for, so that a buffer that is read before it is ready or written before it is free gives wrong numbers. A
+partition that waits for a barrier in vain raises after a while. Shared memory is NaN at first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnops.typing import NumpyArray
 
 # Seconds that a partition waits for another before it is taken for blocked.
-_PATIENCE: Final = 60.0
+PATIENCE: Final = 60.0
 _DTYPES: Final = {
     "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64,
     "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
@@ -81,7 +81,8 @@ class Product:
     """A product that runs in the background: it reads its operands when it is waited for."""
 
     def __init__(self, a: Any, b: Shared, sums: Any, adds: bool) -> None:
-        self.a, self.b, self.sums, self.adds, self.done = a, b, sums, adds, False
+        self.a, self.b, self.sums, self.adds = a, b, sums, adds
+        self.value: Any = None
 
     def run(self) -> None:
         """Multiply."""
@@ -89,7 +90,6 @@ class Product:
         product = np.matmul(np.asarray(a, np.float32), np.asarray(self.b.array, np.float32))
         sums = self.sums.value if isinstance(self.sums, Product) else self.sums
         self.value = _tensor(product + np.asarray(sums)) if self.adds else _tensor(product)
-        self.done = True
 
 
 class Barriers:
@@ -97,7 +97,7 @@ class Barriers:
 
     def __init__(self, machine: Machine, copies: int) -> None:
         self.machine = machine
-        self.each = [SimpleNamespace(count=0, pending=0, bytes=0, phase=0) for _ in range(copies)]
+        self.each = [SimpleNamespace(count=0, pending=0, bytes=0, phase=0, copies=[]) for _ in range(copies)]
 
     def index(self, i: Any) -> tuple[Machine, SimpleNamespace]:
         """One of them."""
@@ -171,7 +171,11 @@ class Machine:
             **_DTYPES,
         )  # fmt: skip
         barriers = SimpleNamespace(
-            allocate_mbarrier=lambda batch: Barriers(self, batch), init=_init, wait=_wait, arrive=_arrive, expect=_expect
+            allocate_mbarrier=lambda batch: Barriers(self, batch),
+            init=_init,
+            wait=_wait,
+            arrive=_arrive,
+            expect=_expect,
         )
         maps = SimpleNamespace(
             make_tensor_descriptor=_Map, async_load=_async_load, async_store=_async_store, store_wait=lambda n: None
@@ -218,12 +222,17 @@ class _Map:
 
 def _async_load(source: _Map, corner: list[Any], barrier: tuple[Machine, SimpleNamespace], result: Shared) -> None:
     machine, state = barrier
-    with machine.changed:
+
+    def copy() -> None:
         result.array[...] = 0
         for i, elements in source.rows(corner):
             result.array[i] = source.at.array[elements]
         state.bytes -= result.array.nbytes
         _settle(machine, state)
+
+    with machine.changed:
+        state.copies.append(copy)
+        machine.changed.notify_all()
 
 
 def _async_store(target: _Map, corner: list[Any], source: Shared) -> None:
@@ -253,7 +262,7 @@ def _expect(barrier: tuple[Machine, SimpleNamespace], size: int) -> None:
 def _settle(machine: Machine, state: SimpleNamespace) -> None:
     if state.pending < 0:
         raise RuntimeError("a barrier had more arrivals than it counts in a phase")
-    if state.pending == 0 and state.bytes == 0:
+    if state.pending == 0 and state.bytes == 0 and not state.copies:
         state.phase, state.pending = state.phase + 1, state.count
         machine.changed.notify_all()
 
@@ -261,8 +270,14 @@ def _settle(machine: Machine, state: SimpleNamespace) -> None:
 def _wait(barrier: tuple[Machine, SimpleNamespace], parity: Any) -> None:
     """Wait for the end of the phase of a parity; the one before the first counts as over."""
     machine, state = barrier
+
+    def is_over() -> bool:
+        while state.copies:
+            state.copies.pop(0)()
+        return bool(machine.failures) or state.phase % 2 != int(parity)
+
     with machine.changed:
-        over = machine.changed.wait_for(lambda: machine.failures or state.phase % 2 != int(parity), _PATIENCE)
+        over = machine.changed.wait_for(is_over, PATIENCE)
         if machine.failures:
             raise RuntimeError("another partition failed")
         if not over:

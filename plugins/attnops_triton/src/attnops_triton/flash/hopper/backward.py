@@ -5,11 +5,11 @@ Two partitions compute 64 rows each. Scores and the gradients of weights are mul
 
 from __future__ import annotations
 
-from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.hopper.partitions import ROWS, Partitions, Rows
 from attnops_triton.flash.loops import place_by_key, place_by_query
 from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import Plan
+from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.source import number

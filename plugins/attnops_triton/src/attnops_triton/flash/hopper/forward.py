@@ -6,11 +6,11 @@ computed while the weights of the one before multiply its values.
 
 from __future__ import annotations
 
-from attnops_triton.flash.steps import write_denominator
 from attnops_triton.flash.hopper.partitions import ROWS, Partitions, Rows
 from attnops_triton.flash.loops import place_by_query
 from attnops_triton.flash.operands import Operand, base
 from attnops_triton.flash.plan import LOG2E, Plan
+from attnops_triton.flash.steps import write_denominator
 from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.source import number

@@ -1,0 +1,214 @@
+"""Kernels whose warps have different tasks: simulated, and compiled for Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops_triton import versions
+from attnops_triton.aot import compile_for, kernels
+from attnops_triton.flash.tile_sizes import SPECIALISED
+from attnops_triton.language import assembler, interpreter, simulator
+from attnops_triton.language.assembler import Assembler
+from attnops_triton.language.build import build
+from attnops_triton.language.launch import Launched
+from attnops_triton.language.source import Kernel
+from attnops_triton.targets import SHARED_MEMORY, target
+from triton_assemblers import ASSEMBLERS
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal, Dense, Mask, Segments, SlidingWindow
+from attnops.testing import attention
+
+NAME = "attnops-triton:flash"
+
+
+def documents(n: int) -> Mask:
+    return Causal() & Segments(np.arange(n) // 90)
+
+
+def both(platform: str, options: dict[str, Any], **metadata: Any) -> Callable[..., Any]:
+    """The output and the gradients of query, key and value."""
+    fields = OperationMetadata(platform=platform, on_unsupported="error", **metadata)
+    operation: Any = OperationRegistry.create(NAME if platform == "cuda" else "attnops:vanilla", fields)
+
+    def run(q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        out, pull_back = jax.vjp(lambda *qkv: operation(*qkv, **options).attention_outputs, q, k, v)
+        return out, *pull_back(d_out)
+
+    return run
+
+
+SLOW = pytest.mark.slow
+PROBLEMS = [
+    pytest.param((200, 200, 4, 2, 64), {"mask": Causal()}, id="causal, ragged, grouped"),
+    pytest.param((256, 256, 2, 2, 128), {"mask": Causal() & SlidingWindow(70, 0)}, id="window", marks=SLOW),
+    pytest.param((300, 300, 2, 1, 64), {"mask": documents(300)}, id="documents", marks=SLOW),
+    pytest.param((130, 300, 2, 2, 64), {}, id="no mask, more keys than queries", marks=SLOW),
+    pytest.param((150, 150, 1, 1, 256), {"mask": Causal()}, id="D 256", marks=SLOW),
+    pytest.param((200, 200, 2, 1, 128), {"mask": documents(200), "logits_soft_cap": 3.0}, id="soft cap", marks=SLOW),
+    pytest.param((140, 140, 2, 2, 64), {"mask": Causal(), "sinks": np.array([0.5, -1.0], np.float32)}, id="sinks",
+                 marks=SLOW),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "options"), PROBLEMS)
+def test_simulated_they_are_right(
+    sizes: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    T, S, H, K, D = sizes
+    run: list[str] = []
+    real = simulator.simulate
+
+    def recorded(kernel: Kernel, *given: Any) -> None:
+        run.append(kernel.name)
+        real(kernel, *given)
+
+    monkeypatch.setattr(simulator, "simulate", recorded)
+    rng = np.random.default_rng(0)
+    q, d_out = (rng.normal(size=(2, T, H, D)).astype(np.float32) for _ in range(2))
+    k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
+    with target("sm_90"):
+        found = both("cuda", options, interpret=True)(q, k, v, d_out)
+    assert len(run) == (3 if D <= 128 else 2), "the kernel for dk and dv has too many sums at D 256"
+    mask = options.get("mask")
+    dense = None if mask is None else np.asarray(mask.dense(2, H, T, S))
+    rest = {name: x for name, x in options.items() if name != "mask"}
+    np.testing.assert_allclose(found[0], attention(q, k, v, mask=dense, **rest).out, atol=5e-6)
+    expected = both("cpu", options)(q, k, v, d_out)
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, other, atol=2e-5)
+
+
+def launched(D: int, mask: Mask | None, T: int = 256, dtype: str = "bfloat16", K: int = 2, **options: Any) -> Any:
+    """The kernels of forward and backward for Hopper."""
+    q, k = (jax.ShapeDtypeStruct((1, T, heads, D), jnp.dtype(dtype)) for heads in (4, K))
+    return kernels(
+        both("cuda", {"mask": mask, **options}, dropout_prob=0.1 * ("dropout_key" in options)), (q, k, k, q), "sm_90"
+    )
+
+
+MISTAKES = {
+    "values are read before they are there": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
+    "buffers of keys are never free": ("mbarrier.arrive(k_free.index(stage))", "pass"),
+    "buffers of values are never free": ("mbarrier.arrive(v_free.index(before))", "pass"),
+    "the turn is never passed on": ("mbarrier.arrive(turn.index(1 - own))", "pass"),
+    "buffers are overwritten": ("mbarrier.wait(k_free.index(stage), phase)", "pass"),
+    "scores are read before they are computed": ("s = warpgroup_mma_wait(1, deps=[s])", "pass"),
+    "a buffer is free before its product is over": (
+        "s = warpgroup_mma_wait(1, deps=[s])\n", "mbarrier.arrive(k_free.index(stage))\n"
+    ),
+    "the phase of the ring stays": ("phase = phase ^ 1", "pass"),
+    "fewer bytes are expected": (
+        "mbarrier.expect(k_ready.index(stage), 32768)", "mbarrier.expect(k_ready.index(stage), 16)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator, "PATIENCE", 2.0)
+    T, D = 640, 64
+    q = jax.ShapeDtypeStruct((1, T, 1, D), jnp.float32)
+    operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda", interpret=True))
+    with target("sm_90"):
+        (found,) = kernels(lambda *qkv: operation(*qkv).attention_outputs, (q, q, q), "sm_90")
+    text = found.recipe.kernel.text
+    if mistake is not None:
+        old, new = MISTAKES[mistake]
+        assert old in text
+        text = text.replace(old, new)
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(1, T, 1, D)).astype(np.float32) for _ in range(3)]
+    out = np.full((1, T, 1, D), np.nan, np.float32)
+    results = [out, np.zeros((1, 1, T), np.float32), np.zeros((1, 1, T), np.float32), np.zeros(1, np.int8)]
+
+    def wrong() -> bool:
+        try:
+            kernel = dataclasses.replace(found.recipe.kernel, text=text)
+            interpreter.run_on_host(kernel, found.integers, 1, arrays, results)
+        except (TimeoutError, RuntimeError, AttributeError, TypeError, ValueError):
+            return True
+        rows = slice(T - 128, T)  # of the first program
+        expected = attention(*arrays).out
+        return not np.allclose(out[:, rows], expected[:, rows], atol=1e-5)
+
+    assert wrong() is (mistake is not None)
+
+
+def test_scratch_memory_is_the_last_pointer() -> None:
+    (forward, *_) = launched(64, None)
+    program, kernel = build(forward.recipe), forward.recipe.kernel
+    text = program.code.decode()
+    assert kernel.pointers[-1] == "scratch_ptr"
+    assert f"[{kernel.name}_param_{len(kernel.pointers) - 1}]" in text
+    assert f"[{kernel.name}_param_{len(kernel.pointers) + len(kernel.integers)}]" not in text, "that one is null"
+    assert ".version 8.3" in text
+
+
+TABLE = [
+    pytest.param(
+        D, dtype, T, K, mask, cap, id=f"{D} {dtype} {T} {K} {name}{' cap' if cap else ''}",
+        marks=[pytest.mark.slow, pytest.mark.exhaustive],
+    )
+    for D in SPECIALISED["sm_90"]
+    for dtype in ("bfloat16", "float16")
+    for T in (4096, 1000)
+    for K in (4, 2)
+    for name, mask in (("none", None), ("causal", Causal()), ("window", Causal() & SlidingWindow(500, 0)),
+                       ("documents", documents(T)))
+    for cap in (None, 30.0)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("D", "dtype", "T", "K", "mask", "cap"), TABLE)
+def test_they_fit_and_spill_nothing(D: int, dtype: str, T: int, K: int, mask: Mask | None, cap: float | None) -> None:
+    for each in launched(D, mask, T, dtype, K, logits_soft_cap=cap):
+        for ptxas in ASSEMBLERS:
+            binary = compile_for(each, "sm_90", ptxas)
+            assert binary.shared <= SHARED_MEMORY["sm_90"]
+            assert binary.spilled == 0 or not each.tiles.specialised, f"{each.recipe.kernel.name} {each.tiles}"
+
+
+def specialised(found: list[Launched]) -> list[bool]:
+    return [each.tiles.specialised for each in found]
+
+
+@pytest.mark.parametrize(
+    ("D", "mask", "options", "expected"),
+    [
+        (64, None, {}, [True] * 3),
+        (128, documents(256), {}, [True] * 3),
+        (256, Causal(), {}, [True, True, False]),
+        (96, Causal(), {}, [False] * 3),
+        (128, Dense(np.tri(256, dtype=bool)[None, None]), {}, [False] * 3),
+        (128, Segments(np.arange(256) // 90, np.arange(256) // 80), {}, [False] * 3),
+        (128, Causal(), {"dtype": "float32"}, [False] * 3),
+        (128, Causal(), {"bias": jnp.ones((1, 4, 256, 256))}, [False] * 3),
+        (128, Causal(), {"dropout_key": jax.random.key(0)}, [False] * 3),
+    ],
+)
+def test_the_others_serve_what_they_do_not(
+    D: int, mask: Mask | None, options: dict[str, Any], expected: list[bool]
+) -> None:
+    assert specialised(launched(D, mask, **options)) == expected
+
+
+def test_old_versions_and_assemblers_have_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "version_of", {"triton": "3.8.0", "jax": "0.10.2"}.get)
+        assert specialised(launched(64, None)) == [False] * 3
+
+    def here(release: tuple[int, int]) -> bool:
+        from attnops_triton.flash import specialised as module
+
+        monkeypatch.setattr(assembler, "find", lambda: Assembler(Path("ptxas"), release))
+        return module._is_supported()
+
+    assert [here((12, 2)), here((12, 3))] == [False, True]

@@ -183,10 +183,11 @@ def own_trips(job: Job) -> list[tuple[float, float, Trips]]:
             trips.append((name, float((is_kind & ~after if special else is_kind).sum()) / n, 0.0))
             trips += [(f"{name} after REDUCED", float((is_kind & after).sum()) / n, 0.0)] if special else []
         rows, rounds = float(entries.last.sum()) / n, job.head_dim / 8
+        empty = float(((entries.kind == 0) & entries.last).sum()) / n
         longest = schedule.longest / schedule.joined
         padding = float(longest - ((entries.kind > 0) | (entries.first > 0)).sum() / n)
         if job.backward:
-            trips = [("clear dq", 1.0, rounds), ("clear dk, dv", rows, rounds), *trips, ("write", rows, 0.0),
+            trips = [("clear dq", 1.0, rounds), ("clear dk, dv", empty, rounds), *trips, ("write", rows, 0.0),
                      ("write dq", 1.0, rounds / 2)]  # fmt: skip
             calls.append((longest, padding, trips))
         else:

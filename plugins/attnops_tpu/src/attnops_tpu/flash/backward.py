@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attnops.kernels import folds_batch, output_like
+from attnops.masks import Coverage
 from attnops_tpu.flash.launch import Result, Scratch, launch
 from attnops_tpu.flash.operands import (
     Arrays,
@@ -47,7 +48,7 @@ from attnops_tpu.flash.tile import (
 from attnops_tpu.flash.tile_schedule import Body, TileSchedule
 
 if TYPE_CHECKING:
-    from attnops.typing import DType, PyTree, Ref
+    from attnops.typing import DType, Leaf, PyTree, Ref
 
 # The offset at which a buffer is read is 0, but as far as the compiler knows it may be this: rows of a 16-bit register.
 _OFFSET: Final = 16
@@ -204,18 +205,19 @@ def _kernel(
         for head in range(G):
             _clear(dq.at[head])
 
-    @pl.when((entry.first == 1) & (g == 0))
+    begins = (entry.first == 1) & (g == 0)
+
+    @pl.when(begins & (entry.kind == int(Coverage.EMPTY)))
     def _() -> None:
         _clear(dk)
         _clear(dv)
-        k_transposed[...] = named["k"][...].T
 
     for kind in schedule.kinds:
 
         @pl.when(entry.kind == kind)
         def _(body: Body = schedule.body(kind)) -> None:  # noqa: B008
             start = (index.q_tile - first[0]) * plan.bq
-            _add_tile(plan, named, index, body, (dq.at[g], dk, dv), start, buffers, first[1])
+            _add_tile(plan, named, index, body, (dq.at[g], dk, dv), begins, start, buffers, first[1])
 
     @pl.when((entry.last == 1) & (g == G - 1))
     def _() -> None:
@@ -236,6 +238,7 @@ def _add_tile(
     index: TileIndex,
     body: Body,
     gradients: Ref,
+    begins: Leaf,
     start: Ref,
     buffers: Ref,
     zero: Ref,
@@ -248,6 +251,7 @@ def _add_tile(
         index: of the tile.
         body: of the tile.
         gradients: of queries [D, span · bq], of keys [D, bk] and of values [Dv, bk].
+        begins: whether the tile is the first of its row, so that the last two hold nothing yet.
         start: the offset of the tile's queries in the first.
         buffers: for the weights and the gradients of scores of the sub-tiles between two stages,
             [rows + `_OFFSET`, cols].
@@ -263,7 +267,9 @@ def _add_tile(
         for col, row in order
         if (row // rows, col // cols) not in body.hidden
     ]
-    masked = [body.is_masked(sub.row // rows, sub.col // cols) for sub in sub_tiles]  # fmt: skip
+    masked = [body.is_masked(sub.row // rows, sub.col // cols) for sub in sub_tiles]
+    # The first sub-tile of each range of keys.
+    firsts = {sub.row: i for i, sub in reversed(list(enumerate(sub_tiles)))}
     written = pl.ds(zero * _OFFSET if plan.interpret else pl.multiple_of(zero * _OFFSET, _OFFSET), rows)
 
     def prepare(i: int, s: jax.Array, d_weights: jax.Array) -> None:
@@ -281,14 +287,24 @@ def _add_tile(
         if masked[i] and plan.scoring.has_fully_masked_tokens:
             visible = sub.allowed()
             q, k_transposed = zero_masked_queries(q, visible), zero_masked_keys(k_transposed, visible, axis=1)
-        dv[:, sub.keys] += product(plan, refs["d_out"][:, sub.queries], weights, 1, 1)
-        dk[:, sub.keys] += product(plan, q, d_scores, 1, 1)
+        for total, x, d_x in ((dv, refs["d_out"][:, sub.queries], weights), (dk, q, d_scores)):
+            before = total[:, sub.keys]
+            # Cheaper here, between products, than in a loop of its own.
+            before = jnp.where(begins, 0.0, before) if firsts[sub.row] == i else before
+            total[:, sub.keys] = before + product(plan, x, d_x, 1, 1)
         at = start + sub.col
         at = pl.ds(at if plan.interpret else pl.multiple_of(at, 128), cols)
         dq[:, at] += product(plan, k_transposed, d_scores)
 
+    for row in lines:
+        if row not in firsts:  # all of these are hidden
+            for total in (dk, dv):
+                total[:, row : row + rows] = jnp.where(begins, 0.0, total[:, row : row + rows])
     for i in range(len(sub_tiles) + lag):
         computed = products(sub_tiles[i], refs) if i < len(sub_tiles) else None
+        if computed is not None and firsts[sub_tiles[i].row] == i:
+            keys = sub_tiles[i].keys
+            refs["k_transposed"][:, keys] = refs["k"][keys, :].T
         if i >= lag:
             add(i - lag)
         if computed is not None:

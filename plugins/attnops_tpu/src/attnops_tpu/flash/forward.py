@@ -140,8 +140,20 @@ def _rows(
         ],
         cost=cost(plan, schedule.longest, plan.D + plan.Dv),
         sequential=plan.sequential,
+        spilled=_bytes_a_score(plan) * plan.bq * plan.bk,
     )  # fmt: skip
     return out, rows
+
+
+def _bytes_a_score(plan: Plan) -> int:
+    """Of registers that the compiler spills, with a margin: it may compute the mask of a tile before all else.
+
+    Documents whose ids are traced need 6, at 2048 × 2048.
+    """
+    scoring = plan.scoring
+    if scoring.mask is None and not scoring.dropout_prob:
+        return 0
+    return 8 if scoring.dense or scoring.dropout_prob or (scoring.mask and scoring.mask.values) else 4
 
 
 def _current_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from attnops.typing import DType, Function
 
 PARALLEL, ARBITRARY = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
-# For what the compiler adds to blocks and scratch, mostly spilled registers: a share, and bytes a score of the tile, no
-# fewer than for 1024 × 1024 (documents whose ids are traced need 5.5 at 1024 × 2048 on v6e); in addition it may hold a
-# tile of each dense mask with 32 bits an element.
+# For what the compiler adds to blocks and scratch, mostly spilled registers: a share, and at least so many bytes; in
+# addition it may hold a tile of each dense mask with 32 bits an element.
 _SHARE: Final = 1.1
-_BYTES_A_SCORE: Final = 8
+_LEAST: Final = 8 << 20
 _LANES: Final = 128
 
 
@@ -53,6 +52,7 @@ def launch(
     cost: pl.CostEstimate | None = None,
     aliases: Mapping[int, int] | None = None,
     sequential: bool = False,
+    spilled: int = 0,
 ) -> Sequence[jax.Array]:
     """The results of a kernel.
 
@@ -68,6 +68,7 @@ def launch(
         cost: the estimate by which the compiler overlaps the kernel with transfers.
         aliases: the results, by index, that are written over an input, by index.
         sequential: whether batches and heads must run in order too, on one core.
+        spilled: bytes of vector memory that registers may need which the compiler spills.
     """
     inputs = list(inputs)
     blocks = [(spec, array.dtype) for array, spec in inputs] + [(spec, array.dtype) for array, spec in results]
@@ -82,7 +83,7 @@ def launch(
             scratch_shapes=[pltpu.VMEM(buffer.shape, jnp.dtype(buffer.dtype)) for buffer in scratch],
         ),
         input_output_aliases={len(scalars) + i: j for i, j in (aliases or {}).items()},
-        compiler_params=compiler_params(plan, len(grid), needed(blocks, scratch), sequential),
+        compiler_params=compiler_params(plan, len(grid), needed(blocks, scratch), sequential, spilled),
         cost_estimate=cost,
         interpret=interpret_params(plan.interpret),
         name=name,
@@ -92,7 +93,9 @@ def launch(
         return given(*scalars, *(array for array, _ in inputs))
 
 
-def compiler_params(plan: Plan, axes: int, memory: int, sequential: bool = False) -> pltpu.CompilerParams:
+def compiler_params(
+    plan: Plan, axes: int, memory: int, sequential: bool = False, spilled: int = 0
+) -> pltpu.CompilerParams:
     """For a grid of batch and heads, which are parallel axes unless ``sequential``, and ``axes - 2`` sequential ones.
 
     Args:
@@ -101,9 +104,9 @@ def compiler_params(plan: Plan, axes: int, memory: int, sequential: bool = False
         memory: see `needed`. What a kernel may use is not available to the program around it, whose arrays the compiler
             keeps in vector memory too.
         sequential: see `launch`.
+        spilled: see `launch`.
     """
-    scores = plan.bq * plan.bk
-    margin = _BYTES_A_SCORE * max(scores, 1 << 20) + 4 * scores * plan.scoring.dense
+    margin = max(_LEAST, spilled) + 4 * plan.bq * plan.bk * plan.scoring.dense
     return pltpu.CompilerParams(
         dimension_semantics=(*[ARBITRARY if sequential else PARALLEL] * 2, *[ARBITRARY] * (axes - 2)),
         vmem_limit_bytes=min(plan.vmem, int(_SHARE * memory) + margin),

@@ -39,6 +39,8 @@ def test_the_limit_is_what_is_needed_and_a_margin_but_never_more_than_the_most(n
     assert 8 << 20 < small < 10 << 20
     assert large == vmem
     assert compiler_params(plan(vmem, dense=1), 3, 1 << 20).vmem_limit_bytes == small + 4 * 1024 * 512
+    few, many = (compiler_params(plan(vmem), 3, 1 << 20, spilled=n).vmem_limit_bytes for n in (1 << 20, 9 << 20))
+    assert (few, many) == (small, small + (1 << 20))
 
 
 @pytest.mark.parametrize("value", ["0", "1"])

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 SUBLANES = 8
 EMPTY: Final = int(Coverage.EMPTY)
+# Primitives of masks by position alone.
+COMPARISONS: Final = frozenset({"add", "and", "ge", "gt", "le", "lt", "not", "or", "sub"})
 
 
 class _State(NamedTuple):
@@ -148,12 +150,13 @@ def _rows(
 def _bytes_a_score(plan: Plan) -> int:
     """Of registers that the compiler spills, with a margin: it may compute the mask of a tile before all else.
 
-    Documents whose ids are traced need 6, at 2048 × 2048.
+    Documents whose ids are traced and a `MaskFn` need up to 6, at 2048 × 2048; a causal mask, 1.
     """
-    scoring = plan.scoring
-    if scoring.mask is None and not scoring.dropout_prob:
+    mask, scoring = plan.scoring.mask, plan.scoring
+    if mask is None and not scoring.dropout_prob:
         return 0
-    return 8 if scoring.dense or scoring.dropout_prob or (scoring.mask and scoring.mask.values) else 4
+    is_simple = mask is None or (not mask.values and mask.primitives <= COMPARISONS)
+    return 4 if is_simple and not scoring.dense and not scoring.dropout_prob else 8
 
 
 def _current_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -57,14 +59,18 @@ def run_on_host(
 
         simulate(kernel, integers, programs, arrays, results)
         return
-    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime import interpreter
 
     with contextlib.suppress(ImportError):
         # Its import copies Triton's functions, which must not be those that the interpreter patches.
         import triton.experimental.gluon.language  # noqa: F401
 
-    with _LOCK, np.errstate(all="ignore"):
-        InterpretedFunction(function(kernel)).run(
+    with _LOCK, np.errstate(all="ignore"), contextlib.ExitStack() as stack:
+        if _listed is not None:
+            functions = interpreter._interpreter
+            stack.callback(setattr, interpreter, "_interpreter", functions)
+            interpreter._interpreter = _Listing(functions, kernel.name, [*arrays, *results], _listed)
+        interpreter.InterpretedFunction(function(kernel)).run(
             *(Buffer(x) for x in (*arrays, *results)), *integers, grid=(programs,), warmup=False
         )
 
@@ -113,3 +119,62 @@ class Buffer:
 def _unwritten(shape: jax.ShapeDtypeStruct) -> NumpyArray:
     is_float = np.issubdtype(shape.dtype, np.floating)
     return np.full(shape.shape, np.nan if is_float else np.iinfo(shape.dtype).max, shape.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Elements that a program loaded together.
+
+    Attributes:
+        array: the index of the array among the kernel's pointers.
+        first: the first byte of each element, counted from the array's.
+        size: bytes an element.
+    """
+
+    array: int
+    first: NumpyArray
+    size: int
+
+
+@contextlib.contextmanager
+def loads() -> Iterator[list[tuple[str, Loaded]]]:
+    """A context in which the loads of interpreted kernels are listed by the kernels' names.
+
+    Elements that are masked are not loaded. Not for several threads.
+    """
+    global _listed
+    _listed = found = []
+    try:
+        yield found
+    finally:
+        _listed = None
+
+
+_listed: list[tuple[str, Loaded]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listing:
+    """The interpreter's functions on memory, which list loads.
+
+    Attributes:
+        functions: those that it calls.
+        name: of the kernel.
+        arrays: its arrays.
+        found: the list.
+    """
+
+    functions: Any
+    name: str
+    arrays: list[NumpyArray]
+    found: list[tuple[str, Loaded]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.functions, name)
+
+    def load(self, pointers: NumpyArray, mask: NumpyArray, *rest: Any) -> Any:
+        at = np.asarray(pointers)[np.broadcast_to(mask, np.shape(pointers)).astype(bool)].astype(np.int64)
+        for i, array in enumerate(self.arrays):
+            if at.size and array.ctypes.data <= at.flat[0] < array.ctypes.data + array.nbytes:
+                self.found.append((self.name, Loaded(i, at - array.ctypes.data, array.itemsize)))
+        return self.functions.load(pointers, mask, *rest)

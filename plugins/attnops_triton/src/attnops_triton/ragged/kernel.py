@@ -20,7 +20,7 @@ def write_kernel(write: Writer, plan: Plan, written: dict[str, int]) -> int:
         written: see `attnops_triton.ragged.write.write_tokens`.
     """
     scores = Scores(write, plan)
-    storage = Storage(write, plan, scores)
+    storage = Storage(write, plan)
     for name, value in (("T", plan.T), ("S", plan.S), ("keys", plan.key_axis)):
         write.integer(name, value)
     programs = _place(write, plan)
@@ -96,7 +96,7 @@ def write_rows(write: Writer, plan: Plan) -> None:
 
 
 def _queries(write: Writer, plan: Plan) -> None:
-    """Load the queries ``q_0``, ``q_1``, …, [rows, width] or with keys first [width, rows]."""
+    """Load the queries ``q_0``, ``q_1``, …, [rows, width]."""
     write_rows(write, plan)
     lead = "" if plan.is_packed else "b.to(tl.int64) * T + "
     write(f"q_at = q_ptr + (({lead}qr).to(tl.int64) * {plan.H} + hr) * {plan.D}")
@@ -116,8 +116,6 @@ def _queries(write: Writer, plan: Plan) -> None:
         )
     for i in range(len(chunks)):
         write(f"q_{i} = q_{i}.to(tl.{plan.dtype})")
-        if plan.tiles.keys_first:
-            write(f"q_{i} = tl.trans(q_{i})")
     if plan.scales_first:
         _factor(write, plan)
 
@@ -134,8 +132,7 @@ def _state(write: Writer, plan: Plan) -> None:
     rows = plan.tiles.rows
     write(f'm = tl.full([{rows}], float("-inf"), tl.float32)', f"l = tl.full([{rows}], 0.0, tl.float32)")
     for i, chunk in enumerate(plan.value_chunks):
-        shape = f"[{chunk.width}, {rows}]" if plan.tiles.keys_first else f"[{rows}, {chunk.width}]"
-        write(f"acc_{i} = tl.full({shape}, 0.0, tl.float32)")
+        write(f"acc_{i} = tl.full([{rows}, {chunk.width}], 0.0, tl.float32)")
     if _has_unit(plan):
         write("unit = pid.to(tl.float32) * 0.0")
 
@@ -169,30 +166,29 @@ def _tile(write: Writer, plan: Plan, scores: Scores, storage: Storage, masked: b
     guarded = False
     if masked:
         conditions = [storage.present] if storage.present else []
-        conditions += [] if plan.is_even else [f"(slot < S){scores.by_key}"]
-        conditions.append(f"real{scores.by_row}")
+        conditions += [] if plan.is_even else ["(slot < S)[None, :]"]
+        conditions.append("real[:, None]")
         guarded = scores.allowed(*conditions)
     storage.keys(guarded)
     _products(write, plan, plan.key_chunks)
     if plan.scales_first:
-        factor = f"factor{scores.by_row}" if plan.scales_queries else "factor"
+        factor = "factor[:, None]" if plan.scales_queries else "factor"
         write(f"s = s * {factor}")
     if plan.scales == "token_head":
-        write(f"s = s * {storage.scale('key', guarded)}{scores.by_key}")
+        write(f"s = s * {storage.scale('key', guarded)}[None, :]")
     scores.apply_cap_and_bias()
     if guarded:
         write('s = tl.where(ok, s, float("-inf"))')
-    _softmax(write, plan, scores, masked)
+    _softmax(write, plan, masked)
     storage.values(guarded)
-    _accumulate(write, plan, scores, storage, guarded)
+    _accumulate(write, plan, storage, guarded)
     write("m = m_new")
 
 
 def _products(write: Writer, plan: Plan, chunks: list[Chunk]) -> None:
     """Write ``s``, the products of queries and keys."""
     for i in range(len(chunks)):
-        a, b = (f"k_{i}", f"q_{i}") if plan.tiles.keys_first else (f"q_{i}", f"tl.trans(k_{i})")
-        write(f"s = tl.dot({a}, {b}{', s' if i else ''}{precision(plan)})")
+        write(f"s = tl.dot(q_{i}, tl.trans(k_{i}){', s' if i else ''}{precision(plan)})")
 
 
 def precision(plan: Plan) -> str:
@@ -200,10 +196,10 @@ def precision(plan: Plan) -> str:
     return f', input_precision="{"tf32" if plan.tf32 else "ieee"}"' if plan.dtype == "float32" else ""
 
 
-def _softmax(write: Writer, plan: Plan, scores: Scores, masked: bool) -> None:
+def _softmax(write: Writer, plan: Plan, masked: bool) -> None:
     """Write the weights ``p``, ``m_new``, ``alpha`` and the sum ``l``."""
-    axis, unit = scores.key_axis, number(plan.score_unit * LOG2E)
-    write(f"m_new = tl.maximum(m, tl.reduce(s, {axis}, largest))")
+    unit = number(plan.score_unit * LOG2E)
+    write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
     if masked or plan.scoring.has_bias:
         # Fully masked so far: −inf − −inf is NaN.
         write('below = tl.where(m_new == float("-inf"), 0.0, m_new)')
@@ -211,13 +207,13 @@ def _softmax(write: Writer, plan: Plan, scores: Scores, masked: bool) -> None:
         write("below = m_new")
     if plan.scoring.has_bias or plan.dtype == "float32":
         # The difference first, which is exact; biases may be so large that a difference of products is not.
-        write(f"p = tl.exp2((s - below{scores.by_row}) * {unit})")
+        write(f"p = tl.exp2((s - below[:, None]) * {unit})")
     else:
-        write(f"p = tl.exp2(s * {unit} - (below * {unit}){scores.by_row})")
-    write(f"alpha = tl.exp2((m - below) * {unit})", f"l = l * alpha + tl.reduce(p, {axis}, total)")
+        write(f"p = tl.exp2(s * {unit} - (below * {unit})[:, None])")
+    write(f"alpha = tl.exp2((m - below) * {unit})", "l = l * alpha + tl.reduce(p, 1, total)")
 
 
-def _accumulate(write: Writer, plan: Plan, scores: Scores, storage: Storage, guarded: bool) -> None:
+def _accumulate(write: Writer, plan: Plan, storage: Storage, guarded: bool) -> None:
     """Write the products of weights and values, added to the output so far."""
     if plan.scales == "token_head":
         scale = "key_scale" if plan.is_latent else storage.scale("value", guarded)
@@ -229,9 +225,8 @@ def _accumulate(write: Writer, plan: Plan, scores: Scores, storage: Storage, gua
                 f"{scale} = {scale} * inverse_unit",
                 "unit = unit_new",
             )
-        write(f"p = p * {scale}{scores.by_key}")
+        write(f"p = p * {scale}[None, :]")
     write(f"p = p.to(tl.{plan.dtype})")
     for i in range(len(plan.value_chunks)):
-        write(f"acc_{i} = acc_{i} * alpha{scores.by_row}")
-        a, b = (f"tl.trans(v_{i})", "p") if plan.tiles.keys_first else ("p", f"v_{i}")
-        write(f"acc_{i} = tl.dot({a}, {b}, acc_{i}{precision(plan)})")
+        write(f"acc_{i} = acc_{i} * alpha[:, None]")
+        write(f"acc_{i} = tl.dot(p, v_{i}, acc_{i}{precision(plan)})")

@@ -33,7 +33,6 @@ class RaggedTiles:
         warps: warps a program.
         stages: stages of the software pipeline.
         splits: programs that share the keys of an item.
-        keys_first: whether a tile of scores is [keys, rows] instead of [rows, keys].
     """
 
     rows: int
@@ -41,7 +40,6 @@ class RaggedTiles:
     warps: int
     stages: int
     splits: int = 1
-    keys_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

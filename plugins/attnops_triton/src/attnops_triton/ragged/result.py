@@ -17,11 +17,10 @@ def write_partial(write: Writer, plan: Plan) -> None:
     write("tl.store(part_m_ptr + at, m)", "tl.store(part_l_ptr + at, l)")
     _unscaled(write, plan)
     for i, (start, width, stop) in enumerate(plan.value_chunks):
-        values = f"tl.trans(acc_{i})" if plan.tiles.keys_first else f"acc_{i}"
         columns = f"({start} + tl.arange(0, {width}))[None, :]"
         conditions = ["(l != 0.0)[:, None]"] + [f"({columns} < {stop})"] * (start + width > stop)
         target = f"part_ptr + at[:, None] * {plan.Dv} + {columns}"
-        write(f"tl.store({target}, {values}, mask={' & '.join(conditions)})")
+        write(f"tl.store({target}, acc_{i}, mask={' & '.join(conditions)})")
 
 
 def _partial_rows(plan: Plan) -> str:
@@ -47,16 +46,14 @@ def write_result(write: Writer, plan: Plan) -> None:
     """Write the division by the denominator, sinks included, and the stores of output and logsumexp."""
     _unscaled(write, plan)
     write_denominator(write, plan, "hr")
-    by_row = "[None, :]" if plan.tiles.keys_first else "[:, None]"
     write("stored = real & seen_any" if plan.is_packed else "stored = real")
     write(f"at = {_query_rows(plan)} * {plan.H} + hr")
     for i, (start, width, stop) in enumerate(plan.value_chunks):
-        write(f"acc_{i} = acc_{i} * scaling{by_row}")
-        values = f"tl.trans(acc_{i})" if plan.tiles.keys_first else f"acc_{i}"
+        write(f"acc_{i} = acc_{i} * scaling[:, None]")
         columns = f"({start} + tl.arange(0, {width}))[None, :]"
         conditions = ["stored[:, None]"] + [f"({columns} < {stop})"] * (start + width > stop)
         target = f"out_ptr + at[:, None] * {plan.Dv} + {columns}"
-        write(f"tl.store({target}, {values}.to(tl.{plan.out_dtype}), mask={' & '.join(conditions)})")
+        write(f"tl.store({target}, acc_{i}.to(tl.{plan.out_dtype}), mask={' & '.join(conditions)})")
     if plan.wants_lse:
         write(f"tl.store(lse_ptr + {_lse_rows(plan)}, lse, mask=stored)")
 

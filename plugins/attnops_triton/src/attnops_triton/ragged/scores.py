@@ -34,23 +34,7 @@ class Scores:
     @property
     def shape(self) -> str:
         """The tile's shape."""
-        tiles = self.plan.tiles
-        return f"[{tiles.bk}, {tiles.rows}]" if tiles.keys_first else f"[{tiles.rows}, {tiles.bk}]"
-
-    @property
-    def by_row(self) -> str:
-        """The subscript that broadcasts a variable by row to the tile."""
-        return "[None, :]" if self.plan.tiles.keys_first else "[:, None]"
-
-    @property
-    def by_key(self) -> str:
-        """The subscript that broadcasts a variable by key to the tile."""
-        return "[:, None]" if self.plan.tiles.keys_first else "[None, :]"
-
-    @property
-    def key_axis(self) -> int:
-        """The axis of keys."""
-        return 0 if self.plan.tiles.keys_first else 1
+        return f"[{self.plan.tiles.rows}, {self.plan.tiles.bk}]"
 
     def load_values(self, by_key: bool) -> None:
         """Load the values of mask and bias that vary by key, or the others."""
@@ -78,11 +62,11 @@ class Scores:
         if "b" in axes:
             at += f" + b.to(tl.int64) * {self.plan.H if by_head else 1} * {n}"
         if by_head:
-            at += f" + (hr * {n}){self.by_row}"
+            at += f" + (hr * {n})[:, None]"
         if "q" in axes:
-            at += f" + qr{self.by_row}"
+            at += " + qr[:, None]"
         if "kv" in axes:
-            at += f" + kx{self.by_key}"
+            at += " + kx[None, :]"
         return f"tl.load({at})"
 
     def apply_cap_and_bias(self) -> None:
@@ -101,7 +85,7 @@ class Scores:
     def by_score(self, name: str) -> str:
         """The pointers to a tile of an array [B or 1, H or 1, T, S]."""
         rows = f"(b * {name}_b + hr * {name}_h).to(tl.int64) * T + qr"
-        return f"{name}_ptr + ({rows}){self.by_row} * keys + kx{self.by_key}"
+        return f"{name}_ptr + ({rows})[:, None] * keys + kx[None, :]"
 
     def allowed(self, *conditions: str) -> bool:
         """Write ``ok``, which scores are not masked, and ``seen`` [bk], which keys some row sees.
@@ -120,10 +104,10 @@ class Scores:
             return False
         write(
             f"ok = {' & '.join(found)} & tl.full({self.shape}, 1, tl.int1)",
-            f"seen = tl.reduce(ok.to(tl.int32), {1 - self.key_axis}, largest) != 0",
+            "seen = tl.reduce(ok.to(tl.int32), 0, largest) != 0",
         )
         return True
 
     def _arguments(self, prefix: str, function: Elementwise) -> list[str]:
         values = (f"{prefix}{i}" for i in range(len(function.values)))
-        return ["s", "b", f"hr{self.by_row}", f"qr{self.by_row}", f"kx{self.by_key}", *values]
+        return ["s", "b", "hr[:, None]", "qr[:, None]", "kx[None, :]", *values]

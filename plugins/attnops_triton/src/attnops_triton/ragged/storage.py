@@ -12,7 +12,6 @@ import dataclasses
 from attnops_triton.language.source import Writer
 from attnops_triton.ragged.codec import decode
 from attnops_triton.ragged.plan import Chunk, Plan
-from attnops_triton.ragged.scores import Scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +21,10 @@ class Storage:
     Attributes:
         write: the kernel's lines.
         plan: of the call.
-        scores: of a tile.
     """
 
     write: Writer
     plan: Plan
-    scores: Scores
 
     @property
     def slots(self) -> str:
@@ -64,7 +61,7 @@ class Storage:
         """Whether pages are in the table, broadcasting to the tile; empty without pages."""
         if not self.plan.page:
             return ""
-        return "present" if self.plan.by_page else f"present{self.scores.by_key}"
+        return "present" if self.plan.by_page else "present[None, :]"
 
     def keys(self, guarded: bool) -> None:
         """Load ``k_0``, ``k_1``, …: chunks of keys [bk, width], in the operands' dtype.
@@ -106,6 +103,6 @@ class Storage:
             offset = f" + {feature}" if feature else ""
             write(f"{name}_{i} = tl.load({name}_at{offset} + {columns}{guard})")
             if plan.scales:
-                decode(write, f"{name}_{i}", plan.stored, plan.dtype)
+                decode(write, f"{name}_{i}", plan.stored, plan.dtype, plan.arch)
             elif plan.stored != plan.dtype:
                 write(f"{name}_{i} = {name}_{i}.to(tl.{plan.dtype})")

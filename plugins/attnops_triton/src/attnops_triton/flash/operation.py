@@ -206,8 +206,11 @@ def _other_gpu(request: Request) -> Iterable[Reason]:
         return
     if arch.startswith("sm_") and not current():
         yield from assembler.reasons(arch)
-    if arch.startswith("sm_") and isinstance(request, AttentionRequest) and set(request.dtypes) not in _HALVES:
+    # Over a cache tiles are smaller.
+    is_plain = isinstance(request, AttentionRequest) and request.cache is None
+    if arch.startswith("sm_") and is_plain and set(request.dtypes) not in _HALVES:
         # Operands of float32 products are in shared memory: tiles of query, key, value and output, of 16 tokens each.
+        assert isinstance(request, AttentionRequest)
         least, most = 4 * 16 * 2 * (request.head_dim + request.value_head_dim), SHARED_MEMORY[known(arch)]
         if least > most:
             yield Reason("head_dim", request.head_dim, f"the smallest tiles in float32 take {least} bytes of shared "

@@ -143,7 +143,8 @@ def loads() -> Iterator[list[tuple[str, Loaded]]]:
     Elements that are masked are not loaded. Not for several threads.
     """
     global _listed
-    _listed = found = []
+    found: list[tuple[str, Loaded]] = []
+    _listed = found
     try:
         yield found
     finally:

@@ -24,5 +24,5 @@ def writes(request: AttentionRequest, metadata: OperationMetadata) -> bool:
     cache = request.cache
     assert cache is not None
     G = request.heads // request.kv_heads
-    rows = rows_of(metadata.block_q, request.query_length, G)
+    rows = rows_of(metadata.block_q, request.query_length, G, max(request.head_dim, request.value_head_dim))
     return request.query_length * G <= rows and cache.storage != "WindowCache"

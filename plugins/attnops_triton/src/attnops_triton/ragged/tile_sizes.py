@@ -57,16 +57,19 @@ def splits(count: int) -> Iterator[None]:
         yield
 
 
-def rows_of(block_q: int | None, T: int, G: int) -> int:
+def rows_of(block_q: int | None, T: int, G: int, dim: int) -> int:
     """Rows of a tile of scores.
 
     Args:
         block_q: the metadata's; None for the table's.
         T: queries, of a row or packed.
         G: query heads a kv head.
+        dim: the greater of D and Dv.
     """
+    # The output so far is in registers: more than 32 rows of 512 features would be spilled.
+    most = 32 if dim > 256 else 128
     wanted = min(T, block_q) * G if block_q else min(T * G, _ROWS)
-    return min(max(_LEAST_ROWS, 1 << (wanted - 1).bit_length()), 128)
+    return min(max(_LEAST_ROWS, 1 << (wanted - 1).bit_length()), most)
 
 
 def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int | None) -> RaggedTiles:
@@ -80,14 +83,16 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
         block_k: the metadata's; None for the table's.
     """
     dim, shared = max(dims), SHARED_MEMORY[known(arch)] if arch else 0
-    warps = 8 if rows >= 64 and dim > 256 else 4
     if dtype == "float32":
-        return RaggedTiles(rows, block_k or (32 if dim <= 128 else 16), warps, 1)
+        return RaggedTiles(rows, block_k or (32 if dim <= 128 else 16), 4, 1)
     if dim > 256:
-        return RaggedTiles(rows, block_k or (64 if shared > _SMALL and rows == _LEAST_ROWS else 32), warps, 2)
+        is_large = shared > _SMALL and rows == _LEAST_ROWS
+        return RaggedTiles(rows, block_k or (64 if is_large else 32), 4 if rows == _LEAST_ROWS else 8, 2)
+    if dim > 128 and shared <= 64 << 10:
+        return RaggedTiles(rows, block_k or 32, 4, 2)
     # Of a few queries a larger tile takes fewer instructions a key: 11.1 instead of 13.5 of a warp at D 128 on sm_90.
     is_large = rows <= 32 and (dim <= 64 or (dim <= 128 and shared > _SMALL))
-    return RaggedTiles(rows, block_k or (128 if is_large else 64), warps, 2)
+    return RaggedTiles(rows, block_k or (128 if is_large else 64), 4, 2)
 
 
 def split_count(arch: str, programs: int, tiles: int) -> int:

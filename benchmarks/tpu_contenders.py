@@ -154,7 +154,7 @@ def own_trips(job: Job) -> list[tuple[float, float, Trips]]:
     import jax.numpy as jnp
     from attnops_tpu.flash.backend import PallasFlash
     from attnops_tpu.flash.prepare import tile_schedules
-    from attnops_tpu.flash.tile_schedule import KINDS, REDUCED, unpack
+    from attnops_tpu.flash.tile_schedule import REDUCED, kinds_of, unpack
 
     from attnops import OperationMetadata
     from attnops.kernels import FlashCall
@@ -167,17 +167,14 @@ def own_trips(job: Job) -> list[tuple[float, float, Trips]]:
         plan = PallasFlash().plan(FlashCall(OperationMetadata(platform="tpu"), x, x, x, mask=mask))  # type: ignore[arg-type]
         schedules = tile_schedules(plan, mask)
     calls = []
-    every = {kind for schedule in schedules.spans for kind in schedule.kinds}
     for schedule in schedules.spans if job.backward else schedules.forward:
         maps = np.asarray(schedule.entries).reshape(-1, schedule.stride)[:, : schedule.longest + 1]
         entries, n = unpack(maps), len(maps) * schedule.joined
         before = np.pad(entries.kind, ((0, 0), (1, 0)))[:, :-1]
         after = (entries.kind > 0) & (before == REDUCED)
         trips: Trips = []
-        for kind in KINDS:
+        for kind in kinds_of(schedules.spans) if job.backward else schedule.kinds:
             name, is_kind = "REDUCED" if kind == REDUCED else Coverage(kind).name, entries.kind == kind
-            if kind not in (every if job.backward else schedule.kinds):
-                continue
             # Forward, a kind of tile that may come after a REDUCED one has code of its own for that.
             special = not job.backward and kind in schedule.after_reduced
             trips.append((name, float((is_kind & ~after if special else is_kind).sum()) / n, 0.0))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_tpu.flash import backward, forward, tile_sizes
-from attnops_tpu.flash.tile_schedule import MAX_ROWS, REDUCED, Body, reduced, tile_schedule, unpack
+from attnops_tpu.flash.tile_schedule import KINDS, MAX_ROWS, REDUCED, Body, kinds_of, reduced, tile_schedule, unpack
 from attnops_tpu.generations import target
 
 from attnops import OperationMetadata, OperationRegistry
@@ -179,6 +179,13 @@ def test_gradients_of_joined_batches_are_written_once_each(traced: bool) -> None
     expected = attention_gradients(*(x.astype(np.float64) for x in (q, k, v)), d_out=d.astype(np.float64), mask=mask)
     for gradient, name in zip(found, ("query", "key", "value"), strict=True):
         np.testing.assert_allclose(np.asarray(gradient, np.float64), expected.values[name], atol=0.04)
+
+
+def test_kinds_of_several_schedules_have_one_order() -> None:
+    """The benchmark counts the code of each kind by its place in the kernel."""
+    schedules = [tile_schedule(np.full((1, 1, 1, 1), kind)) for kind in reversed(KINDS)]
+    assert kinds_of(schedules) == KINDS
+    assert kinds_of(schedules[:2]) == tuple(kind for kind in KINDS if kind in KINDS[1:])
 
 
 def test_what_is_not_joined() -> None:

@@ -45,7 +45,7 @@ from attnops_tpu.flash.tile import (
     zero_masked_keys,
     zero_masked_queries,
 )
-from attnops_tpu.flash.tile_schedule import Body, TileSchedule
+from attnops_tpu.flash.tile_schedule import Body, TileSchedule, kinds_of
 
 if TYPE_CHECKING:
     from attnops.typing import DType, Leaf, PyTree, Ref
@@ -106,7 +106,7 @@ def backward(
     longest = max(v.longest for v in spans)
     entries = jnp.stack([v.padded(longest) for v in spans])
     steps = jnp.stack([jnp.asarray(v.steps, jnp.int32) for v in spans])
-    kinds = tuple(sorted({kind for v in spans for kind in v.kinds}, reverse=True))
+    kinds = kinds_of(spans)
     first = jnp.stack([jnp.arange(len(spans), dtype=jnp.int32) * plan.span, jnp.zeros(len(spans), jnp.int32)], axis=1)
 
     def sweep(carry: PyTree, xs: PyTree) -> PyTree:

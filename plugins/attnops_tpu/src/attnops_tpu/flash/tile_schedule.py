@@ -14,6 +14,7 @@ from attnops.kernels import Foldable
 from attnops.masks import Coverage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import ModuleType
 
     from attnops.typing import Array, Leaf, PyTree, Ref
@@ -226,6 +227,12 @@ def _body(tiles: Array, across: int) -> Body:
         return MASKED
     alike = ((tiles == int(kind)).all(axis=0) for kind in (Coverage.EMPTY, Coverage.FULL))
     return Body(True, *(tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(x)) for x in alike))
+
+
+def kinds_of(schedules: Iterable[TileSchedule]) -> tuple[int, ...]:
+    """The kinds of entries of any of these schedules, in the order of `KINDS`."""
+    found = {kind for schedule in schedules for kind in schedule.kinds}
+    return tuple(kind for kind in KINDS if kind in found)
 
 
 def tile_schedule(

@@ -5,17 +5,26 @@ the step over one tile, and the seconds that a first call takes to compile, for 
     python benchmarks/triton_static.py --arch sm_90 --head-dim 128 --json out.json
     python benchmarks/triton_static.py --arch sm_90 --head-dim 128 --tiles 64,128,8,2   # others than the table's
 
+Cycles are those of a multiprocessor for 128 × 128 scores of FULL tiles: of the tensor cores, of the schedulers that
+issue instructions, and of the special function units (exponentials). ``share`` is the largest share of the tensor
+cores' rate that they leave: of specialised kernels, whose partitions overlap them, tensor over the largest of the
+three, and of others, whose warps wait for products together, tensor over the sum of tensor and the larger of the other
+two.
+For Hopper the kernels of other architectures follow, and FlashAttention-3's tiles.
+
 Needs ``pip install attnops-triton``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
 of other programs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json as json_module
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +49,43 @@ HEAD_DIMS = ("64", "80", "96", "128", "192/128", "256", "576/512")
 # What is shown of the step over one tile.
 SHOWN = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "FMUL", "FADD", "FSEL", "MUFU", "LDGSTS", "BAR", "LDL", "STL")
 LENGTH, HEADS = 4096, 8
+# Multiplications of 16-bit matrices a cycle and multiprocessor; special functions; instructions.
+MULTIPLICATIONS = {"sm_80": 1024, "sm_90": 2048, "sm_100": 4096}
+SPECIAL, ISSUED = 16, 4
+# Head dims in the products of a score, as multiples of D and of Dv.
+PRODUCTS = {"forward": (1, 1), "backward_query": (2, 1), "backward_key": (2, 2)}
+# Tiles of FlashAttention-3's forward pass (hopper/tile_size.h), by head dim: without a mask, causal.
+FLASH_ATTENTION_3 = {64: ((192, 128), (192, 128)), 128: ((128, 176), (128, 128)), 256: ((128, 80), (128, 80))}
+
+
+def cycles(arch: str, head_dim: str, dtype: str, launched: Any, loop: Any) -> dict[str, float]:
+    """The cycles of 128 × 128 scores, and the share of the tensor cores' rate that they leave."""
+    if arch not in MULTIPLICATIONS or dtype == "float32":
+        return {}
+    D, Dv = (int(x) for x in (head_dim.split("/") * 2)[:2])
+    tiles = launched.tiles
+    warps = 8 if tiles.specialised else tiles.warps
+    each = 128 * 128 / (tiles.bq * tiles.bk)
+    of_d, of_dv = PRODUCTS[launched.recipe.kernel.name[14:]]
+    tensor = 128 * 128 * (of_d * D + of_dv * Dv) / MULTIPLICATIONS[arch]
+    issue = each * sum(loop.values()) * warps / ISSUED
+    special = each * loop["MUFU"] * 32 * warps / SPECIAL
+    others = max(issue, special)
+    share = tensor / (max(tensor, others) if tiles.specialised else tensor + others)
+    return {"tensor": round(tensor), "issue": round(issue), "special": round(special), "share": round(share, 2)}
+
+
+def flash_attention_3(head_dim: str, masked: bool) -> list[dict[str, Any]]:
+    """FlashAttention-3's tiles, whose instructions are not known here."""
+    if not head_dim.isdigit() or int(head_dim) not in FLASH_ATTENTION_3:
+        return []
+    bq, bk = FLASH_ATTENTION_3[int(head_dim)][masked]
+    tensor, special = 128 * 128 * 2 * int(head_dim) / MULTIPLICATIONS["sm_90"], 128 * 128 / SPECIAL
+    return [
+        {"arch": "sm_90", "head_dim": head_dim, "dtype": "bfloat16", "kernel": "FA-3 forward", "bq": bq, "bk": bk,
+         "specialised": True, "tensor": round(tensor), "special": round(special),
+         "share": round(tensor / max(tensor, special), 2)}
+    ]  # fmt: skip
 
 
 def measure(arch: str, head_dim: str, dtype: str, masked: bool) -> list[dict[str, Any]]:
@@ -66,9 +112,21 @@ def measure(arch: str, head_dim: str, dtype: str, masked: bool) -> list[dict[str
             | dataclasses.asdict(launched.tiles)
             | {"registers": found.registers, "spilled": found.spilled, "shared": found.shared}
             | {"compile_s": seconds, "shared_limit": SHARED_MEMORY[arch], "step": sum(found.loop.values())}
+            | cycles(arch, head_dim, dtype, launched, found.loop)
             | {name: found.loop[name] for name in SHOWN}
         )
     return rows
+
+
+@contextlib.contextmanager
+def ordinary() -> Iterator[None]:
+    """A context in which the kernels of all architectures serve Hopper too."""
+    kept = dict(tile_sizes.SPECIALISED)
+    tile_sizes.SPECIALISED.clear()
+    try:
+        yield
+    finally:
+        tile_sizes.SPECIALISED.update(kept)
 
 
 def main(
@@ -82,6 +140,7 @@ def main(
     """Compile, and print what came out."""
     if tiles:
         given = Tiles(*(int(x) for x in tiles.split(",")))
+        tile_sizes.SPECIALISED.clear()
         for by_size in tile_sizes.TABLE.values():
             for by_dim in by_size.values():
                 for limit in by_dim:
@@ -90,15 +149,19 @@ def main(
     for one in arch or SHARED_MEMORY:
         for dim in head_dim or HEAD_DIMS:
             rows += measure(one, dim, dtype, masked)
+            if any(row["specialised"] for row in rows[-3:]):
+                with ordinary():
+                    rows += measure(one, dim, dtype, masked)
+                rows += flash_attention_3(dim, masked)
     table = Table(
         title=f"{dtype}, {LENGTH} tokens, {'causal' if masked else 'no mask'}; the step is over one FULL tile"
     )
-    shown = [name for name in rows[0] if name not in ("dtype", "shared_limit") and any(row[name] for row in rows)]
+    shown = [name for name in rows[0] if name not in ("dtype", "shared_limit") and any(row.get(name) for row in rows)]
     for name in shown:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
-        bad = row["shared"] > row["shared_limit"] or row["spilled"]
-        table.add_row(*(str(row[name]) for name in shown), style="red" if bad else None)
+        bad = row.get("shared", 0) > row.get("shared_limit", 0) or row.get("spilled")
+        table.add_row(*(str(row.get(name, "")) for name in shown), style="red" if bad else None)
     Console(width=200 if not sys.stdout.isatty() else None).print(table)
     if json:
         json.write_text(json_module.dumps(rows, indent=1) + "\n")

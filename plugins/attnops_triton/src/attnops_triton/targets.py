@@ -15,6 +15,11 @@ SHARED_MEMORY: Final = {
     "sm_120": 99 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10,
 }  # fmt: skip
 
+# Multiprocessors (AMD: compute units) of the largest GPU of a target.
+_MULTIPROCESSORS: Final = {
+    "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256,
+}  # fmt: skip
+
 # The first CUDA release whose assembler knows an NVIDIA target, and the PTX version of that release. Newer assemblers
 # read older PTX, so that a program of this version can be assembled wherever its target is known at all.
 _FIRST: Final = {
@@ -65,6 +70,11 @@ def capability(arch: str) -> int:
 def wave_size(arch: str) -> int:
     """Threads of a warp, or of AMD's wave: 64 on GCN and CDNA, 32 on RDNA."""
     return 64 if arch.startswith("gfx9") else 32
+
+
+def multiprocessors(arch: str) -> int:
+    """Multiprocessors of the largest GPU of a target; 132 of one that is not known, 1 without a target."""
+    return _MULTIPROCESSORS.get(arch, 132) if arch else 1
 
 
 def first_cuda(arch: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from attnops_triton import versions
 from attnops_triton.aot import compile_for, kernels
+from attnops_triton.flash import plan
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import assembler, interpreter, simulator
 from attnops_triton.language.assembler import Assembler
@@ -24,7 +25,7 @@ from triton_assemblers import ASSEMBLERS
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Dense, Mask, Segments, SlidingWindow
-from attnops.testing import attention
+from attnops.testing import attention, attention_gradients
 
 NAME = "attnops-triton:flash"
 
@@ -33,10 +34,10 @@ def documents(n: int) -> Mask:
     return Causal() & Segments(np.arange(n) // 90)
 
 
-def both(platform: str, options: dict[str, Any], **metadata: Any) -> Callable[..., Any]:
+def both(options: dict[str, Any], **metadata: Any) -> Callable[..., Any]:
     """The output and the gradients of query, key and value."""
-    fields = OperationMetadata(platform=platform, on_unsupported="error", **metadata)
-    operation: Any = OperationRegistry.create(NAME if platform == "cuda" else "attnops:vanilla", fields)
+    fields = OperationMetadata(platform="cuda", on_unsupported="error", **metadata)
+    operation: Any = OperationRegistry.create(NAME, fields)
 
     def run(q: Any, k: Any, v: Any, d_out: Any) -> Any:
         out, pull_back = jax.vjp(lambda *qkv: operation(*qkv, **options).attention_outputs, q, k, v)
@@ -75,22 +76,42 @@ def test_simulated_they_are_right(
     q, d_out = (rng.normal(size=(2, T, H, D)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
     with target("sm_90"):
-        found = both("cuda", options, interpret=True)(q, k, v, d_out)
+        found = both(options, interpret=True)(q, k, v, d_out)
     assert len(run) == (3 if D <= 128 else 2), "the kernel for dk and dv has too many sums at D 256"
     mask = options.get("mask")
     dense = None if mask is None else np.asarray(mask.dense(2, H, T, S))
     rest = {name: x for name, x in options.items() if name != "mask"}
     np.testing.assert_allclose(found[0], attention(q, k, v, mask=dense, **rest).out, atol=5e-6)
-    expected = both("cpu", options)(q, k, v, d_out)
-    for own, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(own, other, atol=2e-5)
+    expected = attention_gradients(q, k, v, d_out=d_out, mask=dense, **rest).values
+    for own, name in zip(found[1:], ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(own, expected[name], atol=2e-5)
+
+
+@pytest.mark.parametrize("D", [pytest.param(16, id="ordinary"), pytest.param(64, id="specialised", marks=SLOW)])
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_groups_are_split_where_programs_are_few(D: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "multiprocessors", lambda arch: multiprocessors)
+    rng = np.random.default_rng(0)
+    T, H = 70, 4
+    q, d_out = (rng.normal(size=(1, T, H, D)).astype(np.float32) for _ in range(2))
+    k, v = (rng.normal(size=(1, T, 1, D)).astype(np.float32) for _ in range(2))
+    run = both({"mask": Causal()}, interpret=True)
+    with target("sm_90"):
+        found = run(q, k, v, d_out)
+        *_, by_key = kernels(run, (q, k, v, d_out), "sm_90")
+    tiles_of_keys = -(-T // by_key.tiles.bk)
+    assert by_key.programs == tiles_of_keys * (1 if multiprocessors == 1 else H)
+    mask = np.tril(np.ones((1, 1, T, T), bool))
+    expected = attention_gradients(q, k, v, d_out=d_out, mask=mask).values
+    for own, name in zip(found[1:], ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(own, expected[name], atol=2e-5)
 
 
 def launched(D: int, mask: Mask | None, T: int = 256, dtype: str = "bfloat16", K: int = 2, **options: Any) -> Any:
     """The kernels of forward and backward for Hopper."""
     q, k = (jax.ShapeDtypeStruct((1, T, heads, D), jnp.dtype(dtype)) for heads in (4, K))
     return kernels(
-        both("cuda", {"mask": mask, **options}, dropout_prob=0.1 * ("dropout_key" in options)), (q, k, k, q), "sm_90"
+        both({"mask": mask, **options}, dropout_prob=0.1 * ("dropout_key" in options)), (q, k, k, q), "sm_90"
     )
 
 

@@ -6,6 +6,7 @@ elementwise bias's values by query, key or head.
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import jax
@@ -111,8 +112,9 @@ def _by_key(
         if plan.by_key.specialised:
             inputs = inputs._replace(m=inputs.m * (plan.score_unit * LOG2E) + inputs.log2_sum)
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
-        shapes = {"dk": (plan.B, plan.S, plan.K, plan.D), "dv": (plan.B, plan.S, plan.K, plan.Dv)}
-        outputs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(plan.gradient_dtype)) for name, shape in shapes.items()}
+        heads, dtype = (plan.H, "float32") if plan.splits_groups else (plan.K, plan.gradient_dtype)
+        shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
+        outputs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
         outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
         write: Writer
         if plan.by_key.specialised:
@@ -122,6 +124,11 @@ def _by_key(
             write, programs = _write_by_key(plan, operands, schedule, wanted)
         results = launch(plan, plan.by_key, write, "attnops_flash_backward_key", operands, outputs, programs)
         results.pop("scratch", None)
+        if plan.splits_groups:
+            for name, x in results.items():
+                if name in shapes:
+                    summed = x.reshape(plan.B, plan.S, plan.K, plan.G, x.shape[-1]).sum(axis=3)
+                    results[name] = summed.astype(plan.gradient_dtype)
         return tuple(results.values())
 
     return run(plan, inputs, arrays, schedule)
@@ -223,8 +230,10 @@ def _write_by_key(
         for i in range(len(plan.chunks(plan.D))):
             tile.dot(f"dk_{i}", "ds", f"q_{i}", add=True)
 
-    with write.block(f"for g in range(0, {plan.G}):"):
-        write(f"h = k * {plan.G} + g")
+    split = plan.splits_groups
+    with contextlib.nullcontext() if split else write.block(f"for g in range(0, {plan.G}):"):
+        if not split:
+            write(f"h = k * {plan.G} + g")
         tile.load_values("", False)
         tile.load_values("kv", ragged)
         for i in wanted:
@@ -235,6 +244,8 @@ def _write_by_key(
             write(f"tl.store({base(write, f'dk_bias{i}', '', plan.H, 'S')} + ki, dk_bias{i}{masked})")
     for i in range(len(plan.chunks(plan.D))):
         write(f"dk_{i} = dk_{i} * {number(float(plan.scale))}")
-    tile.store("dk", "dk", "kv", plan.K, "k", plan.D, f"tl.{plan.gradient_dtype}")
-    tile.store("dv", "dv", "kv", plan.K, "k", plan.Dv, f"tl.{plan.gradient_dtype}")
+    of_heads = (plan.H, "h") if split else (plan.K, "k")
+    dtype_of_sums = "tl.float32" if split else f"tl.{plan.gradient_dtype}"
+    tile.store("dk", "dk", "kv", *of_heads, plan.D, dtype_of_sums)
+    tile.store("dv", "dv", "kv", *of_heads, plan.Dv, dtype_of_sums)
     return write, programs

@@ -27,8 +27,15 @@ def place_by_query(write: Writer, plan: Plan, bq: int) -> int:
 
 
 def place_by_key(write: Writer, plan: Plan, bk: int) -> int:
-    """Write ``b``, ``k`` and ``row`` of a program for one tile of keys. Returns the number of programs."""
+    """Write ``b``, ``k`` and ``row`` of a program for one tile of keys. Returns the number of programs.
+
+    If groups are split, ``h`` too, whose kv head is ``k``.
+    """
     rows = cdiv(plan.S, bk)
+    if plan.splits_groups:
+        _place(write, rows, plan.B * plan.H, plan.B * plan.H)
+        write("row = place", f"b = bh // {plan.H}", f"h = bh % {plan.H}", f"k = h // {plan.G}")
+        return rows * plan.B * plan.H
     per_head = plan.T * plan.G * (plan.D + plan.Dv) * plan.itemsize
     _place(write, rows, plan.B * plan.K, max(1, _CACHE // per_head))
     write("row = place", f"b = bh // {plan.K}", f"k = bh % {plan.K}")

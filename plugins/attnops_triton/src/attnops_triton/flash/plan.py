@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from attnops.kernels import Scoring
+from attnops_triton.targets import multiprocessors
 
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)
@@ -90,6 +91,15 @@ class Plan:
     def G(self) -> int:
         """Query heads a kv head."""
         return self.H // self.K
+
+    @property
+    def splits_groups(self) -> bool:
+        """Whether the query heads of a kv head have programs of their own in the kernel for dk and dv.
+
+        Their float32 sums are added afterwards. Otherwise a program for each tile of keys would leave multiprocessors
+        idle.
+        """
+        return self.G > 1 and cdiv(self.S, self.by_key.bk) * self.B * self.K < multiprocessors(self.arch)
 
     @property
     def score_unit(self) -> float:

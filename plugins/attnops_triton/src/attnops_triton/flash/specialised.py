@@ -52,7 +52,7 @@ def specialised_tiles(
     # Narrower where values by token would make them spill.
     if head_dim == 128 and (scoring.cap is not None or "q" in loaded):
         tiles[2] = dataclasses.replace(tiles[2], bq=32)
-    if "kv" in loaded and not even:
+    if "kv" in loaded and (not even or scoring.cap is not None):
         tiles[0] = dataclasses.replace(tiles[0], bk=64)
     return tiles
 

@@ -73,8 +73,9 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule) ->
     tiles, D = plan.by_key, plan.D
     held = tuple(Rows(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
     streamed = tuple(Rows(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
-    by_map = plan.gradient_dtype == plan.dtype
-    dk, dv = (Rows(name, "kv", plan.K, "k", D, ROWS, output=by_map) for name in ("dk", "dv"))
+    by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
+    heads, head, sums = (plan.H, "h", "float32") if plan.splits_groups else (plan.K, "k", plan.gradient_dtype)
+    dk, dv = (Rows(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
     parts = Partitions(plan, tiles, operands, schedule, held, streamed, (dk, dv) if by_map else ())
     programs = place_by_key(parts, plan, tiles.bk)
     parts(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
@@ -95,8 +96,8 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule) ->
             _load_of_head(parts)
         parts.find_tiles(write)
         parts.loop(write, 0, lambda masked: _key_step(parts, masked))
-    parts.store(dk, "dk", f"tl.{plan.gradient_dtype}", "k", number(float(plan.scale)))
-    parts.store(dv, "dv", f"tl.{plan.gradient_dtype}", "v")
+    parts.store(dk, "dk", f"tl.{sums}", "k", number(float(plan.scale)))
+    parts.store(dv, "dv", f"tl.{sums}", "v")
     return parts, programs
 
 

@@ -177,7 +177,8 @@ class Partitions(Writer):
     @property
     def flat(self) -> bool:
         """Whether the loop over tiles is one over the query heads of a kv head too, whose tiles are the same."""
-        return self.tile.transposed and self.plan.G > 1 and self.schedule.map_shape[1] == 1
+        shared = self.schedule.map_shape[1] == 1 and not self.plan.splits_groups
+        return self.tile.transposed and self.plan.G > 1 and shared
 
     def loop(self, write: Writer, start: int, body: Callable[[bool], None]) -> None:
         """Write loops over the tiles from index ``start`` on, PARTIAL ones first; ``body`` writes that of a tile."""
@@ -195,7 +196,7 @@ class Partitions(Writer):
     @contextlib.contextmanager
     def heads(self, write: Writer) -> Iterator[None]:
         """The loop over the query heads of a kv head, unless it is flat; ``h`` is the index of a head."""
-        if self.flat:
+        if self.flat or self.plan.splits_groups:
             yield
             return
         with write.block(f"for g in range(0, {self.plan.G}):") if self.plan.G > 1 else contextlib.nullcontext():

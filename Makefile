@@ -6,7 +6,8 @@ export JAX_PLATFORMS ?= cpu
 
 # Triton is for Linux alone.
 PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
-TESTS := tests examples $(PLUGINS)
+# attnops_splash, an example, is tested from its sources: what is installed takes part in all other tests.
+TESTS := tests examples $(PLUGINS) plugins/attnops_splash
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
 # are for hosts that have it.
 LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \

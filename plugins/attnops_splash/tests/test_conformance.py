@@ -1,0 +1,24 @@
+"""JAX's splash attention is held to the contract, by the suite of three lines that every plugin has."""
+
+from attnops_splash import SplashAttention
+
+from attnops.testing import OperationConformance
+from attnops.testing.features import FEATURES
+
+SERVED = {
+    "bfloat16", "runtime_dtype", "GQA", "MQA", "T < S", "T > S", "T = 1", "odd lengths", "D ≠ Dv", "head_dim 80",
+    "head_dim 256", "Causal", "Causal(offset)", "SlidingWindow", "Segments", "mask & mask", "traced Segments",
+    "NaN behind Causal(offset)", "NaN behind a window", "fully masked tiles", "softmax_scale", "negative scale",
+    "large logits", "soft cap", "layout BHTD",
+}  # fmt: skip
+
+
+class TestSplash(OperationConformance):
+    operation, platform, interpret = SplashAttention, "tpu", True
+    refuses = frozenset(FEATURES) - SERVED | {"caches"}
+    # The interpreter takes seconds for a problem.
+    slow = frozenset({"test_each_feature"})
+    exhaustive = frozenset({
+        "test_feature", "test_sampled_pair", "test_all_pairs", "test_long", "test_caches", "test_cache_pairs",
+        "test_behaviour", "test_memory_growth",
+    })  # fmt: skip

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # The commands, each a module of this package, in the order of --help.
 COMMANDS: Final = ("list", "explain", "show", "bench", "check", "new", "tune", "doctor", "demo")
+# Those that look for JAX's devices in any case.
+ON_DEVICES: Final = ("explain", "bench", "check", "tune", "doctor")
 # Options that were spelled otherwise, which still work; --help does not show them.
 RENAMED: Final = {"--T": "--query-length", "--S": "--key-length", "--b": "--batch", "--h": "--head"}
 
@@ -68,6 +70,19 @@ def leave_libtpu_alone() -> None:
         os.environ.setdefault(name, value)
 
 
+def find_devices() -> None:
+    """Have JAX look for its devices, without what its libraries print, unless it fails."""
+    import jax
+
+    from attnops.cli.noise import quiet
+
+    with quiet() as noise:
+        try:
+            jax.devices()
+        except RuntimeError:  # the command tells of it
+            noise.show()
+
+
 def make_app() -> typer.Typer:
     """The application, with every command of `COMMANDS`."""
     import typer
@@ -90,6 +105,11 @@ def make_app() -> typer.Typer:
     class Command(typer.core.TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             return super().parse_args(ctx, [_renamed(argument) for argument in args])
+
+        def invoke(self, ctx: Any) -> Any:
+            if ctx.info_name in ON_DEVICES:
+                find_devices()
+            return super().invoke(ctx)
 
     for name in COMMANDS:
         app.command(name, cls=Command)(importlib.import_module(f"attnops.cli.{name}").command)

@@ -57,14 +57,16 @@ class Report:
 
 
 def command(
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of each failure.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show tracebacks, and what libraries print.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every field.")] = False,
 ) -> None:
     """Examine the installation: versions, devices, each distribution, and what to install.
 
     Imports every distribution, one by one. Exits with 1 if something is wrong.
     """
-    report = examine()
+    report = examine(verbose)
     if json:
         described = [describe(plugin, report.installed.plugins) for plugin in report.installed.plugins]
         fields = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
@@ -76,7 +78,7 @@ def command(
     raise typer.Exit(int(bool(report.problems)))
 
 
-def examine() -> Report:
+def examine(verbose: bool = False) -> Report:
     """Collect the report."""
     versions = _versions()
     problems = known_problems(versions)
@@ -89,7 +91,7 @@ def examine() -> Report:
     if checker == plugins.__name__:
         checker = ""
         problems.append(Problem("requirements of distributions are not checked", "pip install packaging"))
-    installed = find(load=True)
+    installed = find(True, verbose)
     problems += _plugin_problems(installed.plugins)
     problems += [
         Problem(f"{name} is faulty: {fault}", f"report it to its author; to disable it set ATTNOPS_DISABLE={name}")

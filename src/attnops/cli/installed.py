@@ -8,9 +8,10 @@ import sys
 import warnings
 from typing import Any
 
+from attnops.cli.noise import quiet
 from attnops.dispatch.explain import find_faults
 from attnops.dispatch.platforms import PLATFORMS
-from attnops.dispatch.plugins import CORE, Plugin, Trouble
+from attnops.dispatch.plugins import CORE, Plugin, State, Trouble
 from attnops.dispatch.registry import OperationRegistry, served_platforms
 from attnops.errors import AmbiguousOperationError, DuplicateOperationError, PluginError, PluginWarning
 
@@ -34,17 +35,20 @@ class Installed:
     ambiguous: tuple[str, ...]
 
 
-def find(load: bool) -> Installed:
+def find(load: bool, verbose: bool = False) -> Installed:
     """Look at what is installed.
 
     Args:
-        load: import every plugin, one by one, and ask it; what it prints goes to stderr. Without it none is imported.
+        load: import every plugin, one by one, and ask it. Without it none is imported.
+        verbose: show what plugins and their libraries print, on stderr; otherwise only where a plugin fails.
     """
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+    with quiet(verbose) as noise, warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         OperationRegistry.refresh()
         plugins = OperationRegistry.plugins(load=load)
         faults = tuple((plugin.name, fault) for plugin in plugins for fault in find_faults(plugin))
+        if any(plugin.state is State.FAILED for plugin in plugins):
+            noise.show()
     usable = {plugin.operation for plugin in plugins if plugin.operation_class is not None}
     ambiguous = tuple(_ambiguous(sorted(usable))) if load else ()
     order = sorted(plugins, key=lambda plugin: (plugin.operation, plugin.distribution != CORE, plugin.distribution))

@@ -17,6 +17,9 @@ def command(
             "--load/--no-load", help="Import each distribution, to see whether it works and what it serves; or none."
         ),
     ] = True,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what distributions and their libraries print when imported.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every field.")] = False,
 ) -> None:
     """List operations by what they compute, platform, distribution, version and state.
@@ -24,7 +27,7 @@ def command(
     `auto` picks operations of the kind "attention"; "other" ones run only by name. The platforms are those for which an
     implementation has a forward of its own: "any" is plain JAX, "?" is not known before it is imported.
     """
-    installed = find(load)
+    installed = find(load, verbose)
     plugins = installed.plugins
     if json:
         print_json([describe(plugin, plugins) for plugin in plugins])

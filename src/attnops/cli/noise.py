@@ -1,0 +1,58 @@
+"""What other libraries print while they are imported or look for devices, kept from drowning the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+
+class Kept:
+    """What was printed; ``show()`` in the context has it printed at its end."""
+
+    def __init__(self) -> None:
+        self.shown = False
+
+    def show(self) -> None:
+        """Print at the end of the context what it kept."""
+        self.shown = True
+
+
+@contextlib.contextmanager
+def quiet(verbose: bool = False) -> Iterator[Kept]:
+    """A context whose file descriptor 2 is a file: what C++ libraries print too, such as libtpu without a TPU.
+
+    It is printed at the end if the context raises, if `Kept.show` is called, or if ``verbose``. If the process crashes,
+    Python's traceback of it is printed.
+    """
+    kept = Kept()
+    try:
+        sys.stderr.flush()
+        stderr = os.dup(2)
+    except (OSError, ValueError, AttributeError):  # there is none
+        yield kept
+        return
+    was_enabled = faulthandler.is_enabled()
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        if not was_enabled:
+            faulthandler.enable(stderr)
+        try:
+            yield kept
+        except BaseException:
+            kept.show()
+            raise
+        finally:
+            if not was_enabled:
+                faulthandler.disable()
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            if verbose or kept.shown:
+                file.seek(0)
+                with contextlib.suppress(OSError):
+                    os.write(2, file.read())

@@ -196,8 +196,20 @@ class OperationImpl(BaseOperation):
         """The operation that runs a call."""
         return self
 
-    def bind(self, query: ArrayLike, key: ArrayLike | Cache, value: ArrayLike | None = None, **options: Any) -> Call:
-        """See `attnops.dispatch.binding.bind_attention`, and `attnops.dispatch.cached.bind_cached`."""
+    def bind(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | Cache,
+        value: ArrayLike | None = None,
+        *,
+        parts: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> Call:
+        """See `attnops.dispatch.binding.bind_attention`, and `attnops.dispatch.cached.bind_cached`.
+
+        ``parts`` is for an operation that exchanges keys inside a `jax.shard_map` of the caller's own: of how many
+        parts, one a device, queries and keys are; the arrays given are one of them. There is no boundary then.
+        """
         of_cache = {name: options.pop(name, None) for name in ("query_lengths", "rows", "lengths")}
         if isinstance(key, Cache):
             if value is not None:
@@ -212,7 +224,9 @@ class OperationImpl(BaseOperation):
                 raise ValueError(f"{name} is given, but key is no cache: op(query, cache, {name}=...)")
         if value is None:
             raise ValueError("value=None, but must be an array [B, S, K, Dv]; only a cache has its values with it")
-        call = bind_attention(self.metadata, query, key, value, options)
+        call = bind_attention(self.metadata, query, key, value, options, parts or (1, 1))
+        if parts is not None:
+            return call
         assert isinstance(call.request, AttentionRequest)
         arrays = jax.tree.leaves((call.args, dict(call.options)))
         boundary = find_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request, arrays)

@@ -56,7 +56,12 @@ class Dimensions(NamedTuple):
 
 
 def bind_attention(
-    metadata: OperationMetadata, query: ArrayLike, key: ArrayLike, value: ArrayLike, options: dict[str, Any]
+    metadata: OperationMetadata,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    options: dict[str, Any],
+    parts: tuple[int, int] = (1, 1),
 ) -> Call:
     """The call of an attention operation, its arguments checked and in the layout "BTHD".
 
@@ -66,6 +71,7 @@ def bind_attention(
         key: [B, S, K, D], or [B, K, S, D] in the layout "BHTD".
         value: [B, S, K, Dv], or [B, K, S, Dv] in the layout "BHTD".
         options: the options by name; None means not set, and so does False for a flag.
+        parts: of how many parts of these lengths queries, and keys, are; the options and the request are of the whole.
 
     Raises:
         ValueError: shapes that don't fit, a dtype that isn't floating-point, an option outside its range.
@@ -73,7 +79,8 @@ def bind_attention(
     query, key, value = (check_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if metadata.layout == "BHTD":
         query, key, value = (swap_heads(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    dimensions = _dimensions(query, key, value)
+    own = _dimensions(query, key, value)
+    dimensions = own._replace(T=own.T * parts[0], S=own.S * parts[1])
     if metadata.runtime_dtype is not None:
         query, key, value = (x.astype(metadata.runtime_dtype) for x in (query, key, value))
     dtypes = dtype_name(query), dtype_name(key), dtype_name(value)

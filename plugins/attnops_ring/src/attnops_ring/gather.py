@@ -18,7 +18,7 @@ from attnops_ring.block import Extras, Inner, whole_block
 from attnops_ring.orders import positions
 
 if TYPE_CHECKING:
-    from attnops.typing import Index
+    from attnops.typing import Index, Leaf
 
 Axis = str | tuple[str, ...]
 
@@ -36,22 +36,24 @@ def all_gather(
         value: [B, s, K, Dv].
         extras: mask, bias and dropout key.
     """
-    k, v = (to_sequence_order(_gathered(axis, x), inner) for x in (key, value))
+    k, v = (to_sequence_order(gathered(axis, 1, x), inner) for x in (key, value))
     return whole_block(dataclasses.replace(inner, has_all_keys=True), query, k, v, extras, lax.axis_index(axis), 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(axis: Axis, x: jax.Array) -> jax.Array:
-    """[B, s, K, d] of each device, concatenated to [B, n · s, K, d]; the devices' gradients are summed in float32."""
-    return lax.all_gather(x, axis, axis=1, tiled=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gathered(axis: Axis, dimension: int, x: jax.Array) -> jax.Array:
+    """The devices' arrays concatenated along a dimension; the devices' gradients are summed in float32."""
+    return lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
-def _gathered_backward(axis: Axis, saved: None, d: jax.Array) -> tuple[jax.Array]:
-    total = lax.psum_scatter(d.astype(jnp.float32), axis, scatter_dimension=1, tiled=True)
+def _gathered_backward(axis: Axis, dimension: int, saved: None, d: jax.Array) -> tuple[Leaf]:
+    if d.dtype == jax.dtypes.float0:
+        return (None,)
+    total = lax.psum_scatter(d.astype(jnp.float32), axis, scatter_dimension=dimension, tiled=True)
     return (total.astype(d.dtype),)
 
 
-_gathered.defvjp(lambda axis, x: (_gathered(axis, x), None), _gathered_backward)
+gathered.defvjp(lambda axis, dimension, x: (gathered(axis, dimension, x), None), _gathered_backward)
 
 
 def heads_for_tokens(x: jax.Array, axis: Axis) -> jax.Array:

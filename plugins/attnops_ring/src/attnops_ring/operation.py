@@ -1,11 +1,11 @@
-"""RingAttention: the operation for sequences sharded over a mesh."""
+"""RingAttention: the operation for sequences sharded over a mesh, also inside a `jax.shard_map` of the caller's own."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import jax
@@ -26,11 +26,13 @@ from attnops import (
     UnsupportedError,
     forward_for,
 )
+from attnops.caches import Cache
+from attnops.dropout import ShiftedKey
 from attnops.kernels import REVERSE_ONLY, equally_varying, reverse_mode_only
 from attnops.masks import Mask, block_map
 from attnops.operations.flash import FlashAttention
 from attnops.partition import Boundary, mesh_of_types, run_sharded, uncut
-from attnops.sharding import KV_LENGTH, get_names_from_partition_spec
+from attnops.sharding import KV_LENGTH, canonicalize_mode, get_names_from_partition_spec
 from attnops.softmax import PartialSoftmax, with_sinks
 from attnops_ring.block import Extras, Inner, whole_block
 from attnops_ring.gather import (
@@ -43,10 +45,13 @@ from attnops_ring.gather import (
     tokens_for_heads,
 )
 from attnops_ring.orders import Order, check_order, chunk_ids, chunks_per_device
+from attnops_ring.parts import NO_RULES, Cut, Whole, check_free, check_varying, find_cut
 from attnops_ring.reduce import reduced
 from attnops_ring.ring import ring
 
 if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
     from attnops.typing import Function, Options, PyTree
 
 STRATEGIES: Final = ("ring", "all_gather", "ulysses", "usp")
@@ -54,6 +59,13 @@ STRATEGIES: Final = ("ring", "all_gather", "ulysses", "usp")
 
 class RingAttention(OperationImpl):
     """Attention over a sequence sharded over a mesh; each device computes by the operation ``flash``.
+
+    Inside a `jax.shard_map` of the caller's own, where the mesh axes that the rules give keys are manual, query, key
+    and value are this device's parts of the sequence, and so are output and logsumexp. Masks and biases are those of
+    the whole sequence; each of their arrays is whole along T and S or this device's part, in ``order``, told apart by
+    its length, and parts are gathered. Batch and heads are the caller's: where it has cut them, arrays with these
+    dimensions are this device's, and so are the indices of dropout, unless ``dropout_key`` is an
+    `attnops.dropout.ShiftedKey` that says where they start. Those of tokens are always the whole sequence's.
 
     Options of a call in addition to the contract's:
         strategy: one of `STRATEGIES`. ``"ring"``: keys and values rotate through the devices; O((T + S) / n) memory.
@@ -80,6 +92,37 @@ class RingAttention(OperationImpl):
         """First where a mesh shards the sequence; otherwise never picked."""
         return Rank.EXCHANGES_KEYS if isinstance(request, AttentionRequest) and request.sequence_axes else None
 
+    def bind(
+        self,
+        query: ArrayLike,
+        key: ArrayLike | Cache,
+        value: ArrayLike | None = None,
+        *,
+        parts: tuple[int, int] | None = None,
+        **options: Any,
+    ) -> Call:
+        """See `attnops.OperationImpl.bind`; inside a `jax.shard_map` that has cut the sequence, of the whole of it."""
+        arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
+        if parts is not None or not all(np.ndim(x) == 4 for x in arrays.values() if hasattr(x, "dtype")):
+            return super().bind(query, key, value, parts=parts, **options)
+        cut = None if isinstance(key, Cache) else find_cut(self.metadata, self._mode(query, options.get("mode")))
+        if cut is None:
+            return super().bind(query, key, value, **options)
+        check_varying(cut, arrays)
+        order, strategy = self._layout(options, cut.axes)
+        axis = 1 if self.metadata.layout == "BTHD" else 2
+        lengths = tuple(arrays[name].shape[axis] for name in ("query", "key"))
+        is_usp = strategy == "usp" and not cut.has_all_queries
+        whole = Whole(cut, lengths, order, cut.sizes[0] if is_usp else math.prod(cut.sizes))
+        for name in ("mask", "bias"):
+            if options.get(name) is not None:
+                options[name] = whole.of(options[name], name)
+        call = super().bind(query, key, value, parts=cut.parts, **options)
+        return call._replace(request=call.request.replace(sequence_axes=cut.axes))
+
+    def _mode(self, query: Any, mode: str | None) -> str:
+        return canonicalize_mode(mode) if mode is not None else self.get_mode(query, self.metadata.layout == "BTHD")
+
     def environment_key(self) -> Hashable:
         """See `attnops.BaseOperation.environment_key`: that of what devices compute by, in addition to its own."""
         flash: Any = OperationRegistry.create("flash", self.metadata.replace(mesh=None))
@@ -104,17 +147,29 @@ class RingAttention(OperationImpl):
         """See `attnops.dispatch.attention.OperationImpl.invoke`: the sequence is sharded too."""
         assert isinstance(call.request, AttentionRequest)
         boundary = call.boundary
-        if boundary is None or not boundary.sequence:
+        cut = find_cut(self.metadata, call.request.mode) if boundary is None else None
+        if cut is None and (boundary is None or not boundary.sequence):
             return super().invoke(forward, function, call, options)
-        order, strategy = _checked(options.get("order", "contiguous"), options.get("strategy", "ring"))
-        own = ("order", "strategy", "mode")
-        options = {name: x for name, x in options.items() if name not in own}
-        by_query, by_key = boundary.lengths
+        where: Any = boundary if cut is None else cut
+        by_query, by_key = where.lengths
         if by_key is None or by_query not in (None, by_key):
             rule = "must shard keys, and queries over the same axes or not at all"
             reason = Reason("axis_rules", f"query_length={by_query}, kv_length={by_key}", rule,
                             "give both rules the same axes, or set query_length=None")  # fmt: skip
             raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
+        order, strategy = self._layout(options, by_key)
+        own = ("order", "strategy", "mode")
+        options = {name: x for name, x in options.items() if name not in own}
+        output = _run(self, where, by_key, call, options, order, strategy)
+        return output if boundary is None else boundary.typed(output)
+
+    def _layout(self, options: Options, by_key: tuple[str, ...]) -> tuple[Order, str]:
+        """The order and the strategy of a call whose keys are sharded over ``by_key``."""
+        order: Any = options.get("order") or "contiguous"
+        strategy = options.get("strategy") or "ring"
+        check_order(order)
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy={strategy!r} is unknown; use one of {list(STRATEGIES)}")
         if strategy == "usp":
             named = self._axes()
             if len(named) > 1 and named[0] not in by_key:
@@ -122,7 +177,7 @@ class RingAttention(OperationImpl):
                 strategy, order = "ulysses", "contiguous"
             elif len(named) > 1 and by_key == named[:1]:
                 strategy = "ring"
-        return boundary.typed(_run(self, boundary, by_key, call, options, order, strategy))
+        return order, strategy
 
     def _reasons(self, forward: str, request: Request) -> list[Reason]:
         reasons = super()._reasons(forward, request)
@@ -150,7 +205,7 @@ class RingAttention(OperationImpl):
         order: str = "contiguous",
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`. On one device, for which all orders are equal."""
-        _checked(order, strategy)
+        self._layout({"order": order, "strategy": strategy}, self._axes())
         metadata = self.metadata.replace(mesh=None, layout="BTHD", mode=mode)
         flash: Any = OperationRegistry.create("flash", metadata)
         output: OperationOutput = flash(
@@ -160,16 +215,9 @@ class RingAttention(OperationImpl):
         return output
 
 
-def _checked(order: str, strategy: str) -> tuple[Order, str]:
-    check_order(order)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is unknown; use one of {list(STRATEGIES)}")
-    return order, strategy  # type: ignore[return-value]
-
-
 def _run(
     operation: RingAttention,
-    boundary: Boundary,
+    where: Boundary | Cut,
     axis: tuple[str, ...],
     call: Call,
     options: dict[str, Any],
@@ -177,11 +225,12 @@ def _run(
     strategy: str,
 ) -> OperationOutput:
     query, key, value = call.args
-    T, S = query.shape[1], key.shape[1]
-    if boundary.lengths[0] is None:
+    assert isinstance(call.request, AttentionRequest)
+    T, S = call.request.query_length, call.request.key_length
+    if where.lengths[0] is None:
         strategy = "reduce"  # queries are replicated
-    sizes = [boundary.mesh.shape[name] for name in axis]
-    _check_heads(boundary, call.request, sizes, strategy)
+    sizes = where.sizes if isinstance(where, Cut) else _sizes(where, axis)
+    _check_heads(call.request, where, sizes, strategy)
     # With "usp" the ring is along the first axis.
     devices = sizes[0] if strategy == "usp" else math.prod(sizes)
     multiple = math.prod(sizes) * chunks_per_device(order)
@@ -191,7 +240,7 @@ def _run(
     if order != "contiguous" and (Tp, Sp) != (T, S):
         raise ValueError(f"T={T} and S={S} must be multiples of {multiple} for order={order!r}; pad before reordering")
     inner = Inner(
-        metadata=operation.metadata.replace(mesh=None, layout="BTHD", mode=call.request.mode),
+        metadata=operation.metadata.replace(mesh=None, layout="BTHD", mode=call.request.mode, axis_rules=NO_RULES),
         scale=options.pop("softmax_scale", None), cap=options.pop("logits_soft_cap", None), T=T, S=S,
         order=order, devices=devices, is_padded=Sp != S, has_all_queries=strategy == "reduce",
         queries_are_padded=Tp != T,
@@ -204,12 +253,15 @@ def _run(
     if strategy in ("ring", "usp") and order != "striped":
         hops = needed_hops(options.get("mask"), inner, query.shape, Tp, Sp)
     function = functools.partial(_local, inner, axis, hops, strategy)
+    if isinstance(where, Cut):
+        check_free(where, call.request, inner.operation)
+        return _in_part(function, call, options)
     padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
     lengths = None if strategy == "reduce" else axis, axis
     own_key = operation.program_key("native")
     key = None if own_key is None else (own_key, inner, axis, hops, strategy)
     output = run_sharded(
-        boundary, function, padded, options, lengths, is_interpreted=call.request.interpret, key=key
+        where, function, padded, options, lengths, is_interpreted=call.request.interpret, key=key
     )  # fmt: skip
     out, lse = output.attention_outputs, output.logsumexp
     if Tp != T:
@@ -223,14 +275,35 @@ def _draws_with_steps(inner: Inner, platform: str) -> bool:
     return isinstance(serving, FlashAttention) and serving.backend(forward_for(type(serving), platform)) is not None
 
 
-def _check_heads(boundary: Boundary, request: Any, sizes: list[int], strategy: str) -> None:
+def _in_part(function: Function, call: Call, options: dict[str, Any]) -> OperationOutput:
+    """A call inside a `jax.shard_map` of the caller's own: the function of one device, on the arrays of this one."""
+    key = options.get("dropout_key")
+    if key is not None:
+        options["dropout_key"] = key if isinstance(key, ShiftedKey) else ShiftedKey(key)
+    leaves, tree = jax.tree.flatten((call.args, options))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+    def run(arrays: list[jax.Array]) -> OperationOutput:
+        given = dict(zip(places, arrays, strict=True))  # numpy arrays stay known when tracing
+        args, named = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+        output: OperationOutput = function(*args, **named)
+        return output
+
+    # Outside `jax.jit` JAX has no gradient of the ring's rule inside `jax.shard_map`.
+    output = jax.jit(run)([leaves[i] for i in places])
+    return output.replace(attention_outputs=output.attention_outputs.astype(call.args[0].dtype))
+
+
+def _sizes(boundary: Boundary, entry: str | tuple[str, ...] | None) -> list[int]:
+    return [boundary.mesh.shape[name] for name in get_names_from_partition_spec((entry,))]
+
+
+def _check_heads(request: AttentionRequest, where: Boundary | Cut, sizes: Sequence[int], strategy: str) -> None:
     """Raise an `UnsupportedError` unless the devices can exchange heads for tokens."""
     if strategy not in ("ulysses", "usp"):
         return
     across = math.prod(sizes[1:] if strategy == "usp" else sizes)
-    heads = request.heads // math.prod(
-        boundary.mesh.shape[name] for name in get_names_from_partition_spec((boundary.heads,))
-    )
+    heads = request.heads // (1 if isinstance(where, Cut) else math.prod(_sizes(where, where.heads)))
     reasons = []
     if strategy == "usp" and len(sizes) < 2:
         reasons.append(Reason("strategy", strategy, "needs a sequence sharded over two mesh axes", "use 'ring'"))

@@ -1,0 +1,234 @@
+"""Arrays that a `jax.shard_map` of the caller's own has cut: how, and masks and biases of which a device has a part."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+
+from attnops import AttentionRequest, OperationImpl, OperationMetadata, Reason, UnsupportedError, forward_for
+from attnops.biases import Bias
+from attnops.kernels import equally_varying
+from attnops.masks import Mask
+from attnops.sharding import BATCH, HEAD, KV_HEAD, KV_LENGTH, QUERY_LENGTH, AxisRules, get_names_from_partition_spec
+from attnops_ring.gather import Axis, gathered
+from attnops_ring.orders import Order, positions
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
+
+
+# Inside `jax.shard_map` a device's operation shards nothing.
+NO_RULES: Final = AxisRules(batch=None, head=None, kv_head=None, query_length=None, kv_length=None, decode=())
+
+
+class Cut(NamedTuple):
+    """How an enclosing `jax.shard_map` has cut the sequence.
+
+    Attributes:
+        axes: the mesh axes that cut the keys, each of at least two devices.
+        sizes: devices along each.
+        has_all_queries: whether the queries are replicated.
+        free: the other mesh axes of at least two devices that the `jax.shard_map` leaves to JAX.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    has_all_queries: bool
+    free: tuple[str, ...]
+
+    @property
+    def lengths(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+        """The mesh axes that cut queries, and keys, as `attnops.partition.Boundary.lengths`."""
+        return (None if self.has_all_queries else self.axes), self.axes
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Of how many parts queries, and keys, are."""
+        n = math.prod(self.sizes)
+        return (1 if self.has_all_queries else n), n
+
+
+def find_cut(metadata: OperationMetadata, mode: str) -> Cut | None:
+    """How the axes that the rules give queries and keys cut the arrays of a call here; None if none of them is manual.
+
+    Args:
+        metadata: of the operation.
+        mode: the runtime mode of the call.
+
+    Raises:
+        UnsupportedError: the rules do not say how the arrays are cut.
+        ValueError: the metadata's mesh and the current mesh have different axes.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.manual_axes:
+        return None
+    rules = metadata.axis_rules
+
+    def names(*axes: str) -> tuple[str, ...]:
+        found = get_names_from_partition_spec(rules.spec(axes, mode=mode))
+        return tuple(name for name in found if mesh.shape.get(name, 1) > 1)
+
+    # As without an enclosing `jax.shard_map`, axes that shard the batch or heads do not shard the sequence.
+    others = {*names(BATCH, HEAD), *names(BATCH, KV_HEAD)}
+    by_query, by_key = (tuple(x for x in names(axis) if x not in others) for axis in (QUERY_LENGTH, KV_LENGTH))
+    manual = frozenset(mesh.manual_axes)
+    if not manual & {*by_query, *by_key}:
+        return None
+    if by_query not in ((), by_key) or not manual.issuperset(by_key):
+        _refuse(
+            "axis_rules", f"query_length={by_query or None}, kv_length={by_key or None}, manual axes={sorted(manual)}",
+            "inside jax.shard_map must give keys, and queries, the same manual axes, or queries none",
+            "name them all in shard_map's axis_names and in both rules, or set query_length=None",
+        )  # fmt: skip
+    if metadata.mesh is not None and dict(metadata.mesh.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"metadata.mesh has the axes {dict(metadata.mesh.shape)}, but the mesh that jax.shard_map sets has "
+            f"{dict(mesh.shape)}; a call runs on one mesh: leave metadata.mesh out, or set an equal one"
+        )
+    free = tuple(name for name, size in mesh.shape.items() if name not in manual and size > 1)
+    return Cut(by_key, tuple(mesh.shape[name] for name in by_key), not by_query, free)
+
+
+def check_varying(cut: Cut, arrays: Mapping[str, Leaf]) -> None:
+    """Raise an `UnsupportedError` for arrays that `jax.shard_map` knows to be equal on all devices: they are not parts.
+
+    It knows with ``check_vma=True`` only.
+
+    Args:
+        cut: how the sequence is cut.
+        arrays: query, key and value by name.
+    """
+    wanted = {*cut.axes} & _varying(lax.axis_index(cut.axes))
+    for name, x in arrays.items():
+        if name == "query" and cut.has_all_queries:
+            continue
+        if missing := wanted - _varying(x):
+            _refuse(
+                name, f"{x.dtype} {list(x.shape)}, equal along {sorted(missing)}",
+                f"must be a device's part of a sequence that {list(cut.axes)} cut",
+                "give it in_specs with these axes; or jax.lax.pcast(x, axes, to='varying') where all parts are equal; "
+                "or set query_length=None for queries that all devices have",
+            )  # fmt: skip
+
+
+def check_free(cut: Cut, request: AttentionRequest, operation: OperationImpl) -> None:
+    """Raise an `UnsupportedError` where mesh axes that the `jax.shard_map` leaves to JAX would have to cut a kernel.
+
+    Args:
+        cut: how the sequence is cut.
+        request: of the call.
+        operation: what devices compute by.
+    """
+    types = dict(
+        zip(jax.sharding.get_abstract_mesh().axis_names, jax.sharding.get_abstract_mesh().axis_types, strict=True)
+    )
+    is_plain = operation.is_plain(forward_for(type(operation), request.platform))
+    wrong = [name for name in cut.free if types[name] != AxisType.Auto or not is_plain]
+    if wrong:
+        _refuse(
+            "shard_map", f"axis_names without {wrong}", "JAX's compiler can't cut a kernel, nor explicit axes",
+            "name all mesh axes in axis_names",
+        )  # fmt: skip
+
+
+def _varying(x: Leaf) -> frozenset[str]:
+    """The manual mesh axes over which an array varies."""
+    kind: Any = jax.typeof(x)
+    names: frozenset[str] = kind.vma if hasattr(kind, "vma") else kind.mat.varying  # the latter since JAX 0.10
+    return names
+
+
+def _refuse(argument: str, given: object, limit: str, hint: str) -> None:
+    reason = Reason(argument, given, limit, hint)
+    raise UnsupportedError(f"RingAttention can't serve this call inside jax.shard_map:\n  - {reason}", [reason])
+
+
+class Whole:
+    """Makes arrays of the whole sequence from this device's parts of them."""
+
+    def __init__(self, cut: Cut, lengths: tuple[int, int], order: Order, devices: int) -> None:
+        """Args:
+        cut: how the sequence is cut.
+        lengths: of this device's queries and keys.
+        order: the layout of the tokens, which parts are in.
+        devices: that ``order`` refers to.
+        """
+        self.axes: Axis = cut.axes
+        self.order, self.devices = order, devices
+        self.lengths = {
+            letter: (own, own * n) for letter, own, n in zip("ts", lengths, cut.parts, strict=True)
+        }  # fmt: skip
+        self._made: dict[tuple[int, int], tuple[Leaf, Leaf]] = {}
+
+    def of(self, value: Leaf, name: str) -> Leaf:
+        """A mask, a bias, or an array [B or 1, H or 1, T or 1, S or 1], not bound yet, with whole arrays.
+
+        Args:
+            value: its arrays are whole or this device's parts, told apart by their lengths. Those of a mask or bias
+                that declares no axes are whole.
+            name: in errors.
+
+        Raises:
+            ValueError: an array has neither length; or it can't be known which.
+        """
+        if not isinstance(value, (Mask, Bias)):
+            return self._array(value, "bhts", name) if np.ndim(value) == 4 else value
+        copy = object.__new__(type(value))  # without __init__, which checks arrays
+        for field in dataclasses.fields(value):  # type: ignore[arg-type]
+            x = getattr(value, field.name)
+            letters = (value.axes or {}).get(field.name, "")
+            if isinstance(x, (Mask, Bias)):
+                x = self.of(x, name)
+            elif x is not None and {*letters} & {"t", "s"}:
+                x = self._array(x, letters, f"{type(value).__name__}'s {field.name}")
+            object.__setattr__(copy, field.name, x)
+        return copy
+
+    def _array(self, x: Leaf, letters: str, name: str) -> Leaf:
+        shape = np.shape(x)
+        # Ids of tokens may lack the batch.
+        own = letters[len(letters) - len(shape) :] if len(shape) <= len(letters) else ""
+        cut = [axis for axis, letter in enumerate(own) if self._is_part(shape[axis], letter, name, shape)]
+        if len(cut) > 1:
+            raise ValueError(
+                f"{name} has shape {shape}, a device's part along queries and along keys: a device needs all keys of "
+                f"its queries; give it whole along one of them"
+            )
+        return x if not cut else self._gathered(x, cut[0])
+
+    def _is_part(self, size: int, letter: str, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a dimension of an array is this device's part; broadcast dimensions are not."""
+        if letter not in self.lengths:
+            return False
+        part, whole = self.lengths[letter]
+        if part == whole:
+            return False
+        what = "queries" if letter == "t" else "keys"
+        if size == part == 1:
+            raise ValueError(
+                f"{name} has shape {shape}, with 1 along {what}: with one token a device that is its part, or the same "
+                f"for all {whole}; give it whole"
+            )
+        if size not in (1, part, whole):
+            raise ValueError(
+                f"{name} has shape {shape}, with {size} along {what}, but must have all {whole} or this device's {part}"
+            )
+        return size == part
+
+    def _gathered(self, x: Leaf, axis: int) -> Leaf:
+        key = id(x), axis
+        if key not in self._made:  # one array in two places stays one array
+            whole = gathered(self.axes, axis, equally_varying((jnp.asarray(x), lax.axis_index(self.axes)))[0])
+            if self.order != "contiguous":
+                tokens = np.argsort(positions(whole.shape[axis], self.devices, self.order))
+                whole = jnp.take(whole, tokens, axis=axis)
+            self._made[key] = x, whole  # with x, so that no other array gets its id
+        return self._made[key][1]

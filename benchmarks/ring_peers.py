@@ -39,6 +39,19 @@ def attnops(mesh: Mesh, length: int, order: str) -> Attention:
     return lambda q, k, v: ring(q, k, v, mask=Causal(), order=order).attention_outputs
 
 
+def attnops_in_map(mesh: Mesh, length: int, order: str) -> Attention:
+    """Inside a `jax.shard_map` of the caller's own, as `ringattention` is called."""
+    from attnops import OperationRegistry
+    from attnops.masks import Causal
+
+    ring: Any = OperationRegistry.create("ring")
+    spec = PartitionSpec(None, AXIS)
+    return jax.shard_map(
+        lambda q, k, v: ring(q, k, v, mask=Causal(), order=order).attention_outputs,
+        mesh=mesh, in_specs=spec, out_specs=spec,
+    )  # fmt: skip
+
+
 def ringattention(mesh: Mesh, length: int, order: str) -> Attention:
     """Liu's own (Apache-2.0), in plain JAX; its heads are all of one number."""
     import jax.lib
@@ -89,6 +102,8 @@ def tokamax(mesh: Mesh, length: int, order: str) -> Attention:
 CONTENDERS = {
     "attnops-ring, zigzag": (attnops, "zigzag"),
     "attnops-ring, contiguous": (attnops, "contiguous"),
+    "attnops-ring, zigzag, in a shard_map": (attnops_in_map, "zigzag"),
+    "attnops-ring, contiguous, in a shard_map": (attnops_in_map, "contiguous"),
     "ringattention": (ringattention, "contiguous"),
     "tokamax": (tokamax, "contiguous"),
 }

@@ -31,7 +31,7 @@ def blocks(path: str) -> list[str]:
 )
 def test_a_plugins_example_runs(plugin: str, printed: str) -> None:
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-    (block,) = blocks(f"plugins/{plugin}/README.md")
+    block = "\n".join(blocks(f"plugins/{plugin}/README.md"))
     run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr
     assert re.search(printed, run.stdout.strip()), run.stdout[-500:]

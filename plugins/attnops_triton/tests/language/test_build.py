@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,53 @@ def test_what_is_stored_is_what_is_read(folder: Path) -> None:
     fields = dataclasses.asdict(program)
     store.write("key", fields.pop("code"), fields)
     assert store.read("key") == (program.code, fields)
+
+
+@pytest.mark.parametrize("damage", ["code", "fields", "digest", "nothing but a line", "empty"])
+def test_what_was_changed_on_disk_is_not_read(damage: str, folder: Path) -> None:
+    store.write("key", b"code", {"name": "copy"})
+    (file,) = [path for path in folder.rglob("*") if path.is_file()]
+    stored = file.read_bytes()
+    changed = {
+        "code": stored[:-1] + b"X", "fields": stored.replace(b"copy", b"cope"), "digest": b"0" + stored[1:],
+        "nothing but a line": b"[]\n", "empty": b"",
+    }[damage]  # fmt: skip
+    assert changed != stored
+    file.write_bytes(changed)
+    assert store.read("key") is None
+    store.write("key", b"code", {"name": "copy"})
+    assert store.read("key") == (b"code", {"name": "copy"})
+
+
+def test_what_could_not_be_written_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    store.write("key", b"code", {})
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+
+
+def test_writers_of_one_program_leave_it_whole(folder: Path) -> None:
+    def write(name: str) -> None:
+        for _ in range(50):
+            store.write("key", name.encode() * 5000, {"name": name})
+            found = store.read("key")
+            assert found is not None
+            assert found[0] == found[1]["name"].encode() * 5000
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, "abcd"))
+    assert len([path for path in folder.rglob("*") if path.is_file()]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
+def test_a_process_forked_while_a_thread_compiles_can_compile(folder: Path) -> None:
+    with build._LOCK:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if build._LOCK.acquire(timeout=5) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 PROCESS = """

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import re
 import threading
 import time
@@ -20,7 +21,16 @@ _POINTERS: Final = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
     "uint8": "*u8",
 }  # fmt: skip
-_LOCK: Final = threading.Lock()
+_LOCK = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """A child of a process whose other thread compiles would wait for ever."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 @dataclasses.dataclass(frozen=True)

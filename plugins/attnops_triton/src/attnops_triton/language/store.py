@@ -7,6 +7,7 @@ no cache. It can be deleted at any time.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 # Of files; part of their names.
-FORMAT: Final = 1
+FORMAT: Final = 2
 VARIABLE: Final = "ATTNOPS_TRITON_CACHE"
 
 
@@ -35,12 +36,13 @@ def read(key: str) -> tuple[bytes, dict[str, Any]] | None:
     if path is None:
         return None
     try:
-        head, _, code = path.read_bytes().partition(b"\n")
-        fields = json.loads(head)
-        size = fields.pop("size")
-    except (OSError, ValueError, KeyError, AttributeError):
+        digest, _, rest = path.read_bytes().partition(b"\n")
+    except OSError:
         return None
-    return (code, fields) if size == len(code) else None
+    if digest != _digest(rest):
+        return None
+    head, _, code = rest.partition(b"\n")
+    return code, json.loads(head)
 
 
 def write(key: str, code: bytes, fields: dict[str, Any]) -> None:
@@ -48,12 +50,22 @@ def write(key: str, code: bytes, fields: dict[str, Any]) -> None:
     path = _path(key)
     if path is None:
         return
-    with contextlib.suppress(OSError):
+    rest = json.dumps(fields).encode() + b"\n" + code
+    name = ""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(json.dumps(fields | {"size": len(code)}).encode() + b"\n" + code)
+            file.write(_digest(rest) + b"\n" + rest)
         os.replace(name, path)
+    except OSError:
+        if name:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+
+
+def _digest(rest: bytes) -> bytes:
+    return hashlib.sha256(rest).hexdigest().encode()
 
 
 def _path(key: str) -> Path | None:

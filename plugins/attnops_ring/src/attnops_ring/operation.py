@@ -26,8 +26,6 @@ from attnops import (
     UnsupportedError,
     forward_for,
 )
-from attnops.caches import Cache
-from attnops.dropout import ShiftedKey
 from attnops.kernels import REVERSE_ONLY, equally_varying, reverse_mode_only
 from attnops.masks import Mask, block_map
 from attnops.operations.flash import FlashAttention
@@ -45,13 +43,14 @@ from attnops_ring.gather import (
     tokens_for_heads,
 )
 from attnops_ring.orders import Order, check_order, chunk_ids, chunks_per_device
-from attnops_ring.parts import NO_RULES, Cut, Whole, check_free, check_varying, find_cut
+from attnops_ring.parts import NO_RULES, Cut, Whole, check_free, check_varying, find_cut, run_here
 from attnops_ring.reduce import reduced
 from attnops_ring.ring import ring
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
+    from attnops.caches import Cache
     from attnops.typing import Function, Options, PyTree
 
 STRATEGIES: Final = ("ring", "all_gather", "ulysses", "usp")
@@ -103,11 +102,10 @@ class RingAttention(OperationImpl):
     ) -> Call:
         """See `attnops.OperationImpl.bind`; inside a `jax.shard_map` that has cut the sequence, of the whole of it."""
         arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
-        if parts is not None or not all(np.ndim(x) == 4 for x in arrays.values() if hasattr(x, "dtype")):
-            return super().bind(query, key, value, parts=parts, **options)
-        cut = None if isinstance(key, Cache) else find_cut(self.metadata, self._mode(query, options.get("mode")))
+        are_arrays = all(getattr(x, "ndim", 0) == 4 for x in arrays.values())  # of a cache, of none, of lists: not so
+        cut = find_cut(self.metadata, self._mode(query, options.get("mode"))) if are_arrays and parts is None else None
         if cut is None:
-            return super().bind(query, key, value, **options)
+            return super().bind(query, key, value, parts=parts, **options)
         check_varying(cut, arrays)
         order, strategy = self._layout(options, cut.axes)
         axis = 1 if self.metadata.layout == "BTHD" else 2
@@ -255,7 +253,7 @@ def _run(
     function = functools.partial(_local, inner, axis, hops, strategy)
     if isinstance(where, Cut):
         check_free(where, call.request, inner.operation)
-        return _in_part(function, call, options)
+        return run_here(function, call, options)
     padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
     lengths = None if strategy == "reduce" else axis, axis
     own_key = operation.program_key("native")
@@ -273,25 +271,6 @@ def _draws_with_steps(inner: Inner, platform: str) -> bool:
     """Whether the devices' operation honours `attnops.dropout.dropout_step`, as all on the flash skeleton do."""
     serving: Any = inner.operation
     return isinstance(serving, FlashAttention) and serving.backend(forward_for(type(serving), platform)) is not None
-
-
-def _in_part(function: Function, call: Call, options: dict[str, Any]) -> OperationOutput:
-    """A call inside a `jax.shard_map` of the caller's own: the function of one device, on the arrays of this one."""
-    key = options.get("dropout_key")
-    if key is not None:
-        options["dropout_key"] = key if isinstance(key, ShiftedKey) else ShiftedKey(key)
-    leaves, tree = jax.tree.flatten((call.args, options))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-
-    def run(arrays: list[jax.Array]) -> OperationOutput:
-        given = dict(zip(places, arrays, strict=True))  # numpy arrays stay known when tracing
-        args, named = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
-        output: OperationOutput = function(*args, **named)
-        return output
-
-    # Outside `jax.jit` JAX has no gradient of the ring's rule inside `jax.shard_map`.
-    output = jax.jit(run)([leaves[i] for i in places])
-    return output.replace(attention_outputs=output.attention_outputs.astype(call.args[0].dtype))
 
 
 def _sizes(boundary: Boundary, entry: str | tuple[str, ...] | None) -> list[int]:

@@ -13,8 +13,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from attnops import AttentionRequest, OperationImpl, OperationMetadata, Reason, UnsupportedError, forward_for
+from attnops import (
+    AttentionRequest,
+    OperationImpl,
+    OperationMetadata,
+    OperationOutput,
+    Reason,
+    UnsupportedError,
+    forward_for,
+)
 from attnops.biases import Bias
+from attnops.dropout import ShiftedKey
 from attnops.kernels import equally_varying
 from attnops.masks import Mask
 from attnops.sharding import BATCH, HEAD, KV_HEAD, KV_LENGTH, QUERY_LENGTH, AxisRules, get_names_from_partition_spec
@@ -22,7 +31,8 @@ from attnops_ring.gather import Axis, gathered
 from attnops_ring.orders import Order, positions
 
 if TYPE_CHECKING:
-    from attnops.typing import Leaf
+    from attnops import Call
+    from attnops.typing import Function, Leaf
 
 
 # Inside `jax.shard_map` a device's operation shards nothing.
@@ -149,6 +159,25 @@ def _varying(x: Leaf) -> frozenset[str]:
 def _refuse(argument: str, given: object, limit: str, hint: str) -> None:
     reason = Reason(argument, given, limit, hint)
     raise UnsupportedError(f"RingAttention can't serve this call inside jax.shard_map:\n  - {reason}", [reason])
+
+
+def run_here(function: Function, call: Call, options: dict[str, Any]) -> OperationOutput:
+    """A call inside a `jax.shard_map` of the caller's own: the function of one device, on the arrays of this one."""
+    key = options.get("dropout_key")
+    if key is not None:
+        options["dropout_key"] = key if isinstance(key, ShiftedKey) else ShiftedKey(key)
+    leaves, tree = jax.tree.flatten((call.args, options))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+    def run(arrays: list[jax.Array]) -> OperationOutput:
+        given = dict(zip(places, arrays, strict=True))  # numpy arrays stay known when tracing
+        args, named = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+        output: OperationOutput = function(*args, **named)
+        return output
+
+    # Outside `jax.jit` JAX has no gradient of the ring's rule inside `jax.shard_map`.
+    output = jax.jit(run)([leaves[i] for i in places])
+    return output.replace(attention_outputs=output.attention_outputs.astype(call.args[0].dtype))
 
 
 class Whole:

@@ -103,12 +103,13 @@ def child(case: Case, generation: str) -> None:
 
 def loop(schedule: Schedule) -> tuple[int, int, int]:
     """Bundles of the loop over tiles, for one whose transfer and computation are in straight-line code; of a masked
-    tile at most; and of a row of the cache without its tiles.
+    tile, one part of it if it has several; and of a row of the cache without its tiles.
     """
-    # Of a tile's two bodies the one that masks is longer, and follows the other.
+    # Of a tile's two bodies, which are the longest, the one that masks follows the other.
     inner = [span for span in schedule.spans if span.depth == 2]
-    masked = max(inner, key=lambda span: span.stop - span.start)
-    plain = next(span for span in inner if span.stop == masked.start)
+    plain, masked = max(
+        ((x, y) for x in inner for y in inner if x.stop == y.start), key=lambda pair: pair[1].stop - pair[0].start
+    )
     around = min(
         (x for x in schedule.spans if x.depth == 1 and x.start < plain.start and masked.stop <= x.stop),
         key=lambda span: span.stop - span.start,

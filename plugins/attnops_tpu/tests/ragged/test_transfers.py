@@ -13,7 +13,7 @@ import pytest
 from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged import attention
-from attnops_tpu.ragged.kernel import Between
+from attnops_tpu.ragged.between import Between
 from attnops_tpu.ragged.transfers import Stream
 
 from attnops import OperationMetadata, OperationRegistry
@@ -56,18 +56,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     return found
 
 
-def run(cache: Cache, mask: Mask, T: int = 1) -> jax.Array:
+def run(cache: Cache, mask: Mask, T: int = 1, heads: int = 4, block_k: int = 16) -> jax.Array:
     operation = OperationRegistry.create(
-        "attnops-tpu:flash", OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=16)
+        "attnops-tpu:flash", OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=block_k)
     )
     program = jax.jit(lambda query, cache: operation(query, cache, mask=mask).attention_outputs)
-    return jax.block_until_ready(program(jnp.ones((cache.batch, T, 4, D)), cache))
+    return jax.block_until_ready(program(jnp.ones((cache.batch, T, heads, D)), cache))
 
 
-def count(started: collections.Counter[str], lengths: list[int], mask: Mask) -> list[int]:
+def count(started: collections.Counter[str], lengths: list[int], mask: Mask, **options: int) -> list[int]:
     """Transfers started by each kind of memory that they go to, in order."""
     started.clear()
-    out = run(paged(lengths), mask)
+    out = run(paged(lengths), mask, **options)
     # Queries of rows with tokens give ones: nothing that was not written takes part.
     np.testing.assert_allclose(out[:, 0, 0, 0], [float(n > 0) for n in lengths], rtol=1e-6)
     return sorted(started.values())
@@ -104,13 +104,17 @@ def test_segments_are_transferred_with_the_tiles_that_they_mask(started: collect
 
 
 @pytest.mark.slow
-def test_starts_between_loads_are_as_many(started: collections.Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("generation", "heads"), [("tpu7x", 4), ("v6e", 128)])
+def test_starts_between_loads_are_as_many(
+    generation: str, heads: int, started: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few heads all of them, of many the first half."""
     spread = []
     original = Between.go_on
     monkeypatch.setattr(Between, "go_on", lambda self: (spread.append(len(self._starts)), original(self))[1])
-    with target("tpu7x"), detect_races():
-        # Tiles have 4 pages; of the first row two are FULL, and while they are computed whole ones are asked for.
-        assert count(started, [48, 33], Causal()) == expected([12, 9])
+    with target(generation), detect_races():
+        # Tiles have 8 pages; while the first, which is FULL, is computed, that of the other row is asked for.
+        assert count(started, [48, 33], Causal(), heads=heads, block_k=32) == expected([12, 9])
     assert max(spread) > 0
 
 

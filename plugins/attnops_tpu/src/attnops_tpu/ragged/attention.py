@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from attnops.typing import Ref
 
 CacheType = TypeVar("CacheType", bound=Cache)
+# Rows of a register of 32-bit elements.
+_SUBLANES: Final = 8
 
 
 def cached_attention(
@@ -80,9 +82,10 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
     chip = generation()
     store = cache.store
     widths = [x.shape[-1] for x in (store.key, store.value) if x is not None]
-    token_bytes = K * sum(-(-d // LANES) * LANES for d in widths) * jnp.dtype(store.key.dtype).itemsize
+    itemsize = jnp.dtype(store.key.dtype).itemsize
+    token_bytes = K * sum(-(-d // LANES) * LANES for d in widths) * itemsize
     tiles = choose(
-        chip, metadata.block_q, metadata.block_k, (T, S), (H, K), token_bytes,
+        chip, metadata.block_q, metadata.block_k, (T, S), (H, K), token_bytes, itemsize,
         unit_of(cache.page_size if isinstance(cache, PagedCache) else 0, S), metadata.interpret,
     )  # fmt: skip
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
@@ -189,7 +192,7 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
     return [
         *[rows(plan.K, d) for d in (LANES, LANES, plan.value_lanes)],
         *[rows(x.shape[1], LANES, x.dtype) for x in given.by_row],
-        *[pltpu.VMEM((plan.buffers, plan.K, plan.bk, *x.shape[3:]), x.dtype) for x in sources],
+        *[pltpu.VMEM((plan.buffers, plan.K, *_buffer(plan, x)), x.dtype) for x in sources],
         *([pltpu.VMEM((plan.buffers, by_key, plan.bk), jnp.int32)] if by_key else []),
         pltpu.SMEM((2 * plan.piece,), jnp.int32),
         pltpu.SMEM((STATE,), jnp.int32),
@@ -198,6 +201,22 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
         *([pltpu.SMEM((1, LANES), jnp.int32), pltpu.VMEM((8, plan.bk), jnp.int32), pltpu.SemaphoreType.DMA((1,))]
           if plan.is_paged else []),
     ]  # fmt: skip
+
+
+def _buffer(plan: Plan, x: jax.Array) -> tuple[int, ...]:
+    """The shape of a tile of a kv head in vector memory.
+
+    The core writes a descriptor of strides for a transfer between unlike layouts: vector memory of tpu7x has tiles of
+    (16, 128) for 2 bytes, main memory of (8, 128). Of arrays with 8 rows it has these tiles too.
+    """
+    if x.ndim == 4 and x.dtype.itemsize == 2 and x.shape[3] > LANES and plan.bk % _SUBLANES == 0:
+        return plan.bk // _SUBLANES, _SUBLANES, x.shape[3]
+    return (plan.bk, *x.shape[3:])
+
+
+def _as_slots(x: Any) -> Any:
+    """[buffers, K, bk, …], of a reference to what `_buffer` made."""
+    return x if len(x.shape) < 5 else x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
 def _kernel(plan: Plan, given: Arrays, writes: int) -> Any:
@@ -221,7 +240,7 @@ def _kernel(plan: Plan, given: Arrays, writes: int) -> Any:
         sources = take(plan.sources) if writes else sources
         m, l, acc = take(3)
         state = State(m, l, acc, tuple(take(len(given.by_row))))
-        buffers, by_key_buffer = take(plan.sources), take(given.by_key is not None)
+        buffers, by_key_buffer = [_as_slots(x) for x in take(plan.sources)], take(given.by_key is not None)
         pages, stream_state, arrived, piece_arrived = take(4)
         missing = MissingPages(plan, items.missing, tables[1], *take(3)) if tables else None
         writer = (
@@ -246,5 +265,5 @@ def _vmem(plan: Plan, sources: list[jax.Array]) -> int:
     state = rows * (3 * LANES + -(-plan.value_lanes // LANES) * LANES)
     blocks = 2 * rows * (2 * LANES + -(-max(plan.key_lanes, plan.value_lanes) // LANES) * LANES * 2)
     values = plan.buffers * max(rows_by_key(plan), 8) * plan.bk * 4
-    scores = 16 * plan.R * plan.bk
+    scores = 16 * plan.R * min(plan.bk, 4 * plan.part)
     return math.ceil(1.1 * (plan.buffers * tile + state + blocks + values + scores)) + (4 << 20)

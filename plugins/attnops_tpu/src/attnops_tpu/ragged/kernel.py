@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from attnops.kernels import Elementwise
 from attnops_tpu.flash.tile import LOG2E, REPLACEMENTS
+from attnops_tpu.ragged.between import Between
 from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import Kind, Value, named, values
 from attnops_tpu.ragged.plan import Plan
@@ -128,13 +130,32 @@ class Kernel:
         The matrix unit works in program order: it computes the scores of the next parts while the weights of one are
         not there yet.
         """
-        between = Between(self.plan, starts)
+        plan, between = self.plan, Between(self.plan, starts)
+        if not masked or plan.bk == plan.part or plan.bk % plan.part:
+            self._add_parts(tile, buffer, range(0, plan.bk, plan.part), masked, between)
+        else:
+            # One after the other, of a tile of which few keys may be seen.
+            part = np.int32(plan.part)
+
+            def body(index: jax.Array, carry: None) -> None:
+                self._add_parts(tile, buffer, [pl.multiple_of(index * part, plan.part)], masked, between)
+                return carry
+
+            first, stop = lax.div(tile.first * plan.unit, part), lax.div(tile.stop * plan.unit + (part - 1), part)
+            lax.fori_loop(first, stop, body, None)
+        between.finish()
+
+    def _add_parts(
+        self, tile: Tile, buffer: jax.Array, starts: Iterable[jax.Array | int], masked: bool, between: Between
+    ) -> None:
+        """Add the parts of a tile that begin at these keys."""
         plan, ahead = self.plan, collections.deque[tuple[Part, jax.Array, Seen | None]]()
         lag = max(_AHEAD // (-(-plan.R // 8) * -(-plan.part // LANES)), 1)
-        for start in range(0, plan.bk, plan.part):
+        for start in starts:
             shared: tuple[jax.Array, Seen] | None = None
             for head in range(plan.K):
-                part = Part(self, tile, buffer, head, start, min(plan.part, plan.bk - start), between)
+                size = min(plan.part, plan.bk - start) if isinstance(start, int) else plan.part
+                part = Part(self, tile, buffer, head, start, size, between)
                 if masked and (shared is None or part.mask_varies_by_head):
                     visible = part.visible()
                     # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
@@ -146,7 +167,6 @@ class Kernel:
                     self._accumulate(*ahead.popleft())
         while ahead:
             self._accumulate(*ahead.popleft())
-        between.finish()
 
     def _scores(self, part: Part, visible: jax.Array | None) -> jax.Array:
         """The scores of a part, float32 [R, keys]."""
@@ -200,9 +220,10 @@ class Kernel:
 
     def _load(self, array: int, part: Part, features: slice) -> jax.Array:
         ref, found = self.stream.buffers[array], []
-        step, stop = part.between.step, part.start + part.size
-        for start in range(part.start, stop, step):
-            found.append(ref[part.buffer, part.head, start : min(start + step, stop), features])
+        step = part.between.step
+        for first in range(0, part.size, step):
+            keys = pl.ds(part.start + first, min(step, part.size - first))
+            found.append(ref[part.buffer, part.head, keys, features])
             part.between.go_on()
         x = found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
         return _floats(x, self.plan.stored).astype(self.plan.operand)
@@ -237,29 +258,6 @@ class Kernel:
                 self.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
 
 
-class Between:
-    """Starts of transfers that are spread between the loads of a tile: the compiler keeps them in this order.
-
-    Attributes:
-        step: keys a load.
-    """
-
-    def __init__(self, plan: Plan, starts: list[Callable[[], None]]) -> None:
-        self._starts, self._loads = collections.deque(starts), 2 * plan.K * -(-plan.bk // LANES)
-        self.step = LANES if starts else plan.part
-
-    def go_on(self) -> None:
-        """After a load: start some."""
-        for _ in range(-(-len(self._starts) // max(self._loads, 1))):
-            self._starts.popleft()()
-        self._loads -= 1
-
-    def finish(self) -> None:
-        """After the tile: start the rest."""
-        while self._starts:
-            self._starts.popleft()()
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
     """The scores [R, size] of a kv head and some keys of a tile.
@@ -278,14 +276,14 @@ class Part:
     tile: Tile
     buffer: jax.Array
     head: int
-    start: int
+    start: jax.Array | int
     size: int
     between: Between
 
     @property
-    def keys(self) -> slice:
+    def keys(self) -> Any:
         """The range of keys in the tile."""
-        return slice(self.start, self.start + self.size)
+        return pl.ds(self.start, self.size)
 
     @property
     def mask_varies_by_head(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from attnops.kernels import Scoring
-from attnops_tpu.ragged.tile_sizes import LANES
+from attnops_tpu.ragged.tile_sizes import LANES, Starts
 
 if TYPE_CHECKING:
     import jax
@@ -38,7 +38,7 @@ class Plan:
         is_paged: whether units are pages, found by a table.
         piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
         buffers: tiles of keys in vector memory: one is computed with, the others are on their way.
-        spreads_starts: whether the transfers of a tile start between the loads of the one before it.
+        starts: when transfers start, see `Starts`.
         cores: of a chip that share its kernels' grid; items are given to them in turn.
         dtype: of the operands of products.
         stored: the dtype of stored tokens.
@@ -71,7 +71,7 @@ class Plan:
     is_paged: bool
     piece: int
     buffers: int
-    spreads_starts: bool
+    starts: Starts
     cores: int
     dtype: np.dtype
     stored: np.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import Final, NamedTuple
 
@@ -23,8 +24,15 @@ _ROWS: Final = 256
 # Scores of a part of a tile, which are in registers between two products: 16 registers of 64.
 _PART: Final = 16384
 # But of up to 128 rows so many keys at least, although scores are spilled: products over fewer fill less of the matrix
-# unit. 1,024 keys of 576 features for 128 rows take with parts of 128, 256, 512 keys 1,803, 1,519, 1,414 bundles.
-_LEAST_PART: Final = 512
+# unit. 1,024 keys of 576 features for 128 rows take with parts of 128, 256, 512 keys 1,803, 1,519, 1,414 bundles, and
+# in tiles of 4,096 with parts of 512, 1,024, 2,048 keys 1,000, 935, 1,000.
+_LEAST_PART: Final = 1024
+# From so many rows on the matrix unit is what a tile takes, and what a tile waits for at its ends should be little of
+# it: some 350 bundles of a latent's, which has 1,400 for 1,024 keys alone, 935 in tiles of 4,096, and 857 of 8,192.
+_MANY_ROWS: Final = 64
+# The parts of such a tile, all kv heads, which are straight-line code; and its share of vector memory.
+_PARTS: Final = 8
+_SHARE: Final = 6
 # Scores of a tile and kv head: more are spilled from registers.
 _SCORES: Final = 1 << 17
 
@@ -37,15 +45,22 @@ class Row(NamedTuple):
             memory, that the steps of one kv head fill the latencies of another's, and that the loop's own bundles, some
             80 a tile, are few.
         buffers: tiles of keys in vector memory.
-        loads: where a transfer has fewer loads of 128 keys of a kv head, the starts of a tile are spread between them.
-            On tpu7x, whose vector memory has other tiles than main memory, a start takes 9 bundles where a token is
-            wider than the lanes, elsewhere 4. 512 keys of 8 kv heads with pages of 32 and 64 take there 1,007 and 835
-            bundles so, 1,100 and 901 if the starts are together; on v6e those with pages of 16 take 919 and 861.
+        loads: where a transfer has fewer loads of 128 keys of a kv head, the starts of a tile are spread between them;
+            of tokens of 1 byte a feature. On tpu7x vector memory has other tiles for these than main memory, and a
+            start takes 9 bundles where a token is wider than the lanes, elsewhere 4.
     """
 
     tile: int
     buffers: int
     loads: int = 1
+
+
+class Starts(enum.Enum):
+    """When the transfers of a tile start, in the step of the tile that is two before it."""
+
+    BEFORE = "before its loads"
+    BETWEEN = "between its loads"
+    AFTER = "after its loads"
 
 
 _MiB: Final = 1 << 20
@@ -67,7 +82,7 @@ class Tiles(NamedTuple):
     unit: int
     piece: int
     buffers: int
-    spreads_starts: bool
+    starts: Starts
 
 
 def unit_of(page_size: int, slots: int) -> int:
@@ -93,6 +108,7 @@ def choose(
     lengths: tuple[int, int],
     heads: tuple[int, int],
     token_bytes: int,
+    itemsize: int,
     unit: int,
     interpret: bool,
 ) -> Tiles:
@@ -105,6 +121,7 @@ def choose(
         lengths: T, and S of a row.
         heads: H and K.
         token_bytes: of the keys and values of a token, all heads, as vector memory holds them.
+        itemsize: bytes of a feature.
         unit: see `unit_of`.
         interpret: whether tiles need not fill the lanes.
     """
@@ -112,15 +129,24 @@ def choose(
     G = H // K
     bq = queries_a_tile(block_q, T, G)
     step = unit if interpret else math.lcm(unit, LANES)
-    most = block_k or min(row.tile // token_bytes, _SCORES // (G * bq), unit * _MAX_UNITS)
+    rows = -(-G * bq // 8) * 8
+    part = max(_PART // rows // LANES * LANES, _LEAST_PART if rows <= LANES else LANES)
+    most = min(row.tile // token_bytes, _SCORES // (G * bq))
+    is_long = _MANY_ROWS <= rows <= LANES
+    if is_long:
+        most = max(most, min(_PARTS // K, generation.vmem // _SHARE // token_bytes // part) * part)
+    most = block_k or min(most, unit * _MAX_UNITS)
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
     units = bk // unit
-    rows = -(-G * bq // 8) * 8
-    part = max(_PART // rows // LANES * LANES, _LEAST_PART if rows <= LANES else LANES)
-    part = bk if interpret else min(bk, part)
+    if interpret:
+        # Only some tests interpret the plan of a generation other than v4: with parts.
+        part = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
     # Where transfers start together nothing else happens: one kv head's pages of 16 tokens would take longer to ask for
-    # than to compute with. Of few it takes longer to compute with loads that starts keep in order.
-    loads = 2 * K * -(-bk // LANES)
-    spreads_starts = row.buffers > 2 and units * row.loads > loads
-    return Tiles(bq, bk, part, unit, -(-PIECE // units) * units, row.buffers, spreads_starts)
+    # than to compute with. Of few it takes longer to compute with loads that starts keep in order; after the last load
+    # of a long tile they start while its last products are on their way.
+    loads, starts = 2 * K * -(-bk // LANES), Starts.BEFORE
+    if row.buffers > 2:
+        is_many = units * (row.loads if itemsize == 1 else 1) > loads
+        starts = Starts.AFTER if is_long else Starts.BETWEEN if is_many else Starts.BEFORE
+    return Tiles(bq, bk, min(part, bk), unit, math.lcm(units, PIECE), row.buffers, starts)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops_tpu.ragged.plan import Plan
+from attnops_tpu.ragged.tile_sizes import Starts
 from attnops_tpu.ragged.write import Writer
 
 # What `Stream.state` holds: the item and the tile to transfer next, how many were started and how many used, and the
@@ -147,7 +148,7 @@ class Stream:
         @pl.when(is_plain)
         def _() -> None:
             starts = self._starts_of_whole(ahead, target)
-            if not plan.spreads_starts:
+            if plan.starts is Starts.BEFORE:
                 _all(starts)
             self._wait_whole(tile, buffer)
             compute(tile, buffer, False, list(starts))

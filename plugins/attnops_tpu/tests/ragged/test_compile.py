@@ -89,6 +89,14 @@ def test_many_long_rows_have_no_array_by_slot(mask: Mask | None) -> None:
     assert temporaries(jax.eval_shape(make), "v6e", 4, mask=mask, bias=bias) <= SMALL
 
 
+@pytest.mark.exhaustive
+def test_more_rows_than_scalar_memory_holds_compile() -> None:
+    def make() -> Cache:
+        return PagedCache.create(batch=12000, pages=4096, page_size=64, max_pages=8, kv_heads=1, head_dim=128)
+
+    temporaries(jax.eval_shape(make), "v6e", 4, mask=Causal())
+
+
 @pytest.mark.slow
 def test_a_mask_with_an_array_by_key_compiles() -> None:
     cache = pages(64, 2, 128)

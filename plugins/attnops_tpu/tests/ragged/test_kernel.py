@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
+from attnops_tpu.ragged import batches
 
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized
@@ -145,9 +146,22 @@ def test_scales_of_tokens_fill_the_lanes() -> None:
     assert told(pages(64, "token_head")) == told(pages(16, "head")) == ["page_size"]
 
 
-def test_more_tiles_of_queries_than_scalar_memory_holds_are_not_read_in_place() -> None:
+def test_a_row_of_more_tiles_of_queries_than_scalar_memory_holds_is_not_read_in_place() -> None:
     cache = PagedCache.create(batch=2, pages=4, page_size=16, max_pages=2, kv_heads=2, head_dim=128)
-    assert told(cache, 1 << 21) == ["query"]
+    assert told(cache, 1 << 21) == []
+    assert told(cache, 1 << 22) == ["query"]
+
+
+@pytest.mark.slow
+def test_rows_that_do_not_fit_scalar_memory_together_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    following = batches.following
+    monkeypatch.setattr(batches, "rows_a_call", lambda nq: 1)
+    monkeypatch.setattr(batches, "following", lambda *given: (calls.append(given), following(*given))[1])
+    with target("v6e"):
+        outcome = check_cache(SUBJECT, ("paged", "window per batch", "4 queries", "sinks", "GQA", "op.step"))
+    assert len(calls) > 1
+    assert outcome.status is Status.RIGHT, outcome.detail
 
 
 def test_a_dense_mask_of_one_query_is_an_array_by_key() -> None:

@@ -19,6 +19,7 @@ from attnops.masks import Slots, without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params
+from attnops_tpu.ragged.batches import run_in_batches
 from attnops_tpu.ragged.kernel import Kernel, State
 from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import Arrays, arrays, outputs, queries, rows_by_key
@@ -57,12 +58,12 @@ def cached_attention(
     if plan.scales == "head":
         given = given._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
     new_tokens = None if new is None else written(plan, new, store.base, sources)
-    out, *rest = _run(
-        plan, queries(plan, call.query), sources, _tables(plan, cache, slots),
+    out, *rest = run_in_batches(
+        _run, plan, queries(plan, call.query), sources, _tables(plan, cache, slots),
         jnp.asarray(store.base, jnp.int32)[None], given, schedule(plan, items_mask, slots, new_tokens), new_tokens,
     )  # fmt: skip
     if new is not None:
-        arrays_of = dict(zip(new.tokens, rest[-len(sources) :], strict=True))
+        arrays_of: dict[str, Any] = dict(zip(new.tokens, rest[-len(sources) :], strict=True))
         arrays_of = {name: x.reshape(getattr(cache.store, name).shape) for name, x in arrays_of.items()}
         cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays_of))
         rest = rest[: -len(sources)]

@@ -9,7 +9,8 @@ from typing import Final
 import jax.numpy as jnp
 
 from attnops import AttentionRequest, OperationMetadata, Reason
-from attnops_tpu.ragged.tile_sizes import LANES, MAX_ITEMS, ROW_BYTES, SCALAR_BYTES, queries_a_tile, unit_of
+from attnops_tpu.ragged.batches import rows_a_call
+from attnops_tpu.ragged.tile_sizes import LANES, MAX_ITEMS, queries_a_tile, unit_of
 
 # Rows of a register of 32-bit elements, of which transfers take whole tiles; narrower elements are packed in pairs.
 _SUBLANES: Final = 8
@@ -25,12 +26,11 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
     if "Dense" in request.mask_kinds and request.query_length > 1:
         yield Reason("mask", "Dense", "is an array by query and key, which over a cache is not read in place",
                      "use a mask that is computed from positions")  # fmt: skip
-    rows = queries_a_tile(metadata.block_q, request.query_length, request.heads // request.kv_heads)
-    items = request.batch * -(-request.query_length // rows)
-    if items > MAX_ITEMS or 24 * items + ROW_BYTES * request.batch > SCALAR_BYTES:
-        most = min(MAX_ITEMS, max((SCALAR_BYTES - ROW_BYTES * request.batch) // 24, 0))
-        yield Reason("query", f"{request.batch} × {request.query_length}",
-                     f"is {items} tiles of queries, more than {most}", "give it in several calls")  # fmt: skip
+    tiles = -(-request.query_length // queries_a_tile(metadata.block_q, request.query_length,
+                                                      request.heads // request.kv_heads))  # fmt: skip
+    if not rows_a_call(tiles):
+        yield Reason("query", request.query_length, f"is {tiles} tiles of queries a row, more than {MAX_ITEMS}",
+                     "give it in several calls")  # fmt: skip
     if not request.interpret:
         yield from _layout(request)
 

@@ -63,7 +63,7 @@ def schedule(plan: Plan, mask: Mask | None, slots: Slots | None = None, new: Wri
     breaks = after & ~full
     stop_full = jnp.where(breaks.any(1), breaks.argmax(1), plan.nk).astype(jnp.int32)
     missing = jnp.zeros((1,), jnp.int32) if slots is None else _missing(plan, slots, first, stop)
-    return Schedule(first, stop, first_full, stop_full, _following(plan, some), missing)
+    return Schedule(first, stop, first_full, stop_full, following(plan, some), missing)
 
 
 def _written(plan: Plan, new: Written) -> jax.Array:
@@ -93,7 +93,8 @@ def words_of_pages(plan: Plan, exists: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.int32).reshape(-1, 1, LANES)
 
 
-def _following(plan: Plan, some: jax.Array) -> jax.Array:
+def following(plan: Plan, some: jax.Array) -> jax.Array:
+    """See `Schedule`; ``some``: whether an item has keys, bool [items]."""
     item = jnp.arange(plan.items, dtype=jnp.int32)
     by_turn = jnp.where(some, item, plan.items).reshape(-1, plan.cores)
     least = jax.lax.cummin(by_turn, axis=0, reverse=True)

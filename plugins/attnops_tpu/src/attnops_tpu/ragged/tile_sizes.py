@@ -11,9 +11,10 @@ from attnops_tpu.generations import Generation
 LANES: Final = 128
 # Entries of a row's table that are in scalar memory at a time: 512 bytes, the least that a transfer moves.
 PIECE: Final = 128
-# Items in scalar memory take 24 bytes each, and rows up to 16 values of masks and biases; of scalar memory's 1 MiB
-# the table and what the compiler keeps are left out.
+# What items in scalar memory take, and rows with up to 16 values of masks and biases; of scalar memory's 1 MiB the
+# table and what the compiler keeps are left out.
 MAX_ITEMS: Final = 1 << 14
+ITEM_BYTES: Final = 24
 ROW_BYTES: Final = 64
 SCALAR_BYTES: Final = 960 << 10
 # A unit of a storage without pages, and the most units a tile: each has transfers of its own.

@@ -6,6 +6,10 @@ the loop over a tile of keys, divided by the cycles in which the tile's useful b
     python benchmarks/tpu_decode.py --codec int8 --page 128
     python benchmarks/tpu_decode.py --latent --kv-heads 1 --groups 128   # keys of 576 features, values of 512 of them
     python benchmarks/tpu_decode.py --peers                               # R of other libraries' kernels too
+    python benchmarks/tpu_decode.py --whole --peers --json out.json       # every figure of the READMEs
+
+With ``--json`` each line is kept, and a run with the same file continues where the last one ended: remove the file when
+the code has changed.
 
 A bundle is a cycle where nothing stalls. The loop is of tiles that are whole and have nothing to mask; the issue of
 transfers and the loop's own bundles are included. At R below 1 the kernel is not bound by computation. No TPU ran it.
@@ -153,6 +157,28 @@ def peers(case: Case, generation: str) -> dict[str, str]:
     return {name: "–" if x is None else f"{x * BYTES[generation]:.2f}" for name, x in found.items()}
 
 
+def whole() -> list[Case]:
+    """The cases of the READMEs."""
+    plain = [Case(page, K, 4) for K in (8, 1) for page in (16, 32, 64, 128, 256)]
+    plain += [Case(page, 2, 4) for page in (16, 64, 256)]
+    plain += [Case(page, K, G) for K in (8, 1) for G in (1, 8) for page in (16, 256)]
+    dims = [Case(64, 8, 4, D) for D in (64, 80, 256)]
+    codecs = [Case(128, K, 4, codec=codec) for codec in ("int8", "float8_e4m3fn") for K in (8, 1)]
+    return [*plain, *dims, *codecs, *(Case(page, 1, 128, 576, latent=True) for page in (64, 256))]
+
+
+def line_of(case: Case, generation: str, with_peers: bool, kept: list[dict[str, Any]]) -> dict[str, Any]:
+    """A line of the table, or the one that is kept; peers have no latent content."""
+    asked = {"TPU": generation, **case._asdict()}
+    line = next((x for x in kept if x.items() >= asked.items()), None)
+    if line is None:
+        line = figures(case, generation)
+        kept.append(line)
+    if with_peers and not case.latent and not line.keys() >= PEERS.keys():
+        line.update(peers(case, generation))
+    return line
+
+
 def main(
     generation: Annotated[list[str], typer.Option()] = ["v5e", "v6e", "tpu7x"],  # noqa: B006
     page: Annotated[list[int], typer.Option()] = [16, 64, 256],  # noqa: B006
@@ -161,21 +187,26 @@ def main(
     head_dim: Annotated[list[int], typer.Option()] = [128],  # noqa: B006
     codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
     latent: Annotated[bool, typer.Option("--latent")] = False,
-    with_peers: Annotated[bool, typer.Option("--peers", help="Not with --latent.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json")] = None,
-) -> None:
+    is_whole: Annotated[bool, typer.Option("--whole", help="All cases of the READMEs; of these options only "
+                                           "--generation counts.")] = False,
+    with_peers: Annotated[bool, typer.Option("--peers", help="They have no latent content.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Keeps each line; a later run continues it.")] = None,
+) -> None:  # fmt: skip
     """Print R and what goes with it."""
-    if latent and with_peers:
-        raise typer.BadParameter("--peers have no latent content; leave one of --peers and --latent out")
     dims = [576] if latent else head_dim
     cases = [Case(p, k, g, d, c, latent) for c in codec for d in dims for k in kv_heads for g in groups for p in page]
-    lines = [figures(case, of) | (peers(case, of) if with_peers else {}) for of in generation for case in cases]
-    table = Table(*lines[0])
+    kept = json.loads(json_file.read_text()) if json_file is not None and json_file.exists() else []
+    lines = []
+    for of in generation:
+        for case in whole() if is_whole else cases:
+            lines.append(line_of(case, of, with_peers, kept))
+            if json_file is not None:
+                json_file.write_text(json.dumps(kept, indent=1))
+    columns = {name: None for line in lines for name in line}
+    table = Table(*columns)
     for line in lines:
-        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in line.values()))
+        table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in (line.get(c, "–") for c in columns)))
     Console(width=190).print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(lines, indent=1))
 
 
 if __name__ == "__main__":

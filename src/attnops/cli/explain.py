@@ -199,6 +199,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "serves": candidate.serves,
         "reasons": [_reason(reason) for reason in candidate.reasons],
         "read_reasons": [_reason(reason) for reason in candidate.read_reasons],
+        "step_reasons": [_reason(reason) for reason in candidate.step_reasons],
         "rank": None if rank is None else {"name": rank.name, "place": rank.place, "reason": rank.reason},
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -191,6 +191,23 @@ class OperationImpl(BaseOperation):
     def may_write(self) -> bool:
         """Whether some step may be one kernel, see `attnops.dispatch.step`; False is certain."""
         return any(name.startswith("stepped_") for name in dir(type(self)))
+
+    def step_reasons(self, forward: str, request: AttentionRequest) -> list[Reason]:
+        """Why `step` appends the tokens first, and ``stepped_<forward>`` does not write them; empty where it does.
+
+        Caches on a mesh are appended to in any case.
+        """
+        assert request.cache is not None
+        if getattr(type(self), f"stepped_{forward}", None) is None:
+            return [Reason("step", request.cache.storage, f"{type(self).__name__} has no stepped_{forward}")]
+        reasons = self.in_place_reasons(forward, request)
+        if request.cache.is_packed:
+            reasons.append(Reason("rows", "given", "has tokens of rows in any order, which no kernel writes"))
+        return [*reasons, *self._not_written(request)]
+
+    def _not_written(self, request: AttentionRequest) -> Iterator[Reason]:
+        """Why ``stepped_<forward>`` does not write the tokens of a request that ``cached_<forward>`` serves."""
+        return iter(())
 
     def chosen(self, call: Call) -> OperationImpl:
         """The operation that runs a call."""

@@ -32,6 +32,8 @@ class Candidate:
         rank: its place in `auto`'s order; None where `auto` never picks it.
         priority: decides between implementations of equal rank.
         read_reasons: of a request over a cache, why the forward does not read the cache in place; empty where it does.
+        step_reasons: of a request over a cache, why `attnops.OperationImpl.step` appends the tokens and then attends;
+            empty where a kernel does both, but on a mesh.
         bytes_read: of a request over a cache, the bytes of the arrays that each call makes by ``cache.read()``; 0 where
             the forward reads the cache in place.
     """
@@ -44,6 +46,7 @@ class Candidate:
     priority: int = 0
     read_reasons: tuple[Reason, ...] = ()
     bytes_read: int = 0
+    step_reasons: tuple[Reason, ...] = ()
 
     @property
     def serves(self) -> bool:
@@ -62,6 +65,13 @@ class Candidate:
             return f"reads the cache in place (cached_{self.forward})"
         why = "; ".join(str(reason) for reason in self.read_reasons)
         return f"reads the cache into arrays by cache.read(), {printed_bytes(self.bytes_read)} a call: {why}"
+
+    @property
+    def steps(self) -> str:
+        """Of a request over a cache, how `attnops.OperationImpl.step` writes the tokens."""
+        if not self.step_reasons:
+            return f"op.step writes the tokens in the kernel (stepped_{self.forward}), on a mesh before it"
+        return "op.step appends the tokens first: " + "; ".join(str(reason) for reason in self.step_reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +93,7 @@ class Explanation:
         lines += [f"  although {reason}" for reason in self.chosen.reasons]
         lines.append(f"  {self.chosen.ranked}")
         over_cache = self.request.cache is not None
-        lines += [f"  {self.chosen.reads}"] if over_cache else []
+        lines += [f"  {self.chosen.reads}", f"  {self.chosen.steps}"] if over_cache else []
         for other in self.others:
             lines.append(f"{other.name}: " + ("could serve it" if other.serves else "can't serve it"))
             lines += [f"  {other.ranked}"] if other.serves else []
@@ -271,10 +281,13 @@ def _candidate(
         )
         forward = "native" if native else ""
     read_reasons: tuple[Reason, ...] = ()
+    step_reasons: tuple[Reason, ...] = ()
     if request.cache is not None and forward:
         assert isinstance(operation, OperationImpl)
         read_reasons = tuple(operation.in_place_reasons(forward, request))
+        step_reasons = tuple(operation.step_reasons(forward, request))
     return Candidate(
         plugin.name, forward, tuple(reasons), rank=border.rank(cls, request), priority=cls.priority,
         read_reasons=read_reasons, bytes_read=bytes_read(request) if read_reasons else 0,
+        step_reasons=step_reasons,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """`OperationImpl.step`: a cache with the tokens of a step, and attention over it.
 
 A class writes the tokens itself, in the kernel that attends, by a method ``stepped_<forward>`` next to
-``cached_<forward>``, for the requests for which its method ``writes(request)`` is true::
+``cached_<forward>``, for requests for which ``step_reasons(forward, request)`` is empty, see `Explanation`::
 
     def stepped_tpu(self, query, cache, new, *, mask, bias=None, ...) -> tuple[OperationOutput, Cache]
 
@@ -123,11 +123,9 @@ def fused(
     assert isinstance(request, AttentionRequest)
     operation = operation.chosen(call)
     forward = decide(operation, request)
-    method = getattr(operation, f"stepped_{forward}", None)
-    if method is None or call.boundary is not None or operation.in_place_reasons(forward, request):
+    if call.boundary is not None or operation.step_reasons(forward, request):
         return None
-    if not operation.writes(request):  # type: ignore[attr-defined]
-        return None
+    method = getattr(operation, f"stepped_{forward}")
     new = without_gradient((new,), NO_GRADIENT)[0]
     output, written = method(*call.args, new, **call.options)
     return operation.finish(call, output), written

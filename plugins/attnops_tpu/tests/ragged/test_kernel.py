@@ -14,7 +14,7 @@ from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged import batches
 
 from attnops import OperationMetadata, OperationRegistry, Reason
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized
+from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops.caches.bits import to_bits
 from attnops.masks import Causal, Dense, KeyPadding, Lengths, Mask
 from attnops.testing.caches import cache_problem, check_cache
@@ -134,6 +134,22 @@ def test_layouts_that_a_tpu_would_copy_are_not_read_in_place() -> None:
     assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=64, width=128)) == []
     assert told(DenseCache.create(batch=2, length=100, kv_heads=2, head_dim=128)) == ["length"]
     assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=128)) == []
+
+
+def test_what_no_step_of_one_kernel_writes_is_told() -> None:
+    def told(cache: Cache, T: int = 1, rows: Rows | None = None) -> list[str]:
+        operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
+        query = jax.ShapeDtypeStruct((1 if rows else 2, T, 4, 128), jnp.bfloat16)
+        request = operation.request(query, cache, mask=Causal(), rows=rows)
+        return [r.argument for r in operation.step_reasons("tpu", request)]
+
+    sizes = {"batch": 2, "kv_heads": 2, "head_dim": 128}
+    cache = DenseCache.create(length=1024, **sizes)
+    assert told(cache) == told(cache, 128) == []
+    assert told(cache, 129) == ["query"]
+    assert told(DenseCache.create(length=1024, codec=Quantized("int8", "token_head"), **sizes)) == ["scales"]
+    assert told(WindowCache.create(window=128, max_append=129, **sizes)) == ["cache"]
+    assert set(told(cache, 2, Rows([0, 1, 2], [0, 1]))) == {"rows"}
 
 
 def test_scales_of_tokens_fill_the_lanes() -> None:

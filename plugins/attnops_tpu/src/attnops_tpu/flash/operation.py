@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 import jax
@@ -111,16 +111,23 @@ class TPUFlashAttention(FlashAttention):
         )  # fmt: skip
         return output
 
-    def writes(self, request: AttentionRequest) -> bool:
-        """See `attnops.dispatch.step`: of rows whose queries are one tile, and without scales by token."""
+    def _not_written(self, request: AttentionRequest) -> Iterator[Reason]:
         cache = request.cache
         assert cache is not None
-        G = request.heads // request.kv_heads
-        is_one_tile = request.query_length <= queries_a_tile(self.metadata.block_q, request.query_length, G)
-        # A word of 32 bits has slots of one unit.
+        tile = queries_a_tile(self.metadata.block_q, request.query_length, request.heads // request.kv_heads)
+        if request.query_length > tile:
+            yield Reason("query", request.query_length, f"is more than one tile of {tile} queries, each of which would "
+                         f"write the tokens", "give block_q, or fewer tokens a step")  # fmt: skip
+        if cache.storage == "WindowCache":
+            yield Reason("cache", cache.storage, "has new tokens in the slots of tokens that queries still see")
+        if cache.scales == "token_head":
+            yield Reason("scales", cache.scales, "are single lanes, which no transfer writes",
+                         "create the cache with scales by head")  # fmt: skip
         packed = 4 // jnp.dtype(cache.codec or request.dtypes[1]).itemsize
-        is_packed = unit_of(cache.page_size, request.key_length) % packed == 0
-        return is_one_tile and is_packed and cache.storage != "WindowCache" and cache.scales != "token_head"
+        unit = unit_of(cache.page_size, request.key_length)
+        if unit % packed:
+            yield Reason("page_size" if cache.page_size else "length", cache.page_size or request.key_length,
+                         f"must be a multiple of {packed}, the slots of a word of 32 bits")  # fmt: skip
 
     def stepped_tpu(
         self, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any

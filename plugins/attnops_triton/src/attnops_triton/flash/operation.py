@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -15,8 +15,8 @@ from attnops.kernels import FlashBackend, FlashCall
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_triton.language.translate import PRIMITIVES
+from attnops_triton.ragged.limits import not_written
 from attnops_triton.ragged.limits import unsupported as in_place
-from attnops_triton.ragged.limits import writes
 from attnops_triton.versions import missing
 
 CacheType = TypeVar("CacheType", bound=Cache)
@@ -157,9 +157,8 @@ class TritonFlashAttention(FlashAttention):
         )  # fmt: skip
         return output
 
-    def writes(self, request: AttentionRequest) -> bool:
-        """See `attnops.dispatch.step`: of rows whose queries are one tile."""
-        return writes(request, self.metadata)
+    def _not_written(self, request: AttentionRequest) -> Iterator[Reason]:
+        return not_written(request, self.metadata)
 
     def stepped_gpu(
         self, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any

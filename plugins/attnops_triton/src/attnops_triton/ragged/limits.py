@@ -19,10 +19,14 @@ def unsupported(request: AttentionRequest) -> Iterator[Reason]:
                      "give packed rows in several calls")  # fmt: skip
 
 
-def writes(request: AttentionRequest, metadata: OperationMetadata) -> bool:
-    """Whether a step's kernel writes the new tokens: where one program reads a tile of keys."""
+def not_written(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Reason]:
+    """Why a step's kernel does not write the new tokens: it does where one program reads a tile of keys."""
     cache = request.cache
     assert cache is not None
     G = request.heads // request.kv_heads
     rows = rows_of(metadata.block_q, request.query_length, G, max(request.head_dim, request.value_head_dim))
-    return request.query_length * G <= rows and cache.storage != "WindowCache"
+    if request.query_length * G > rows:
+        yield Reason("query", request.query_length, f"times {G} heads is more than one tile of {rows} rows, each of "
+                     f"which would write the tokens", "give fewer tokens a step")  # fmt: skip
+    if cache.storage == "WindowCache":
+        yield Reason("cache", cache.storage, "has new tokens in the slots of tokens that queries still see")

@@ -114,7 +114,9 @@ def test_a_case_compiles_without_spills_within_shared_memory(case: Case, arch: s
         what = f"{x.recipe.kernel.name} with {x.tiles}"
         assert binary.shared <= SHARED_MEMORY[arch], f"{what} needs {binary.shared} bytes of shared memory"
         if case.D in (64, 128) and case.dtype != "float32":
-            assert binary.spilled == 0, f"{what} spills {binary.spilled}"
+            # A few bytes of stack may be reserved that nothing uses.
+            spills = binary.count("LDL", "STL") if arch.startswith("sm_") else binary.spilled
+            assert spills == 0, f"{what} spills {binary.spilled} bytes"
         if case.dtype != "float32" and x is launched[0]:
             products = ("HMMA", "HGMMA", "UTCHMMA")
             assert binary.count(*products) or any("mfma" in name for name in binary.instructions)

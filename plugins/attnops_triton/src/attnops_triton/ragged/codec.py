@@ -43,7 +43,7 @@ lop3.b32 t, b, 0x80008000, t, 0xea;
 mul.f16x2 $0, s, c;
 mul.f16x2 $1, t, c;
 }"""
-# From sm_89 on there is an instruction for two.
+# From sm_90 on there is an instruction for two; on sm_89 only in later versions of PTX.
 _E4M3_IN_PAIRS: Final = """{
 .reg .b16 a, b;
 mov.b32 {a, b}, $2;
@@ -66,7 +66,7 @@ def decode(write: Writer, name: str, stored: str, dtype: str, arch: str) -> None
     if dtype != "float16" or not arch or is_amd(arch):
         _one_at_a_time(write, name, stored, dtype)
     else:
-        is_pair = stored == "float8_e4m3fn" and capability(arch) >= 89
+        is_pair = stored == "float8_e4m3fn" and capability(arch) >= 90
         text = (_E4M3_IN_PAIRS if is_pair else _PTX[stored]).replace("\n", " ")
         # As if it had effects: else Triton converts after it has put bytes, one by one, in the order of operands.
         write(f'{name} = tl.inline_asm_elementwise("{text}", "=r,=r,r", [{name}], tl.float16, False, 4)')

@@ -11,7 +11,7 @@ import jax
 from attnops_triton.flash.plan import cdiv
 from attnops_triton.flash.tile_sizes import known
 from attnops_triton.ragged.plan import RaggedTiles
-from attnops_triton.targets import SHARED_MEMORY
+from attnops_triton.targets import SHARED_MEMORY, is_amd
 
 # Streaming multiprocessors, or compute units, of the largest GPU of an architecture.
 PROCESSORS: Final = {
@@ -87,12 +87,16 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
         return RaggedTiles(rows, block_k or (32 if dim <= 128 else 16), 4, 1)
     if dim > 256:
         is_large = shared > _SMALL and rows == _LEAST_ROWS
-        return RaggedTiles(rows, block_k or (64 if is_large else 32), 4 if rows == _LEAST_ROWS else 8, 2)
+        return RaggedTiles(
+            rows, block_k or (64 if is_large else 32), 4 if rows == _LEAST_ROWS or is_amd(arch) else 8, 2
+        )
     if dim > 128 and shared <= 64 << 10:
         return RaggedTiles(rows, block_k or 32, 4, 2)
     # Of a few queries a larger tile takes fewer instructions a key: 11.1 instead of 13.5 of a warp at D 128 on sm_90.
-    is_large = rows <= 32 and (dim <= 64 or (dim <= 128 and shared > _SMALL))
-    return RaggedTiles(rows, block_k or (128 if is_large else 64), 4, 2)
+    is_large = rows <= 32 and (dim <= 64 or (dim == 128 and shared > _SMALL))
+    # With tensor cores of warp groups 64 rows are those of 4 warps; elsewhere these would spill.
+    warps = 4 if rows < 64 or is_amd(arch) or arch in ("sm_90", "sm_100") else 8
+    return RaggedTiles(rows, block_k or (128 if is_large else 64), warps, 2)
 
 
 def split_count(arch: str, programs: int, tiles: int) -> int:

@@ -266,6 +266,17 @@ def test_rules_that_it_can_not_follow_are_refused(rules: dict[str, Any]) -> None
         OperationRegistry.create("ring", metadata)(x, x, x)
 
 
+def test_replicated_queries_over_keys_in_the_order_of_two_axes_are_refused() -> None:
+    """Their order would be taken for that of all devices in a row."""
+    mesh = create_mesh((2, 2), ("r", "u"), devices=jax.devices()[:4])
+    rules = AxisRules(query_length=None, kv_length=("r", "u"))
+    ring = OperationRegistry.create("ring", OperationMetadata(mesh=mesh, axis_rules=rules))
+    x = jnp.ones((1, 16, 4, 16))
+    with pytest.raises(UnsupportedError, match=r"order=zigzag: of replicated queries, must be 'contiguous'"):
+        ring(x[:, :1], x, x, strategy="usp", order="zigzag")
+    assert ring(x[:, :1], x, x, strategy="usp").attention_outputs.shape == (1, 1, 4, 16)
+
+
 def test_without_a_mesh_the_error_names_what_to_do() -> None:
     x = jnp.ones((1, 16, 2, 16))
     with pytest.raises(

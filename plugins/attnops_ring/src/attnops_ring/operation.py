@@ -225,9 +225,13 @@ def _run(
     query, key, value = call.args
     assert isinstance(call.request, AttentionRequest)
     T, S = call.request.query_length, call.request.key_length
-    if where.lengths[0] is None:
-        strategy = "reduce"  # queries are replicated
     sizes = where.sizes if isinstance(where, Cut) else _sizes(where, axis)
+    if where.lengths[0] is None:
+        if strategy == "usp" and order != "contiguous" and len(sizes) > 1:
+            reason = Reason("order", order, "of replicated queries, must be 'contiguous' with strategy='usp'",
+                            "restore the keys' order")  # fmt: skip
+            raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
+        strategy = "reduce"  # queries are replicated
     _check_heads(call.request, where, sizes, strategy)
     # With "usp" the ring is along the first axis.
     devices = sizes[0] if strategy == "usp" else math.prod(sizes)

@@ -63,6 +63,24 @@ def test_lengths_that_tiles_divide_have_one_program_and_may_rely_on_alignment() 
     assert [[sorted(recipe.divisible) for recipe in recipes] for recipes in found.values()] == [[["S", "T"]]] * 3
 
 
+def test_differences_of_lengths_are_data() -> None:
+    texts = collections.defaultdict(set)
+    for T, S in ((128, 256), (128, 640), (256, 384)):
+        q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), jnp.bfloat16) for n in (T, S))
+        operation: Any = OperationRegistry.create(
+            "attnops-triton:flash", OperationMetadata(platform="cuda", on_unsupported="error")
+        )
+
+        def both(q: Any, k: Any, operation: Any = operation) -> Any:
+            mask = Causal() & SlidingWindow(255, 0)
+            out, pull_back = jax.vjp(lambda q, k: operation(q, k, k, mask=mask).attention_outputs, q, k)
+            return pull_back(out)
+
+        for launched in kernels(both, (q, k), "sm_90"):
+            texts[launched.recipe.kernel.name].add(launched.recipe)
+    assert [len(recipes) for recipes in texts.values()] == [1, 1, 1]
+
+
 def test_rows_of_a_bias_that_are_aligned_are_one_more_program() -> None:
     found = programs(MASKS["causal"], (64, 128, 100, 112, 176, 301), bias=lambda n: (1, 1, n, n))
     assert {len(recipes) for recipes in found.values()} == {3}

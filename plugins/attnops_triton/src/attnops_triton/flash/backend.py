@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,7 +19,7 @@ from attnops_triton.flash.forward import forward
 from attnops_triton.flash.measured import measured_tiles
 from attnops_triton.flash.operands import Arrays
 from attnops_triton.flash.plan import LN2, Plan, Tiles
-from attnops_triton.flash.prepare import arrays, tile_schedules
+from attnops_triton.flash.prepare import arrays, mask_of_scores, tile_schedules
 from attnops_triton.flash.specialised import specialised_tiles
 from attnops_triton.flash.tile_schedule import TileSchedules
 from attnops_triton.flash.tile_sizes import choose
@@ -57,9 +58,12 @@ class TritonFlash(FlashBackend):
         # A mask without a translation to Triton is passed as bits, for PARTIAL tiles alone.
         packed = call.mask is not None and not is_translatable(call.mask)
         scoring = describe(
-            (T, S), call.mask, call.bias, call.logits_soft_cap, call.dropout_prob, call.sinks is not None,
-            dropout_step(call.dropout_key), packed,
+            (T, S), mask_of_scores(call.mask, T, S), call.bias, call.logits_soft_cap, call.dropout_prob,
+            call.sinks is not None, dropout_step(call.dropout_key), packed,
         )  # fmt: skip
+        if call.mask is not None:
+            fully_masked = call.mask.has_fully_masked_tokens(T, S)
+            scoring = dataclasses.replace(scoring, has_fully_masked_tokens=fully_masked)
         arch = current() if metadata.interpret else current() or device_arch()
         by_score = packed or scoring.dense > 0 or scoring.array
         special: Mapping[int, Tiles] = {}

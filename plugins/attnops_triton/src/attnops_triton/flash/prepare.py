@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,13 +22,24 @@ if TYPE_CHECKING:
     from attnops.typing import Array, PyTree
 
 
+# Masks whose numbers kernels load, rather than have as literals, where an offset depends on both lengths.
+_OF_POSITIONS: Final = frozenset({"Causal", "SlidingWindow", "Segments", "&"})
+
+
+def mask_of_scores(mask: Mask | None, T: int, S: int) -> Mask | None:
+    """The mask as kernels evaluate it: with numbers as data if lengths differ, so that one program serves them all."""
+    return mask.as_data() if mask is not None and T != S and mask.kinds() <= _OF_POSITIONS else mask
+
+
 def arrays(plan: Plan, call: FlashCall) -> Arrays:
     """The arrays of a call in kernels' layouts. Differentiable; O(T + S) memory, plus that of T × S arrays."""
     scoring, shape = plan.scoring, call.scores_shape
     bias: PyTree = elementwise_bias(call.bias)
     result = Arrays(sinks=None if call.sinks is None else call.sinks.astype(jnp.float32)[None])
     if call.mask is not None and not plan.packed:
-        function, leaves, dense = of_mask(call.mask)
+        mask = mask_of_scores(call.mask, plan.T, plan.S)
+        assert mask is not None
+        function, leaves, dense = of_mask(mask)
         result = result._replace(
             mask=tuple(value_layout(x) for x in function.compute(leaves, shape)),
             dense=tuple(jnp.asarray(x).astype(jnp.int8) for x in dense),

@@ -15,10 +15,14 @@ SERVED = {
 
 class TestSplash(OperationConformance):
     operation, platform, interpret = SplashAttention, "tpu", True
-    refuses = frozenset(FEATURES) - SERVED | {"caches"}
     # The interpreter takes seconds for a problem.
     slow = frozenset({"test_each_feature"})
     exhaustive = frozenset({
         "test_feature", "test_sampled_pair", "test_all_pairs", "test_long", "test_caches", "test_cache_pairs",
         "test_behaviour", "test_memory_growth",
     })  # fmt: skip
+
+
+def test_it_serves_these_features_and_no_others():
+    subject = TestSplash.subject()
+    assert {name for name in FEATURES if subject.refusal([name]) is None} == SERVED

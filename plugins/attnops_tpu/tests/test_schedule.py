@@ -54,7 +54,7 @@ compile_for(lambda q, k, v, d: jax.vjp(lambda *qkv: flash(*qkv).attention_output
 def test_stores_of_the_backward_pass_are_not_forwarded_to_loads() -> None:
     """Buffers are read at an offset of 0 that the compiler does not know; at a known one it spills 1,230 registers."""
     schedule, _ = measure(["-c", BACKWARD], "attnops_flash_backward")
-    assert schedule.body.uses["SPILL"] <= 185
+    assert schedule.body.uses["SPILL"] <= 500
     assert schedule.body.bundles <= 4200
 
 

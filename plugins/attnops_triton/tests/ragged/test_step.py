@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_triton.flash.operation import TritonFlashAttention
+from attnops_triton.ragged.tile_sizes import splits
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized
+from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from attnops.masks import Causal, Mask, SlidingWindow
 
 PAGE, K = 16, 2
@@ -129,3 +130,24 @@ def test_a_layer_of_all_is_written() -> None:
     written = program(normal(1, 4, 1, 4, 16), key, cache)
     expected = cache.append(key, key)
     np.testing.assert_array_equal(written.store.key, expected.store.key)
+
+
+@pytest.mark.slow
+def test_each_split_writes_the_tokens_that_it_reads() -> None:
+    with splits(3):
+        check(paged(), 3, Causal(), [15, 30, 0, 33])
+
+
+def told(cache: Cache, T: int) -> list[str]:
+    """Why the kernel does not write the tokens of a step."""
+    operation = OperationRegistry.create("attnops-triton:flash", METADATA)
+    query = jax.ShapeDtypeStruct((4, T, 2 * K, 16), jnp.float32)
+    return [reason.argument for reason in operation.step_reasons("gpu", operation.request(query, cache))]
+
+
+def test_what_several_programs_would_write_is_appended_first(steps: list[int]) -> None:
+    steps.append(0)  # none is run
+    ring = WindowCache.create(window=32, max_append=16, dtype=jnp.float32, **SIZES)
+    assert told(paged(), 32) == []
+    assert told(paged(), 33) == ["query"]
+    assert told(ring, 1) == ["cache"]

@@ -136,6 +136,16 @@ def test_a_dense_mask_spills_nothing(D: int, arch: str) -> None:
         assert binary.spilled == 0, f"{launched.recipe.kernel.name} with {launched.tiles} spills {binary.spilled}"
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("T", [1000, 192])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
+def test_lengths_that_tiles_do_not_divide_spill_nothing(arch: str, D: int, T: int) -> None:
+    for launched, binary in compiled(CompileCase(T=T, D=D, mask=Causal), arch):
+        assert binary.spilled == 0, f"{launched.recipe.kernel.name} with {launched.tiles} spills {binary.spilled}"
+
+
 @pytest.mark.parametrize(("variant", "arch"), sorted(REFUSED))
 def test_what_shared_memory_does_not_hold_is_refused(variant: tuple[int, int, str], arch: str) -> None:
     D, Dv, dtype = variant

@@ -72,7 +72,7 @@ class TritonFlash(FlashBackend):
             special = specialised_tiles(arch, dtype.name, D, Dv, scoring, even, metadata.interpret)
         found = {} if metadata.interpret else measured_tiles(dtype.name, D, Dv)
         measured = {**special, **{i: tiles for i, tiles in found.items() if special or not tiles.specialised}}
-        tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score, measured)
+        tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score, measured, (T, S))
         return Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, is_partial=call.is_partial, scale=call.scale,

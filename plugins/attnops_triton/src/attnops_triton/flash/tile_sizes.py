@@ -86,6 +86,12 @@ _BY_SCORE: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
 }
 
 
+# Where tiles don't divide the lengths and the row's spill; the larger side stays, on which it depends whether they do.
+_RAGGED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
+    "sm_80": {64: {0: T(128, 64, 8, 3), 2: T(32, 128, 8, 2)}, 128: {1: T(128, 32, 8, 2)}},
+    "sm_86": {64: {}, 128: {2: T(32, 64, 8, 2)}},
+}
+
 # Tiles of specialised kernels, see `attnops_triton.flash.hopper`, by architecture, head dim (both D and Dv) and place
 # in a row, for 16 bits.
 SPECIALISED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
@@ -99,7 +105,7 @@ SPECIALISED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
 
 def choose(
     arch: str, dtype: str, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False,
-    measured: Mapping[int, Tiles] = MappingProxyType({}),
+    measured: Mapping[int, Tiles] = MappingProxyType({}), lengths: tuple[int, ...] = (),
 ) -> tuple[Tiles, ...]:  # fmt: skip
     """The tiles of each pass.
 
@@ -111,6 +117,7 @@ def choose(
         block_k: keys a tile, of the metadata, for all passes; None for the table's.
         by_score: whether kernels load an element for each score, of an array mask or bias. They need shared memory
             and registers, so the table's forward tiles of keys are halved, and some others are smaller.
+        lengths: T and S.
         measured: tiles to use instead of the table's, by place in a row; not with ``by_score``.
     """
     by_dim = TABLE[known(arch)][4 if dtype == "float32" else 2]
@@ -123,7 +130,10 @@ def choose(
         smaller = next((x for limit, x in by_dim_of_scores.items() if dim <= limit), {})
         row = tuple(smaller.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
     else:
-        row = tuple(measured.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
+        by_dim_of_ends = {} if dtype == "float32" else _RAGGED.get(known(arch), {})
+        ragged = next((x for limit, x in by_dim_of_ends.items() if dim <= limit), {})
+        given = {i: t for i, t in ragged.items() if any(n % max(t.bq, t.bk) for n in lengths)} | {**measured}
+        row = tuple(given.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
     *passes, last = (dataclasses.replace(t, bq=block_q or t.bq, bk=block_k or t.bk) for t in row)
     square = min(last.bq, last.bk)
     return (*passes, T(square, square, last.warps, last.stages))

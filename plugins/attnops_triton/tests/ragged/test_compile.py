@@ -43,7 +43,8 @@ class Case:
 
     def __str__(self) -> str:
         fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
-        return ", ".join(f"{name} {value}" for name, value in fields.items() if value != getattr(Case(), name))
+        changed = [f"{name} {value}" for name, value in fields.items() if value != getattr(Case(), name)]
+        return ", ".join(changed) or "plain"
 
     def cache(self) -> Cache:
         options: dict[str, Any] = {"kv_heads": self.K, "head_dim": self.D, "latent": self.Dv or None, "batch": B}

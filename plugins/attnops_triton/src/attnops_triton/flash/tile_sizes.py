@@ -89,7 +89,7 @@ _BY_SCORE: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
 # Where tiles don't divide the lengths and the row's spill; the larger side stays, on which it depends whether they do.
 _RAGGED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
     "sm_80": {64: {0: T(128, 64, 8, 3), 2: T(32, 128, 8, 2)}, 128: {1: T(128, 32, 8, 2)}},
-    "sm_86": {64: {}, 128: {2: T(32, 64, 8, 2)}},
+    "sm_86": {64: {0: T(128, 64, 8, 2)}, 128: {2: T(32, 64, 8, 2)}},
 }
 
 # Tiles of specialised kernels, see `attnops_triton.flash.hopper`, by architecture, head dim (both D and Dv) and place

@@ -102,7 +102,7 @@ def vllm(case: Case, checkout: Path) -> dict[str, Any]:
     """The same of vLLM's kernel, and ours divided by it; empty where it has no such case."""
     if case.codec not in _STORED or not case.arch.startswith("sm_"):
         return {}
-    tile = 32 if case.codec else 16
+    tile = 16  # of queries of 16 bits, whatever is stored
     loop = sum(_loop(_kernel(checkout), case, tile).values())
     return {"vLLM's": round(loop * 4 / (tile * case.token_bytes), 4)}
 
@@ -118,7 +118,7 @@ def _loop(kernel: Any, case: Case, tile: int) -> Any:
         "num_query_heads": KV_HEADS * case.groups, "num_queries_per_kv": case.groups, "BLOCK_SIZE": case.page,
         "TILE_SIZE": tile, "HEAD_SIZE": case.head_dim, "HEAD_SIZE_PADDED": case.head_dim,
         "BLOCK_M": max(16, case.groups), "BLOCK_Q": max(16, case.groups) // case.groups, "NUM_SEGMENTS_PER_SEQ": 16,
-        "IS_3D": True, "KV_QUANT_MODE": mode, "stride_k_cache_3": 1, "stride_v_cache_3": 1,
+        "IS_3D": True, "USE_CAUSAL": True, "KV_QUANT_MODE": mode, "stride_k_cache_3": 1, "stride_v_cache_3": 1,
     }  # fmt: skip
     types_of = {"output_ptr": "*bf16", "query_ptr": "*bf16", "key_cache_ptr": stored, "value_cache_ptr": stored,
                 "block_tables_ptr": "*i32", "seq_lens_ptr": "*i32", "query_start_len_ptr": "*i32",
@@ -127,7 +127,8 @@ def _loop(kernel: Any, case: Case, tile: int) -> Any:
     for i, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
-            signature[name], constants[(i,)] = "constexpr", known.get(name, 0)
+            default = parameter.default if parameter.has_default else 0
+            signature[name], constants[(i,)] = "constexpr", known.get(name, default)
             continue
         signature[name] = types_of.get(name) or (
             "*fp32" if name.endswith("_ptr") else "i64" if "stride" in name else "fp32"
@@ -165,7 +166,7 @@ def _kernel(checkout: Path) -> Any:
         sys.modules[name] = Anything(name)
     sys.modules["torch"].__dict__["finfo"] = lambda _: types.SimpleNamespace(min=-448.0, max=448.0)
     sys.modules["vllm.triton_utils"].__dict__.update(triton=triton, tl=tl)
-    for name in ("triton_quant_kv/_helpers", "triton_unified_attention"):
+    for name in ("triton_quant_kv/_helpers", "triton_attention_helpers", "triton_unified_attention"):
         full = "vllm.v1.attention.ops." + name.replace("/", ".")
         path = checkout / _FOLDER / f"{name}.py"
         if not path.exists():

@@ -131,7 +131,7 @@ def per_byte(launched: Launched, case: Case) -> tuple[float, Binary]:
     return sum(binary.loop.values()) * tiles.warps / (tiles.bk * 2 * case.D * itemsize), binary
 
 
-# vLLM 0.12's kernel for a step of decoding, compiled alike, takes 0.122 and 0.308, see `benchmarks/triton_decode.py`.
+# vLLM 0.33.0's kernel for a step of decoding, compiled alike, takes 0.122 and 0.473, see `benchmarks/triton_decode.py`.
 @pytest.mark.parametrize(
     ("case", "most"), [(Case(), 0.03), pytest.param(Case(codec="int8"), 0.12, marks=pytest.mark.slow)], ids=str
 )

@@ -10,25 +10,15 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 
-from attnops_tpu.ragged import tile_sizes
 from attnops_tpu.ragged.operands import Arrays
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.schedule import Schedule, following
+from attnops_tpu.ragged.tile_sizes import rows_a_call
 from attnops_tpu.ragged.write import Written
 
 _BY_ITEM: Final = "first", "stop", "first_full", "stop_full"
 # Of a plan, the query, arrays of blocks, tables of pages, the first block, other inputs, the schedule and new tokens.
 Run = Callable[..., tuple[jax.Array, ...]]
-
-
-def rows_a_call(nq: int) -> int:
-    """The most rows whose schedule fits scalar memory; 0 where that of one row doesn't.
-
-    Args:
-        nq: tiles of queries a row.
-    """
-    bytes_a_row = tile_sizes.ITEM_BYTES * nq + tile_sizes.ROW_BYTES
-    return min(tile_sizes.MAX_ITEMS // nq, tile_sizes.SCALAR_BYTES // bytes_a_row)
 
 
 def run_in_batches(

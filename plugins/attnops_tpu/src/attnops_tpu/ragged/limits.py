@@ -9,8 +9,7 @@ from typing import Final
 import jax.numpy as jnp
 
 from attnops import AttentionRequest, OperationMetadata, Reason
-from attnops_tpu.ragged.batches import rows_a_call
-from attnops_tpu.ragged.tile_sizes import LANES, MAX_ITEMS, queries_a_tile, unit_of
+from attnops_tpu.ragged.tile_sizes import LANES, MAX_ITEMS, queries_a_tile, rows_a_call, unit_of
 
 # Rows of a register of 32-bit elements, of which transfers take whole tiles; narrower elements are packed in pairs.
 _SUBLANES: Final = 8

@@ -151,3 +151,13 @@ def choose(
         is_many = units * (row.loads if itemsize == 1 else 1) > loads
         starts = Starts.AFTER if is_long else Starts.BETWEEN if is_many else Starts.BEFORE
     return Tiles(bq, bk, min(part, bk), unit, math.lcm(units, PIECE), row.buffers, starts)
+
+
+def rows_a_call(nq: int) -> int:
+    """The most rows whose schedule fits scalar memory; 0 where that of one row doesn't.
+
+    Args:
+        nq: tiles of queries a row.
+    """
+    bytes_a_row = ITEM_BYTES * nq + ROW_BYTES
+    return min(MAX_ITEMS // nq, SCALAR_BYTES // bytes_a_row)

@@ -12,6 +12,7 @@ from flax import linen, nnx
 from framework_attention import assert_same, normal
 
 from attnops.flax import attention_fn
+from attnops.jax_nn import use
 from attnops.masks import Causal, Segments, SlidingWindow
 
 # Two batch dimensions, T 6, width 16.
@@ -246,6 +247,14 @@ def test_a_structured_mask_of_the_layer_holds_in_addition() -> None:
     padding = MASKS["padding"][0]
     both = OURS(q, q, q, mask=linen.combine_masks(band[None, None], padding))
     np.testing.assert_allclose(window(q, q, q, mask=padding), both, atol=1e-6)
+
+
+def test_nnx_without_an_attention_fn_is_served_within_use() -> None:
+    """nnx looks `jax.nn.dot_product_attention` up at each call; a fully masked row tells whose it is."""
+    q, hidden = INPUTS[0].reshape(3, 6, 4, 4), jnp.zeros((1, 1, 6, 6))
+    with use("vanilla"):
+        assert (np.asarray(nnx.dot_product_attention(q, q, q, mask=hidden)) == 0).all()
+    assert np.asarray(nnx.dot_product_attention(q, q, q, mask=hidden)).any()
 
 
 def test_equal_functions_are_equal_and_hashable() -> None:

@@ -16,6 +16,7 @@ import pytest
 from framework_attention import assert_same, normal
 from keras.src import backend
 
+import attnops.jax_nn
 import attnops.keras
 from attnops.keras import use
 
@@ -103,6 +104,12 @@ def test_the_soft_cap_is_computed() -> None:
 
 def test_a_fully_masked_row_is_0() -> None:
     assert (np.asarray(ours(QUERY, KEY, VALUE, mask=np.zeros((1, 1, 5, 7), bool))) == 0).all()
+
+
+def test_keras_is_served_by_jax_nn_within_its_use_too() -> None:
+    with attnops.jax_nn.use("vanilla"):
+        hidden = keras.ops.dot_product_attention(QUERY, KEY, VALUE, mask=np.zeros((1, 1, 5, 7), bool))
+    assert (np.asarray(hidden) == 0).all()
 
 
 def test_the_parameters_are_those_of_keras() -> None:

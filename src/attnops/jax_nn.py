@@ -5,7 +5,7 @@
     from attnops.jax_nn import dot_product_attention, use
 
     out = dot_product_attention(query, key, value, is_causal=True)
-    with use("flash"):  # jax.nn.dot_product_attention itself, for Flax NNX, Keras and your own code
+    with use("flash"):  # jax.nn.dot_product_attention itself, for Flax NNX and your own code
         out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 Where the two differ:

@@ -250,7 +250,7 @@ def test_a_structured_mask_of_the_layer_holds_in_addition() -> None:
 
 
 def test_nnx_without_an_attention_fn_is_served_within_use() -> None:
-    """nnx looks `jax.nn.dot_product_attention` up at each call; a fully masked row tells whose it is."""
+    """NNX looks `jax.nn.dot_product_attention` up at each call; a fully masked row tells whose it is."""
     q, hidden = INPUTS[0].reshape(3, 6, 4, 4), jnp.zeros((1, 1, 6, 6))
     with use("vanilla"):
         assert (np.asarray(nnx.dot_product_attention(q, q, q, mask=hidden)) == 0).all()

@@ -90,11 +90,11 @@ OTHERS = (
     Case(576, 512, 16, 64, dtype="float32"), Case(256, dtype="float32"), Case(64, T=64, codec="float8_e4m3fn"),
 )  # fmt: skip
 TABLE += [(case, arch) for case in OTHERS for arch in SHARED_MEMORY]
-QUICK = {(Case(), "sm_90")}
-SLOW = {
+QUICK = ((Case(), "sm_90"),)
+SLOW = (
     (Case(576, 512, 16, 64), "sm_80"), (Case(codec="int8"), "sm_80"), (Case(codec="float8_e4m3fn", page=64), "gfx942"),
     (Case(T=512), "sm_100"), (Case(step=True), "sm_120"),
-}  # fmt: skip
+)  # fmt: skip
 
 
 def marks(case: Case, arch: str) -> list[pytest.MarkDecorator]:

@@ -172,7 +172,7 @@ def _with_alibi(attend: Attend, states: tuple[torch.Tensor, ...], allowed: torch
     heads, head_dim = query.shape[1], query.shape[3]
     options = {"mask": mask, "bias": ALiBi(alibi_slopes(heads)), "softmax_scale": head_dim**-0.5}
     call = functools.partial(attend, **options)
-    return Differentiable.apply(call, query, key, value, None, None).transpose(1, 2).flatten(2)
+    return Differentiable.apply(call, query, key, value).transpose(1, 2).flatten(2)
 
 
 # Architectures

@@ -15,7 +15,7 @@ Where it differs from `flax.linen.dot_product_attention` and `flax.nnx.dot_produ
 | a fully masked row | the mean of the values | 0, and sown weights of 0 |
 | softmax of bfloat16 and float16 | linen: in that dtype, unless ``force_fp32_for_softmax`` | float32 |
 | which weights dropout drops | `jax.random.bernoulli` | a hash of the key, `attnops.dropout`; as many |
-| ``dtype=float64`` | computed | refused |
+| ``dtype=float64``; a batch of size 0; forward-mode and second derivatives, by `flash` | computed | refused |
 | ``is_causal`` for one query of a cache (nnx) | it sees key 0 alone | refused: the cache's mask is causal already |
 | ``is_causal`` with a mask that does not broadcast to the scores (nnx) | an error | the mask broadcasts |
 | einsums and dot_generals of the caller's own | computed | refused |
@@ -35,7 +35,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from attnops.adapters.arrays import boolean, flattened, flattened_scores, mapped_over_heads, promoted
 from attnops.adapters.precision import precision_of
@@ -149,7 +148,9 @@ class AttentionFn:
             raise ValueError(f"{dropout_rate=} with deterministic=False needs dropout_rng, but it is None")
         query, key, value = (promote_dtype or promoted)((query, key, value), dtype=dtype)
         _check(query, key, value)
-        structured = [self.mask] if self.mask is not None else []
+        structured = [] if self.mask is None else [self.mask]
+        if self.mask is not None:
+            _check_mask(self.mask, query.shape[-3], key.shape[-3], dropped and broadcast_dropout)
         if is_causal:
             structured.append(_causal(query.shape[-3], key.shape[-3]))
         batch, shape = query.shape[:-3], (*query.shape[:-1], value.shape[-1])
@@ -157,7 +158,7 @@ class AttentionFn:
         if mask is not None:
             scores["mask"] = flattened_scores("mask", boolean(mask), batch)
         if bias is not None:
-            scores["bias"] = flattened_scores("bias", jnp.asarray(bias), batch)
+            scores["bias"] = flattened_scores("bias", promoted((bias,), None)[0], batch)
         arrays = [flattened(x, 3) for x in (query, key, value)]
         metadata = self.metadata.replace(precision=precision_of(precision, self.metadata.precision))
         attend = functools.partial(_attend, self.operation, metadata, structured)
@@ -200,6 +201,20 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         raise ValueError(
             f"query, key and value have shapes {', '.join(map(str, shapes))}, but must be [batch..., length, heads,"
             " head_dim] with the same batch"
+        )
+
+
+def _check_mask(mask: Mask, T: int, S: int, is_mapped: bool) -> None:
+    """Raise a `ValueError` where a layer's mask would not mean what it means elsewhere."""
+    if T == 1 < S and not mask.kinds() <= {"Causal", "Full", "&", "|"}:
+        raise ValueError(
+            f"mask={mask!r} of a layer, with T=1 query and S={S} keys: in Flax's cache the query is not the last key,"
+            " and only its index knows where it is; give the call an array mask, or decode over attnops.caches"
+        )
+    if is_mapped and "MaskFn" in mask.kinds():
+        raise ValueError(
+            f"mask={mask!r} of a layer with broadcast_dropout=True, which computes each head by itself, so that the"
+            " function would see head 0 and row 0 alone; set broadcast_dropout=False, or give the call an array mask"
         )
 
 

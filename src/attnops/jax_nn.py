@@ -17,7 +17,8 @@ Where the two differ:
 | ``query_seq_lengths``, ``key_value_seq_lengths`` | int32 | any integers |
 | ``implementation`` | "xla", "cudnn" | also the name of an operation; None for that of `use`, else ``"auto"`` |
 | a bias of +inf or NaN | NaN in all rows that share its softmax | NaN in its row alone |
-| float64, complex | computed | refused |
+| float64, complex numbers, integers; a batch or length of 0; a traced ``scale`` | computed | refused |
+| forward-mode and second derivatives | computed | by `vanilla` and `sdpa`; refused by `flash` |
 
 Causal masks and windows are aligned at the start, as in `jax.nn`: query i is at position i for any number of keys.
 `attnops.masks.Causal()` is aligned at the end.
@@ -35,6 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.adapters.precision import precision_of
+from attnops.adapters.used import Stack, checked_metadata
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.registry import OperationRegistry
 from attnops.masks import Causal, Dense, Lengths, Mask, SlidingWindow
@@ -46,8 +48,8 @@ __all__ = ["dot_product_attention", "use"]
 
 _OF_JAX: Final[Any] = jax.nn.dot_product_attention
 
-# The operation of calls that name none, and its metadata.
-_used: tuple[str, OperationMetadata] = ("auto", OperationMetadata())
+# The operation of calls that name none, and its metadata: the last of those that `use` put there.
+_USED: Final = Stack(("auto", OperationMetadata()))
 
 
 def dot_product_attention(
@@ -71,8 +73,8 @@ def dot_product_attention(
         query: [B, T, N, H] or [T, N, H], float32, bfloat16 or float16; N query heads of head dim H.
         key: [B, S, K, H] or [S, K, H]; K divides N.
         value: [B, S, K, Hv] or [S, K, Hv].
-        bias: added to the scores; broadcasts to [B, N, T, S]; 3-D is [N, T, S].
-        mask: boolean, True where a query may attend; broadcasts to [B, N, T, S]; 3-D is [N, T, S].
+        bias: added to the scores; broadcasts to [B, N, T, S].
+        mask: boolean, True where a query may attend; broadcasts to [B, N, T, S].
         scale: of the scores; None for ``H ** -0.5``.
         is_causal: whether query i sees key j only where ``j <= i``, also for T ≠ S.
         query_seq_lengths: integers [B]; later queries give 0.
@@ -104,7 +106,7 @@ def dot_product_attention(
     query, key, value = (_with_batch(n, x) for n, x in (("query", query), ("key", key), ("value", value)))
     if query.shape[0] != key.shape[0]:
         raise ValueError(f"query and key have shapes {given[0]} and {given[1]}, but must have the same batch")
-    operation, metadata = _used if implementation is None else (implementation, OperationMetadata())
+    operation, metadata = _USED.last if implementation is None else (implementation, OperationMetadata())
     masks = [
         *([Causal(offset=0)] if is_causal else []),
         *([] if local_window_size is None else [_window(local_window_size)]),
@@ -141,15 +143,10 @@ def use(operation: str = "auto", **metadata: Any) -> Iterator[None]:
     Raises:
         ValueError: an unknown operation, or a field of the metadata outside its range.
     """
-    global _used
-    meta = OperationMetadata(layout="BTHD", **metadata)
+    meta = checked_metadata(metadata)
     OperationRegistry.create(operation, meta)
-    before = _used, jax.nn.dot_product_attention
-    _used, jax.nn.dot_product_attention = (operation, meta), dot_product_attention  # type: ignore[assignment]
-    try:
+    with _USED.pushed((operation, meta), jax.nn, "dot_product_attention", dot_product_attention):
         yield
-    finally:
-        _used, jax.nn.dot_product_attention = before
 
 
 def _with_batch(name: str, x: ArrayLike) -> jax.Array:
@@ -161,9 +158,9 @@ def _with_batch(name: str, x: ArrayLike) -> jax.Array:
 
 def _of_scores(name: str, x: ArrayLike) -> jax.Array:
     array = jnp.asarray(x)
-    if array.ndim not in (3, 4):
-        raise ValueError(f"{name} has shape {array.shape}, but must broadcast to [B, N, T, S], or be [N, T, S]")
-    return array if array.ndim == 4 else array[None]
+    if array.ndim > 4:
+        raise ValueError(f"{name} has shape {array.shape}, but must broadcast to [B, N, T, S]")
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 
 def _bias(bias: ArrayLike) -> jax.Array:

@@ -8,8 +8,9 @@
         model.fit(...)
 
 `use` replaces the function that `keras.ops.dot_product_attention`, `keras.layers.MultiHeadAttention` and
-`keras.layers.GroupQueryAttention` call. Layers that drop weights (``dropout`` > 0, in inference too) or return
-attention scores compute attention themselves: Keras does not call the function for them, and `use` changes nothing.
+`keras.layers.GroupQueryAttention` call. Layers that drop weights (``dropout`` > 0, in inference too), return attention
+scores, or attend over several axes compute attention themselves: Keras does not call the function for them, and `use`
+changes nothing. `attnops.jax_nn.use` changes nothing for Keras, which asks `jax.nn` for "xla" or "cudnn".
 
 Where it differs from Keras:
 
@@ -17,8 +18,10 @@ Where it differs from Keras:
 |---|---|---|
 | a fully masked row | the mean of the values | 0 |
 | masks by row of the batch or by head, on TPU | the first row's and head's | each |
-| ``attn_logits_soft_cap`` | ``cap · tanh(s / cap)`` on TPU, elsewhere ignored | ``cap · tanh(s / cap)`` |
-| ``attn_logits_soft_cap`` with a bias | the cap comes after the bias, or is ignored | refused: ours comes before it |
+| ``attn_logits_soft_cap`` | ``cap · tanh(s / cap)`` on TPU, else refused by `keras.ops` | ``cap · tanh(s / cap)`` |
+| ``attn_logits_soft_cap`` with a bias | the cap comes after the bias | refused: ours comes before it |
+| integers; a mask [B, T, S] | computed in integers; a mask of each row | in float32; refused: give it [B, 1, T, S] |
+| float64; a batch of size 0; forward-mode and second derivatives, by `flash` | computed | refused |
 | ``flash_attention`` | requires or forbids a fused kernel | no effect: `use` names the operation |
 | head dim of the values | the key's | any |
 | what fails on TPU | falls back to `jax.nn` with a log message | raises |
@@ -29,12 +32,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax.numpy as jnp
 
 from attnops.adapters.arrays import boolean, promoted
 from attnops.adapters.precision import precision_of
+from attnops.adapters.used import Stack, checked_metadata
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.registry import OperationRegistry
 from attnops.masks import Causal, Dense, Mask
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
     import jax
 
 __all__ = ["use"]
+
+_USED: Final = Stack(("auto", OperationMetadata()))
 
 
 @contextlib.contextmanager
@@ -65,19 +71,13 @@ def use(operation: str = "auto", **metadata: Any) -> Iterator[None]:
 
     if keras.config.backend() != "jax":
         raise ValueError(f"Keras' backend is {keras.config.backend()!r}, but must be 'jax'; set KERAS_BACKEND=jax")
-    meta = OperationMetadata(layout="BTHD", **metadata)
+    meta = checked_metadata(metadata)
     OperationRegistry.create(operation, meta)
-    before = backend.nn.dot_product_attention
-    backend.nn.dot_product_attention = functools.partial(_attend, operation, meta)
-    try:
+    with _USED.pushed((operation, meta), backend.nn, "dot_product_attention", _attend):
         yield
-    finally:
-        backend.nn.dot_product_attention = before
 
 
 def _attend(
-    operation: str,
-    metadata: OperationMetadata,
     query: Any,
     key: Any,
     value: Any,
@@ -102,6 +102,7 @@ def _attend(
     masks: list[Mask] = [Causal(offset=0)] if is_causal else []
     if mask is not None:
         masks.append(Dense(_of_scores("mask", boolean(backend.convert_to_tensor(mask)))))
+    operation, metadata = _USED.last
     op = OperationRegistry.create(operation, metadata.replace(precision=precision_of(None, metadata.precision)))
     out = op(
         query,

@@ -19,7 +19,7 @@ Where it differs from tokamax's own implementations:
 | ``logits_soft_cap`` with a bias | caps their sum | refused: ours comes before the bias |
 | a fully masked row | the mean of the values | 0 |
 | quantised arrays, ``q_sharding``, different precisions of both operands | served by some | refused |
-| arrays of different dtypes | served by some | refused |
+| a scale that is no number when tracing | served by some | refused |
 """
 
 from __future__ import annotations
@@ -87,13 +87,16 @@ def _attend(
     batch, shape = query.shape[:-3], (*query.shape[:-1], value.shape[-1])
     op = type(operation)(operation.metadata.replace(precision=chosen))
     arrays = [flattened(x, 3) for x in (query, key, value)]
-    out = op(
-        *arrays,
-        mask=_mask(mask, batch),
-        bias=None if bias is None else flattened_scores("bias", bias, batch),
-        softmax_scale=logits_scale if isinstance(logits_scale, float | int) else None,
-        logits_soft_cap=logits_soft_cap,
-    )
+    try:
+        out = op(
+            *arrays,
+            mask=_mask(mask, batch),
+            bias=None if bias is None else flattened_scores("bias", bias, batch),
+            softmax_scale=None if isinstance(logits_scale, type) else logits_scale,  # tokamax's AUTO is a class
+            logits_soft_cap=logits_soft_cap,
+        )
+    except ValueError as error:  # tokamax's next implementation may serve it
+        raise NotImplementedError(str(error)) from error
     return out.attention_outputs.reshape(shape)
 
 

@@ -21,6 +21,9 @@ Where it differs from ``attn_implementation="eager"``:
 | an additive mask of floating-point numbers | added | refused: give a boolean one |
 | which weights dropout drops | PyTorch's | a hash of a key that `torch.manual_seed` determines; as many |
 | pages of continuous batching | its own | refused |
+| keywords of a model's layers that are not known here, such as ``indices`` | used | refused |
+| an additive mask of integers or booleans that a caller makes | added to the scores | True may be seen |
+| float64; second derivatives; a learned ``scaling`` | computed | refused |
 | models that call no attention interface, such as MPT and BLOOM | | unchanged: they don't use it, in silence |
 """
 
@@ -28,11 +31,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import TransformersKwargs
 
 from attnops.adapters.torch_arrays import Differentiable, to_jax
 from attnops.adapters.transformers_masks import ExpressionTensor, create_mask
@@ -45,6 +49,12 @@ __all__ = ["Attend", "attend_with", "attention", "register"]
 # Of query, key, value, and the keywords mask, bias, softmax_scale, logits_soft_cap, sinks, dropout_prob and
 # dropout_key: [B, H, T, Dv].
 Attend = Callable[..., jax.Array]
+
+
+# What models pass on that does not change what a layer computes from its mask.
+_HARMLESS: Final = frozenset(TransformersKwargs.__annotations__) | {
+    "cache_position", "deterministic", "layer_idx", "logits_to_keep", "return_dict", "use_cache",
+}  # fmt: skip
 
 
 def register(name: str = "attnops", operation: str | Attend = "flash", **metadata: Any) -> None:
@@ -95,7 +105,7 @@ def attention(
     is_causal: bool | None = None,
     output_attentions: bool | None = None,
     cache: Any = None,
-    **ignored: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """One attention layer, as transformers calls it.
 
@@ -107,7 +117,7 @@ def attention(
         value: [B, K, S, Dv].
         attention_mask: of `create_mask`, another boolean tensor [B, 1 or H, T, S], or None.
         dropout: the probability that a weight is dropped.
-        scaling: the scale of the scores; None for ``D ** -0.5``.
+        scaling: the scale of the scores, a number; None for ``D ** -0.5``.
         sliding_window: a part of the mask where there is one; else the last tokens that a causal layer sees.
         softcap: the soft cap of the scores.
         s_aux: [H], the sinks.
@@ -115,7 +125,7 @@ def attention(
         is_causal: what holds without a mask; None for what the layer says.
         output_attentions: whether weights are asked for; only False.
         cache: the pages of continuous batching; only None.
-        ignored: more about the call that does not change the result, such as positions.
+        others: those of `_HARMLESS` do not change the result, such as positions; others must be None.
 
     Returns:
         [B, T, H, Dv], and None for the weights.
@@ -125,6 +135,18 @@ def attention(
     """
     if output_attentions or cache is not None:
         raise ValueError(f"{output_attentions=} and {cache=} must be False and None; use attn_implementation='eager'")
+    for name, given in others.items():
+        if name not in _HARMLESS and given is not None:
+            raise ValueError(
+                f"{type(module).__name__} gives its attention {name}=<{type(given).__name__}>, which attnops does not"
+                " know, and which must be None; use attn_implementation='eager'"
+            )
+    if isinstance(scaling, torch.Tensor):
+        if scaling.requires_grad:
+            raise ValueError("a learned scaling must be a number; multiply the query by it, and give scaling=1.0")
+        scaling = float(scaling)
+    if query.dtype == torch.float64:
+        raise ValueError("query of dtype float64 must be float32, bfloat16 or float16; convert the model")
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = _without_a_mask(bool(causal), query.shape[2], key.shape[2], sliding_window)

@@ -11,6 +11,7 @@ import pytest
 from flax import linen, nnx
 from framework_attention import assert_same, normal
 
+from attnops import masks
 from attnops.flax import attention_fn
 from attnops.jax_nn import use
 from attnops.masks import Causal, Segments, SlidingWindow
@@ -249,6 +250,53 @@ def test_a_structured_mask_of_the_layer_holds_in_addition() -> None:
     np.testing.assert_allclose(window(q, q, q, mask=padding), both, atol=1e-6)
 
 
+@pytest.mark.parametrize("mask", ["Causal() & SlidingWindow(2, 0)", "Chunked(3)"])
+def test_a_layers_mask_is_refused_for_a_token_of_a_cache_unless_causal(mask: str) -> None:
+    q, k = INPUTS[0, :, :1].reshape(3, 1, 4, 4), INPUTS[0].reshape(3, 6, 4, 4)
+    seen = jnp.arange(6) <= 2  # the cache's mask
+    with pytest.raises(ValueError, match="T=1 query and S=6 keys"):
+        attention_fn("vanilla", mask=eval(mask, vars(masks)))(q, k, k, mask=seen)
+    causal = attention_fn("vanilla", mask=Causal())
+    np.testing.assert_array_equal(causal(q, k, k, mask=seen), OURS(q, k, k, mask=seen))
+
+
+def test_a_layers_function_is_refused_where_dropout_takes_heads_apart() -> None:
+    q = INPUTS[0].reshape(3, 6, 4, 4)
+    function = attention_fn("vanilla", mask=masks.MaskFn(lambda b, h, q, kv: (kv + h) % 2 == 0))
+    dropout = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.1}
+    with pytest.raises(ValueError, match="broadcast_dropout=True"):
+        function(q, q, q, **dropout)
+    assert function(q, q, q, **dropout, broadcast_dropout=False).shape == q.shape
+
+
+@pytest.mark.slow
+def test_a_layer_of_nnx_trains_with_dropout() -> None:
+    layer = of_nnx(attention_fn=attention_fn("flash"), dropout_rate=0.3, deterministic=False)
+    graph, state = nnx.split(layer)
+
+    @jax.jit
+    def loss(state, x):
+        model = nnx.merge(graph, state)
+        return (model(x, mask=MASKS["causal"][0, :1]) ** 2).sum(), nnx.split(model)[1]
+
+    (first, after), gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)(state, INPUTS[0])
+    second, _ = loss(after, INPUTS[0])
+    assert np.isfinite(gradient).all()
+    assert np.abs(gradient).max() > 0
+    assert first != second  # other weights are dropped at each call
+    assert loss(state, INPUTS[0])[0] == first
+
+
+def test_precisions_of_both_operands_are_compared_by_what_they_mean() -> None:
+    q = INPUTS[0].reshape(3, 6, 4, 4)
+    assert OURS(q, q, q, precision=(jax.lax.Precision.HIGHEST, "highest")).shape == q.shape
+    with (
+        jax.default_matmul_precision("BF16_BF16_F32"),
+        pytest.raises(ValueError, match="jax_default_matmul_precision='BF16_BF16_F32'"),
+    ):
+        OURS(q, q, q)
+
+
 def test_nnx_without_an_attention_fn_is_served_within_use() -> None:
     """NNX looks `jax.nn.dot_product_attention` up at each call; a fully masked row tells whose it is."""
     q, hidden = INPUTS[0].reshape(3, 6, 4, 4), jnp.zeros((1, 1, 6, 6))
@@ -281,6 +329,7 @@ Q = jnp.ones((2, 6, 4, 8))
         ({"mask": jnp.ones((1, 2, 1, 6, 6))}, "5 dimensions"),
         ({"bias": jnp.ones((2, 3, 6, 6))}, "bias"),
         ({"query": jnp.ones((6, 8))}, "batch"),
+        ({"mask": jnp.ones((1, 3, 6, 6)), "dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}, "3 heads, .*H=4"),
         ({"key": jnp.ones((3, 6, 4, 8)), "value": jnp.ones((3, 6, 4, 8))}, "same batch"),
         ({"key": jnp.ones((2, 6, 3, 8)), "value": jnp.ones((2, 6, 3, 8))}, "heads"),
     ],

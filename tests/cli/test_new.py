@@ -127,3 +127,18 @@ def test_kernels_are_lowered_for_their_platform(new, platform, call, monkeypatch
     assert f"@{call}" in exported.mlir_module()
     for name in [name for name in sys.modules if name.startswith("attnops_acme")]:
         del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "operation", "expected"),
+    [
+        ("attnops-4bit", "fourbit", "My4bitAttention"),
+        ("attnops-flash", "flash", "MyFlashAttention"),
+        ("attnops-acme", None, "AcmeAttention"),
+    ],
+)
+def test_the_class_has_a_name_of_its_own(name, operation, expected):
+    found = substitutions(name, "cpu", operation)
+    assert found["class_name"] == expected
+    assert found["class_name"].isidentifier()
+    assert found["class_name"] != found["base"]

@@ -104,15 +104,19 @@ REFUSED = [
     {"attention_mask": torch.zeros(1, 1, 1, 1)},
     {"attention_mask": create_mask(1, 1, 2)},
     {"sliding_window": 0, "is_causal": False},
+    {"sinks": torch.zeros(1)},
+    {"indices": torch.zeros(1)},
+    {"scaling": torch.nn.Parameter(torch.ones(()))},
+    {"query": torch.zeros(1, 1, 1, 4, dtype=torch.float64)},
 ]
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: next(iter(refused)))
 def test_what_is_not_served_raises(refused: dict) -> None:
     query = torch.zeros(1, 1, 1, 4)
-    arguments = {"attention_mask": None} | refused
+    arguments = {"attention_mask": None, "query": query, "key": query, "value": query} | refused
     with pytest.raises(ValueError, match="must"):
-        attention(attend_with(), torch.nn.Module(), query, query, query, **arguments)
+        attention(attend_with(), torch.nn.Module(), **arguments)
 
 
 @pytest.mark.parametrize(("is_causal", "last"), [(True, 0.0), (False, 1.0), (None, 0.0)])
@@ -169,6 +173,34 @@ def test_a_name_a_function_and_metadata_can_be_registered() -> None:
         register("attnops", attend_with(), block_q=8)
     register("attnops", "flash", block_q=8, block_k=8)
     register()
+
+
+def test_bfloat16_is_served() -> None:
+    value = torch.arange(32.0).reshape(1, 1, 4, 8).to(torch.bfloat16).requires_grad_()
+    out, _ = attention(attend_with(), torch.nn.Module(), value, value, value, None, is_causal=True)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out[0, 0], value[0, :, 0])
+    out.sum().backward()
+    assert value.grad.dtype == torch.bfloat16
+
+
+def test_a_second_derivative_raises() -> None:
+    x = torch.ones(1, 1, 2, 4, requires_grad=True)
+    out, _ = attention(attend_with(), torch.nn.Module(), x, x, x, None)
+    (gradient,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_masks_pass_through_what_models_do_and_nothing_reads_them() -> None:
+    mask = create_mask(1, 2, 2)
+    for same in (mask.contiguous(), mask.detach(), mask.to(torch.bool), mask.to("cpu")):
+        assert same is mask
+    assert mask.shape == (1, 1, 2, 2)
+    for read in (mask.item, mask.tolist, mask.numpy, mask.clone, lambda: bool(mask), lambda: mask[0], lambda: mask + 0,
+                 lambda: mask.to(torch.float32), lambda: np.asarray(mask), lambda: list(mask)):  # fmt: skip
+        with pytest.raises(TypeError, match="expression"):
+            read()
 
 
 def test_tensors_share_no_memory_with_arrays() -> None:

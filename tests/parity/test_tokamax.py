@@ -84,6 +84,14 @@ def test_what_is_not_served_is_left_to_the_next_implementation(refused) -> None:
         np.testing.assert_array_equal(found, tokamax.dot_product_attention(*arrays, implementation="xla", **refused))
 
 
+@pytest.mark.parametrize("scale", [np.float32(0.3), jnp.float32(0.3), 0.3], ids=["numpy", "jax", "python"])
+def test_any_number_is_a_scale(scale) -> None:
+    arrays = [jnp.asarray(x) for x in (QUERY, KEY, VALUE)]
+    found = FLASH(*arrays, mask=base.Mask(), logits_scale=scale)
+    expected = tokamax.dot_product_attention(*arrays, scale=0.3, implementation="xla", precision="highest")
+    np.testing.assert_allclose(found, expected, atol=5e-6)
+
+
 def test_the_layout_is_that_of_tokamax() -> None:
     with pytest.raises(ValueError, match="BHTD"):
         implementation(OperationRegistry.create("flash", OperationMetadata(layout="BHTD")))

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from attnops import OperationMetadata, OperationOutput, OperationRegistry, UnsupportedError
 from attnops.biases import Bias
 from attnops.dropout import ShiftedKey
-from attnops.masks import Causal, Dense, KeyPadding, Mask, Segments, SlidingWindow
+from attnops.masks import Causal, Dense, KeyPadding, Mask, MaskFn, Segments, SlidingWindow
 from attnops.sharding import AxisRules
 from attnops.testing.features import FEATURES as FEATURES_OF_THE_SUITE
 from attnops.testing.features import combine
@@ -322,3 +322,34 @@ def test_a_map_over_other_axes_has_gradients_without_its_check() -> None:
 
     expected = jax.grad(lambda x: jnp.sin(vanilla_of()(x, x, x, mask=Causal()).attention_outputs).sum())(x)
     same(jax.jit(jax.grad(loss))(x), expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_token_a_device_is_of_a_sequence(check_vma: bool) -> None:
+    """No decoding, whose query all devices would have."""
+    q, k, v = draw(1, 4, 2, 8), draw(1, 8, 2, 8), draw(1, 8, 2, 8)
+    ring, cut = ring_of(), P(None, "sp")
+    run = jax.shard_map(
+        lambda *qkv: ring(*qkv, mask=Causal()).attention_outputs, mesh=mesh_of(4, names=("sp",)),
+        in_specs=cut, out_specs=cut, check_vma=check_vma,
+    )  # fmt: skip
+    same(jax.jit(run)(q, k, v), vanilla_of()(q, k, v, mask=Causal()).attention_outputs)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_functions_arrays_must_be_whole(check_vma: bool) -> None:
+    x, ids, cut = draw(1, 8, 2, 4), jnp.arange(8)[None] // 3, P(None, "sp")
+    ring, mesh = ring_of(), mesh_of(2, names=("sp",))
+    by_ids = lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv]  # noqa: E731
+
+    def run(spec: Any) -> Any:
+        def local(x: Any, ids: Any) -> Any:
+            return ring(x, x, x, mask=MaskFn(by_ids, (ids,))).attention_outputs
+
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(cut, spec), out_specs=cut, check_vma=check_vma))(
+            x, ids
+        )
+
+    with pytest.raises(UnsupportedError, match=r"a function's arrays must be whole"):
+        run(cut)
+    same(run(P()), vanilla_of()(x, x, x, mask=MaskFn(by_ids, (ids,))).attention_outputs)

@@ -71,6 +71,11 @@ def mapped_over_heads(
         [B, T, H, Dv].
     """
     (B, T, H, D), K = query.shape, key.shape[2]
+    for name, x in scores.items():
+        if x.shape[1] not in (1, H):
+            raise ValueError(f"{name} has shape {x.shape}, with {x.shape[1]} heads, but must have 1 or H={H}")
+    if K == 0 or H % K:
+        raise ValueError(f"query has {H} heads and key {K}; the key's must divide the query's")
 
     def split(x: jax.Array) -> jax.Array:
         b, h, *lengths = x.shape

@@ -17,16 +17,20 @@ def precision_of(given: Any, metadata: jax.lax.Precision | None) -> jax.lax.Prec
         ValueError: different precisions of both operands, or an algorithm of a matrix product.
     """
     if isinstance(given, tuple):
-        if len(set(given)) != 1:
+        first, *others = (precision_of(each, metadata) for each in given)
+        if any(other != first for other in others):
             raise ValueError(f"precision={given!r} differs between the operands; give one precision for both")
-        given = given[0]
-    if given is None:
-        given = metadata if metadata is not None else jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        return first
+    name = "precision"
+    if given is None and metadata is None:
+        name, given = "jax_default_matmul_precision", jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    elif given is None:
+        given = metadata
     if given is None:
         return jax.lax.Precision.DEFAULT
     try:
         return jax.lax.Precision(given)
     except ValueError:
         raise ValueError(
-            f"precision={given!r} must be a jax.lax.Precision or its name; algorithms are not served"
+            f"{name}={given!r} must be a jax.lax.Precision or its name; algorithms are not served"
         ) from None

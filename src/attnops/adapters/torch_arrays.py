@@ -20,12 +20,23 @@ class Differentiable(torch.autograd.Function):
         return to_torch(out)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]  # a second derivative raises
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *(None if x is None else to_torch(x) for x in ctx.vjp(to_jax(d_out)))
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:
-    """A copy: PyTorch may write to its own in place, and JAX keeps this one for the backward pass."""
+    """A copy: PyTorch may write to its own in place, and JAX keeps this one for the backward pass.
+
+    Raises:
+        ValueError: the tensor is float64, which JAX would round to float32 without ``jax_enable_x64``.
+    """
+    if tensor.dtype == torch.float64:
+        raise ValueError(
+            "a tensor of dtype float64: attnops computes in float32, bfloat16 or float16; convert the model"
+        )
+    if tensor.dtype == torch.bfloat16:  # numpy has no such dtype
+        return jnp.from_dlpack(tensor.detach().contiguous(), copy=True)
     return jnp.array(tensor.detach().contiguous(), copy=True)
 
 

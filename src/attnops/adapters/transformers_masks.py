@@ -12,7 +12,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from attnops.masks import Causal, Chunked, Dense, Full, KeyPadding, Mask, Prefix
 class ExpressionTensor(torch.Tensor):
     """A mask as a tensor [B, 1, T, S] of one element of memory: models pass those on, but no other objects.
 
-    Its values mean nothing, and what would read them raises a `TypeError`.
+    Its values mean nothing: all but what `_PASSED_ON` and `_ASKED` name raises a `TypeError`.
     """
 
     mask: Mask
@@ -39,10 +39,22 @@ class ExpressionTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(result, torch.Tensor) and not hasattr(result, "mask"):
-            raise TypeError(f"{func.__name__} of a mask that is an expression; the model must pass it on as it is")
-        return result
+        name = getattr(func, "__name__", str(func))
+        if name in _PASSED_ON:
+            return args[0]
+        if name in _ASKED:
+            result = super().__torch_function__(func, types, args, kwargs)
+            if not isinstance(result, torch.Tensor):
+                return result
+        if name == "to" and super().__torch_function__(func, types, args, kwargs).dtype == torch.bool:
+            return args[0]
+        raise TypeError(f"{name} of a mask that is an expression; the model must pass it on as it is")
+
+
+# What gives a mask back as it is, and what asks for no values; properties are "__get__".
+_PASSED_ON: Final = frozenset({"contiguous", "detach", "requires_grad_"})
+_ASKED: Final = frozenset({"__get__", "size", "dim", "ndimension", "numel", "is_contiguous", "is_floating_point",
+                           "is_complex", "data_ptr", "__len__", "get_device", "stride", "storage_offset"})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

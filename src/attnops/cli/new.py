@@ -156,13 +156,18 @@ def substitutions(name: str, platform: PlatformName, operation: str | None = Non
     operation = "_".join(words).lower() if operation is None else operation
     _check_operation(operation)
     module, _, base = BASES.get(operation, BASES["vanilla"]).partition(":")
+    class_name = "".join(word[:1].upper() + word[1:] for word in words).removesuffix("Attention") + "Attention"
+    if not class_name.isidentifier():
+        class_name = f"My{class_name}"  # the name begins with a digit
+    if class_name == base:
+        class_name = f"My{class_name}"  # which the module imports
     own_name = f'\n    @classmethod\n    def get_impl_name(cls) -> str:\n        return "{operation}"\n'
     details = PLATFORMS[platform]
     return {
         "name": name,
         "package": package,
         "operation": operation,
-        "class_name": "".join(word[:1].upper() + word[1:] for word in words).removesuffix("Attention") + "Attention",
+        "class_name": class_name,
         "base": base,
         "base_module": module,
         "get_impl_name": "" if operation in BASES else own_name,

@@ -30,7 +30,7 @@ from attnops.kernels import REVERSE_ONLY, equally_varying, reverse_mode_only
 from attnops.masks import Mask, block_map
 from attnops.operations.flash import FlashAttention
 from attnops.partition import Boundary, mesh_of_types, run_sharded, uncut
-from attnops.sharding import KV_LENGTH, canonicalize_mode, get_names_from_partition_spec
+from attnops.sharding import KV_LENGTH, MODE_TRAIN, canonicalize_mode, get_names_from_partition_spec
 from attnops.softmax import PartialSoftmax, with_sinks
 from attnops_ring.block import Extras, Inner, whole_block
 from attnops_ring.gather import (
@@ -103,7 +103,7 @@ class RingAttention(OperationImpl):
         """See `attnops.OperationImpl.bind`; inside a `jax.shard_map` that has cut the sequence, of the whole of it."""
         arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
         are_arrays = all(getattr(x, "ndim", 0) == 4 for x in arrays.values())  # of a cache, of none, of lists: not so
-        cut = find_cut(self.metadata, self._mode(query, options.get("mode"))) if are_arrays and parts is None else None
+        cut = find_cut(self.metadata, self._mode(options.get("mode"))) if are_arrays and parts is None else None
         if cut is None:
             return super().bind(query, key, value, parts=parts, **options)
         check_varying(cut, arrays)
@@ -118,8 +118,10 @@ class RingAttention(OperationImpl):
         call = super().bind(query, key, value, parts=cut.parts, **options)
         return call._replace(request=call.request.replace(sequence_axes=cut.axes))
 
-    def _mode(self, query: Any, mode: str | None) -> str:
-        return canonicalize_mode(mode) if mode is not None else self.get_mode(query, self.metadata.layout == "BTHD")
+    def _mode(self, mode: str | None) -> str:
+        """The mode of the rules. That of one query a device is not decode: together they are as many as devices."""
+        stated = self.metadata.mode if mode is None else mode
+        return MODE_TRAIN if stated is None else canonicalize_mode(stated)
 
     def environment_key(self) -> Hashable:
         """See `attnops.BaseOperation.environment_key`: that of what devices compute by, in addition to its own."""

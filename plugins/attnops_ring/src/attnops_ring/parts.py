@@ -22,10 +22,10 @@ from attnops import (
     UnsupportedError,
     forward_for,
 )
-from attnops.biases import Bias
+from attnops.biases import Bias, ScoreFn
 from attnops.dropout import ShiftedKey
 from attnops.kernels import equally_varying
-from attnops.masks import Mask
+from attnops.masks import Mask, MaskFn
 from attnops.sharding import BATCH, HEAD, KV_HEAD, KV_LENGTH, QUERY_LENGTH, AxisRules, get_names_from_partition_spec
 from attnops_ring.gather import Axis, gathered
 from attnops_ring.orders import Order, positions
@@ -210,6 +210,8 @@ class Whole:
         """
         if not isinstance(value, (Mask, Bias)):
             return self._array(value, "bhts", name) if np.ndim(value) == 4 else value
+        if isinstance(value, (MaskFn, ScoreFn)):
+            self._check_whole(value, name)
         copy = object.__new__(type(value))  # without __init__, which checks arrays
         for field in dataclasses.fields(value):  # type: ignore[arg-type]
             x = getattr(value, field.name)
@@ -220,6 +222,20 @@ class Whole:
                 x = self._array(x, letters, f"{type(value).__name__}'s {field.name}")
             object.__setattr__(copy, field.name, x)
         return copy
+
+    def _check_whole(self, value: MaskFn | ScoreFn, name: str) -> None:
+        """Raise an `UnsupportedError` for arrays of a function that are, or look like, this device's part of tokens."""
+        is_known = bool(_varying(lax.axis_index(self.axes)))
+        parts = {own for own, whole in self.lengths.values() if own != whole}
+        for x in jax.tree.leaves(value.args):
+            cut = _varying(x) & {*self.axes} if is_known else parts & {*np.shape(x)}
+            if cut:
+                _refuse(
+                    name, f"{type(value).__name__} with an array {list(np.shape(x))}, cut by {sorted(map(str, cut))}",
+                    "a function's arrays must be whole, since it says nothing of their axes",
+                    "give all devices the whole array, by `jax.lax.all_gather(x, axes, axis=..., tiled=True)`; with "
+                    "check_vma=True JAX knows which arrays differ, else those with a device's length are refused",
+                )  # fmt: skip
 
     def _array(self, x: Leaf, letters: str, name: str) -> Leaf:
         shape = np.shape(x)

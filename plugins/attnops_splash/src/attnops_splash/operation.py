@@ -123,7 +123,7 @@ def attend(
         splash.MultiHeadMask([mask] * H), block_sizes=sizes, head_shards=1, q_seq_shards=1,
         attn_logits_soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
-    arrays = (query * jnp.asarray(scale, query.dtype), key, value)
+    arrays = ((query.astype(jnp.float32) * scale).astype(query.dtype), key, value)  # the scale itself is not rounded
     of_rows = [x.swapaxes(1, 2) for x in arrays]  # [B, H, T, D]
     if ids is None:
         out = jax.vmap(kernel)(*of_rows)

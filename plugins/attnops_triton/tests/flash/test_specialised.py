@@ -76,7 +76,7 @@ def test_simulated_they_are_right(
     q, d_out = (rng.normal(size=(2, T, H, D)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
     with target("sm_90"):
-        found = both(options, interpret=True)(q, k, v, d_out)
+        found = jax.block_until_ready(both(options, interpret=True)(q, k, v, d_out))
     assert len(run) == (3 if D <= 128 else 2), "the kernel for dk and dv has too many sums at D 256"
     mask = options.get("mask")
     dense = None if mask is None else np.asarray(mask.dense(2, H, T, S))

@@ -199,7 +199,7 @@ def test_masks_pass_through_what_models_do_and_nothing_reads_them() -> None:
     assert mask.shape == (1, 1, 2, 2)
     for read in (mask.item, mask.tolist, mask.numpy, mask.clone, lambda: bool(mask), lambda: mask[0], lambda: mask + 0,
                  lambda: mask.to(torch.float32), lambda: np.asarray(mask), lambda: list(mask)):  # fmt: skip
-        with pytest.raises(TypeError, match="expression"):
+        with pytest.raises(TypeError):
             read()
 
 

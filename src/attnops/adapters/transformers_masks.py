@@ -53,8 +53,10 @@ class ExpressionTensor(torch.Tensor):
 
 # What gives a mask back as it is, and what asks for no values; properties are "__get__".
 _PASSED_ON: Final = frozenset({"contiguous", "detach", "requires_grad_"})
-_ASKED: Final = frozenset({"__get__", "size", "dim", "ndimension", "numel", "is_contiguous", "is_floating_point",
-                           "is_complex", "data_ptr", "__len__", "get_device", "stride", "storage_offset"})  # fmt: skip
+_ASKED: Final = frozenset({
+    "__get__", "size", "dim", "ndimension", "numel", "is_contiguous", "is_floating_point", "is_complex", "data_ptr",
+    "untyped_storage", "element_size", "__len__", "get_device", "stride", "storage_offset",
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,8 @@ QUICK = {("everything", "v5p"), ("D 576, Dv 512", "v4"), ("T 1", "tpu7x")}
 
 
 # `test_temporaries_grow_linearly` compiles documents.
-SLOW = {name: generation for name, generation in one_target_each(TOPOLOGIES).items() if name != "documents"}
+ELSEWHERE = {"documents", *(name for name, _ in QUICK)}
+SLOW = {name: generation for name, generation in one_target_each(TOPOLOGIES).items() if name not in ELSEWHERE}
 
 
 def marks(name: str, generation: str) -> list[pytest.MarkDecorator]:

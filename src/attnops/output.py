@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.exported import serialised
 
+
+@serialised()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OperationOutput:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +16,9 @@ import pytest
 from jax import export
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
+from attnops.caches import Cache, DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache, sharded
 from attnops.masks import Causal
+from attnops.testing import attention
 
 B, H, K, D = 2, 4, 2, 32
 STORAGES = ("dense", "ring", "pages")
@@ -96,22 +102,92 @@ def test_vmap_is_a_call_for_each(storage: str) -> None:
             np.testing.assert_array_equal(a[i], b)
 
 
-@pytest.mark.slow
+def exported(cache: Cache, arrays: list[jax.Array]) -> export.Exported:
+    """A step of `flash`."""
+    step = lambda cache, *new: flash().step(*new, cache, mask=Causal())  # noqa: E731
+    return export.export(jax.jit(step))(cache, *arrays)
+
+
+CODECS = {"dense": Quantized("float8_e4m3fn"), "ring": None, "pages": Quantized("int8")}
+
+
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_cache_survives_export(storage: str) -> None:
-    """As arrays: what is exported takes and gives the leaves, and no class is registered for it."""
-    cache = create(storage, codec=Quantized("float8_e4m3fn"), dtype=jnp.bfloat16)
-    leaves, tree = jax.tree.flatten(cache)
+def test_a_program_with_a_cache_is_serialised(storage: str) -> None:
+    cache = create(storage, codec=CODECS[storage], dtype=jnp.bfloat16)
+    program = exported(cache, tokens(dtype=jnp.bfloat16))
+    again = export.deserialize(program.serialize())
+    assert again.in_tree == program.in_tree == jax.tree.structure(((cache, 0, 0, 0), {}))
+    assert again.out_tree == program.out_tree
+    assert (again.in_avals, again.out_avals) == (program.in_avals, program.out_avals)
 
-    def step(leaves: list[Any], query: Any, key: Any, value: Any) -> Any:
-        out, cache = flash().step(query, key, value, jax.tree.unflatten(tree, leaves), mask=Causal())
-        return out.attention_outputs, jax.tree.leaves(cache)
 
-    arrays = tokens(dtype=jnp.bfloat16)
-    blob = export.export(jax.jit(step))(leaves, *arrays).serialize()
-    found, wanted = export.deserialize(blob).call(leaves, *arrays), jax.jit(step)(leaves, *arrays)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+def test_what_caches_are_used_with_is_serialised() -> None:
+    pool = PagePool.create(pages=4, page_size=8, rows=2, max_pages=2)
+    rows = Rows(np.array([0, 2]), np.array([1]))
+    both = lambda pool, rows, cache: (pool.fork([0], [1]), rows.starts, cache.read())  # noqa: E731
+    program = export.export(jax.jit(both))(pool, rows, create("pages"))
+    again = export.deserialize(program.serialize())
+    assert (again.in_tree, again.out_tree) == (program.in_tree, program.out_tree)
+
+
+def test_a_cache_on_a_mesh_is_not_serialised() -> None:
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    cache = sharded(lambda: create("dense"), mesh)
+    program = export.export(jax.jit(lambda cache: cache.lengths))(cache)
+    with pytest.raises(ValueError, match=r"placement=Placement.* on a mesh"):
+        program.serialize()
+
+
+def test_a_program_of_another_version_is_refused() -> None:
+    blob = bytes(export.export(jax.jit(lambda pool: pool.ok))(
+        PagePool.create(pages=4, page_size=8, rows=2, max_pages=2)).serialize())  # fmt: skip
+    assert blob.count(b'{"page_size": 8}') == 1
+    with pytest.raises(ValueError, match=r"PagePool with the static fields \['page_sizf'\].*are \['page_size'\]"):
+        export.deserialize(blob.replace(b'{"page_size": 8}', b'{"page_sizf": 8}'))
+
+
+LOADED = """
+import pickle, sys
+import jax, jax.export, jax.numpy as jnp, numpy as np
+import attnops.caches
+path, result = sys.argv[1:]
+found = []
+for blob, create, leaves, tokens in pickle.load(open(path, "rb")):
+    kind, sizes = create
+    cache = getattr(attnops.caches, kind).create(**sizes)
+    cache = jax.tree.unflatten(jax.tree.structure(cache), leaves)
+    out, cache = jax.export.deserialize(blob).call(cache, *tokens)
+    assert type(cache).__name__ == kind
+    found.append((np.asarray(out.attention_outputs), cache.lengths.tolist()))
+assert not [x for x in sys.modules if x.startswith(("attnops_", "attnops.operations"))]
+pickle.dump(found, open(result, "wb"))
+"""
+
+
+@pytest.mark.slow
+def test_a_step_that_another_process_loads_gives_the_values_of_the_oracle(tmp_path: Path) -> None:
+    given, expected = [], []
+    for seed, storage in enumerate(STORAGES):
+        cache = create(storage, codec=CODECS[storage]).append(*tokens(3, seed)[1:], [3, seed])
+        new = tokens(2, seed + 3)
+        sizes: dict[str, Any] = {"batch": B, "kv_heads": K, "head_dim": D, "dtype": "float32", "codec": CODECS[storage]}
+        sizes |= {"dense": {"length": 24}, "ring": {"window": 22, "max_append": 3},
+                  "pages": {"pages": 6, "page_size": 8, "max_pages": 3}}[storage]  # fmt: skip
+        leaves = [np.asarray(x) for x in jax.tree.leaves(cache)]
+        blob = bytes(exported(cache, new).serialize())
+        given.append((blob, (cache.storage, sizes), leaves, [np.asarray(x) for x in new]))
+        after = cache.append(*new[1:])
+        keys, values, positions, held = (np.asarray(x) for x in after.read())
+        at = np.asarray(after.lengths)[:, None] - 2 + np.arange(2)
+        mask = (at[:, None, :, None] >= positions[:, None, None]) & held[:, None, None]
+        expected.append((attention(new[0], keys, values, mask=mask).out, after.lengths.tolist()))
+    (tmp_path / "given").write_bytes(pickle.dumps(given))
+    command = [sys.executable, "-c", LOADED, str(tmp_path / "given"), str(tmp_path / "found")]
+    run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for found, right in zip(pickle.loads((tmp_path / "found").read_bytes()), expected, strict=True):
+        np.testing.assert_allclose(found[0], right[0], atol=1e-5)
+        assert found[1] == right[1]
 
 
 def test_a_cache_is_a_pytree_of_arrays_with_paths() -> None:

@@ -2,8 +2,12 @@
 
 Storage (`DenseCache`, `WindowCache`, `PagedCache`), codec (`Quantized`, or as they are) and content (keys and values,
 or a latent) combine freely. Every operation serves every cache: ``op(query, cache, mask=...)``.
+
+Programs with caches among their arguments and results, such as ``op.step``, are serialised by `jax.export`, unless the
+cache is on a mesh; a process that loads one imports this module first.
 """
 
+import attnops.output  # noqa: F401  # what a step returns, for programs of `jax.export`
 from attnops.caches.base import Cache, Contents, NewTokens
 from attnops.caches.codec import Quantized
 from attnops.caches.dense import DenseCache

@@ -18,6 +18,7 @@ from attnops.caches.packed import Rows, check_rows
 from attnops.caches.placement import Placement
 from attnops.caches.placement import append as append_by_shard
 from attnops.caches.store import Pieces, Store
+from attnops.exported import serialised_tuple
 from attnops.masks.base import Mask
 from attnops.masks.slots import Slots
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 CacheType = TypeVar("CacheType", bound="Cache")
 
 
+@serialised_tuple
 class Contents(NamedTuple):
     """What a cache holds, by slot.
 

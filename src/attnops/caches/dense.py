@@ -13,7 +13,9 @@ from attnops.caches.base import Cache, CacheType, Contents
 from attnops.caches.codec import Quantized
 from attnops.caches.create import check_size, create_rows, create_store
 from attnops.caches.integers import int32
+from attnops.caches.placement import PLACEMENT
 from attnops.caches.store import Pieces
+from attnops.exported import serialised
 from attnops.masks.slots import Slots
 from attnops.sharding.placing import placed
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from attnops.typing import DType
 
 
+@serialised(placement=PLACEMENT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseCache(Cache):

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.caches.integers import int32
+from attnops.exported import serialised
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
 
 
+@serialised()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:

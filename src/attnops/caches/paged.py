@@ -13,8 +13,10 @@ from attnops.caches.base import Cache, Contents
 from attnops.caches.codec import Quantized
 from attnops.caches.create import check_size, create_rows, create_store, joined_width
 from attnops.caches.integers import int32, integers
+from attnops.caches.placement import PLACEMENT
 from attnops.caches.store import Pieces
 from attnops.errors import Reason, UnsupportedError
+from attnops.exported import serialised
 from attnops.masks.slots import Slots
 from attnops.sharding.mesh import names_of
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from attnops.typing import DType
 
 
+@serialised(placement=PLACEMENT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedCache(Cache):

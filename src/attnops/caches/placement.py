@@ -114,6 +114,18 @@ class Placement:
         return dataclasses.replace(own, lengths=own.lengths - first, starts=own.starts - first)
 
 
+def _not_on_a_mesh(placement: Placement | None) -> None:
+    if placement is not None:
+        raise ValueError(
+            f"placement={placement}: jax.export can't serialise a program with a cache on a mesh, which has devices of "
+            f"this process; let the program take and give jax.tree.leaves(cache)"
+        )
+
+
+# How a placement is serialised, see `attnops.exported`.
+PLACEMENT = (_not_on_a_mesh, lambda _: None)
+
+
 def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRules = DEFAULT_RULES) -> CacheType:
     """A cache that is sharded over a mesh from the start: no device ever holds all of it.
 

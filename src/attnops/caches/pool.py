@@ -15,12 +15,14 @@ import numpy as np
 from jax import lax
 
 from attnops.caches.integers import LARGEST, array, at_least_one, int32, integers
+from attnops.exported import serialised, serialised_tuple
 from attnops.programs.varying import equally_varying
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Leaf
 
 
+@serialised_tuple
 class PageCopies(NamedTuple):
     """Pages whose contents must be copied, -1 where there is nothing to copy.
 
@@ -37,6 +39,7 @@ class PageCopies(NamedTuple):
     target: jax.Array
 
 
+@serialised()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PagePool:

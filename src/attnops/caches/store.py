@@ -16,6 +16,7 @@ from jax import lax
 
 from attnops.caches.bits import from_bits, to_bits
 from attnops.caches.codec import Quantized
+from attnops.exported import serialised
 
 if TYPE_CHECKING:
     from attnops.typing import DType
@@ -39,6 +40,11 @@ class Pieces(NamedTuple):
     slot: jax.Array
 
 
+@serialised(
+    dtype=(lambda x: jnp.dtype(x).name, jnp.dtype),
+    codec=(lambda x: x and dataclasses.asdict(x), lambda x: x and Quantized(**x)),
+    head_dims=(list, tuple),
+)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Store:

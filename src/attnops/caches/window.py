@@ -14,7 +14,9 @@ from attnops.caches.codec import Quantized
 from attnops.caches.create import check_size, create_rows, create_store
 from attnops.caches.dense import read_blocks, take_rows
 from attnops.caches.packed import Rows, check_rows
+from attnops.caches.placement import PLACEMENT
 from attnops.caches.store import Pieces, Store
+from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
 from attnops.masks.slots import Slots
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from attnops.typing import DType
 
 
+@serialised(placement=PLACEMENT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowCache(Cache):

@@ -1,0 +1,59 @@
+"""Pytrees among the arguments and results of programs that `jax.export` serialises."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax.export
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
+
+Class = TypeVar("Class", bound=type)
+
+
+def serialised(
+    **fields: tuple[Callable[[Leaf], Leaf], Callable[[Leaf], Leaf]],
+) -> Callable[[Class], Class]:
+    """A decorator of dataclasses, above that by which JAX knows them as pytrees: their static fields as bytes.
+
+    Args:
+        **fields: for a static field that is not in JSON's terms: to these, and back.
+    """
+
+    def register(cls: Class) -> Class:
+        names = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static")]
+        name = f"attnops.{cls.__name__}"
+
+        def to_bytes(values: tuple[Leaf, ...]) -> bytes:
+            found = dict(zip(names, values, strict=True))
+            return json.dumps(found | {x: to(found[x]) for x, (to, _) in fields.items()}).encode()
+
+        def from_bytes(data: bytes) -> tuple[Leaf, ...]:
+            found: dict[str, Any] = json.loads(bytes(data))
+            if sorted(found) != sorted(names):
+                raise ValueError(
+                    f"the program has a {name} with the static fields {sorted(found)}, but this version's are "
+                    f"{sorted(names)}; export it again with this version of attnops"
+                )
+            return tuple(fields[x][1](found[x]) if x in fields else found[x] for x in names)
+
+        # A module that is loaded again, as notebooks do, has registered its name before.
+        with contextlib.suppress(ValueError):
+            jax.export.register_pytree_node_serialization(
+                cls, serialized_name=name, serialize_auxdata=to_bytes, deserialize_auxdata=from_bytes
+            )
+        return cls
+
+    return register
+
+
+def serialised_tuple(cls: Class) -> Class:
+    """The same for a named tuple."""
+    with contextlib.suppress(ValueError):
+        jax.export.register_namedtuple_serialization(cls, serialized_name=f"attnops.{cls.__name__}")  # type: ignore[type-var]
+    return cls

@@ -1,0 +1,60 @@
+"""The tests that Keras ships of its attention layers, with `attnops.keras.use` in the place of Keras' attention."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import pytest
+from keras.src import backend
+from keras.src.layers.attention.grouped_query_attention_test import GroupedQueryAttentionTest
+from keras.src.layers.attention.multi_head_attention_test import MultiHeadAttentionTest
+
+from attnops.keras import use
+
+# Those of values. The others, of shapes, errors, initialisers and saved models, take long and compute little attention.
+OF_VALUES = ("masking", "causal", "query_mask", "sliding_window", "correctness")
+
+calls = 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def flash() -> Iterator[None]:
+    with use("flash", on_unsupported="error"):
+        attend = backend.nn.dot_product_attention
+
+        @functools.wraps(attend)
+        def counted(*args, **options):
+            global calls
+            calls += 1
+            return attend(*args, **options)
+
+        backend.nn.dot_product_attention = counted
+        yield
+        backend.nn.dot_product_attention = attend
+
+
+def of(tests: type) -> type:
+    """Keras' class of tests, those that are of values slow and the others exhaustive."""
+
+    def marked(name: str):
+        found = getattr(tests, name)
+
+        @functools.wraps(found)
+        def test(self):
+            before = calls
+            found(self)
+            if "correctness" in name and "disable" not in name:
+                assert calls > before, "Keras did not call attnops' function"
+
+        return getattr(pytest.mark, "slow" if any(word in name for word in OF_VALUES) else "exhaustive")(test)
+
+    names = [name for name in dir(tests) if name.startswith("test_") and name != "test_session"]
+    return type(tests.__name__, (tests,), {name: marked(name) for name in names})
+
+
+TestMultiHead = of(MultiHeadAttentionTest)
+TestGroupedQuery = of(GroupedQueryAttentionTest)

@@ -19,7 +19,8 @@ from attnops.caches.base import Cache
 from attnops.masks.ancestors import Ancestors
 from attnops.masks.at import At
 from attnops.masks.base import And, Dense, Mask, Not, Or
-from attnops.masks.slots import AtSlots, Held, Slots, segments
+from attnops.masks.positions import Full
+from attnops.masks.slots import AtSlots, Held, Packed, Slots, segments
 from attnops.masks.tokens import Segments
 
 if TYPE_CHECKING:
@@ -98,10 +99,12 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
     """
     mask = cache.mask(mask)
     exists = scores.exists()
-    if mask is None:
-        return exists.bind(*scores.slots_shape)
     if not scores.is_packed:
-        return (_by_slot(mask, cache, scores) & exists).bind(*scores.slots_shape)
+        both = exists if mask is None else _by_slot(mask, cache, scores) & exists
+        return both.bind(*scores.slots_shape)
+    rows = jnp.arange(scores.shape[0], dtype=jnp.int32)[None]
+    if mask is None:
+        return Packed(Full(), exists, rows).bind(*scores.slots_shape)
     if "Ancestors" in mask.kinds():
         raise ValueError(
             f"{mask!r} numbers the queries of each row, but rows are packed, whose queries are numbered together; give "
@@ -109,7 +112,7 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
         )
     if _varies(bound := mask.at(scores.q_positions, None).bind(*scores.shape)):
         return Dense(_packed(bound, scores) & exists.dense(*scores.slots_shape)).bind(*scores.slots_shape)
-    return (mask.at(scores.q_positions, scores.slot_positions) & exists).bind(*scores.slots_shape)
+    return Packed(mask.at(scores.q_positions, scores.slot_positions), exists, rows).bind(*scores.slots_shape)
 
 
 def _by_slot(mask: Mask, cache: Cache, scores: Scores) -> Mask:
@@ -190,6 +193,13 @@ class SlotBias(Bias):
             return self.bias.apply(scores, row, h, q_position, k_position)
         index = zip((row, h, q, k_position), self.bias.shape, strict=True)
         return scores + self.bias[tuple(i if size > 1 else 0 for i, size in index)].astype(jnp.float32)
+
+    def of_tiles(self, queries: jax.Array, slots: Slots) -> SlotBias:
+        """The bias of tiles of packed queries as that of a batch, see `attnops.masks.Packed.of_tiles`."""
+        q_rows = None if self.q_rows is None else self.q_rows[0][queries]
+        return dataclasses.replace(
+            self, q_positions=self.q_positions[0][queries], k_positions=slots.without_pages(), q_rows=q_rows
+        )
 
     def array(self, B: int, H: int, T: int, S: int) -> jax.Array | None:
         """The bias as an array float32 [B, H, T, S]; None for one that is not added, a `ScoreFn`."""

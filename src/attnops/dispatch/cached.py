@@ -105,6 +105,7 @@ def bind_cached(
         width=cache.store.width,
         joined=cache.store.is_joined,
         is_packed=scores.is_packed,
+        rows=cache.batch,
     )
     kind = {} if bias is None else {"bias_kind": bound.kind() if isinstance(bound, Bias) else "array"}
     query, cache, given = without_gradient((query, cache, given), NO_GRADIENT)

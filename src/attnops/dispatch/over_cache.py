@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,7 @@ def _of_device(request: AttentionRequest, query: jax.Array, cache: Cache, option
     assert request.cache is not None
     slots = cache.length * (cache.batch if request.cache.is_packed else 1)
     own = request.replace(
+        cache=dataclasses.replace(request.cache, rows=cache.batch),
         batch=query.shape[0], heads=query.shape[2], kv_heads=cache.kv_heads, key_length=slots,
         mask_structure=request.mask_structure, options=request.options & frozenset(options),
     )  # fmt: skip

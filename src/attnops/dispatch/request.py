@@ -70,6 +70,7 @@ class CacheRequest:
         width: features of a token in the array of keys, zeros included; D + Dv at least where values are joined to it.
         joined: whether keys and values are one array.
         is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.
+        rows: of the cache; 1 where it is not known.
     """
 
     storage: str
@@ -80,6 +81,7 @@ class CacheRequest:
     width: int = 0
     joined: bool = False
     is_packed: bool = False
+    rows: int = 1
 
     def __str__(self) -> str:
         codec = f" {self.codec} by {self.scales}" if self.codec else ""
@@ -161,6 +163,12 @@ class AttentionRequest(Request):
         if {"mask", "mask_kinds", "query_length", "key_length"} & set(changes):
             changes = {"mask_structure": None} | changes
         return super().replace(**changes)
+
+    @property
+    def slots(self) -> int:
+        """Of a call over a cache the slots of a row."""
+        is_packed = self.cache is not None and self.cache.is_packed
+        return self.key_length // self.cache.rows if is_packed else self.key_length  # type: ignore[union-attr]
 
     def over_arrays(self) -> Self:
         """The request of the call on the arrays that the cache is read into, see `attnops.dispatch.cached`."""

@@ -11,7 +11,7 @@ from attnops.masks.functions import MaskFn
 from attnops.masks.grid import Coverage, CoverageBounds, Grid
 from attnops.masks.positions import Causal, Chunked, Full, PrefixLM, SlidingWindow
 from attnops.masks.shift import Shifted
-from attnops.masks.slots import Slots, without_table
+from attnops.masks.slots import Packed, Slots, without_table
 from attnops.masks.structure import Band, MaskStructure, Split
 from attnops.masks.tokens import KeyPadding, Lengths, Segments
 
@@ -35,6 +35,7 @@ __all__ = [
     "MaskStructure",
     "Not",
     "Or",
+    "Packed",
     "PrefixLM",
     "Segments",
     "Shifted",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,11 @@ class Slots(Mask):
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return self.held(b, kv) & (q == q)
+
+    def of_rows(self, rows: jax.Array) -> Slots:
+        """The slots of some rows, int32 [n]."""
+        taken: Any = {name: jnp.asarray(x)[rows] for name in self.axes if (x := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **taken)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         start, stop = _by_tile(self.start), _by_tile(self.stop)
@@ -231,10 +236,59 @@ def _replaced(mask: Mask, change: Callable[[AtSlots | Held], Mask]) -> Mask:
     if isinstance(mask, (AtSlots, Held)):
         return change(mask)
     if isinstance(mask, (And, Or)):
-        return type(mask)(_replaced(mask.left, change), _replaced(mask.right, change))
+        return dataclasses.replace(mask, left=_replaced(mask.left, change), right=_replaced(mask.right, change))
     if isinstance(mask, (Not, Shifted)):
         return dataclasses.replace(mask, mask=_replaced(mask.mask, change))
     return mask
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Packed(And):
+    """The mask of packed rows by slot, [1, H, N, B · S]: what the caller's allows, and `Segments` of the rows.
+
+    For kernels whose tiles are of queries of one row there is `of_tiles`, which has no array by slot.
+
+    Attributes:
+        rows: the number of each row that is here, int32 [1, B]; consecutive.
+    """
+
+    rows: Leaf
+
+    axes: ClassVar = {"rows": "bs"}
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Packed:  # type: ignore[override]
+        return Packed(self.left.bind(B, H, T, S), self.right.bind(B, H, T, S), self.rows)
+
+    def at(self, q_positions: Leaf = None, kv_positions: Leaf = None) -> Mask:
+        return And(self.left, self.right).at(q_positions, kv_positions)
+
+    @property
+    def q_rows(self) -> jax.Array:
+        """The row of each query, counted from the first that is here, int32 [N]; −1 for padding and other rows."""
+        assert isinstance(self.right, Segments)
+        row = jnp.asarray(self.right.q_ids)[0] - jnp.asarray(self.rows)[0, 0]
+        is_here = (self.right.q_ids[0] >= 0) & (row >= 0) & (row < np.shape(self.rows)[1])
+        return jnp.where(is_here, row, -1)
+
+    def of_tiles(self, queries: jax.Array, exists: jax.Array, slots: Slots) -> Mask:
+        """The mask of tiles of queries as that of a batch, [n, H, bq, S].
+
+        Args:
+            queries: the packed queries of each tile, all of one row, int32 [n, bq].
+            exists: whether there is such a tile, bool [n].
+            slots: of the row of each tile.
+        """
+
+        def of(mask: Mask) -> Mask:
+            if isinstance(mask, At):
+                assert mask.q_positions is not None
+                return AtSlots(mask.mask, jnp.asarray(mask.q_positions)[0][queries], slots.without_pages())
+            if isinstance(mask, (And, Or)):
+                return dataclasses.replace(mask, left=of(mask.left), right=of(mask.right))
+            return dataclasses.replace(mask, mask=of(mask.mask)) if isinstance(mask, Not) else mask
+
+        is_query = jnp.broadcast_to(exists[:, None], queries.shape)
+        return And(of(self.left), Held(jnp.where(is_query, 0, _NO_QUERY), slots))
 
 
 def _of_row(values: Leaf, b: Index) -> jax.Array:

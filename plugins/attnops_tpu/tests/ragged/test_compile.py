@@ -12,7 +12,7 @@ from attnops_tpu.aot import TOPOLOGIES, compile_for
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized
+from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows
 from attnops.masks import Causal, Chunked, Mask, Segments, SlidingWindow
 
 # What is compiled for a TPU is what a TPU would run.
@@ -37,16 +37,22 @@ def forget() -> Iterator[None]:
     jax.clear_caches()
 
 
-def temporaries(cache: Cache, generation: str, G: int, T: int = 1, mask: Mask | None = None, **options: Any) -> int:
-    """Bytes; raises what the compiler does."""
+def temporaries(
+    cache: Cache, generation: str, G: int, T: int = 1, mask: Mask | None = None, is_packed: bool = False, **options: Any
+) -> int:
+    """Bytes; raises what the compiler does. Packed are T queries in all."""
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
-    query = jax.ShapeDtypeStruct((cache.batch, T, cache.kv_heads * G, cache.head_dim), cache.dtype)
-    assert not operation.in_place_reasons("tpu", operation.request(query, cache, mask=mask))
+    lead = 1 if is_packed else cache.batch
+    query = jax.ShapeDtypeStruct((lead, T, cache.kv_heads * G, cache.head_dim), cache.dtype)
+    starts, slots = (jax.ShapeDtypeStruct((cache.batch + i,), jnp.int32) for i in (1, 0))
+    rows = Rows(starts, slots) if is_packed else None
+    assert not operation.in_place_reasons("tpu", operation.request(query, cache, mask=mask, rows=rows))
 
-    def run(query: jax.Array, cache: Cache) -> jax.Array:
-        return operation(query, cache, mask=mask, **options).attention_outputs
+    def run(query: jax.Array, cache: Cache, starts: jax.Array, slots: jax.Array) -> jax.Array:
+        given = {"rows": Rows(starts, slots)} if is_packed else {}
+        return operation(query, cache, mask=mask, **given, **options).attention_outputs
 
-    return compile_for(run, (query, cache), generation).memory_analysis().temp_size_in_bytes
+    return compile_for(run, (query, cache, starts, slots), generation).memory_analysis().temp_size_in_bytes
 
 
 def pages(page: int, K: int, D: int, batch: int = 8, **options: Any) -> Cache:
@@ -111,6 +117,17 @@ def test_a_prompt_with_all_that_scores_have_compiles(generation: str) -> None:
     mask = SlidingWindow(jnp.array([[1000], [50]]), 0)
     temporaries(cache, generation, 4, T=600, mask=mask, logits_soft_cap=30.0, return_lse=True,
                 sinks=jnp.ones((8,), jnp.bfloat16))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "generation", [pytest.param(x, marks=[] if x == "v6e" else pytest.mark.exhaustive) for x in GENERATIONS]
+)
+def test_packed_rows_read_pages_where_they_are(generation: str) -> None:
+    cache = pages(64, 8, 128, batch=32)
+    mask = Causal() & SlidingWindow(5000, 0)
+    size = temporaries(cache, generation, 4, T=512, mask=mask, is_packed=True, return_lse=True)
+    assert size <= 5 * SMALL < cache.store.key.size  # queries and results of tiles, some of them with one query
 
 
 # The codec and its scales, a page, K and a generation.

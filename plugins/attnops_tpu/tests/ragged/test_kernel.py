@@ -42,6 +42,10 @@ SLOW = (
     ("float8_e5m2 by tensor", "MQA", "sinks", "soft cap", "query_lengths", "4 queries"),
     ("ring", "int8 by head", "latent", "logsumexp"),
     ("paged", "float8_e4m3fn by token_head", "latent", "19 queries", "GQA", "bfloat16"),
+    ("paged", "packed rows", "Causal", "GQA", "19 queries", "sinks", "soft cap", "logsumexp", "left padding"),
+    ("paged", "packed rows", "window per head", "ScoreFn", "4 queries", "op.step", "int8 by token_head"),
+    ("ring", "packed rows", "MQA", "bfloat16", "5 queries"),
+    ("packed rows", "Chunked", "ALiBi", "float8_e4m3fn by head", "joined", "19 queries"),
 )
 
 
@@ -104,7 +108,9 @@ def reasons(subject: Subject, features: tuple[str, ...]) -> list[Reason]:
     """Why a problem is not read in place."""
     problem = cache_problem(subject, features)
     operation = subject.make(problem.metadata)
-    request = operation.request(problem.query, problem.after.cache(), **problem.options)
+    query, _, _, _, rows = problem.arguments
+    given = {"rows": rows} if isinstance(rows, Rows) else {}
+    request = operation.request(query, problem.after.cache(), **problem.options, **given)
     return operation.in_place_reasons("tpu", request)
 
 
@@ -112,6 +118,8 @@ def test_what_is_an_array_by_query_and_key_is_not_read_in_place() -> None:
     assert {r.argument for r in reasons(SUBJECT, ("paged", "Dense", "4 queries"))} == {"mask"}
     assert {r.argument for r in reasons(SUBJECT, ("paged", "RelativePosition"))} == {"bias"}
     assert {r.argument for r in reasons(SUBJECT, ("paged", "array bias", "4 queries"))} == {"bias"}
+    assert {r.argument for r in reasons(SUBJECT, ("paged", "Dense", "packed rows"))} == {"mask"}
+    assert not reasons(SUBJECT, ("packed rows", "Causal", "19 queries"))
 
 
 def told(cache: Cache, T: int = 1, **options: object) -> list[str]:
@@ -169,13 +177,19 @@ def test_a_row_of_more_tiles_of_queries_than_scalar_memory_holds_is_not_read_in_
 
 
 @pytest.mark.slow
-def test_rows_that_do_not_fit_scalar_memory_together_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "features",
+    [("paged", "window per batch", "4 queries", "sinks", "GQA", "op.step"), ("packed rows", "Causal", "19 queries")],
+)
+def test_rows_that_do_not_fit_scalar_memory_together_are_right(
+    features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
     following = batches.following
     monkeypatch.setattr(batches, "rows_a_call", lambda nq: 1)
     monkeypatch.setattr(batches, "following", lambda *given: (calls.append(given), following(*given))[1])
     with target("v6e"):
-        outcome = check_cache(SUBJECT, ("paged", "window per batch", "4 queries", "sinks", "GQA", "op.step"))
+        outcome = check_cache(SUBJECT, features)
     assert len(calls) > 1
     assert outcome.status is Status.RIGHT, outcome.detail
 

@@ -17,7 +17,7 @@ from attnops_tpu.ragged.between import Between
 from attnops_tpu.ragged.transfers import Stream
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache
+from attnops.caches import Cache, DenseCache, PagedCache, Rows
 from attnops.caches.bits import to_bits
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
 
@@ -84,6 +84,18 @@ def test_each_page_that_is_seen_is_transferred_once(started: collections.Counter
 
 def test_a_row_of_length_0_starts_no_transfer(started: collections.Counter[str]) -> None:
     assert count(started, [0, 5, 0], Causal()) == expected([0, 2, 0])
+
+
+@pytest.mark.slow
+def test_packed_rows_transfer_their_pages_with_each_tile_of_queries(started: collections.Counter[str]) -> None:
+    cache = paged([33, 9, 16, 40])
+    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=16, block_q=8)
+    operation = OperationRegistry.create("attnops-tpu:flash", metadata)
+    # Of the first row one query, none of the second, of the last twelve in two tiles, of which one sees 36 keys.
+    rows = Rows(np.array([1, 2, 3, 15]), np.array([0, 2, 3]))
+    out = operation(jnp.ones((1, 16, 4, D)), cache, mask=Causal(), rows=rows).attention_outputs
+    np.testing.assert_allclose(out[0, :, 0, 0], [0.0, *[1.0] * 14, 0.0], rtol=1e-6)
+    assert sorted(started.values()) == [4, 9 + 4 + 9 + 10]
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ class TPUFlashAttention(FlashAttention):
             caches=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
             codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
             latent=True,
+            packed=True,
         )
     }
 
@@ -57,7 +58,7 @@ class TPUFlashAttention(FlashAttention):
         if request.cache is not None:
             yield from in_place(request, self.metadata)
         multiple, why = (8, "the sublanes") if request.interpret else (128, "the lanes")
-        for name, length in (("block_q", request.query_length), ("block_k", request.key_length)):
+        for name, length in (("block_q", request.query_length), ("block_k", request.slots)):
             block = getattr(self.metadata, name)
             if block is not None and block % multiple:
                 yield Reason(name, block, f"must be a multiple of {multiple}, {why} of a vector register",
@@ -124,9 +125,9 @@ class TPUFlashAttention(FlashAttention):
             yield Reason("scales", cache.scales, "are single lanes, which no transfer writes",
                          "create the cache with scales by head")  # fmt: skip
         packed = 4 // jnp.dtype(cache.codec or request.dtypes[1]).itemsize
-        unit = unit_of(cache.page_size, request.key_length)
+        unit = unit_of(cache.page_size, request.slots)
         if unit % packed:
-            yield Reason("page_size" if cache.page_size else "length", cache.page_size or request.key_length,
+            yield Reason("page_size" if cache.page_size else "length", cache.page_size or request.slots,
                          f"must be a multiple of {packed}, the slots of a word of 32 bits")  # fmt: skip
 
     def stepped_tpu(

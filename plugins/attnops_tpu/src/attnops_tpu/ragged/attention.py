@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.caches import Cache, NewTokens, PagedCache
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
-from attnops.masks import Slots, without_table
+from attnops.masks import Packed, without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params
@@ -23,6 +23,7 @@ from attnops_tpu.ragged.batches import run_in_batches
 from attnops_tpu.ragged.kernel import Kernel, State
 from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import Arrays, arrays, outputs, queries, rows_by_key
+from attnops_tpu.ragged.packed import packed, unpacked
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.schedule import Schedule, schedule, words_of_pages
 from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
@@ -48,9 +49,11 @@ def cached_attention(
         wants_lse: whether the logsumexp is asked for.
         new: tokens to write, see `attnops.caches.Cache.pending`; None for none.
     """
+    of_tiles = unpacked(call, cache) if isinstance(call.mask, Packed) else None
+    call = call if of_tiles is None else of_tiles.call
     mask, slots = (None, None) if call.mask is None else without_table(call.mask)
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
-    plan = make_plan(call, cache, wants_lse)
+    plan = make_plan(call, cache, wants_lse, of_tiles is not None)
     store = cache.store.flat()
     stored, scales = [store.key, store.value], [store.key_scale, store.value_scale]
     sources = [x for x in (*stored, *(scales if store.has_token_scales else ())) if x is not None]
@@ -59,8 +62,9 @@ def cached_attention(
         given = given._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
     new_tokens = None if new is None else written(plan, new, store.base, sources)
     out, *rest = run_in_batches(
-        _run, plan, queries(plan, call.query), sources, _tables(plan, cache, slots),
-        jnp.asarray(store.base, jnp.int32)[None], given, schedule(plan, items_mask, slots, new_tokens), new_tokens,
+        _run, plan, queries(plan, call.query), sources, _tables(plan, cache),
+        jnp.asarray(store.base, jnp.int32)[None], given,
+        schedule(plan, items_mask, slots, new_tokens, None if of_tiles is None else of_tiles.row), new_tokens,
     )  # fmt: skip
     if new is not None:
         arrays_of: dict[str, Any] = dict(zip(new.tokens, rest[-len(sources) :], strict=True))
@@ -68,10 +72,13 @@ def cached_attention(
         cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays_of))
         rest = rest[: -len(sources)]
     lse = outputs(plan, rest[0][..., :1])[..., 0].swapaxes(1, 2) if rest else None
-    return outputs(plan, out[..., plan.value_lanes - plan.Dv :]), lse, cache
+    out = outputs(plan, out[..., plan.value_lanes - plan.Dv :])
+    if of_tiles is not None:
+        out, lse = packed(of_tiles, out, lse)
+    return out, lse, cache
 
 
-def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
+def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, is_packed: bool = False) -> Plan:
     """The plan of a call; see `cached_attention`."""
     (B, T, H, D), metadata = call.query.shape, call.metadata
     S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
@@ -92,7 +99,8 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool) -> Plan:
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return Plan(
-        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_paged=isinstance(cache, PagedCache),
+        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_packed=is_packed,
+        is_paged=isinstance(cache, PagedCache),
         cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), operand=_operand(cache, dtype, chip),
         out_dtype=jnp.dtype(call.query.dtype), is_latent=store.latent is not None, is_joined=store.is_joined,
         scales=_scales(cache), precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST,
@@ -116,18 +124,17 @@ def _scales(cache: Cache) -> str:
     return "" if codec is None else "head" if codec.scales == "tensor" else codec.scales
 
 
-def _tables(plan: Plan, cache: Cache, slots: Slots | None) -> list[jax.Array]:
+def _tables(plan: Plan, cache: Cache) -> list[jax.Array]:
     """The pages of each row as blocks of the arrays, in pieces int32 [B · pieces, 1, piece], and whether these are in
     the table, see `attnops_tpu.ragged.schedule.words_of_pages`; none without pages.
     """
     if not isinstance(cache, PagedCache):
         return []
-    assert slots is not None
-    store = cache.store
+    store, exists = cache.store, cache.slots().exists
     blocks = jnp.clip(cache.table, 0, store.own_blocks - 1) + store.base
     pieces = -(-plan.nk * plan.units // plan.piece)
     blocks = jnp.pad(blocks, ((0, 0), (0, pieces * plan.piece - blocks.shape[1])))
-    return [blocks.reshape(-1, 1, plan.piece).astype(jnp.int32), words_of_pages(plan, slots.exists)]
+    return [blocks.reshape(-1, 1, plan.piece).astype(jnp.int32), words_of_pages(plan, exists)]
 
 
 @one_by_one

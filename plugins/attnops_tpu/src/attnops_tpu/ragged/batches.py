@@ -36,9 +36,10 @@ def run_in_batches(
         own = dataclasses.replace(plan, B=min(size, plan.B - first))
         part = _Part(plan, own, first)
         # A row of a storage without pages has the block of its number.
-        start = block if plan.is_paged else block + first
+        start = block if plan.is_paged or plan.is_packed else block + first
+        own_tables = tables if plan.is_packed else [part.pieces(x) for x in tables]
         results = run(
-            own, part.items(query), sources, [part.pieces(x) for x in tables], start, part.arrays(given),
+            own, part.items(query), sources, own_tables, start, part.arrays(given),
             part.schedule(items), None if new is None else part.written(new),
         )  # fmt: skip
         if new is not None:
@@ -78,7 +79,8 @@ class _Part:
     def schedule(self, items: Schedule) -> Schedule:
         own = items._replace(**{name: self.items(getattr(items, name)) for name in _BY_ITEM})
         missing = items.missing if items.missing.shape[0] == 1 else self.items(items.missing)
-        return own._replace(following=following(self.own, own.stop > own.first), missing=missing)
+        row = self.items(items.row) if self.plan.is_packed else items.row
+        return own._replace(following=following(self.own, own.stop > own.first), missing=missing, row=row)
 
     def written(self, new: Written) -> Written:
         tokens = tuple(map(self.items, new.tokens))

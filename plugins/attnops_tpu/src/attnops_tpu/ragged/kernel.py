@@ -324,7 +324,7 @@ class Part:
         plan = self.kernel.plan
         row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
         h = self.head * plan.G + lax.div(row, jnp.int32(plan.bq))
-        return function.apply(scores, self.tile.row, h, q, kv, given, (), REPLACEMENTS)
+        return function.apply(scores, self.tile.entry, h, q, kv, given, (), REPLACEMENTS)
 
     def _values(self, name: str) -> list[Leaf]:
         """The values of a function: numbers, [R, 1] and [1 or R, size]."""
@@ -337,7 +337,7 @@ class Part:
     def _value(self, value: Value) -> jax.Array:
         kernel, plan = self.kernel, self.kernel.plan
         if value.kind is Kind.SCALAR:
-            return kernel.scalars[value.place][self.tile.item if value.by_query else self.tile.row]
+            return kernel.scalars[value.place][self.tile.item if value.by_query else self.tile.entry]
         if value.kind is Kind.BY_ROW:
             ref = kernel.state.by_row[value.place]
             return ref[self.head if ref.shape[0] > 1 else 0][:, :1]

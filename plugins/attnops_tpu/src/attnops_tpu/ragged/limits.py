@@ -22,12 +22,12 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
     if request.bias_kind in ("array", "RelativePosition"):
         yield Reason("bias", request.bias_kind, "is an array by query and key, which over a cache is not read in place",
                      "use ALiBi or a ScoreFn")  # fmt: skip
-    if "Dense" in request.mask_kinds and request.query_length > 1:
+    if "Dense" in request.mask_kinds and (request.query_length > 1 or cache.is_packed):
         yield Reason("mask", "Dense", "is an array by query and key, which over a cache is not read in place",
                      "use a mask that is computed from positions")  # fmt: skip
     tiles = -(-request.query_length // queries_a_tile(metadata.block_q, request.query_length,
                                                       request.heads // request.kv_heads))  # fmt: skip
-    if not rows_a_call(tiles):
+    if not cache.is_packed and not rows_a_call(tiles):
         yield Reason("query", request.query_length, f"is {tiles} tiles of queries a row, more than {MAX_ITEMS}",
                      "give it in several calls")  # fmt: skip
     if not request.interpret:
@@ -49,8 +49,8 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
                          f"create the cache with width={-(-least // LANES) * LANES}")  # fmt: skip
     itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
     by_token = cache.scales == "token_head"
-    rows, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, request.key_length)
-    what = ("page_size", cache.page_size) if cache.page_size else ("length", request.key_length)
+    rows, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, request.slots)
+    what = ("page_size", cache.page_size) if cache.page_size else ("length", request.slots)
     if unit % rows or math.lcm(unit, LANES) > 8 * max(unit, LANES):
         yield Reason(*what, f"must be a multiple of {rows} to be read in place")
     elif by_token and unit % LANES:

@@ -29,12 +29,14 @@ class Plan:
     storage without pages.
 
     Attributes:
-        B, T, S, H, K, D, Dv: the dimensions of the call; S slots a row.
+        B, T, S, H, K, D, Dv: the dimensions of the call; S slots a row. Of packed rows B is their tiles of queries and
+            T the queries of one.
         width: features of a token in the array of keys, zeros and a joined value included.
         bq: queries a tile.
         bk: keys a tile, a multiple of ``unit``.
         part: keys of a tile that are computed at a time.
         unit: slots a unit.
+        is_packed: whether the schedule tells the row of the cache of each item; else they follow one another.
         is_paged: whether units are pages, found by a table.
         piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
         buffers: tiles of keys in vector memory: one is computed with, the others are on their way.
@@ -68,6 +70,7 @@ class Plan:
     bk: int
     part: int
     unit: int
+    is_packed: bool
     is_paged: bool
     piece: int
     buffers: int

@@ -27,6 +27,7 @@ class Schedule(NamedTuple):
             core; ``items`` where there is none.
         missing: whether a page is not in the table that a tile of an item would have a token in; [1] of storages
             without pages.
+        row: of the cache; [1] where it follows from the item.
     """
 
     first: jax.Array
@@ -35,9 +36,12 @@ class Schedule(NamedTuple):
     stop_full: jax.Array
     following: jax.Array
     missing: jax.Array
+    row: jax.Array
 
 
-def schedule(plan: Plan, mask: Mask | None, slots: Slots | None = None, new: Written | None = None) -> Schedule:
+def schedule(
+    plan: Plan, mask: Mask | None, slots: Slots | None = None, new: Written | None = None, row: jax.Array | None = None
+) -> Schedule:
     """The schedule of a call: units from the first to the last that some query of an item may see.
 
     Args:
@@ -45,6 +49,7 @@ def schedule(plan: Plan, mask: Mask | None, slots: Slots | None = None, new: Wri
         mask: by slot, bound.
         slots: of a paged cache.
         new: tokens that are written; their units are read, whoever sees them.
+        row: of the cache, of each tile of packed rows, int32 [B].
     """
     shape = plan.B, plan.H, plan.T, plan.S
     coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, plan.unit).coverage, 1, 1)[:, 0])
@@ -63,7 +68,8 @@ def schedule(plan: Plan, mask: Mask | None, slots: Slots | None = None, new: Wri
     breaks = after & ~full
     stop_full = jnp.where(breaks.any(1), breaks.argmax(1), plan.nk).astype(jnp.int32)
     missing = jnp.zeros((1,), jnp.int32) if slots is None else _missing(plan, slots, first, stop)
-    return Schedule(first, stop, first_full, stop_full, following(plan, some), missing)
+    row = jnp.zeros((1,), jnp.int32) if row is None else jnp.pad(row, (0, plan.items - plan.B))
+    return Schedule(first, stop, first_full, stop_full, following(plan, some), missing, row)
 
 
 def _written(plan: Plan, new: Written) -> jax.Array:
@@ -85,9 +91,9 @@ def _missing(plan: Plan, slots: Slots, first: jax.Array, stop: jax.Array) -> jax
 
 def words_of_pages(plan: Plan, exists: jax.Array) -> jax.Array:
     """Whether pages are in the table, bits of int32 [rows · pieces, 1, 128]: ``plan.words`` of each tile."""
-    bits = jnp.pad(exists, ((0, 0), (0, plan.nk * plan.units - exists.shape[1]))).reshape(plan.B, plan.nk, plan.units)
+    bits = jnp.pad(exists, ((0, 0), (0, plan.nk * plan.units - exists.shape[1]))).reshape(-1, plan.nk, plan.units)
     bits = jnp.pad(bits, ((0, 0), (0, 0), (0, plan.words * BITS - plan.units)))
-    bits = bits.reshape(plan.B, plan.nk * plan.words, BITS)
+    bits = bits.reshape(-1, plan.nk * plan.words, BITS)
     words = (bits.astype(jnp.uint32) << jnp.arange(BITS, dtype=jnp.uint32)).sum(2, dtype=jnp.uint32)
     words = jnp.pad(words, ((0, 0), (0, -words.shape[1] % LANES)))
     return lax.bitcast_convert_type(words, jnp.int32).reshape(-1, 1, LANES)

@@ -14,7 +14,7 @@ PIECE: Final = 128
 # What items in scalar memory take, and rows with up to 16 values of masks and biases; of scalar memory's 1 MiB the
 # table and what the compiler keeps are left out.
 MAX_ITEMS: Final = 1 << 14
-ITEM_BYTES: Final = 24
+ITEM_BYTES: Final = 28
 ROW_BYTES: Final = 64
 SCALAR_BYTES: Final = 960 << 10
 # A unit of a storage without pages, and the most units a tile: each has transfers of its own.
@@ -22,6 +22,8 @@ _UNIT: Final = 128
 _MAX_UNITS: Final = 256
 # Rows of a tile of scores: more need more vector memory, fewer read keys more often.
 _ROWS: Final = 256
+# The same of packed rows, of which some have one query each, whose tile is as large as that of a prompt.
+_PACKED_ROWS: Final = 128
 # Scores of a part of a tile, which are in registers between two products: 16 registers of 64.
 _PART: Final = 16384
 # But of up to 128 rows so many keys at least, although scores are spilled: products over fewer fill less of the matrix
@@ -100,6 +102,19 @@ def queries_a_tile(block_q: int | None, T: int, G: int) -> int:
         G: query heads a kv head.
     """
     return min(T, block_q or max(_ROWS // G // 8, 1) * 8)
+
+
+def packed_queries_a_tile(block_q: int | None, N: int, rows: int, G: int) -> int:
+    """Queries a tile of packed rows: as many as a row has on average, since tiles have queries of one row.
+
+    Args:
+        block_q: the metadata's; None for the table's.
+        N: packed queries.
+        rows: of the cache.
+        G: query heads a kv head.
+    """
+    most = max(_PACKED_ROWS // G // 8, 1) * 8
+    return min(N, block_q or min(-(-N // (8 * rows)) * 8, most))
 
 
 def choose(

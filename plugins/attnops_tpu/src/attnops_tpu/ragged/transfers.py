@@ -38,6 +38,7 @@ class ScheduleRefs(NamedTuple):
     stop_full: Any
     following: Any
     missing: Any
+    row: Any
 
 
 class Tile(NamedTuple):
@@ -46,6 +47,7 @@ class Tile(NamedTuple):
     Attributes:
         item: the grid step's.
         row: of the cache.
+        entry: of the batch: the row, or of packed rows the item.
         number: among the tiles of the row.
         first: the first unit of the tile that is transferred, counted from the tile's first.
         stop: the unit after the last.
@@ -54,6 +56,7 @@ class Tile(NamedTuple):
 
     item: jax.Array
     row: jax.Array
+    entry: jax.Array
     number: jax.Array
     first: jax.Array
     stop: jax.Array
@@ -125,7 +128,7 @@ class Stream:
         first = jnp.maximum(self.schedule.first[item] - index * units, 0)
         stop = jnp.minimum(self.schedule.stop[item] - index * units, units)
         is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
-        return Tile(item, self._row(item), index, first, stop, is_full)
+        return Tile(item, self._row(item), lax.div(item, np.int32(self.plan.nq)), index, first, stop, is_full)
 
     def step(self, item: jax.Array, index: jax.Array, compute: Compute) -> None:
         """Start the transfer of the next tile of the stream, wait for this one, and compute with it.
@@ -276,7 +279,7 @@ class Stream:
             pl.when(~tile.is_full)(lambda: self._by_key_copy(tile, buffer).start())
 
     def _by_key_copy(self, tile: Tile, buffer: jax.Array) -> Any:
-        row = tile.row if self.by_key.shape[0] > 1 else 0
+        row = tile.entry if self.by_key.shape[0] > 1 else 0
         source = self.by_key.at[row, tile.number]
         return pltpu.make_async_copy(source, self.by_key_buffer.at[buffer], self.arrived.at[buffer])
 
@@ -286,7 +289,7 @@ class Stream:
         return pl.ds(unit * size if isinstance(unit, int) else pl.multiple_of(unit * size, size), size)
 
     def _row(self, item: jax.Array) -> jax.Array:
-        return lax.div(item, np.int32(self.plan.nq))
+        return self.schedule.row[item] if self.plan.is_packed else lax.div(item, np.int32(self.plan.nq))
 
     def _first_tile(self, item: jax.Array) -> jax.Array:
         """The first tile of an item; of none, any."""

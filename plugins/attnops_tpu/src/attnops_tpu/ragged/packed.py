@@ -1,0 +1,75 @@
+"""Packed rows as a batch of tiles: each has queries of one row of the cache, and the next row begins a new tile.
+
+Only queries and results are gathered; the cache stays where it is, and a tile is told its row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnops.caches import Cache
+from attnops.kernels import FlashCall
+from attnops.masks import Packed
+from attnops_tpu.ragged.tile_sizes import packed_queries_a_tile
+
+
+class Unpacked(NamedTuple):
+    """A call of packed rows as one of a batch of tiles.
+
+    Attributes:
+        call: of queries [tiles, bq, H, D], with the mask and the bias of [tiles, H, bq, S].
+        row: of the cache, of each tile, int32 [tiles]; any of tiles without queries.
+        tile: of each packed query, int32 [N].
+        place: in its tile, int32 [N].
+        is_real: whether it is no padding, bool [N].
+    """
+
+    call: FlashCall
+    row: jax.Array
+    tile: jax.Array
+    place: jax.Array
+    is_real: jax.Array
+
+
+def unpacked(call: FlashCall, cache: Cache) -> Unpacked:
+    """A call of packed rows as one of a batch of tiles; its mask is an `attnops.masks.Packed`."""
+    mask, (_, N, H, _) = call.mask, call.query.shape
+    assert isinstance(mask, Packed)
+    bq = packed_queries_a_tile(call.metadata.block_q, N, cache.batch, H // cache.kv_heads)
+    rows, number = mask.q_rows, jnp.arange(N, dtype=jnp.int32)
+    is_real = rows >= 0
+    begins = is_real & (rows != jnp.concatenate([jnp.full((1,), -1, jnp.int32), rows[:-1]]))
+    place = (number - jax.lax.cummax(jnp.where(begins, number, 0))) % bq
+    is_first = is_real & (place == 0)
+    tile = jnp.maximum(jnp.cumsum(is_first.astype(jnp.int32)) - 1, 0)
+    tiles = tiles_of(N, cache.batch, bq)
+    first = jnp.nonzero(is_first, size=tiles, fill_value=N)[0].astype(jnp.int32)
+    exists = first < N
+    count = jnp.zeros((tiles,), jnp.int32).at[tile].add(is_real.astype(jnp.int32))
+    # Beyond a tile's queries its last one again: what sees all keys of a tile needs no mask there.
+    within = jnp.minimum(jnp.arange(bq, dtype=jnp.int32), jnp.maximum(count, 1)[:, None] - 1)
+    queries = jnp.minimum(first[:, None] + within, N - 1)
+    row = jnp.where(exists, rows[jnp.minimum(first, N - 1)], 0)
+    slots = cache.slots().of_rows(row)
+    bias = None if call.bias is None else call.bias.of_tiles(queries, slots)
+    shape = tiles, H, bq, cache.length
+    call = call.replace(
+        query=call.query[0][queries], mask=mask.of_tiles(queries, exists, slots).bind(*shape), bias=bias
+    )
+    return Unpacked(call, row, tile, place, is_real)
+
+
+def tiles_of(N: int, rows: int, bq: int) -> int:
+    """The most tiles that N packed queries of so many rows may have."""
+    return (N + min(rows, N) * (bq - 1)) // bq
+
+
+def packed(of: Unpacked, out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Results of tiles, [tiles, bq, H, Dv] and [tiles, H, bq], as those of packed rows: 0 and −inf for padding."""
+    out = jnp.where(of.is_real[:, None, None], out[of.tile, of.place], jnp.zeros((), out.dtype))[None]
+    if lse is not None:
+        lse = jnp.where(of.is_real[:, None], lse[of.tile, :, of.place], -jnp.inf).T[None]
+    return out, lse

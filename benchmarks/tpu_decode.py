@@ -7,6 +7,7 @@ the loop over a tile of keys, divided by the cycles in which the tile's useful b
     python benchmarks/tpu_decode.py --latent --kv-heads 1 --groups 128   # keys of 576 features, values of 512 of them
     python benchmarks/tpu_decode.py --peers                               # R of other libraries' kernels too
     python benchmarks/tpu_decode.py --whole --peers --json out.json       # every figure of the READMEs
+    python benchmarks/tpu_decode.py --bytes                               # transfers, and the bytes that they move
 
 With ``--json`` each line is kept, and a run with the same file continues where the last one ended: remove the file when
 the code has changed.
@@ -191,8 +192,15 @@ def main(
                                            "--generation counts.")] = False,
     with_peers: Annotated[bool, typer.Option("--peers", help="They have no latent content.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Keeps each line; a later run continues it.")] = None,
+    is_bytes: Annotated[bool, typer.Option("--bytes", help="Count transfers and bytes instead; of these options only "
+                                           "--page counts.")] = False,
 ) -> None:  # fmt: skip
     """Print R and what goes with it."""
+    if is_bytes:
+        from tpu_decode_bytes import traffic
+
+        print_lines(list(traffic("v6e", page)))
+        return
     dims = [576] if latent else head_dim
     cases = [Case(p, k, g, d, c, latent) for c in codec for d in dims for k in kv_heads for g in groups for p in page]
     kept = json.loads(json_file.read_text()) if json_file is not None and json_file.exists() else []
@@ -202,6 +210,11 @@ def main(
             lines.append(line_of(case, of, with_peers, kept))
             if json_file is not None:
                 json_file.write_text(json.dumps(kept, indent=1))
+    print_lines(lines)
+
+
+def print_lines(lines: list[dict[str, Any]]) -> None:
+    """As a table, which has a column for each name in a line."""
     columns = {name: None for line in lines for name in line}
     table = Table(*columns)
     for line in lines:

@@ -75,6 +75,20 @@ def test_an_infinite_value_that_is_joined_to_its_key_is_no_score() -> None:
 
 
 @pytest.mark.slow
+def test_16_bit_tokens_that_are_wider_than_the_lanes_are_interpreted() -> None:
+    cache = PagedCache.create(batch=1, pages=2, page_size=16, max_pages=2, kv_heads=1, head_dim=128, table=[[1, 0]])
+    key = jax.random.normal(jax.random.key(0), (1, 20, 1, 128), jnp.bfloat16)
+    cache = cache.append(key, key)
+    native, kernel = (
+        OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform=name, interpret=name == "tpu"))(
+            key[:, -1:], cache, mask=Causal()
+        ).attention_outputs.astype(jnp.float32)
+        for name in ("cpu", "tpu")
+    )
+    np.testing.assert_allclose(kernel, native, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [QUICK[0], ("paged", "float8_e4m3fn by head", "GQA", "bfloat16", "19 queries")])
 def test_three_buffers_of_a_tile_and_products_of_e4m3_are_right(features: tuple[str, ...]) -> None:
     """The interpreter has the plan of `UNKNOWN`, which has neither."""

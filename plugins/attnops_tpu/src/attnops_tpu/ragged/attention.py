@@ -217,7 +217,8 @@ def _buffer(plan: Plan, x: jax.Array) -> tuple[int, ...]:
     The core writes a descriptor of strides for a transfer between unlike layouts: vector memory of tpu7x has tiles of
     (16, 128) for 2 bytes, main memory of (8, 128). Of arrays with 8 rows it has these tiles too.
     """
-    if x.ndim == 4 and x.dtype.itemsize == 2 and x.shape[3] > LANES and plan.bk % _SUBLANES == 0:
+    is_wide = x.ndim == 4 and x.dtype.itemsize == 2 and x.shape[3] > LANES and plan.bk % _SUBLANES == 0
+    if is_wide and not plan.interpret:  # the interpreter has no transfers to a reshaped reference
         return plan.bk // _SUBLANES, _SUBLANES, x.shape[3]
     return (plan.bk, *x.shape[3:])
 

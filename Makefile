@@ -54,7 +54,14 @@ test: $(VENV)/.test  ## every feature on every backend, in minutes; tools/quick_
 test-all: $(VENV)/.test  ## the rest, but for what takes hours
 	$(PYTEST) -m "slow and not exhaustive" $(TESTS)
 
-exhaustive: $(VENV)/.test  ## every pair of features interpreted, every case compiled for every TPU and GPU
+# XLA's compiler for NVIDIA GPUs, which needs no GPU, in a folder of its own: if it were installed, every process of JAX
+# would start it.
+$(VENV)/.xla-cuda: $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/xla-cuda \
+		"jax-cuda13-pjrt==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"
+	@touch $@
+
+exhaustive: $(VENV)/.test $(if $(findstring attnops_triton,$(PLUGINS)),$(VENV)/.xla-cuda)  ## every pair of features interpreted, every case compiled for every TPU and GPU
 	$(PYTEST) -m exhaustive $(TESTS)
 
 # Tests of their own, which `tests` leaves out (norecursedirs): the others must not need PyTorch.

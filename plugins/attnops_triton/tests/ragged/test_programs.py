@@ -40,17 +40,17 @@ def step(q: Any, k: Any, cache: Cache) -> Any:
 
 
 def test_calls_and_steps_are_exported_from_a_host_without_a_gpu() -> None:
-    q, k = arrays()
-    leaves, tree = jax.tree.flatten(paged())
+    arguments = (*arrays(), paged())
 
-    def both(q: Any, k: Any, *leaves: Any) -> Any:
-        out, cache = step(q, k, jax.tree.unflatten(tree, leaves))
-        return out + OPERATION(q, cache, mask=Causal()).attention_outputs, *jax.tree.leaves(cache)
+    def both(q: Any, k: Any, cache: Cache) -> Any:
+        out, cache = step(q, k, cache)
+        return out, OPERATION(q, cache, mask=Causal(), return_lse=True), cache
 
     with target("sm_90"), splits(2):
-        exported = jax.export.export(jax.jit(both), platforms=["cuda"], disabled_checks=UNCHECKED)(q, k, *leaves)
+        exported = jax.export.export(jax.jit(both), platforms=["cuda"], disabled_checks=UNCHECKED)(*arguments)
     again = jax.export.deserialize(exported.serialize())
     assert again.platforms == ("cuda",)
+    assert (again.in_tree, again.out_tree) == (exported.in_tree, exported.out_tree)
     # Each of them with the kernel that merges splits.
     assert again.mlir_module().count("custom_call @triton_kernel_call") == 4
 

@@ -65,7 +65,7 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, writes: int) -> Pl
     arch = "" if metadata.interpret else current() or device_arch()
     stored = jnp.dtype(store.stored_dtype)
     dtype = operand_dtype(call.query.dtype.name, jnp.dtype(cache.dtype).name, bool(cache.codec))
-    rows = rows_of(metadata.block_q, T, H // K, max(D, Dv))
+    rows = rows_of(metadata.block_q, T, H // K, max(D, Dv), bool(cache.codec), arch)
     tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
     plan = Plan(
         B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_packed=is_packed, page=page,

@@ -24,9 +24,10 @@ def not_written(request: AttentionRequest, metadata: OperationMetadata) -> Itera
     cache = request.cache
     assert cache is not None
     G = request.heads // request.kv_heads
-    rows = rows_of(metadata.block_q, request.query_length, G, max(request.head_dim, request.value_head_dim))
-    if request.query_length * G > rows:
-        yield Reason("query", request.query_length, f"times {G} heads is more than one tile of {rows} rows, each of "
+    queries, dim = request.query_length, max(request.head_dim, request.value_head_dim)
+    rows = rows_of(metadata.block_q, queries, G, dim, bool(cache.codec))
+    if queries * G > rows:
+        yield Reason("query", queries, f"times {G} heads is more than one tile of {rows} rows, each of "
                      f"which would write the tokens", "give fewer tokens a step")  # fmt: skip
     if cache.storage == "WindowCache":
         yield Reason("cache", cache.storage, "has new tokens in the slots of tokens that queries still see")

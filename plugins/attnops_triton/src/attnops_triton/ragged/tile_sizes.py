@@ -57,7 +57,7 @@ def splits(count: int) -> Iterator[None]:
         yield
 
 
-def rows_of(block_q: int | None, T: int, G: int, dim: int) -> int:
+def rows_of(block_q: int | None, T: int, G: int, dim: int, has_codec: bool, arch: str = "") -> int:
     """Rows of a tile of scores.
 
     Args:
@@ -65,9 +65,12 @@ def rows_of(block_q: int | None, T: int, G: int, dim: int) -> int:
         T: queries, of a row or packed.
         G: query heads a kv head.
         dim: the greater of D and Dv.
+        has_codec: whether tokens are stored in 8 bits.
+        arch: that is compiled for; empty for the fewest rows that any architecture has.
     """
-    # The output so far is in registers: more than 32 rows of 512 features would be spilled.
-    most = 32 if dim > 256 else 128
+    # The output so far is in registers: more than 32 rows of 512 features would be spilled. Where these are converted
+    # too, NVIDIA's GPUs spill 32 rows, and take 8.1 instructions of a warp a key and row instead of 3.8 (sm_90, int8).
+    most = 128 if dim <= 256 else 16 if has_codec and not is_amd(arch) else 32
     wanted = min(T, block_q) * G if block_q else min(T * G, _ROWS)
     return min(max(_LEAST_ROWS, 1 << (wanted - 1).bit_length()), most)
 
@@ -86,10 +89,10 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
     if dtype == "float32":
         return RaggedTiles(rows, block_k or (32 if dim <= 128 else 16), 4, 1)
     if dim > 256:
-        is_large = shared > _SMALL and rows == _LEAST_ROWS
-        return RaggedTiles(
-            rows, block_k or (64 if is_large else 32), 4 if rows == _LEAST_ROWS or is_amd(arch) else 8, 2
-        )
+        is_few = rows == _LEAST_ROWS
+        # Of 32 rows gfx942 would spill registers with more keys.
+        bk = (64 if shared > _SMALL else 32) if is_few else 16 if shared <= 64 << 10 else 32
+        return RaggedTiles(rows, block_k or bk, 4 if is_few or is_amd(arch) else 8, 2)
     if dim > 128 and shared <= 64 << 10:
         return RaggedTiles(rows, block_k or 32, 4, 2)
     # Of a few queries a larger tile takes fewer instructions a key: 11.1 instead of 13.5 of a warp at D 128 on sm_90.

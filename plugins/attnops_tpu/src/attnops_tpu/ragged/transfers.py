@@ -23,9 +23,10 @@ from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.tile_sizes import Starts
 from attnops_tpu.ragged.write import Writer
 
-# What `Stream.state` holds: the item and the tile to transfer next, how many were started and how many used, and the
-# number of the piece of the table that is in use.
-_ITEM, _TILE, _STARTED, _USED, _PIECE = range(5)
+# What `Stream.state` holds: the item and the tile to transfer next, whether all of its units are transferred, and
+# whether it begins another piece of the table; the buffers of the tiles to transfer and to use next; the number of the
+# piece of the table that is in use.
+_ITEM, _TILE, _WHOLE, _ENTERS, _STARTED, _USED, _PIECE = range(7)
 STATE: Final = 8
 
 
@@ -106,7 +107,7 @@ class Stream:
     def begin(self, core: jax.Array) -> None:
         """Start the transfers of the first tiles of a core."""
         item = self.schedule.following[core]
-        self.state[_ITEM], self.state[_TILE] = item, self._first_tile(item)
+        self._set_next(item, self._first_tile(item))
         self.state[_STARTED] = self.state[_USED] = 0
         self.state[_PIECE] = -1
         if self.plan.is_paged:
@@ -138,66 +139,85 @@ class Stream:
             index: of the tile.
             compute: see `Compute`.
         """
-        plan, tile, used = self.plan, self.tile(item, index), self.state[_USED]
-        buffer = lax.rem(used, np.int32(plan.buffers))
-        self.state[_USED] = used + 1
-        exists, ahead, target = self._next()
-        is_whole = exists & (ahead.stop - ahead.first == plan.units)
-        is_plain = tile.is_full & is_whole
+        plan, buffer = self.plan, self.state[_USED]
+        self.state[_USED] = self._after(buffer)
+        exists, target = self.state[_ITEM] < plan.items, self.state[_STARTED]
+        is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
+        is_plain = is_full & (self.state[_WHOLE] != 0)
         if self.writer is not None:
-            is_plain &= ~self.writer.has(tile.row, tile.number)
+            is_plain &= ~self.writer.has(self._row(item), index)
+        self._enter()
 
-        # In one run of straight-line code, so that the compiler starts transfers while it computes.
+        # In one run of straight-line code, so that the compiler starts transfers, and finds what the next step does,
+        # while it computes.
         @pl.when(is_plain)
         def _() -> None:
-            starts = self._starts_of_whole(ahead, target)
+            starts = self._starts_of_whole(self._next(), target)
             if plan.starts is Starts.BEFORE:
                 _all(starts)
+            tile = self.tile(item, index)
             self._wait_whole(tile, buffer)
             compute(tile, buffer, False, list(starts))
+            self._go_on()
 
         @pl.when(~is_plain)
         def _() -> None:
-            pl.when(is_whole)(lambda: _all(self._starts_of_whole(ahead, target)))
-            pl.when(exists & ~is_whole)(lambda: self._each_unit(ahead, target, start=True))
+            tile, is_whole = self.tile(item, index), self.state[_WHOLE] != 0
+            pl.when(is_whole)(lambda: _all(self._starts_of_whole(self._next(), target)))
+            pl.when(exists & ~is_whole)(lambda: self._each_unit(self._next(), target, start=True))
+            pl.when(exists)(self._go_on)
             pl.when(tile.is_full)(lambda: self._wait_whole(tile, buffer))
             pl.when(~tile.is_full)(lambda: self._each_unit(tile, buffer, start=False))
             compute(tile, buffer, True, [])
 
     def start_next(self) -> None:
         """Start the transfer of the next tile of the stream, if there is one."""
-        exists, tile, buffer = self._next()
-        pl.when(exists)(lambda: self._each_unit(tile, buffer, start=True))
+        self._enter()
 
-    def _next(self) -> tuple[jax.Array, Tile, jax.Array]:
-        """Whether there is another tile to transfer, the tile, and its buffer; and go on to the one after."""
-        plan, item, index = self.plan, self.state[_ITEM], self.state[_TILE]
-        exists = item < plan.items
-        known = jnp.minimum(item, plan.items - 1)
-        tile, started = self.tile(known, index), self.state[_STARTED]
-        following = self.schedule.following[known + plan.cores]
-        if plan.is_paged:
-            entry = index * plan.units
-            enters = (index == self._first_tile(known)) | (lax.rem(entry, np.int32(plan.piece)) == 0)
-            pl.when(exists & enters)(lambda: self._enter_piece(known, lax.div(entry, np.int32(plan.piece)), following))
-
-        @pl.when(exists)
+        @pl.when(self.state[_ITEM] < self.plan.items)
         def _() -> None:
-            goes_on = index + 1 < self._stop_tile(known)
-            self.state[_ITEM] = jnp.where(goes_on, known, following)
-            self.state[_TILE] = jnp.where(goes_on, index + 1, self._first_tile(following))
-            self.state[_STARTED] = started + 1
+            self._each_unit(self._next(), self.state[_STARTED], start=True)
+            self._go_on()
 
-        return exists, tile, lax.rem(started, np.int32(plan.buffers))
+    def _next(self) -> Tile:
+        """The tile to transfer next; there must be one."""
+        return self.tile(self.state[_ITEM], self.state[_TILE])
 
-    def _enter_piece(self, item: jax.Array, piece: jax.Array, following: jax.Array) -> None:
+    def _go_on(self) -> None:
+        """To the tile after the next, which must exist."""
+        item, index = self.state[_ITEM], self.state[_TILE]
+        following, goes_on = self.schedule.following[item + self.plan.cores], index + 1 < self._stop_tile(item)
+        self._set_next(
+            jnp.where(goes_on, item, following), jnp.where(goes_on, index + 1, self._first_tile(following))
+        )  # fmt: skip
+        self.state[_STARTED] = self._after(self.state[_STARTED])
+
+    def _set_next(self, item: jax.Array, index: jax.Array) -> None:
+        """The next tile, or none where ``item`` is none."""
+        plan, first = self.plan, index * self.plan.units
+        exists, known = item < plan.items, jnp.minimum(item, plan.items - 1)
+        is_whole = (self.schedule.first[known] <= first) & (self.schedule.stop[known] >= first + plan.units)
+        enters = (index == self._first_tile(known)) | (lax.rem(first, np.int32(plan.piece)) == 0)
+        self.state[_ITEM], self.state[_TILE] = item, index
+        self.state[_WHOLE], self.state[_ENTERS] = ((exists & x).astype(jnp.int32) for x in (is_whole, enters))
+
+    def _after(self, buffer: jax.Array) -> jax.Array:
+        return jnp.where(buffer == self.plan.buffers - 1, 0, buffer + 1)
+
+    def _enter(self) -> None:
+        """Have the piece of the table that the next tile needs."""
+        if self.plan.is_paged:
+            pl.when(self.state[_ENTERS] != 0)(self._enter_piece)
+
+    def _enter_piece(self) -> None:
         """Wait for the piece of the table that comes next, and start the transfer of the one after."""
-        plan, number = self.plan, self.state[_PIECE] + 1
+        plan, number, item = self.plan, self.state[_PIECE] + 1, self.state[_ITEM]
+        piece, following = lax.div(self.state[_TILE] * plan.units, np.int32(plan.piece)), self.schedule.following
         self.state[_PIECE] = number
         self._piece_copy(item, piece, lax.rem(number, np.int32(2))).wait()
         goes_on = (piece + 1) * plan.piece < self.schedule.stop[item]
-        exists = goes_on | (following < plan.items)
-        after = jnp.where(goes_on, item, jnp.minimum(following, plan.items - 1))
+        exists = goes_on | (following[item + plan.cores] < plan.items)
+        after = jnp.where(goes_on, item, jnp.minimum(following[item + plan.cores], plan.items - 1))
         at = jnp.where(goes_on, piece + 1, self._first_piece(after))
         pl.when(exists)(lambda: self._start_piece(after, at, lax.rem(number + 1, np.int32(2))))
 

@@ -17,6 +17,7 @@ from attnops.caches.integers import check_layer, integers_by_row
 from attnops.caches.packed import Rows, check_rows
 from attnops.caches.placement import Placement
 from attnops.caches.placement import append as append_by_shard
+from attnops.caches.placement import pending as pending_by_shard
 from attnops.caches.store import Pieces, Store
 from attnops.exported import serialised_tuple
 from attnops.masks.base import Mask
@@ -200,6 +201,14 @@ class Cache(abc.ABC):
         """
         key, value = self._new(key, value, self.batch)
         count = self.row_lengths("lengths", lengths, key.shape[1])
+        placement = None if self.placement is None else self.placement.free()
+        if placement is None:
+            return self._pending(key, value, count)
+        grown, overflowed, tokens = pending_by_shard(placement, self, key, value, count)
+        return dataclasses.replace(self, lengths=grown, overflowed=overflowed), tokens
+
+    def _pending(self, key: jax.Array, value: jax.Array | None, count: jax.Array) -> tuple[Self, NewTokens]:
+        """`pending` on one device, its arguments checked."""
         pieces, fit = self.place(key.shape[1], count, jnp.arange(self.batch, dtype=jnp.int32))
         tokens = NewTokens(self.store._tokens(key, value), self.lengths, fit, pieces.block.reshape(self.batch, -1))
         return self._appended(self.store, self.lengths + fit, fit < count), tokens

@@ -25,7 +25,7 @@ from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
 
 if TYPE_CHECKING:
-    from attnops.caches.base import Cache, CacheType
+    from attnops.caches.base import Cache, CacheType, NewTokens
     from attnops.caches.packed import Rows
     from attnops.typing import Leaf
 
@@ -93,6 +93,14 @@ class Placement:
 
         result: CacheType = jax.tree_util.tree_map_with_path(spec, cache)
         return result
+
+    def specs_of_new(self, cache: Cache) -> NewTokens:
+        """The partition specs of the new tokens of a cache."""
+        from attnops.caches.base import NewTokens
+
+        by_row, by_head = PartitionSpec(self.batch), PartitionSpec(self.batch, self.kv_heads)
+        tokens: Any = dict.fromkeys(cache.store._blocks(), by_head)
+        return NewTokens(tokens, by_row, by_row, by_row)  # type: ignore[arg-type]
 
     def by_compiler(self, function: Callable[[CacheType], Any], cache: CacheType, out_specs: Any) -> Any:
         """``function(cache)`` with JAX's compiler to exchange what it gathers, which explicit axes do not allow."""
@@ -243,6 +251,29 @@ def _append_own(
         own = cache._appended(store, cache.lengths + fit, fit < count)
     store = dataclasses.replace(own.store, first=cache.store.first, blocks=cache.store.blocks)
     return dataclasses.replace(own, placement=cache.placement, store=store)
+
+
+def pending(
+    placement: Placement, cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array
+) -> tuple[jax.Array, jax.Array, NewTokens]:
+    """`Cache.pending` on a mesh whose axes shard no context: lengths, ``overflowed``, and each device's new tokens."""
+    given = cache, key, value, count, None
+    moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
+    result: tuple[jax.Array, jax.Array, NewTokens] = _pending(placement, *moved)
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pending(placement: Placement, *given: Any) -> Any:
+    def own(cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array, rows: None) -> Any:
+        after, new = placement.local(cache)._pending(key, value, count)
+        return after.lengths, after.overflowed, new
+
+    by_row = PartitionSpec(placement.batch)
+    return jax.shard_map(
+        own, in_specs=_append_specs(placement, given), out_specs=(by_row, by_row, placement.specs_of_new(given[0])),
+        check_vma=False, **mesh_arguments(placement.mesh),
+    )(*given)  # fmt: skip
 
 
 def check_packed(placement: Placement) -> None:

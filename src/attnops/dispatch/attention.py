@@ -195,7 +195,7 @@ class OperationImpl(BaseOperation):
     def step_reasons(self, forward: str, request: AttentionRequest) -> list[Reason]:
         """Why `step` appends the tokens first, and ``stepped_<forward>`` does not write them; empty where it does.
 
-        Caches on a mesh are appended to in any case.
+        On a mesh some caches are appended to in any case, see `attnops.dispatch.step`.
         """
         assert request.cache is not None
         if getattr(type(self), f"stepped_{forward}", None) is None:

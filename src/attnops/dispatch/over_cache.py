@@ -20,7 +20,7 @@ from attnops.partition.cached import CachedForward, run_cached
 from attnops.softmax import PartialSoftmax
 
 if TYPE_CHECKING:
-    from attnops.caches.base import Cache
+    from attnops.caches.base import Cache, NewTokens
     from attnops.dispatch.attention import OperationImpl
 
 
@@ -28,6 +28,24 @@ def run_over_cache(operation: OperationImpl, forward: str, call: Call) -> Operat
     """Run a call over a cache; under a mesh each device runs it on its part, see `attnops.partition.cached`."""
     if call.boundary is None:
         return _on_device(operation, forward, call)
+    return _sharded(operation, forward, call, None)[0]
+
+
+def step_over_cache(
+    operation: OperationImpl, forward: str, call: Call, new: NewTokens
+) -> tuple[OperationOutput, Cache]:  # fmt: skip
+    """Run a step whose kernel writes the new tokens; under a mesh each device writes those of its part."""
+    if call.boundary is not None:
+        return _sharded(operation, forward, call, new)
+    query, cache = call.args
+    result: tuple[OperationOutput, Cache] = getattr(operation, f"stepped_{forward}")(query, cache, new, **call.options)
+    return result
+
+
+def _sharded(
+    operation: OperationImpl, forward: str, call: Call, new: NewTokens | None
+) -> tuple[OperationOutput, Cache]:  # fmt: skip
+    assert call.boundary is not None
     request = call.request
     assert isinstance(request, AttentionRequest)
     assert request.cache is not None
@@ -35,12 +53,13 @@ def run_over_cache(operation: OperationImpl, forward: str, call: Call) -> Operat
     shard = CachedForward(
         functools.partial(_whole, operation, forward, request),
         functools.partial(_partial, operation, forward, request),
+        functools.partial(_stepped, operation, forward, request),
         operation.option_axes,
         None if key is None else (key, forward, request),
     )
     query, cache = call.args
-    output = run_cached(call.boundary, shard, query, cache, call.options, request.cache.is_packed)
-    return call.boundary.typed(output)
+    output, cache = run_cached(call.boundary, shard, query, cache, call.options, request.cache.is_packed, new)
+    return call.boundary.typed(output), cache
 
 
 def _on_device(operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
@@ -90,6 +109,16 @@ def _whole(
     """A device's part of a call, from its query, cache and options."""
     call = _of_device(request, query, cache, options)
     return _checked(operation, call, _on_device(operation, forward, call))
+
+
+def _stepped(
+    operation: OperationImpl, forward: str, request: AttentionRequest, query: jax.Array, cache: Cache,
+    options: dict[str, Any], new: NewTokens,
+) -> tuple[OperationOutput, Cache]:  # fmt: skip
+    """A device's part of a step, from its query, cache, options and new tokens."""
+    call = _of_device(request, query, cache, options)
+    output, cache = step_over_cache(operation, forward, call, new)
+    return _checked(operation, call, output), cache
 
 
 def _partial(

@@ -6,7 +6,8 @@ A class writes the tokens itself, in the kernel that attends, by a method ``step
     def stepped_tpu(self, query, cache, new, *, mask, bias=None, ...) -> tuple[OperationOutput, Cache]
 
 The cache has the lengths that it has afterwards, but not the tokens, which are ``new``, an `attnops.caches.NewTokens`.
-Packed rows, and caches on a mesh, are appended to and then attended over.
+Of a cache that `sharded` placed on a mesh each device writes to its part; one whose context is cut, or whose kv heads
+have other mesh axes than the query's, is appended to and then attended over. So are packed rows.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from attnops.caches.paged import PagedCache
 from attnops.dispatch.binding import check_array, swap_heads
 from attnops.dispatch.cached import NO_GRADIENT
 from attnops.dispatch.operation import decide
+from attnops.dispatch.over_cache import step_over_cache
 from attnops.dispatch.request import AttentionRequest
 from attnops.kernels.nograd import without_gradient
+from attnops.partition.cached import may_step
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -111,8 +114,9 @@ def fused(
         options: of the call.
     """
     layout = operation.metadata.layout
-    is_one = isinstance(cache, (DenseCache, PagedCache)) and cache.placement is None
-    if not is_one or not operation.may_write():
+    placement = cache.placement if isinstance(cache, Cache) else None
+    is_cut = placement is not None and placement.slots is not None
+    if not isinstance(cache, (DenseCache, PagedCache)) or is_cut or not operation.may_write():
         return None
     key, value = _in_bthd(layout, key, value)
     after, new = cache.pending(key, value, query_lengths)
@@ -123,9 +127,10 @@ def fused(
     assert isinstance(request, AttentionRequest)
     operation = operation.chosen(call)
     forward = decide(operation, request)
-    if call.boundary is not None or operation.step_reasons(forward, request):
+    if operation.step_reasons(forward, request):
         return None
-    method = getattr(operation, f"stepped_{forward}")
+    if (call.boundary is not None or placement is not None) and not (call.boundary and may_step(call.boundary, cache)):
+        return None
     new = without_gradient((new,), NO_GRADIENT)[0]
-    output, written = method(*call.args, new, **call.options)
-    return operation.finish(call, output), written
+    output, written = step_over_cache(operation, forward, call, new)
+    return operation.finish(call, output), written  # type: ignore[return-value]

@@ -32,7 +32,7 @@ from attnops.sharding.placing import placed
 from attnops.softmax import PartialSoftmax, exp_sum, log_sum, merge, with_sinks
 
 if TYPE_CHECKING:
-    from attnops.caches.base import Cache
+    from attnops.caches.base import Cache, CacheType, NewTokens
     from attnops.typing import Leaf, Options
 
 # Of up to so many queries partial softmaxes are gathered: one exchange, of more bytes than two reductions.
@@ -46,20 +46,23 @@ class CachedForward:
     Attributes:
         whole: of query, cache and options: attention over all keys of its rows.
         partial: of the same, without sinks and flags: attention over some of the keys.
+        stepped: of query, cache, options and new tokens: attention, and the cache with them.
         option_axes: see `attnops.partition.run.run_sharded`.
         key: all that both depend on other than their arguments, see `attnops.partition.run.run_sharded`.
     """
 
     whole: Callable[..., OperationOutput]
     partial: Callable[..., PartialSoftmax]
+    stepped: Callable[..., tuple[OperationOutput, Cache]]
     option_axes: Mapping[str, str]
     key: Hashable | None
 
 
 def run_cached(
-    boundary: Boundary, forward: CachedForward, query: jax.Array, cache: Cache, options: Options, is_packed: bool
-) -> OperationOutput:
-    """Attention over a cache, each device computing its part.
+    boundary: Boundary, forward: CachedForward, query: jax.Array, cache: CacheType, options: Options, is_packed: bool,
+    new: NewTokens | None = None,
+) -> tuple[OperationOutput, CacheType]:  # fmt: skip
+    """Attention over a cache, each device computing its part; and the cache with new tokens.
 
     Args:
         boundary: see `attnops.partition.boundary.find_cached_boundary`.
@@ -68,6 +71,7 @@ def run_cached(
         cache: the cache.
         options: bound to slots, see `attnops.dispatch.cached`.
         is_packed: whether rows are packed.
+        new: tokens for devices to write, see `attnops.caches.Cache.pending`; None for none.
 
     Raises:
         UnsupportedError: what can't be computed from partial softmaxes, or from some of the keys.
@@ -85,23 +89,43 @@ def run_cached(
     if isinstance(bias := options.get("bias"), SlotBias):
         specs["bias"] = _bias_specs(bias, entries)
     by_query = PartitionSpec(boundary.batch, None, boundary.heads)
-    operands = Operands((query, cache), options, {"args": (by_query, placement.specs(cache)), **specs})
+    of_new = None if new is None else placement.specs_of_new(cache)
+    cache_specs = placement.specs(cache)
+    operands = Operands((query, cache, new), options, {"args": (by_query, cache_specs, of_new), **specs})
     by_head = PartitionSpec(boundary.batch, boundary.heads)
     fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
     wanted = wanted_fields(options)
     group = query.shape[2] // cache.kv_heads
     own = by_kv_head(options, forward.option_axes)
-    local = _Local(forward, operands.template, wanted, placement, boundary.batch, boundary.heads, keys, group, own)
+    names = () if new is None else tuple(new.tokens)
+    written = [getattr(cache_specs.store, name) for name in names]
+    local = _Local(
+        forward, operands.template, wanted, names, placement, boundary.batch, boundary.heads, keys, group, own
+    )
     where = mesh_arguments(boundary.mesh)
-    static = (wanted, placement, boundary.batch, boundary.heads, keys, group, own)
+    static = (wanted, names, placement, boundary.batch, boundary.heads, keys, group, own)
     key = None
     if forward.key is not None:
         key = program_key(forward.key, boundary, operands.template, options, where, static)
     # Nothing is differentiated, and kernels may have carries that don't vary as the check wants.
-    program = Program(local, tuple(operands.specs), tuple(fields[name] for name in wanted), False, where, key)
+    outs = *(fields[name] for name in wanted), *written
+    program = Program(local, tuple(operands.specs), outs, False, where, key)
     run = compiled(program) if key is not None else program.compiled()
     moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
-    return OperationOutput(**dict(zip(wanted, run(*moved), strict=True)))
+    results = run(*moved)
+    output = OperationOutput(**dict(zip(wanted, results[: len(wanted)], strict=True)))
+    if new is not None:
+        arrays: dict[str, Any] = dict(zip(names, results[len(wanted) :], strict=True))
+        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays))
+    return output, cache
+
+
+def may_step(boundary: Boundary, cache: Cache) -> bool:
+    """Whether each device may write the tokens of a step to its part of a cache: all devices that attend over a part
+    have the same of it, and no other has some.
+    """
+    own = None if cache.placement is None else cache.placement.free()
+    return own is not None and own == boundary.cache and own.slots is None and own.kv_heads == boundary.heads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,6 +136,7 @@ class _Local:
         forward: see `CachedForward`.
         template: the call's arguments without its operands.
         wanted: the fields of the output that the call asks for.
+        written: the arrays of the cache's store that are returned too, with new tokens.
         placement: of the cache.
         batch, heads: the mesh axes that shard the query.
         keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
@@ -122,6 +147,7 @@ class _Local:
     forward: CachedForward
     template: Template
     wanted: tuple[str, ...]
+    written: tuple[str, ...]
     placement: Placement
     batch: Entry
     heads: Entry
@@ -131,7 +157,7 @@ class _Local:
 
     def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
         """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
-        (query, cache), rest = self.template.filled(arrays)
+        (query, cache, new), rest = self.template.filled(arrays)
         own = self.placement.local(cache)
         shard = Shard(first_index(self.batch, query.shape[0]), first_index(self.heads, query.shape[2]),
                       query.shape[0], query.shape[2])  # fmt: skip
@@ -145,6 +171,9 @@ class _Local:
         rest["mask"] = shard_of(rest["mask"], shard)
         if isinstance(bias := rest.get("bias"), SlotBias):
             rest["bias"] = dataclasses.replace(bias, bias=shard_of(bias.bias, shard))
+        if new is not None:
+            output, own = self.forward.stepped(query, own, rest, new)
+            return *fields_of(output, self.wanted), *(getattr(own.store, name) for name in self.written)
         if self.keys is None:
             return fields_of(self.forward.whole(query, own, rest), self.wanted)
         sinks = rest.pop("sinks", None)

@@ -62,8 +62,10 @@ def test_a_step_updates_a_donated_cache_and_copies_none(generation: str) -> None
     assert memory.temp_size_in_bytes < tile
 
 
-def exchanges(generation: str, topology: str, axes: dict[str, int], make: Callable[[], Cache]) -> list[str]:
-    """The exchanges of a call over a cache on a mesh, in the order of the program."""
+def exchanges(
+    generation: str, topology: str, axes: dict[str, int], make: Callable[[], Cache], steps: bool = False
+) -> list[str]:
+    """The exchanges of a call over a cache on a mesh, or of a step, in the order of the program."""
     shape = tuple(axes.values())
     mesh = jax.sharding.Mesh(
         np.array(devices(generation, topology)).reshape(shape), tuple(axes),
@@ -85,10 +87,21 @@ def exchanges(generation: str, topology: str, axes: dict[str, int], make: Callab
     def run(query: jax.Array, cache: Cache) -> jax.Array:
         return operation(query, cache, mask=Causal()).attention_outputs
 
+    def step(query: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        key = query[:, :, :: 32 // K]
+        output, cache = operation.step(query, key, key, cache, mask=Causal())
+        return output.attention_outputs, cache
+
     with target(generation):
-        lowered = jax.jit(run).trace(query, placed).lower(lowering_platforms=("tpu",))
-    _, program = scheduled(lowered, generation)
+        jitted = jax.jit(step if steps else run, donate_argnums=(1,) * steps)
+        lowered = jitted.trace(query, placed).lower(lowering_platforms=("tpu",))
+    compiled, program = scheduled(lowered, generation)
     assert "attnops_ragged" in program
+    if steps:
+        memory, devices_of = compiled.memory_analysis(), mesh.size
+        assert memory.alias_size_in_bytes >= 2 * cache.store.key.size // devices_of
+        assert memory.temp_size_in_bytes < 1 << 20
+        assert "while" not in program  # `append` is a loop over rows
     return re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", program)
 
 
@@ -98,6 +111,14 @@ def test_pages_over_rows_and_heads_are_read_without_an_exchange(topology: str, a
         return PagedCache.create(batch=8, pages=1024, page_size=PAGE, max_pages=128, kv_heads=K, head_dim=128)
 
     assert exchanges("v5p", topology, axes, make) == []
+
+
+@pytest.mark.parametrize(("topology", "axes"), [("v5p:2x2x1", {"dp": 2, "tp": 2}), ("v5p:2x2x2", {"dp": 2, "tp": 4})])
+def test_a_step_on_a_mesh_is_one_kernel_that_copies_nothing(topology: str, axes: dict[str, int]) -> None:
+    def make() -> Cache:
+        return PagedCache.create(batch=8, pages=1024, page_size=PAGE, max_pages=128, kv_heads=K, head_dim=128)
+
+    assert exchanges("v5p", topology, axes, make, steps=True) == []
 
 
 @pytest.mark.parametrize(("topology", "axes"), [("v6e:2x2", {"dp": 2, "sp": 2}), ("v6e:2x4", {"dp": 2, "sp": 4})])

@@ -16,7 +16,7 @@ from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged.write import Writer
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized
+from attnops.caches import Cache, DenseCache, PagedCache, Quantized, sharded
 from attnops.masks import Causal, Mask, SlidingWindow
 
 PAGE, K = 16, 2
@@ -124,6 +124,37 @@ def test_a_layer_of_all_is_written() -> None:
     _, written = operation.step(normal(1, 4, 1, 4, 16), key, key, cache, mask=Causal())
     expected = cache.append(key, key)
     np.testing.assert_array_equal(written.store.key, expected.store.key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["paged", "dense"])
+def test_each_device_of_a_mesh_writes_to_its_part(storage: str, steps: list[int]) -> None:
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axes, devices=jax.devices()[:4])
+    table = np.array([[1, 2, 3, 0], [4, 5, -1, -1], [3, 1, 2, 0], [5, 4, 6, 7]])  # of 8 pages in each of two shards
+
+    def make() -> Cache:
+        if storage == "dense":
+            return dense()
+        return PagedCache.create(pages=16, page_size=PAGE, max_pages=4, table=table, dtype=jnp.float32, **SIZES)
+
+    placed, whole = sharded(make, mesh), make()
+    if isinstance(whole, PagedCache):
+        whole = whole.with_table(np.where(table >= 0, table + np.array([0, 0, 8, 8])[:, None], -1))
+    key, new, query = normal(0, 4, 31, K, 16), normal(1, 4, 3, K, 16), normal(2, 4, 3, 2 * K, 16)
+    found = []
+    for cache, metadata in ((placed, METADATA), (whole, OperationMetadata(platform="cpu"))):
+        operation = OperationRegistry.create("attnops-tpu:flash", metadata)
+        step = jax.jit(functools.partial(operation.step, mask=Causal(), return_lse=True))
+        found.append(step(query, new, -new, cache.append(key, -key, [31, 30, 7, 20])))
+    (got, written), (expected, after) = found
+    assert steps == [3]
+    for name in ("attention_outputs", "logsumexp"):
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
+    for name in ("lengths", "overflowed"):
+        np.testing.assert_array_equal(getattr(written, name), getattr(after, name))
+    for x, y in zip(jax.tree.leaves(written.store), jax.tree.leaves(after.store), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.slow

@@ -170,8 +170,8 @@ def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None
         output, cache = operation.step(query, key, key, cache, mask=Causal())
         return output.attention_outputs, cache
 
-    for options in ({}, codec):
-        cache = pages(64, 4, 128, **options)
+    for page, options in ((64, {}), (64, codec), (128, {"codec": Quantized("int8", "token_head")})):
+        cache = pages(page, 4, 128, **options)
         query, key = (jax.ShapeDtypeStruct((8, T, heads, 128), jnp.bfloat16) for heads in (16, 4))
         compiled = compile_for(step, (query, key, cache), generation, donated=(2,))
         memory, size = compiled.memory_analysis(), cache.store.key.size * cache.store.key.dtype.itemsize

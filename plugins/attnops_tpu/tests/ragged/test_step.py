@@ -43,7 +43,10 @@ def check(cache: Cache, T: int, mask: Mask | None, lengths: list[int], real: lis
     if isinstance(cache, PagedCache):
         lengths = [min(n, m) for n, m in zip(lengths, [64, 32, 0, 64], strict=True)]
     bits = jax.random.bits(jax.random.key(0), cache.store.key.shape, jnp.uint8)
-    filled = {name: (bits[..., : x.shape[-1]] % 64).astype(x.dtype) for name, x in cache.store._blocks().items()}
+    filled = {
+        name: (bits[..., : x.shape[-1]] % 64).astype(x.dtype) if x.ndim == 4 else bits[..., 0] / jnp.float32(2550)
+        for name, x in cache.store._blocks().items()
+    }
     cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **filled), lengths=jnp.asarray(lengths))
     key, value = (normal(i, 4, T, K, 16).astype(cache.dtype) for i in (1, 2))
     query = normal(3, 4, T, 2 * K, 16).astype(cache.dtype)
@@ -100,7 +103,8 @@ def test_tokens_that_lie_in_any_way(make: Any, T: int, mask: Mask | None, length
 @pytest.mark.parametrize(
     "options",
     [{"dtype": jnp.bfloat16}, {"codec": Quantized("int8", "head"), "key_scale": [0.1, 0.2], "value_scale": [0.3, 0.4]},
-     {"codec": Quantized("float8_e4m3fn", "tensor"), "key_scale": 0.1, "value_scale": 0.1}],
+     {"codec": Quantized("float8_e4m3fn", "tensor"), "key_scale": 0.1, "value_scale": 0.1},
+     {"codec": Quantized("int8", "token_head")}],
     ids=lambda x: next(iter(x)),
 )  # fmt: skip
 @pytest.mark.parametrize("T", [1, 5])

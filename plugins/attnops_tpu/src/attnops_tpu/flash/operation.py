@@ -121,9 +121,6 @@ class TPUFlashAttention(FlashAttention):
                          f"write the tokens", "give block_q, or fewer tokens a step")  # fmt: skip
         if cache.storage == "WindowCache":
             yield Reason("cache", cache.storage, "has new tokens in the slots of tokens that queries still see")
-        if cache.scales == "token_head":
-            yield Reason("scales", cache.scales, "are single lanes, which no transfer writes",
-                         "create the cache with scales by head")  # fmt: skip
         packed = 4 // jnp.dtype(cache.codec or request.dtypes[1]).itemsize
         unit = unit_of(cache.page_size, request.slots)
         if unit % packed:

@@ -1,8 +1,8 @@
 """New tokens of a row: written into the tile that they lie in, once it has come, and from there to main memory.
 
-A transfer moves whole *groups* of slots, those of a register's sublanes: 8 of 32 bits, 16 of 16, 32 of 8. The tokens
-come as groups that lie as those of the row; the other slots of a group keep what was transferred. No other row reads
-what a call writes: pages that rows share are full.
+A transfer moves whole *groups* of slots, those of a register's sublanes: 8 of 32 bits, 16 of 16, 32 of 8; of scales,
+whose slots are in the lanes, 128. The tokens come as groups that lie as those of the row; the other slots of a group
+keep what was transferred. No other row reads what a call writes: pages that rows share are full.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.caches import NewTokens
 from attnops_tpu.ragged.plan import Plan
+from attnops_tpu.ragged.tile_sizes import LANES
 
 _SUBLANES = 8
 
@@ -34,7 +35,7 @@ class Written(NamedTuple):
         stop: the slot after the last, int32 [B]; ``first`` for none.
         blocks: the blocks of the row that have new tokens, int32 [B · blocks a row].
         tokens: bits of tokens as they are stored, int32 words [items, K, n, d] of 1, 2 or 4 slots each: the groups, or
-            of one token a row one word that has it in each slot.
+            of one token a row one word that has it in each slot. Scales float32 [items, K, n], whole groups.
     """
 
     first: jax.Array
@@ -43,9 +44,9 @@ class Written(NamedTuple):
     tokens: tuple[jax.Array, ...]
 
 
-def group_of(plan: Plan, itemsize: int) -> int:
-    """Slots a group."""
-    return math.gcd(_SUBLANES * 4 // itemsize, plan.unit)
+def group_of(plan: Plan, array: int, itemsize: int) -> int:
+    """Slots a group of one of the arrays that are written to."""
+    return math.gcd(LANES if array >= plan.token_arrays else _SUBLANES * 4 // itemsize, plan.unit)
 
 
 def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Sequence[jax.Array]) -> Written:
@@ -58,11 +59,12 @@ def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Sequence[
         blocks: the arrays that are written to, in the order of ``new.tokens``.
     """
     found = []
-    for name, array in zip(new.tokens, blocks, strict=True):
-        group = group_of(plan, array.dtype.itemsize)
+    for i, (name, array) in enumerate(zip(new.tokens, blocks, strict=True)):
+        group = group_of(plan, i, array.dtype.itemsize)
         token = jnp.arange(((plan.T + group - 2) // group + 1) * group, dtype=jnp.int32) - (new.first % group)[:, None]
-        words = _words_of(new.tokens[name], jnp.clip(token, 0, plan.T - 1)[:, None, :, None])
-        found.append(jnp.pad(words, ((0, plan.items - plan.B), (0, 0), (0, 0), (0, 0))))
+        token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]
+        own = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])
+        found.append(jnp.pad(own, ((0, plan.items - plan.B), *[(0, 0)] * (own.ndim - 1))))
     return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(found))
 
 
@@ -113,7 +115,7 @@ class Writer:
     def put(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
         """Write the new tokens of a tile to its buffer, and start their transfers to main memory."""
         for array, to in enumerate(self.buffers):
-            group = group_of(self.plan, to.dtype.itemsize)
+            group = group_of(self.plan, array, to.dtype.itemsize)
 
             def one(index: jax.Array, carry: None, array: int = array, group: int = group) -> None:
                 self._merge(row, number, buffer, array, group, index)
@@ -125,7 +127,7 @@ class Writer:
     def finish(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
         """Wait for the transfers that `put` started."""
         for array, to in enumerate(self.buffers):
-            group = group_of(self.plan, to.dtype.itemsize)
+            group = group_of(self.plan, array, to.dtype.itemsize)
 
             def one(index: jax.Array, carry: None, array: int = array, group: int = group) -> None:
                 self._copy(row, number, buffer, array, group, index).wait()
@@ -146,8 +148,15 @@ class Writer:
         at = pl.ds(pl.multiple_of(index * group - number * self.plan.bk, group), group)
         first, stop = (ref[row] - index * group for ref in (self.first, self.stop))
         to, tokens = self.buffers[array], self.tokens[array]
+        given = index - lax.div(self.first[row], np.int32(group))
+        if array >= self.plan.token_arrays:
+            old = to[buffer, :, at]
+            lane = lax.broadcasted_iota(jnp.int32, old.shape, 1)
+            new = tokens[0, :, pl.ds(pl.multiple_of(given * group, group), group)]
+            to[buffer, :, at] = jnp.where((lane >= first) & (lane < stop), new, old)
+            return
         packed = 4 // to.dtype.itemsize
-        given, words = index - lax.div(self.first[row], np.int32(group)), group // packed
+        words = group // packed
         given_at = slice(None) if self.plan.T == 1 else pl.ds(pl.multiple_of(given * words, words), words)
         for head in range(self.plan.K):
             old = to[buffer, head, at]

@@ -1,4 +1,4 @@
-"""What `benchmarks/gpu.py` does without a GPU: times by a clock, and contenders in processes of their own."""
+"""What `gpu.py` and `gpu_decode.py` in benchmarks do without a GPU: times by a clock, processes of their own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from attnops.bench.case import Refused
 from attnops.bench.program import Ready
+from attnops.testing import attention
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -66,3 +69,38 @@ def test_each_contender_has_a_process_and_one_that_fails_spoils_no_other(script:
     unknown = gpu.in_its_own_process("unknown", cases, 0, True, 5)
     assert [(row["status"], row["reason"]) for row in unknown["rows"]] == [("failed", "KeyError: 'unknown'")] * 2
     gpu.table_of("", {"attnops-triton": own["rows"], "unknown": unknown["rows"]})
+
+
+def decode_case(gpu: Any) -> Any:
+    return gpu.Case(70, 2, "", "", 16, 1, 2, 16, "float16")
+
+
+@pytest.mark.slow
+def test_decoding_is_checked_in_a_process_of_each_contender(script: Any) -> None:
+    pytest.importorskip("attnops_triton")
+    gpu = script("gpu_decode")
+    given = {"bandwidth": 0, "rounds": 1, "dry": True}
+    found = {name: gpu.in_its_own_process(name, [decode_case(gpu)], given, 5) for name in ("attnops-triton", "unknown")}
+    assert [(row["status"], row["reason"]) for row in found["attnops-triton"]] == [("ok", "")]
+    assert [(row["status"], row["reason"]) for row in found["unknown"]] == [("failed", "KeyError: 'unknown'")]
+
+
+@pytest.mark.parametrize(
+    ("change", "status"), [(0.0, "ok"), (0.1, "wrong"), (float("nan"), "wrong"), (Refused("no"), "refused")], ids=str
+)
+def test_only_right_results_of_decoding_are_timed(
+    change: float | Exception, status: str, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = script("gpu_decode")
+    rng = np.random.default_rng(0)
+    query, keys, values = (rng.normal(size=(n, 16)) for n in (2, 69, 69))
+    right = attention(query[None, None], keys[None, :, None], values[None, :, None]).out[0, 0]
+
+    def step(case: Any, interpret: bool) -> Any:
+        if isinstance(change, Exception):
+            raise change
+        part = lambda out, b, k: (query, keys, values, right + out * (b > 0))  # noqa: E731
+        return gpu.Step(lambda: change, lambda out: out, part, "")
+
+    monkeypatch.setitem(gpu.CONTENDERS, "other", step)
+    assert gpu.figures("other", decode_case(gpu), 0, 1, dry=True)["status"] == status

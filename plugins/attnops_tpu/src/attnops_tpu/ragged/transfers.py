@@ -150,15 +150,21 @@ class Stream:
 
         # In one run of straight-line code, so that the compiler starts transfers, and finds what the next step does,
         # while it computes.
-        @pl.when(is_plain)
-        def _() -> None:
-            starts = self._starts_of_whole(self._next(), target)
+        def plain(slot: int | None) -> None:
+            starts = self._starts_of_whole(self._next(), target, slot)
             if plan.starts is Starts.BEFORE:
                 _all(starts)
             tile = self.tile(item, index)
             self._wait_whole(tile, buffer)
             compute(tile, buffer, False, list(starts))
             self._go_on()
+
+        if plan.starts is Starts.BETWEEN and plan.is_paged and plan.units == plan.piece:
+            # Of the many starts of a tile each has one scalar operation less where the entries' addresses are known.
+            for slot in range(2):
+                pl.when(is_plain & (self._slot_of_piece() == slot))(functools.partial(plain, slot))
+        else:
+            pl.when(is_plain)(functools.partial(plain, None))
 
         @pl.when(~is_plain)
         def _() -> None:
@@ -221,6 +227,9 @@ class Stream:
         at = jnp.where(goes_on, piece + 1, self._first_piece(after))
         pl.when(exists)(lambda: self._start_piece(after, at, lax.rem(number + 1, np.int32(2))))
 
+    def _slot_of_piece(self) -> jax.Array:
+        return lax.rem(self.state[_PIECE], np.int32(2))
+
     def _start_piece(self, item: jax.Array, piece: jax.Array, slot: jax.Array) -> None:
         self._piece_copy(item, piece, slot).start()
 
@@ -230,10 +239,10 @@ class Stream:
         target = self.pages.at[pl.ds(pl.multiple_of(slot * self.plan.piece, self.plan.piece), self.plan.piece)]
         return pltpu.make_async_copy(source, target, self.piece_arrived.at[slot])
 
-    def _starts_of_whole(self, tile: Tile, buffer: jax.Array) -> Iterator[Callable[[], None]]:
-        """What starts the transfers of all units of a tile, one after the other."""
+    def _starts_of_whole(self, tile: Tile, buffer: jax.Array, slot: int | None = None) -> Iterator[Callable[[], None]]:
+        """What starts the transfers of all units of a tile, one after the other; see `_starter`."""
         if self.plan.is_paged:
-            start_unit = self._starter(tile, buffer)
+            start_unit = self._starter(tile, buffer, slot)
             for unit in range(self.plan.units):
                 yield functools.partial(start_unit, unit)
         else:
@@ -268,16 +277,19 @@ class Stream:
         elif self.by_key is not None:
             self._by_key_copy(tile, buffer).wait()
 
-    def _starter(self, tile: Tile, buffer: jax.Array) -> Callable[[jax.Array | int], None]:
-        """A function that starts the transfers of a unit of a tile, all of whose pages are in one piece."""
-        plan, first = self.plan, tile.number * self.plan.units
+    def _starter(self, tile: Tile, buffer: jax.Array, slot: int | None = None) -> Callable[[jax.Array | int], None]:
+        """A function that starts the transfers of a unit of a tile, all of whose pages are in one piece.
+
+        ``slot``: where the piece is, if that is known and it has the pages of no other tile.
+        """
+        plan = self.plan
+        first = tile.number * plan.units
         if plan.is_paged:
-            slot = lax.rem(self.state[_PIECE], np.int32(2))
-            first = slot * plan.piece + lax.rem(first, np.int32(plan.piece))
+            first = self._slot_of_piece() * plan.piece + lax.rem(first, np.int32(plan.piece))
 
         def start(unit: jax.Array | int) -> None:
             if plan.is_paged:
-                at: tuple[Any, ...] = (self.pages[first + unit],)
+                at: tuple[Any, ...] = (self.pages[(first if slot is None else slot * plan.piece) + unit],)
             else:
                 start = pl.multiple_of((first + unit) * plan.unit, plan.unit)
                 at = self.block + tile.row, slice(None), pl.ds(start, plan.unit)

@@ -10,7 +10,8 @@ issue instructions, and of the special function units (exponentials). ``share`` 
 cores' rate that they leave: of specialised kernels, whose partitions overlap them, tensor over the largest of the
 three, and of others, whose warps wait for products together, tensor over the sum of tensor and the larger of the other
 two.
-For Hopper the kernels of other architectures follow, and FlashAttention-3's tiles.
+For Hopper the kernel that adds dq follows (`attnops_triton.flash.order.unordered`), kernels of other architectures, and
+FlashAttention-3's tiles.
 
 Needs ``pip install attnops-triton``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
 of other programs.
@@ -36,6 +37,7 @@ import jax.numpy as jnp
 import typer
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash import tile_sizes
+from attnops_triton.flash.order import unordered
 from attnops_triton.flash.plan import Tiles
 from attnops_triton.language.build import build
 from attnops_triton.targets import SHARED_MEMORY
@@ -53,9 +55,11 @@ LENGTH, HEADS = 4096, 8
 MULTIPLICATIONS = {"sm_80": 1024, "sm_90": 2048, "sm_100": 4096}
 SPECIAL, ISSUED = 16, 4
 # Head dims in the products of a score, as multiples of D and of Dv.
-PRODUCTS = {"forward": (1, 1), "backward_query": (2, 1), "backward_key": (2, 2)}
-# Tiles of FlashAttention-3's forward pass (hopper/tile_size.h), by head dim: without a mask, causal.
+PRODUCTS = {"forward": (1, 1), "backward_query": (2, 1), "backward_key": (2, 2), "backward": (3, 2)}
+# Tiles of FlashAttention-3, by head dim: without a mask, causal; of its forward pass (hopper/tile_size.h), and of its
+# backward pass (hopper/flash_bwd_launch_template.h), which adds dq.
 FLASH_ATTENTION_3 = {64: ((192, 128), (192, 128)), 128: ((128, 176), (128, 128)), 256: ((128, 80), (128, 80))}
+FLASH_ATTENTION_3_BACKWARD = {64: ((128, 128), (128, 128)), 128: ((80, 128), (64, 128)), 256: ((64, 80), (64, 80))}
 
 
 def cycles(arch: str, head_dim: str, dtype: str, launched: Any, loop: Any) -> dict[str, float]:
@@ -79,13 +83,19 @@ def flash_attention_3(head_dim: str, masked: bool) -> list[dict[str, Any]]:
     """FlashAttention-3's tiles, whose instructions are not known here."""
     if not head_dim.isdigit() or int(head_dim) not in FLASH_ATTENTION_3:
         return []
-    bq, bk = FLASH_ATTENTION_3[int(head_dim)][masked]
-    tensor, special = 128 * 128 * 2 * int(head_dim) / MULTIPLICATIONS["sm_90"], 128 * 128 / SPECIAL
-    return [
-        {"arch": "sm_90", "head_dim": head_dim, "dtype": "bfloat16", "kernel": "FA-3 forward", "bq": bq, "bk": bk,
-         "specialised": True, "tensor": round(tensor), "special": round(special),
-         "share": round(tensor / max(tensor, special), 2)}
-    ]  # fmt: skip
+    special = 128 * 128 / SPECIAL
+    rows = []
+    for name, tiles, products in (
+        ("forward", FLASH_ATTENTION_3, 2), ("backward", FLASH_ATTENTION_3_BACKWARD, 5)
+    ):  # fmt: skip
+        bq, bk = tiles[int(head_dim)][masked]
+        tensor = 128 * 128 * products * int(head_dim) / MULTIPLICATIONS["sm_90"]
+        rows.append(
+            {"arch": "sm_90", "head_dim": head_dim, "dtype": "bfloat16", "kernel": f"FA-3 {name}", "bq": bq, "bk": bk,
+             "specialised": True, "tensor": round(tensor), "special": round(special),
+             "share": round(tensor / max(tensor, special), 2)}
+        )  # fmt: skip
+    return rows
 
 
 def measure(arch: str, head_dim: str, dtype: str, masked: bool) -> list[dict[str, Any]]:
@@ -150,6 +160,8 @@ def main(
         for dim in head_dim or HEAD_DIMS:
             rows += measure(one, dim, dtype, masked)
             if any(row["specialised"] for row in rows[-3:]):
+                with unordered():
+                    rows += [row for row in measure(one, dim, dtype, masked) if row["kernel"] == "backward"]
                 with ordinary():
                     rows += measure(one, dim, dtype, masked)
                 rows += flash_attention_3(dim, masked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from attnops_triton import versions
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash import plan
+from attnops_triton.flash.order import unordered
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import assembler, interpreter, simulator
 from attnops_triton.language.assembler import Assembler
@@ -53,6 +55,9 @@ PROBLEMS = [
     pytest.param((300, 300, 2, 1, 64), {"mask": documents(300)}, id="documents", marks=SLOW),
     pytest.param((130, 300, 2, 2, 64), {}, id="no mask, more keys than queries", marks=SLOW),
     pytest.param((150, 150, 1, 1, 256), {"mask": Causal()}, id="D 256", marks=SLOW),
+    pytest.param((140, 140, 2, 1, 64), {"mask": Causal(), "unordered": True}, id="dq added"),
+    pytest.param((200, 200, 2, 1, 128), {"mask": documents(200), "unordered": True}, id="dq added, D 128", marks=SLOW),
+    pytest.param((150, 300, 2, 2, 128), {"unordered": True}, id="dq added, no mask", marks=SLOW),
     pytest.param((200, 200, 2, 1, 128), {"mask": documents(200), "logits_soft_cap": 3.0}, id="soft cap", marks=SLOW),
     pytest.param((140, 140, 2, 2, 64), {"mask": Causal(), "sinks": np.array([0.5, -1.0], np.float32)}, id="sinks",
                  marks=SLOW),
@@ -65,6 +70,10 @@ def test_simulated_they_are_right(
 ) -> None:
     T, S, H, K, D = sizes
     run: list[str] = []
+    options = dict(options)
+    adds_dq = options.pop("unordered", False)
+    if adds_dq:  # else groups are split, since programs are few
+        monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
     real = simulator.simulate
 
     def recorded(kernel: Kernel, *given: Any) -> None:
@@ -75,9 +84,10 @@ def test_simulated_they_are_right(
     rng = np.random.default_rng(0)
     q, d_out = (rng.normal(size=(2, T, H, D)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
-    with target("sm_90"):
+    with target("sm_90"), unordered() if adds_dq else contextlib.nullcontext():
         found = jax.block_until_ready(both(options, interpret=True)(q, k, v, d_out))
-    assert len(run) == (3 if D <= 128 else 2), "the kernel for dk and dv has too many sums at D 256"
+    assert len(run) == (3 if D <= 128 and not adds_dq else 2), "the kernel for dk and dv has too many sums at D 256"
+    assert not adds_dq or run[-1] == "attnops_flash_backward"
     mask = options.get("mask")
     dense = None if mask is None else np.asarray(mask.dense(2, H, T, S))
     rest = {name: x for name, x in options.items() if name != "mask"}
@@ -163,6 +173,64 @@ def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None, monke
     assert wrong() is (mistake is not None)
 
 
+MISTAKES_OF_DQ = {
+    "ds of the other partition is not waited for": ("mbarrier.wait(ds_ready.index(0), side)", "pass"),
+    "dq is added before it is there": ("mbarrier.wait(dq_ready.index(half), side)", "pass"),
+    "dq is overwritten": ("mbarrier.wait(dq_free.index(own), side ^ 1)", "pass"),
+    "the buffer of dq is never free": ("mbarrier.arrive(dq_free.index(half))", "pass"),
+    "the buffer of dq is free before it was read": ("tma.store_wait(0)", "pass"),
+    "dq replaces what is there": ("tma.async_atomic_add(dq_map", "tma.async_store(dq_map"),
+    "the columns of keys are not waited for": ("mbarrier.wait(columns.index(0), 0)", "pass"),
+    "the logsumexp is not waited for": ("mbarrier.wait(q_ready.index(stage), phase)", "pass"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [None, *MISTAKES_OF_DQ])
+def test_the_simulator_notices_mistakes_with_dq(mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator, "PATIENCE", 2.0)
+    replaced: list[str] = []
+    real = simulator.simulate
+
+    def changed(kernel: Kernel, *given: Any) -> None:
+        if mistake is not None and kernel.name == "attnops_flash_backward":
+            old, new = MISTAKES_OF_DQ[mistake]
+            assert old in kernel.text
+            replaced.append(old)
+            kernel = dataclasses.replace(kernel, text=kernel.text.replace(old, new))
+        real(kernel, *given)
+
+    monkeypatch.setattr(simulator, "simulate", changed)
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=(1, 640, 1, 64)).astype(np.float32) for _ in range(4)]
+
+    def wrong() -> bool:
+        try:
+            with target("sm_90"), unordered():
+                found = jax.block_until_ready(both({}, interpret=True)(*given))[1:]
+        except jax.errors.JaxRuntimeError:
+            return True
+        *inputs, d_out = given
+        expected = attention_gradients(*inputs, d_out=d_out).values
+        names = ("query", "key", "value")
+        return not all(np.allclose(own, expected[name], atol=2e-5) for own, name in zip(found, names, strict=True))
+
+    assert wrong() is (mistake is not None)
+    assert bool(replaced) is (mistake is not None)
+
+
+def test_dq_is_added_in_any_order_only_if_asked_to() -> None:
+    def names(**options: Any) -> list[str]:
+        return [each.recipe.kernel.name.removeprefix("attnops_flash_") for each in launched(64, Causal(), **options)]
+
+    apart = ["forward", "backward_query", "backward_key"]
+    assert names(T=32768) == apart
+    with unordered():
+        assert names(T=32768) == ["forward", "backward"]
+        assert names(T=32768, dtype="float16") == apart, "dk and dv are float32, which are not stored by maps"
+        assert names(T=256) == apart, "groups are split"
+
+
 def test_scratch_memory_is_the_last_pointer() -> None:
     (forward, *_) = launched(64, None)
     program, kernel = build(forward.recipe), forward.recipe.kernel
@@ -190,7 +258,9 @@ TABLE = [
 
 @pytest.mark.parametrize(("D", "dtype", "T", "K", "mask", "cap"), TABLE)
 def test_they_fit_and_spill_nothing(D: int, dtype: str, T: int, K: int, mask: Mask | None, cap: float | None) -> None:
-    for each in launched(D, mask, T, dtype, K, logits_soft_cap=cap):
+    with unordered():
+        added = launched(D, mask, T, dtype, 4, logits_soft_cap=cap)[1:] if K == 4 and cap is None else []
+    for each in [*launched(D, mask, T, dtype, K, logits_soft_cap=cap), *added]:
         for ptxas in ASSEMBLERS:
             binary = compile_for(each, "sm_90", ptxas)
             assert binary.shared <= SHARED_MEMORY["sm_90"]

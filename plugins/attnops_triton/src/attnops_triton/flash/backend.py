@@ -12,12 +12,13 @@ from jax import lax
 
 from attnops.dropout import dropout_step
 from attnops.kernels import FlashBackend, FlashCall, Operands, describe
-from attnops_triton.flash.backward import Inputs, by_key, by_query
+from attnops_triton.flash.backward import Inputs, by_key, by_query, fused
 from attnops_triton.flash.bias_gradient import array_gradient, table_gradient
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.flash.forward import forward
 from attnops_triton.flash.measured import measured_tiles
 from attnops_triton.flash.operands import Arrays
+from attnops_triton.flash.order import is_unordered
 from attnops_triton.flash.plan import LN2, Plan, Tiles
 from attnops_triton.flash.prepare import arrays, mask_of_scores, tile_schedules
 from attnops_triton.flash.specialised import specialised_tiles
@@ -77,7 +78,7 @@ class TritonFlash(FlashBackend):
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, is_partial=call.is_partial, scale=call.scale,
             tf32=metadata.precision == lax.Precision.DEFAULT, scoring=scoring, packed=packed, arch=arch,
-            interpret=metadata.interpret,
+            interpret=metadata.interpret, unordered=is_unordered(),
         )  # fmt: skip
 
     def arrays(self, plan: Plan, call: FlashCall) -> Arrays:
@@ -133,8 +134,15 @@ def _gradients(
     wanted = [i for i in range(len(axes)) if jnp.issubdtype(arrays.bias[i].dtype, jnp.floating)]
     of_key = tuple(i for i in wanted if "kv" in axes[i])
     others = tuple(i for i in wanted if "kv" not in axes[i])
-    dq, d_others = by_query(plan, inputs, arrays, schedules.by_query or schedules.forward, others)
-    dk, dv, d_of_key = by_key(plan, inputs, arrays, schedules.by_key, of_key)
+    d_others: dict[int, jax.Array] = {}
+    d_of_key: dict[int, jax.Array] = {}
+    if plan.fuses_dq:
+        dq, dk, dv = fused(plan, inputs, arrays, schedules.by_key)
+    else:
+        # Under `jax.vmap` the batch, and with it what the plan says, may be another one below.
+        plan = dataclasses.replace(plan, unordered=False)
+        dq, d_others = by_query(plan, inputs, arrays, schedules.by_query or schedules.forward, others)
+        dk, dv, d_of_key = by_key(plan, inputs, arrays, schedules.by_key, of_key)
     d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
     if wants_bias:
         d_values = d_others | d_of_key

@@ -16,7 +16,7 @@ from attnops.kernels import folds_batch
 from attnops_triton.flash.hopper import backward as hopper
 from attnops_triton.flash.loops import place_by_key, place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
-from attnops_triton.flash.plan import LOG2E, Plan
+from attnops_triton.flash.plan import LOG2E, Plan, cdiv
 from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import Tile, dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
@@ -109,29 +109,63 @@ def _by_key(
 ) -> tuple[jax.Array, ...]:
     @folds_batch
     def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
-        if plan.by_key.specialised:
-            inputs = inputs._replace(m=inputs.m * (plan.score_unit * LOG2E) + inputs.log2_sum)
-        operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
-        heads, dtype = (plan.H, "float32") if plan.splits_groups else (plan.K, plan.gradient_dtype)
-        shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
-        outputs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
-        outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
-        write: Writer
-        if plan.by_key.specialised:
-            write, programs = parts, programs = hopper.write_by_key(plan, operands, schedule)
-            outputs["scratch"] = parts.scratch(programs)
-        else:
-            write, programs = _write_by_key(plan, operands, schedule, wanted)
-        results = launch(plan, plan.by_key, write, "attnops_flash_backward_key", operands, outputs, programs)
-        results.pop("scratch", None)
-        if plan.splits_groups:
-            for name, x in results.items():
-                if name in shapes:
-                    summed = x.reshape(plan.B, plan.S, plan.K, plan.G, x.shape[-1]).sum(axis=3)
-                    results[name] = summed.astype(plan.gradient_dtype)
+        results = _run_by_key(plan, inputs, arrays, schedule, wanted)
         return tuple(results.values())
 
     return run(plan, inputs, arrays, schedule)
+
+
+@folds_batch
+def fused(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of query, key and value, without a bias; dq is added in any order.
+
+    Args:
+        plan: of the call, whose ``fuses_dq`` is true.
+        inputs: see `Inputs`.
+        arrays: the other inputs of scores.
+        schedule: by tiles of keys.
+    """
+    zeros = Operand("dq_before", jnp.zeros((plan.B, plan.T, plan.H, plan.D), jnp.float32))
+    outputs = {"dq": jax.ShapeDtypeStruct(zeros.array.shape, jnp.float32)}
+    results = _run_by_key(plan, inputs, arrays, schedule, (), (zeros,), outputs)
+    dq = (results["dq"] * plan.scale).astype(plan.gradient_dtype)
+    return dq, results["dk"], results["dv"]
+
+
+def _run_by_key(
+    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...],
+    before: tuple[Operand, ...] = (), outputs: dict[str, jax.ShapeDtypeStruct] | None = None,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """The outputs of the kernel by tiles of keys; ``before`` are sums that it adds ``outputs`` of it to."""
+    added = outputs or {}
+    operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule), *before]
+    padded = cdiv(plan.T, plan.by_key.bq) * plan.by_key.bq
+    if plan.by_key.specialised:
+        lse = inputs.m * (plan.score_unit * LOG2E) + inputs.log2_sum
+        # Beyond the last query weights are 0.
+        ends = [jnp.pad(x, ((0, 0), (0, 0), (0, padded - plan.T)), constant_values=value)
+                for x, value in ((lse, jnp.inf), (inputs.delta, 0.0))]  # fmt: skip
+        statistics = [x for x in operands if x.name not in ("m", "log2_sum", "delta")]
+        operands = [*statistics, Operand("statistics", jnp.stack(ends, axis=2))]
+    heads, dtype = (plan.H, "float32") if plan.splits_groups else (plan.K, plan.gradient_dtype)
+    shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
+    outputs = added | {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
+    outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
+    write: Writer
+    if plan.by_key.specialised:
+        write, programs = parts, programs = hopper.write_by_key(plan, operands, schedule, padded)
+        outputs["scratch"] = parts.scratch(programs)
+    else:
+        write, programs = _write_by_key(plan, operands, schedule, wanted)
+    name = "attnops_flash_backward" if added else "attnops_flash_backward_key"
+    aliases = dict(zip(added, (x.name for x in before), strict=True))
+    results = launch(plan, plan.by_key, write, name, operands, outputs, programs, aliases)
+    results.pop("scratch", None)
+    if plan.splits_groups:
+        for name, shape in shapes.items():
+            summed = results[name].reshape(plan.B, plan.S, plan.K, plan.G, shape[-1]).sum(axis=3)
+            results[name] = summed.astype(plan.gradient_dtype)
+    return results
 
 
 def _write_by_query(

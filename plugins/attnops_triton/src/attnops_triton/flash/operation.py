@@ -66,12 +66,13 @@ class TritonFlashAttention(FlashAttention):
         return Rank.TILED_KERNEL if request.bias_kind or (request.mask_kinds and not is_plain) else Rank.KERNEL
 
     def environment_key(self) -> Hashable:
-        """See `attnops.BaseOperation.environment_key`: the target, measured tiles, and the number of splits."""
+        """See `attnops.BaseOperation.environment_key`: the target, measured tiles, order, and the number of splits."""
         from attnops_triton.flash.measured import environment
+        from attnops_triton.flash.order import is_unordered
         from attnops_triton.ragged.tile_sizes import current_splits
         from attnops_triton.targets import current
 
-        return current(), environment(), current_splits()
+        return current(), environment(), is_unordered(), current_splits()
 
     @staticmethod
     def tune(

@@ -64,6 +64,7 @@ class Plan:
         packed: whether the mask is passed as bits, see `attnops_triton.flash.bits`.
         arch: the architecture to compile for, such as ``"sm_90"``; empty for this machine's GPU.
         interpret: whether kernels run in Triton's interpreter.
+        unordered: whether gradients may be added in any order, see `attnops_triton.flash.order`.
     """
 
     B: int
@@ -86,6 +87,7 @@ class Plan:
     packed: bool = False
     arch: str = ""
     interpret: bool = False
+    unordered: bool = False
 
     @property
     def G(self) -> int:
@@ -100,6 +102,16 @@ class Plan:
         idle.
         """
         return self.G > 1 and cdiv(self.S, self.by_key.bk) * self.B * self.K < multiprocessors(self.arch)
+
+    @property
+    def fuses_dq(self) -> bool:
+        """Whether the kernel for dk and dv adds dq too.
+
+        A tile's queries are then rows of a product, which has 64, and dk and dv must leave it by tensor maps: stores of
+        float32 sums would take registers that it lacks.
+        """
+        by_map = self.gradient_dtype == self.dtype and not self.splits_groups
+        return self.unordered and self.by_key.specialised and self.by_key.bq == 64 and by_map
 
     @property
     def score_unit(self) -> float:

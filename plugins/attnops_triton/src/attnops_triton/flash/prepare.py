@@ -65,7 +65,7 @@ def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
     coverage, pack = _coverage(mask, plan, plan.forward)
     forward = tile_schedule(ragged(coverage, 3, plan.S % plan.forward.bk), layout, pack)
     by_query = by_score = None
-    if (plan.by_query.bq, plan.by_query.bk) != (plan.forward.bq, plan.forward.bk):
+    if (plan.by_query.bq, plan.by_query.bk) != (plan.forward.bq, plan.forward.bk) and not plan.fuses_dq:
         coverage, pack = _coverage(mask, plan, plan.by_query)
         by_query = tile_schedule(ragged(coverage, 3, plan.S % plan.by_query.bk), layout, pack)
     if plan.scoring.table or plan.scoring.array:

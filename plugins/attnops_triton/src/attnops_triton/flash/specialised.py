@@ -49,8 +49,8 @@ def specialised_tiles(
         return {}
     tiles = dict(by_dim[head_dim])
     loaded = set() if scoring.mask is None else {axis for axes in scoring.mask.values for axis in axes}
-    # Narrower where values by token would make them spill.
-    if head_dim == 128 and (scoring.cap is not None or "q" in loaded):
+    # Narrower where they would spill.
+    if head_dim == 128 and scoring.cap is not None:
         tiles[2] = dataclasses.replace(tiles[2], bq=32)
     if "kv" in loaded and (not even or scoring.cap is not None):
         tiles[0] = dataclasses.replace(tiles[0], bk=64)

@@ -40,7 +40,8 @@ def recompute_weights(tile: Tile, masked: bool, edge: bool, lse: str = "") -> bo
         tile: the tile.
         masked: whether the mask is applied.
         edge: whether keys beyond the last are masked.
-        lse: variable [bq], the logsumexp to base 2 in one term; empty if it is ``m`` and ``log2_sum``.
+        lse: variable that broadcasts to the tile, the logsumexp to base 2 in one term; empty if it is ``m`` and
+            ``log2_sum``.
     """
     scoring, write = tile.plan.scoring, tile.write
     has_ok = masked and tile.allowed(edge)
@@ -51,7 +52,7 @@ def recompute_weights(tile: Tile, masked: bool, edge: bool, lse: str = "") -> bo
     if has_ok:
         write('s = tl.where(ok, s, float("-inf"))')
     if lse:
-        write(f"p = tl.exp2(s * {number(tile.plan.score_unit * LOG2E)} - {lse}{tile.broadcast('q')})")
+        write(f"p = tl.exp2(s * {number(tile.plan.score_unit * LOG2E)} - {lse})")
     else:
         tile.weights("m", "log2_sum")
     return has_ok

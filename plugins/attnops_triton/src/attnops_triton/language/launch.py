@@ -67,10 +67,10 @@ def recording() -> Iterator[list[Launched]]:
 
 def launch(
     plan: Plan, tiles: Tiles, write: Writer, name: str, operands: list[Operand],
-    outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int,
+    outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Run a kernel of `attnops_triton.flash`; see `launch_any`."""
-    return launch_any(plan, tiles, write, name, operands, outputs, programs, divisible(plan, tiles))
+    return launch_any(plan, tiles, write, name, operands, outputs, programs, divisible(plan, tiles), aliases)
 
 
 def launch_any(

@@ -7,6 +7,7 @@ partition that waits for a barrier in vain raises after a while. Shared memory i
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -72,6 +73,14 @@ class Shared:
         """The same memory with its axes in another order."""
         return Shared(self.array.transpose(axes))
 
+    def slice(self, start: Any, length: int, dim: int) -> Shared:
+        """A part of it."""
+        return Shared(self.array[(slice(None),) * dim + (slice(int(start), int(start) + length),)])
+
+    def load(self, layout: Any) -> Tensor:
+        """Its values."""
+        return _tensor(self.array.copy())
+
     def store(self, values: Tensor) -> None:
         """Write it."""
         self.array[...] = values
@@ -120,6 +129,27 @@ class Machine:
         found: list[Product] = self.running.products
         return found
 
+    def copies(self) -> list[Callable[[], None]]:
+        """The copies from shared memory of this partition that were not waited for."""
+        if not hasattr(self.running, "copies"):
+            self.running.copies = []
+        found: list[Callable[[], None]] = self.running.copies
+        return found
+
+    def copy(self, target: _Map, corner: list[Any], source: Shared) -> None:
+        """See Gluon's ``async_store``."""
+        self.copies().append(functools.partial(_copy, target, corner, source, add=False))
+
+    def add(self, target: _Map, corner: list[Any], source: Shared) -> None:
+        """See Gluon's ``async_atomic_add``."""
+        self.copies().append(functools.partial(_copy, target, corner, source, add=True))
+
+    def wait_for_copies(self, outstanding: int) -> None:
+        """See Gluon's ``store_wait``."""
+        copies = self.copies()
+        while len(copies) > outstanding:
+            copies.pop(0)()
+
     def warp_specialize(self, calls: list[tuple[Callable[..., None], tuple[Any, ...]]], *_: Any) -> None:
         """Run partitions until all have ended."""
 
@@ -165,7 +195,7 @@ class Machine:
             static_range=range, warp_specialize=self.warp_specialize,
             allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, np.nan, dtype)),
             NVMMADistributedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout,
-            NVMMASharedLayout=SimpleNamespace(get_default_for=_layout), constexpr=object,
+            NVMMASharedLayout=_SharedLayout, constexpr=object,
             **{name: _elementwise(getattr(np, name)) for name in ("exp2", "log2", "exp", "log", "abs", "sqrt", "sin",
                                                                   "cos", "floor", "ceil")},
             **_DTYPES,
@@ -178,8 +208,9 @@ class Machine:
             expect=_expect,
         )
         maps = SimpleNamespace(
-            make_tensor_descriptor=_Map, async_load=_async_load, async_store=_async_store, store_wait=lambda n: None
-        )
+            make_tensor_descriptor=_Map, async_load=_async_load, async_store=self.copy,
+            async_atomic_add=self.add, store_wait=self.wait_for_copies,
+        )  # fmt: skip
         return {
             "tl": language, "tma": maps, "mbarrier": barriers, "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait_for_products, "fence_async_shared": lambda: None,
@@ -201,6 +232,19 @@ def simulate(
         for program in range(programs):
             names = Machine(program).language()
             functions(kernel, names)[kernel.name](*pointers, *numbers)
+
+
+def _layout(*_: Any) -> None:
+    return None
+
+
+class _SharedLayout:
+    """A layout of shared memory, which nothing depends on here."""
+
+    get_default_for = staticmethod(_layout)
+
+    def __init__(self, *_: int) -> None:
+        pass
 
 
 class _Map:
@@ -235,9 +279,9 @@ def _async_load(source: _Map, corner: list[Any], barrier: tuple[Machine, SimpleN
         machine.changed.notify_all()
 
 
-def _async_store(target: _Map, corner: list[Any], source: Shared) -> None:
+def _copy(target: _Map, corner: list[Any], source: Shared, add: bool) -> None:
     for i, elements in target.rows(corner):
-        target.at.array[elements] = source.array[i]
+        target.at.array[elements] = source.array[i] + (target.at.array[elements] if add else 0)
 
 
 def _init(barrier: tuple[Machine, SimpleNamespace], count: int) -> None:
@@ -306,7 +350,3 @@ def _where(condition: Any, a: Any, b: Any) -> Tensor:
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Tensor]:
     return lambda x: _tensor(function(x))
-
-
-def _layout(*_: Any) -> None:
-    return None

@@ -1,6 +1,9 @@
 """The backward kernels for Hopper: one by tiles of queries for dq, one by tiles of keys for dk and dv.
 
 Two partitions compute 64 rows each. Scores and the gradients of weights are multiplied while the weights are computed.
+
+The kernel by keys can add dq too (`Plan.fuses_dq`): each partition multiplies the gradients of the scores of both by
+half the columns of the keys, and the copy engine adds the sums to those in memory, in whatever order programs come.
 """
 
 from __future__ import annotations
@@ -65,10 +68,12 @@ def _query_step(parts: Partitions, masked: bool) -> None:
     parts.advance(write)
 
 
-def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Partitions, int]:
+def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, padded: int) -> tuple[Partitions, int]:
     """The lines of the kernel for dk and dv, and the size of its grid; see `write_by_query`.
 
-    The operand ``m`` is the logsumexp to base 2, in one term.
+    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2, in one term, and delta, for whole tiles
+    of queries. If ``plan.fuses_dq``, it also adds dq, without the scale,
+    to the output ``dq``.
     """
     tiles, D = plan.by_key, plan.D
     held = tuple(Rows(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
@@ -80,6 +85,10 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule) ->
     programs = place_by_key(parts, plan, tiles.bk)
     parts(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
     parts.share()
+    _share_statistics(parts, padded)
+    if plan.fuses_dq:
+        _share_dq(parts)
+        _add_dq(parts)
     parts.load_held()
     with parts.heads(parts.loader):
         parts.load_streamed()
@@ -89,15 +98,28 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule) ->
     for name in ("dk", "dv"):
         write(f"{name} = tl.full([{ROWS}, {D}], 0.0, tl.float32, of_sums)")
     parts.zeros()
-    write("keys = k_tile.index(own)", "values = v_tile.index(own)", "stage = 0", "phase = 0")
+    write(
+        "keys = k_tile.index(own)",
+        "values = v_tile.index(own)",
+        *["done = 0"] if plan.fuses_dq else ("stage = 0", "phase = 0"),
+    )
     write("mbarrier.wait(held.index(own), 0)")
+    if plan.fuses_dq:
+        write(f"mbarrier.wait({'held.index(1 - own)' if _slices_keys(plan) else 'columns.index(0)'}, 0)")
+        write(f"of_dq: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {D // 2}, 16])")
+        write(f"nothing = tl.full([{ROWS}, {D // 2}], 0.0, tl.float32, of_dq)")
     with parts.heads(write):
         if not parts.flat:
             _load_of_head(parts)
         parts.find_tiles(write)
         parts.loop(write, 0, lambda masked: _key_step(parts, masked))
+    if plan.fuses_dq:
+        # The other partition's last dq reads the keys whose buffer dk is stored through.
+        write("mbarrier.arrive(ds_ready.index(0))", "mbarrier.wait(ds_ready.index(0), done & 1)")
     parts.store(dk, "dk", f"tl.{sums}", "k", number(float(plan.scale)))
     parts.store(dv, "dv", f"tl.{sums}", "v")
+    if plan.fuses_dq:
+        parts.adder("tma.store_wait(0)")
     return parts, programs
 
 
@@ -113,15 +135,18 @@ def _key_step(parts: Partitions, masked: bool) -> None:
         _load_of_head(parts)
     parts.streamed_tokens()
     tile.load_values("q", edge)
+    if plan.fuses_dq:
+        # Registers of one number for three.
+        write(f"stage = done % {parts.stages}", f"phase = done // {parts.stages} & 1", "side = done & 1")
     parts.wait("q")
     parts.multiply("s", "keys", "q_tile.index(stage).permute([1, 0])", add=False)
     parts.wait("d_out")
     # Registers are few here: the logsumexp is one term, and the product starts from −delta.
-    tile.load_statistics(edge, ("m", "delta"))
-    write("dp = zeros - delta[None, :]")
+    write("dp = zeros - statistics_tile.index(stage).slice(1, 1, 0).load(of_scores)")
     parts.multiply("dp", "values", "d_out_tile.index(stage).permute([1, 0])", add=True)
     parts.finish("s", 1)
-    has_ok = recompute_weights(tile, masked, False, lse="m")
+    write("lse = statistics_tile.index(stage).slice(0, 1, 0).load(of_scores)")
+    has_ok = recompute_weights(tile, masked, False, lse="lse")
     write(f"w = tl.convert_layout(p.to({dtype(plan)}), of_weights)")
     parts.multiply("dv", "w", "d_out_tile.index(stage)", add=True)
     parts.finish("dp", 1)
@@ -130,7 +155,130 @@ def _key_step(parts: Partitions, masked: bool) -> None:
     score_gradients(tile, has_ok, subtract=False)
     tile.cap_and_bias_vjp()
     write(f"ws = tl.convert_layout(ds.to({dtype(plan)}), of_weights)")
+    if plan.fuses_dq:
+        _multiply_dq(parts)
     parts.multiply("dk", "ws", "q_tile.index(stage)", add=True)
+    if plan.fuses_dq:
+        parts.finish("dq", 1)
+        write(
+            "mbarrier.wait(dq_free.index(own), side ^ 1)",
+            "dq_tile.index(own).store(dq)",
+            "fence_async_shared()",
+            "mbarrier.arrive(dq_ready.index(own))",
+        )
     parts.finish("dk", 0, "ws")
     parts.release("q")
-    parts.advance(write)
+    write("done = done + 1") if plan.fuses_dq else parts.advance(write)
+
+
+def _share_statistics(parts: Partitions, padded: int) -> None:
+    """Write the tensor map and the buffers of what belongs to queries, which come with the tiles of ``q``."""
+    plan, bq = parts.plan, parts.tile.bq
+    parts.maps += 1
+    parts.integer("padded", padded)
+    parts.integer("of_heads", plan.B * plan.H * 2)
+    parts(
+        "statistics_layout: tl.constexpr = tl.NVMMASharedLayout(0, 32, 2)",
+        f"statistics_map = tma.make_tensor_descriptor(statistics_ptr, [of_heads, padded], [padded, 1], [2, {bq}], "
+        "statistics_layout)",
+        f"statistics_tile = tl.allocate_shared_memory(tl.float32, [{parts.stages}, 2, {bq}], statistics_layout)",
+    )
+    parts.beside["q"] = (
+        f"tma.async_load(statistics_map, [(b * {plan.H} + h) * 2, q0], q_ready.index(stage), "
+        "statistics_tile.index(stage))",
+        2 * 4 * bq,
+    )
+
+
+def _share_dq(parts: Partitions) -> None:
+    """Write what a fused dq needs: its tensor map, and buffers of ds, of both partitions for two tiles, and of dq."""
+    plan, half = parts.plan, parts.plan.D // 2
+    stride = plan.H * plan.D
+    parts.maps += 1
+    parts(
+        f"ds_layout: tl.constexpr = tl.NVMMASharedLayout.get_default_for([{ROWS}, {ROWS}], {dtype(parts.plan)})",
+        f"ds_tile = tl.allocate_shared_memory({dtype(parts.plan)}, [4, {ROWS}, {ROWS}], ds_layout)",
+        f"dq_layout: tl.constexpr = tl.NVMMASharedLayout.get_default_for([{ROWS}, {half}], tl.float32)",
+        f"dq_map = tma.make_tensor_descriptor(dq_ptr + b.to(tl.int64) * T * {stride}, [T, {stride}], [{stride}, 1], "
+        f"[{ROWS}, {half}], dq_layout)",
+        f"dq_tile = tl.allocate_shared_memory(tl.float32, [2, {ROWS}, {half}], dq_layout)",
+        "ds_ready = mbarrier.allocate_mbarrier(batch=1)",
+        "mbarrier.init(ds_ready.index(0), count=2)",
+    )
+    if not _slices_keys(plan):
+        _load_columns(parts)
+    for name in ("dq_ready", "dq_free"):
+        parts(f"{name} = mbarrier.allocate_mbarrier(batch=2)")
+        with parts.block("for i in tl.static_range(2):"):
+            parts(f"mbarrier.init({name}.index(i), count=1)")
+
+
+def _slices_keys(plan: Plan) -> bool:
+    """Whether half the columns of a buffer of keys are an operand: in 16 bits 128 bytes a row, as it is swizzled."""
+    return plan.D >= 128
+
+
+def _load_columns(parts: Partitions) -> None:
+    """Write the copies of half the columns of the keys to buffers of their own."""
+    write, plan, half = parts.loader, parts.plan, parts.plan.D // 2
+    stride, batch = plan.K * plan.D, f"(b * {parts.tile.batched['k']})"
+    parts.maps += 1
+    parts(
+        f"columns_layout: tl.constexpr = tl.NVMMASharedLayout.get_default_for([{ROWS}, {half}], {dtype(plan)})",
+        f"columns_map = tma.make_tensor_descriptor(k_ptr + {batch}.to(tl.int64) * S * {stride}, [S, {stride}], "
+        f"[{stride}, 1], [{ROWS}, {half}], columns_layout)",
+        f"columns_tile = tl.allocate_shared_memory({dtype(plan)}, [4, {ROWS}, {half}], columns_layout)",
+        "columns = mbarrier.allocate_mbarrier(batch=1)",
+        "mbarrier.init(columns.index(0), count=1)",
+    )
+    write(f"mbarrier.expect(columns.index(0), {4 * ROWS * half * plan.itemsize})")
+    with write.block("for part in tl.static_range(4):"):
+        write(
+            f"tma.async_load(columns_map, [kv_first + part // 2 * {ROWS}, k * {plan.D} + part % 2 * {half}], "
+            "columns.index(0), columns_tile.index(part))"
+        )
+
+
+def _multiply_dq(parts: Partitions) -> None:
+    """Write the products of the tile's ds with all keys, in a half of the head dim: ``dq`` [64, D / 2].
+
+    A buffer of ds is written again two tiles later. Before, the other partition has arrived at the barrier of the tile
+    between, and so it has read the buffer.
+    """
+    write, half = parts.computer, parts.plan.D // 2
+    keys = f"k_tile.index({{i}}).slice(own * {half}, {half}, 1)" if _slices_keys(parts.plan) else (
+        "columns_tile.index(2 * {i} + own)"
+    )  # fmt: skip
+    write(
+        "ds_tile.index(side * 2 + own).store(ws)",
+        "fence_async_shared()",
+        "mbarrier.arrive(ds_ready.index(0))",
+        "mbarrier.wait(ds_ready.index(0), side)",
+    )
+    for i in range(2):
+        sums = "dq, " if i else "nothing, use_acc=False, "
+        write(
+            f"dq = warpgroup_mma(ds_tile.index(side * 2 + {i}).permute([1, 0]), "
+            f"{keys.format(i=i)}, {sums}is_async=True)"
+        )
+
+
+def _add_dq(parts: Partitions) -> None:
+    """Write the loop that adds dq of each tile to that in memory, by the copy engine."""
+    write, D = parts.adder, parts.plan.D
+
+    def add(masked: bool) -> None:
+        with write.block("for half in tl.static_range(2):"):
+            write(
+                "mbarrier.wait(dq_ready.index(half), side)",
+                f"tma.async_atomic_add(dq_map, [q0, h * {D} + half * {D // 2}], dq_tile.index(half))",
+            )
+        write("tma.store_wait(0)")
+        with write.block("for half in tl.static_range(2):"):
+            write("mbarrier.arrive(dq_free.index(half))")
+        write("side = side ^ 1")
+
+    write("side = 0")
+    with parts.heads(write):
+        parts.find_tiles(write)
+        parts.loop(write, 0, add)

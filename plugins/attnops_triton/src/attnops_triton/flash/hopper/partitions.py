@@ -60,6 +60,7 @@ class Partitions(Writer):
 
     Attributes:
         loader: lines of the partition that loads.
+        adder: lines of a partition that adds sums to memory; there is none without lines.
         computer: lines of the partitions that compute.
         tile: a partition's tile; transposed if keys are held.
         plan: of the call.
@@ -67,6 +68,8 @@ class Partitions(Writer):
         held: what a partition keeps for all tiles, ``ROWS`` rows each.
         streamed: what is loaded a tile, in the order of use.
         stored: outputs that are copied by tensor maps.
+        maps: how many tensor maps a program makes.
+        beside: by the name of what is streamed, the copy of a tile of something else with it, and its bytes.
         schedule: the active tiles.
     """
 
@@ -75,21 +78,19 @@ class Partitions(Writer):
         held: tuple[Rows, ...], streamed: tuple[Rows, ...], stored: tuple[Rows, ...],
     ) -> None:  # fmt: skip
         super().__init__()
-        self.loader, self.computer = Writer(), Writer()
-        self.loader.integers = self.computer.integers = self.integers
+        self.loader, self.computer, self.adder = Writer(), Writer(), Writer()
+        self.loader.integers = self.computer.integers = self.adder.integers = self.integers
         transposed = held[0].axis == "kv"
         tile = Tile.make(self.computer, plan, tiles, operands, transposed)
         self.tile = dataclasses.replace(tile, bk=ROWS) if transposed else dataclasses.replace(tile, bq=ROWS)
         self.plan, self.stages, self.schedule = plan, tiles.stages, schedule
         self.held, self.streamed, self.stored = held, streamed, stored
+        self.maps = len(held) + len(streamed) + len(stored)
+        self.beside: dict[str, tuple[str, int]] = {}
 
     def scratch(self, programs: int) -> jax.ShapeDtypeStruct:
         """Memory for the tensor maps of all programs, which is the last output, ``scratch``."""
-        return jax.ShapeDtypeStruct((programs * self._maps * _MAP,), jnp.int8)
-
-    @property
-    def _maps(self) -> int:
-        return len(self.held) + len(self.streamed) + len(self.stored)
+        return jax.ShapeDtypeStruct((programs * self.maps * _MAP,), jnp.int8)
 
     @property
     def _type(self) -> str:
@@ -227,9 +228,12 @@ class Partitions(Writer):
         write = self.loader
         for rows in self.streamed:
             first = "q0" if rows.axis == "q" else "kv0"
+            beside, size = self.beside.get(rows.name, ("", 0))
+            size += rows.block * rows.dim * self.plan.itemsize
             write(
                 f"mbarrier.wait({rows.name}_free.index(stage), phase)",
-                f"mbarrier.expect({rows.name}_ready.index(stage), {rows.block * rows.dim * self.plan.itemsize})",
+                f"mbarrier.expect({rows.name}_ready.index(stage), {size})",
+                *[beside] * bool(beside),
                 f"tma.async_load({rows.name}_map, [{first}, {rows.head} * {rows.dim}], "
                 f"{rows.name}_ready.index(stage), {rows.name}_tile.index(stage))",
             )
@@ -293,12 +297,21 @@ class Partitions(Writer):
         if factor:
             write(f"{values} = {values} * {factor}")
         if rows.output:
-            write(
-                f"{buffer}_tile.index(own).store({values}.to({self._type}))",
-                "fence_async_shared()",
-                f"tma.async_store({rows.name}_map, [{first} + own * {ROWS}, {rows.head} * {rows.dim}], "
-                f"{buffer}_tile.index(own))",
+            write(f"{buffer}_tile.index(own).store({values}.to({self._type}))", "fence_async_shared()")
+            copy = (
+                f"tma.async_store({rows.name}_map, [{first} + {{half}} * {ROWS}, {rows.head} * {rows.dim}], "
+                f"{buffer}_tile.index({{half}}))"
             )
+            if not self.adder.lines:
+                write(copy.format(half="own"))
+                return
+            # Registers of the others are few.
+            self(f"{rows.name}_done = mbarrier.allocate_mbarrier(batch=2)")
+            with self.block("for i in tl.static_range(2):"):
+                self(f"mbarrier.init({rows.name}_done.index(i), count=1)")
+            write(f"mbarrier.arrive({rows.name}_done.index(own))")
+            with self.adder.block("for half in tl.static_range(2):"):
+                self.adder(f"mbarrier.wait({rows.name}_done.index(half), 0)", copy.format(half="half"))
             return
         stride = rows.heads * rows.dim
         write(
@@ -311,20 +324,24 @@ class Partitions(Writer):
 
     def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
         """The kernel of all lines; the last pointer is ``scratch_ptr``."""
-        if self.stored:
+        if self.stored and not self.adder.lines:
             self.computer("tma.store_wait(0)")
         calls = []
         known = [*pointers, *self.integers, *_assigned(self.lines)]
-        for role, writer in (("compute", self.computer), ("load", self.loader)):
+        for role, writer in (("compute", self.computer), ("load", self.loader), ("add", self.adder)):
+            if not writer.lines:
+                continue
             text = "\n".join(writer.lines)
             used = [x for x in known if re.search(rf"\b{x}\b", text)]
             halves = [["0"], ["1"]] if role == "compute" else [[]]
             functions += f"def {name}_{role}({', '.join([*['own'] * (role == 'compute'), *used])}):\n{text}\n\n\n"
             calls += [f"({name}_{role}, ({', '.join([*half, *used])},))" for half in halves]
         computing, loading = _REGISTERS
-        self(f"tl.warp_specialize([{', '.join(calls)}], [4, 1], [{computing}, {loading}])")
+        small = len(calls) - 2
+        warps, registers = [4, *[1] * small], [computing, *[loading] * small]
+        self(f"tl.warp_specialize([{', '.join(calls)}], {warps}, {registers})")
         kernel = super().kernel(name, pointers, functions)
-        return dataclasses.replace(kernel, gluon=True, scratch=self._maps * _MAP)
+        return dataclasses.replace(kernel, gluon=True, scratch=self.maps * _MAP)
 
 
 def _assigned(lines: list[str]) -> list[str]:

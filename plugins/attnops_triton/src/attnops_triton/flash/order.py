@@ -1,0 +1,27 @@
+"""Whether gradients must be the same to the bit in every run, or whether kernels may add them in any order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+# Part of the key of JAX's cache of traced functions.
+_UNORDERED = jax.make_user_context(default_value=False)
+
+
+def is_unordered() -> bool:
+    """Whether calls are traced inside `unordered`."""
+    return bool(_UNORDERED.value)
+
+
+@contextlib.contextmanager
+def unordered() -> Iterator[None]:
+    """A context in which the sums of a gradient may be added in any order, so that two runs may differ in last bits.
+
+    On Hopper the gradient of queries is then added in float32 by the kernel for those of keys and values: five products
+    a tile instead of seven, and one exponential instead of two, as in FlashAttention-3 (arXiv:2407.08608).
+    """
+    with _UNORDERED(True):
+        yield

@@ -77,13 +77,11 @@ DIMS = ((64, 0), (80, 0), (128, 0), (256, 0), (576, 512))
 CODECS = ("", "int8", "float8_e4m3fn", "float8_e5m2")
 # In turns, so that each page and number of heads occurs with each head dim, codec and architecture.
 TURNS = list(itertools.product((16, 64, 256), (1, 4, 8, 16)))
-TABLE = [
-    (
-        Case(D, Dv, TURNS[i % len(TURNS)][1], TURNS[i % len(TURNS)][0], codec, ("token_head", "head", "tensor")[i % 3]),
-        arch,
-    )
-    for i, ((D, Dv), codec, arch) in enumerate(itertools.product(DIMS, CODECS, SHARED_MEMORY))
-]
+TABLE = []
+for (d, (D, Dv)), (c, codec), (a, arch) in itertools.product(*map(enumerate, (DIMS, CODECS, SHARED_MEMORY))):  # type: ignore[arg-type]
+    turn = 5 * d + c + a
+    page, G = TURNS[turn % len(TURNS)]
+    TABLE.append((Case(D, Dv, G, page, codec, ("token_head", "head", "tensor")[turn % 3]), arch))
 OTHERS = (
     Case(T=512), Case(T=5, page=64), Case(step=True), Case(step=True, T=4, codec="int8"), Case(storage="dense"),
     Case(storage="ring"), Case(page=48), Case(dtype="float32"), Case(dtype="float16"), Case(576, 512, 128, 64),
@@ -96,6 +94,16 @@ SLOW = (
     (Case(576, 512, 16, 64), "sm_80"), (Case(codec="int8"), "sm_80"), (Case(codec="float8_e4m3fn", page=64), "gfx942"),
     (Case(T=512), "sm_100"), (Case(step=True), "sm_120"),
 )  # fmt: skip
+
+
+def test_every_pair_of_sizes_codecs_and_architectures_is_in_the_table() -> None:
+    fields = {
+        "head dim": DIMS, "codec": CODECS, "architecture": SHARED_MEMORY, "heads": (1, 4, 8, 16), "page": (16, 64, 256)
+    }  # fmt: skip
+    found = [((case.D, case.Dv), case.codec, arch, case.G, case.page) for case, arch in TABLE]
+    for (i, first), (j, second) in itertools.combinations(enumerate(fields), 2):
+        wanted = set(itertools.product(fields[first], fields[second]))  # type: ignore[arg-type]
+        assert wanted <= {(row[i], row[j]) for row in found}, f"{first} and {second}"
 
 
 def marks(case: Case, arch: str) -> list[pytest.MarkDecorator]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton.ragged.tile_sizes import splits
+from attnops_triton.ragged.tile_sizes import split_count, splits
 
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized
@@ -103,6 +103,16 @@ def test_with_a_fixed_number_of_splits_a_row_is_the_same_in_any_batch() -> None:
     alone = attend(dataclasses.replace(cache, **rows), 7, query[1:])
     for got, right in zip(alone, attend(cache, 7, query), strict=True):
         np.testing.assert_array_equal(got, right[1:])
+
+
+@pytest.mark.parametrize(
+    ("arch", "programs", "tiles", "count"),
+    [("sm_90", 8, 1000, 33), ("sm_89", 8, 1000, 35), ("sm_120", 8, 1000, 47), ("gfx950", 8, 1000, 64),
+     # Of many programs, of few keys, more than one program merges, and interpreted.
+     ("sm_90", 264, 1000, 1), ("sm_90", 8, 9, 3), ("sm_90", 1, 1000, 64), ("", 8, 1000, 1)],
+)  # fmt: skip
+def test_splits_are_as_many_as_fill_the_gpu(arch: str, programs: int, tiles: int, count: int) -> None:
+    assert split_count(arch, programs, tiles) == count
 
 
 @pytest.mark.parametrize("count", [0, 65])

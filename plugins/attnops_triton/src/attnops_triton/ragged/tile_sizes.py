@@ -11,13 +11,9 @@ import jax
 from attnops_triton.flash.plan import cdiv
 from attnops_triton.flash.tile_sizes import known
 from attnops_triton.ragged.plan import RaggedTiles
-from attnops_triton.targets import SHARED_MEMORY, is_amd
+from attnops_triton.targets import SHARED_MEMORY, is_amd, multiprocessors
 
-# Streaming multiprocessors, or compute units, of the largest GPU of an architecture.
-PROCESSORS: Final = {
-    "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256,
-}  # fmt: skip
-# Programs a processor that hide each other's latencies.
+# Programs a multiprocessor that hide each other's latencies.
 _RESIDENT: Final = 2
 # A split has at least so many tiles: its partial results are written and read again.
 _LEAST: Final = 4
@@ -113,5 +109,5 @@ def split_count(arch: str, programs: int, tiles: int) -> int:
     fixed = current_splits()
     if fixed:
         return fixed
-    wanted = _RESIDENT * PROCESSORS[known(arch)] // programs if arch else 1
+    wanted = _RESIDENT * multiprocessors(arch) // programs if arch else 1
     return max(1, min(wanted, cdiv(tiles, _LEAST), MOST_SPLITS))

@@ -50,11 +50,11 @@ class Contents(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a `DenseCache` or a `PagedCache` that are not written yet.
+    """New tokens that are not written yet.
 
     Attributes:
         tokens: by the names of the store's arrays, as they are stored, [B, K, T, d]; scales by token [B, K, T].
-        first: the slot of each row's first, int32 [B].
+        first: the slot of each row's first, int32 [B]; after a ring's last slot comes its first.
         size: how many fit, int32 [B].
         blocks: the blocks that they go to, in order, int32 [B, blocks].
     """
@@ -210,8 +210,13 @@ class Cache(abc.ABC):
     def _pending(self, key: jax.Array, value: jax.Array | None, count: jax.Array) -> tuple[Self, NewTokens]:
         """`pending` on one device, its arguments checked."""
         pieces, fit = self.place(key.shape[1], count, jnp.arange(self.batch, dtype=jnp.int32))
-        tokens = NewTokens(self.store._tokens(key, value), self.lengths, fit, pieces.block.reshape(self.batch, -1))
+        first, blocks = self._first_new(pieces)
+        tokens = NewTokens(self.store._tokens(key, value), first, fit, blocks)
         return self._appended(self.store, self.lengths + fit, fit < count), tokens
+
+    def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
+        """``first`` and ``blocks`` of `NewTokens`, from the pieces of all rows."""
+        return self.lengths, pieces.block.reshape(self.batch, -1)
 
     def _new(self, key: ArrayLike, value: ArrayLike | None, batch: int) -> tuple[jax.Array, jax.Array | None]:
         """New tokens, checked."""

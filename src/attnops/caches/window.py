@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.caches.base import Cache, Contents
+from attnops.caches.base import Cache, Contents, NewTokens
 from attnops.caches.codec import Quantized
 from attnops.caches.create import check_size, create_rows, create_store
 from attnops.caches.dense import read_blocks, take_rows
@@ -115,6 +115,21 @@ class WindowCache(Cache):
         Raises:
             ValueError: more than ``max_append`` tokens a row; see `Cache.append`.
         """
+        self._check_append(key, rows)
+        return super().append(key, value, lengths, rows)
+
+    def pending(
+        self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None
+    ) -> tuple[Self, NewTokens]:
+        """See `Cache.pending`.
+
+        Raises:
+            ValueError: see `append`.
+        """
+        self._check_append(key, None)
+        return super().pending(key, value, lengths)
+
+    def _check_append(self, key: ArrayLike, rows: Rows | None) -> None:
         shape: tuple[int, ...] = getattr(key, "shape", ())
         most = _longest_run(shape[1] if len(shape) == 4 else 0, rows)
         if self.max_append < most:
@@ -122,7 +137,9 @@ class WindowCache(Cache):
                 f"{most} tokens are appended at once, but the cache was created with max_append={self.max_append}: "
                 f"more would overwrite tokens that a query still sees; append in chunks, or create it with more"
             )
-        return super().append(key, value, lengths, rows)
+
+    def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
+        return self.lengths % self.length, jnp.arange(self.batch, dtype=jnp.int32)[:, None]
 
     def check_queries(self, T: int, rows: Rows | None) -> None:
         most = _longest_run(T, rows)

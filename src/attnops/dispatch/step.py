@@ -18,9 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.caches.base import Cache, CacheType
-from attnops.caches.dense import DenseCache
 from attnops.caches.packed import Rows
-from attnops.caches.paged import PagedCache
 from attnops.dispatch.binding import check_array, swap_heads
 from attnops.dispatch.cached import NO_GRADIENT
 from attnops.dispatch.operation import decide
@@ -116,7 +114,7 @@ def fused(
     layout = operation.metadata.layout
     placement = cache.placement if isinstance(cache, Cache) else None
     is_cut = placement is not None and placement.slots is not None
-    if not isinstance(cache, (DenseCache, PagedCache)) or is_cut or not operation.may_write():
+    if not isinstance(cache, Cache) or is_cut or not operation.may_write():
         return None
     key, value = _in_bthd(layout, key, value)
     after, new = cache.pending(key, value, query_lengths)

@@ -170,7 +170,9 @@ def test_what_no_step_of_one_kernel_writes_is_told() -> None:
     assert told(cache) == told(cache, 128) == []
     assert told(cache, 129) == ["query"]
     assert told(DenseCache.create(length=1024, codec=Quantized("int8", "token_head"), **sizes)) == []
-    assert told(WindowCache.create(window=128, max_append=129, **sizes)) == ["cache"]
+    ring = WindowCache.create(window=128, max_append=129, **sizes)
+    assert told(ring) == told(ring, 128) == []
+    assert told(WindowCache.create(window=1, max_append=128, **sizes), 128) == ["query"]
     assert set(told(cache, 2, Rows([0, 1, 2], [0, 1]))) == {"rows"}
 
 

@@ -16,7 +16,7 @@ from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged.write import Writer
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, sharded
+from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache, sharded
 from attnops.masks import Causal, Mask, SlidingWindow
 
 PAGE, K = 16, 2
@@ -35,6 +35,10 @@ def dense(dtype: Any = jnp.float32, **options: Any) -> Cache:
     return DenseCache.create(length=64, dtype=dtype, **SIZES, **options)
 
 
+def ring(dtype: Any = jnp.float32, **options: Any) -> Cache:
+    return WindowCache.create(window=34, max_append=15, dtype=dtype, **SIZES, **options)
+
+
 def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
@@ -48,6 +52,8 @@ def check(cache: Cache, T: int, mask: Mask | None, lengths: list[int], real: lis
         for name, x in cache.store._blocks().items()
     }
     cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **filled), lengths=jnp.asarray(lengths))
+    if isinstance(cache, WindowCache):
+        cache = dataclasses.replace(cache, written=cache.lengths)
     key, value = (normal(i, 4, T, K, 16).astype(cache.dtype) for i in (1, 2))
     query = normal(3, 4, T, 2 * K, 16).astype(cache.dtype)
     given = None if real is None else jnp.asarray(real)
@@ -90,6 +96,8 @@ def test_what_is_written_and_attended_to_is_that_of_append() -> None:
 @pytest.mark.parametrize(
     ("make", "T", "mask", "lengths"),
     [(paged, 1, SlidingWindow(5, 0), [40, 8, 0, 47]), (paged, 1, Causal(), [16, 31, 0, 64]),
+     # In the slots of a ring before and after its end.
+     (ring, 12, Causal(), [44, 4, 0, 90]), (ring, 1, None, [47, 48, 0, 8]),
      # New tokens that no query sees.
      (dense, 1, ~Causal(), [31, 8, 0, 15]), (paged, 19, Causal(), [0, 17, 0, 40]), (dense, 40, None, [20, 0, 0, 63])],
     ids=lambda x: getattr(x, "__name__", repr(x)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -119,10 +120,13 @@ class TPUFlashAttention(FlashAttention):
         if request.query_length > tile:
             yield Reason("query", request.query_length, f"is more than one tile of {tile} queries, each of which would "
                          f"write the tokens", "give block_q, or fewer tokens a step")  # fmt: skip
-        if cache.storage == "WindowCache":
-            yield Reason("cache", cache.storage, "has new tokens in the slots of tokens that queries still see")
-        packed = 4 // jnp.dtype(cache.codec or request.dtypes[1]).itemsize
         unit = unit_of(cache.page_size, request.slots)
+        itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
+        group = math.gcd(128 if cache.scales == "token_head" else 32 // itemsize, unit)
+        if cache.storage == "WindowCache" and (request.query_length + group - 2) // group + 1 > request.slots // group:
+            yield Reason("query", request.query_length, f"may begin and end in the same group of {group} slots, of a "
+                         f"ring of {request.slots}", "create the cache with more max_append")  # fmt: skip
+        packed = 4 // itemsize
         if unit % packed:
             yield Reason("page_size" if cache.page_size else "length", cache.page_size or request.slots,
                          f"must be a multiple of {packed}, the slots of a word of 32 bits")  # fmt: skip

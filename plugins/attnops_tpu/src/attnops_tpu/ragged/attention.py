@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops.caches import Cache, NewTokens, PagedCache
+from attnops.caches import Cache, NewTokens, PagedCache, WindowCache
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
 from attnops.masks import Packed, without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
@@ -100,7 +100,7 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, is_packed: bool = 
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return Plan(
         B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_packed=is_packed,
-        is_paged=isinstance(cache, PagedCache),
+        is_ring=isinstance(cache, WindowCache), is_paged=isinstance(cache, PagedCache),
         cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), operand=_operand(cache, dtype, chip),
         out_dtype=jnp.dtype(call.query.dtype), is_latent=store.latent is not None, is_joined=store.is_joined,
         scales=_scales(cache), precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST,

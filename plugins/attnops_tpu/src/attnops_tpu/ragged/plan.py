@@ -37,6 +37,7 @@ class Plan:
         part: keys of a tile that are computed at a time.
         unit: slots a unit.
         is_packed: whether the schedule tells the row of the cache of each item; else they follow one another.
+        is_ring: whether the slot after a row's last is its first.
         is_paged: whether units are pages, found by a table.
         piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
         buffers: tiles of keys in vector memory: one is computed with, the others are on their way.
@@ -71,6 +72,7 @@ class Plan:
     part: int
     unit: int
     is_packed: bool
+    is_ring: bool
     is_paged: bool
     piece: int
     buffers: int

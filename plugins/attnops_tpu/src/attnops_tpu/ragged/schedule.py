@@ -75,7 +75,9 @@ def schedule(
 def _written(plan: Plan, new: Written) -> jax.Array:
     start = jnp.arange(plan.nk * plan.units, dtype=jnp.int32) * plan.unit
     first, stop = new.first[:, None], new.stop[:, None]
-    units = (first < stop) & (start < stop) & (first < start + plan.unit)
+    units = (first < stop) & (start < stop) & (first < start + plan.unit) & (start < plan.S)
+    if plan.is_ring:
+        units |= start < stop - plan.S
     return jnp.pad(units, ((0, plan.items - plan.B), (0, 0)))
 
 

@@ -32,7 +32,8 @@ class Written(NamedTuple):
 
     Attributes:
         first: the slot of the first new token of each row, counted from the row's first, int32 [B].
-        stop: the slot after the last, int32 [B]; ``first`` for none.
+        stop: the slot after the last, int32 [B]; ``first`` for none. Of a ring it may be beyond the last slot, after
+            which comes the first.
         blocks: the blocks of the row that have new tokens, int32 [B · blocks a row].
         tokens: bits of tokens as they are stored, int32 words [items, K, n, d] of 1, 2 or 4 slots each: the groups, or
             of one token a row one word that has it in each slot. Scales float32 [items, K, n], whole groups.
@@ -110,42 +111,58 @@ class Writer:
     def has(self, row: jax.Array, number: jax.Array) -> jax.Array:
         """Whether a tile of a row has new tokens."""
         first, stop, start = self.first[row], self.stop[row], number * self.plan.bk
-        return (stop > first) & (start < stop) & (first < start + self.plan.bk)
+        found = (stop > first) & (start < stop) & (first < start + self.plan.bk)
+        return found | (start < stop - self.plan.S) if self.plan.is_ring else found
+
+    @property
+    def _turns(self) -> tuple[int, ...]:
+        """What is subtracted from a number of slots, for those before and those after a ring's end."""
+        return (0, self.plan.S) if self.plan.is_ring else (0,)
 
     def put(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
         """Write the new tokens of a tile to its buffer, and start their transfers to main memory."""
         for array, to in enumerate(self.buffers):
             group = group_of(self.plan, array, to.dtype.itemsize)
 
-            def one(index: jax.Array, carry: None, array: int = array, group: int = group) -> None:
-                self._merge(row, number, buffer, array, group, index)
-                self._copy(row, number, buffer, array, group, index).start()
-                return carry
+            for turn in self._turns:
 
-            lax.fori_loop(*self._groups(row, number, group), one, None)
+                def one(
+                    index: jax.Array, carry: None, array: int = array, group: int = group, turn: int = turn
+                ) -> None:
+                    self._merge(row, number, buffer, array, group, index, turn)
+                    self._copy(row, number, buffer, array, group, index, turn).start()
+                    return carry
+
+                lax.fori_loop(*self._groups(row, number, group, turn), one, None)
 
     def finish(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
         """Wait for the transfers that `put` started."""
         for array, to in enumerate(self.buffers):
             group = group_of(self.plan, array, to.dtype.itemsize)
 
-            def one(index: jax.Array, carry: None, array: int = array, group: int = group) -> None:
-                self._copy(row, number, buffer, array, group, index).wait()
-                return carry
+            for turn in self._turns:
 
-            lax.fori_loop(*self._groups(row, number, group), one, None)
+                def one(
+                    index: jax.Array, carry: None, array: int = array, group: int = group, turn: int = turn
+                ) -> None:
+                    self._copy(row, number, buffer, array, group, index, turn).wait()
+                    return carry
 
-    def _groups(self, row: jax.Array, number: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
-        """The range of groups of a tile that have new tokens."""
-        of_tile = self.plan.bk // group
-        first = jnp.maximum(lax.div(self.first[row], np.int32(group)), number * of_tile)
-        stop = jnp.minimum(lax.div(self.stop[row] + (group - 1), np.int32(group)), (number + 1) * of_tile)
+                lax.fori_loop(*self._groups(row, number, group, turn), one, None)
+
+    def _groups(self, row: jax.Array, number: jax.Array, group: int, turn: int) -> tuple[jax.Array, jax.Array]:
+        """The range of groups of a tile that have new tokens, in numbers that go on after a ring's end."""
+        of_tile, before = self.plan.bk // group, turn // group
+        end = (number + 1) * of_tile
+        end = jnp.minimum(end, self.plan.S // group) + before if self.plan.is_ring else end
+        first = jnp.maximum(lax.div(self.first[row], np.int32(group)), number * of_tile + before)
+        stop = jnp.minimum(lax.div(self.stop[row] + (group - 1), np.int32(group)), end)
         return first, jnp.where(self.has(row, number), stop, first)
 
     def _merge(
-        self, row: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array
+        self, row: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array, turn: int
     ) -> None:
-        at = pl.ds(pl.multiple_of(index * group - number * self.plan.bk, group), group)
+        at = pl.ds(pl.multiple_of(index * group - turn - number * self.plan.bk, group), group)
         first, stop = (ref[row] - index * group for ref in (self.first, self.stop))
         to, tokens = self.buffers[array], self.tokens[array]
         given = index - lax.div(self.first[row], np.int32(group))
@@ -167,9 +184,9 @@ class Writer:
             to[buffer, head, at] = pltpu.bitcast(merged, to.dtype)
 
     def _copy(
-        self, row: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array
+        self, row: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array, turn: int
     ) -> Any:
-        plan, slot = self.plan, index * group
+        plan, slot = self.plan, index * group - turn
         at = pl.multiple_of(slot - number * plan.bk, group)
         if plan.is_paged:
             unit = np.int32(plan.unit)

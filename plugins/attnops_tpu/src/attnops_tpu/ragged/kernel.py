@@ -131,14 +131,14 @@ class Kernel:
         not there yet.
         """
         plan, between = self.plan, Between(self.plan, starts)
-        if not masked or plan.bk == plan.part or plan.bk % plan.part:
+        if not masked or plan.bk == plan.masked_part or plan.bk % plan.masked_part:
             self._add_parts(tile, buffer, range(0, plan.bk, plan.part), masked, between)
         else:
             # One after the other, of a tile of which few keys may be seen.
-            part = np.int32(plan.part)
+            part = np.int32(plan.masked_part)
 
             def body(index: jax.Array, carry: None) -> None:
-                self._add_parts(tile, buffer, [pl.multiple_of(index * part, plan.part)], masked, between)
+                self._add_parts(tile, buffer, [pl.multiple_of(index * part, plan.masked_part)], masked, between)
                 return carry
 
             first, stop = lax.div(tile.first * plan.unit, part), lax.div(tile.stop * plan.unit + (part - 1), part)
@@ -154,7 +154,7 @@ class Kernel:
         for start in starts:
             shared: tuple[jax.Array, Seen] | None = None
             for head in range(plan.K):
-                size = min(plan.part, plan.bk - start) if isinstance(start, int) else plan.part
+                size = min(plan.part, plan.bk - start) if isinstance(start, int) else plan.masked_part
                 part = Part(self, tile, buffer, head, start, size, between)
                 if masked and (shared is None or part.mask_varies_by_head):
                     visible = part.visible()

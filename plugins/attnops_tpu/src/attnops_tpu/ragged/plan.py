@@ -35,6 +35,7 @@ class Plan:
         bq: queries a tile.
         bk: keys a tile, a multiple of ``unit``.
         part: keys of a tile that are computed at a time.
+        masked_part: the same of a tile that is masked, of which parts without keys that are seen are left out.
         unit: slots a unit.
         is_packed: whether the schedule tells the row of the cache of each item; else they follow one another.
         is_ring: whether the slot after a row's last is its first.
@@ -70,6 +71,7 @@ class Plan:
     bq: int
     bk: int
     part: int
+    masked_part: int
     unit: int
     is_packed: bool
     is_ring: bool

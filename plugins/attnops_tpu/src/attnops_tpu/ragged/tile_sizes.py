@@ -22,6 +22,8 @@ _UNIT: Final = 128
 _MAX_UNITS: Final = 512
 # Bytes of units that are so small that a tile of twice the bytes is better: what it takes around its starts is shared.
 _SMALL_UNIT: Final = 8192
+# Bytes of the part of a masked tile that is computed at a time: a row has one such tile, of which few keys may be seen.
+_MASKED: Final = 2 << 20
 # Rows of a tile of scores: more need more vector memory, fewer read keys more often.
 _ROWS: Final = 256
 # The same of packed rows, of which some have one query each, whose tile is as large as that of a prompt.
@@ -47,8 +49,8 @@ class Row(NamedTuple):
 
     Attributes:
         tile: bytes of a tile of keys and values, all heads: enough that what is on its way covers the latency of main
-            memory, that the steps of one kv head fill the latencies of another's, and that the loop's own bundles, some
-            80 a tile, are few.
+            memory, that the steps of one kv head fill the latencies of another's, and that the loop's own bundles and
+            the latencies at a tile's ends, some 150 in all, are few.
         buffers: tiles of keys in vector memory.
         loads: where a transfer has fewer loads of 128 keys of a kv head, the starts of a tile are spread between them;
             of tokens of 1 byte a feature. On tpu7x vector memory has other tiles for these than main memory, and a
@@ -74,7 +76,7 @@ TABLE: Final = {
     "v5e": Row(2 * _MiB, 3),
     "v5p": Row(2 * _MiB, 3),
     "v6e": Row(2 * _MiB, 3),
-    "tpu7x": Row(2 * _MiB, 3, loads=9),
+    "tpu7x": Row(4 * _MiB, 3, loads=9),
 }
 
 
@@ -84,6 +86,7 @@ class Tiles(NamedTuple):
     bq: int
     bk: int
     part: int
+    masked_part: int
     unit: int
     piece: int
     buffers: int
@@ -158,9 +161,6 @@ def choose(
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
     units = bk // unit
-    if interpret:
-        # Only some tests interpret the plan of a generation other than v4: with parts.
-        part = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
     # Where transfers start together nothing else happens: one kv head's pages of 16 tokens would take longer to ask for
     # than to compute with. Of few it takes longer to compute with loads that starts keep in order; after the last load
     # of a long tile they start while its last products are on their way.
@@ -171,7 +171,14 @@ def choose(
     if starts is Starts.BETWEEN and not interpret:
         # Few scores, so that those of four parts are in registers while the products of others are on their way.
         part = min(part, _LEAST_PART)
-    return Tiles(bq, bk, min(part, bk), unit, math.lcm(units, PIECE), row.buffers, starts)
+    part = min(part, bk)
+    masked = min(part, max(_MASKED // token_bytes // LANES * LANES, LANES))
+    masked = part if bk % masked else masked
+    if interpret:
+        # Only some tests interpret the plan of a generation other than v4: with parts.
+        masked = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
+        part = masked if row.tile <= _MASKED else bk
+    return Tiles(bq, bk, part, masked, unit, math.lcm(units, PIECE), row.buffers, starts)
 
 
 def rows_a_call(nq: int) -> int:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from attnops_tpu.aot import TOPOLOGIES, compile_for
+from attnops_tpu.generations import target
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
@@ -167,17 +168,36 @@ def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None
         return WindowCache.create(batch=8, window=1009, max_append=16, kv_heads=4, head_dim=128, layers=8).layer(7)
 
     codec: dict[str, Any] = {"codec": Quantized("int8", "head"), "key_scale": [0.1] * 4, "value_scale": [0.1] * 4}
+    by_token = {"codec": Quantized("int8", "token_head")}
+    for cache in (pages(64, 4, 128), pages(64, 4, 128, **codec), pages(128, 4, 128, **by_token), jax.eval_shape(ring)):
+        # A tile of keys and values; all scales of one array are 2 MiB more.
+        assert step_temporaries(cache, generation, T) <= 5 << 19
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "generation", [pytest.param(x, marks=[] if x == "v6e" else pytest.mark.exhaustive) for x in ("v5e", "v6e", "tpu7x")]
+)
+def test_a_step_of_several_tiles_of_queries_writes_to_the_cache_where_it_is(generation: str) -> None:
+    for cache in (pages(64, 4, 128, batch=2), pages(128, 4, 128, batch=2, codec=Quantized("int8", "token_head"))):
+        assert step_temporaries(cache, generation, 512) <= 24 << 20  # queries, new tokens and outputs, some in float32
+
+
+def step_temporaries(cache: Cache, generation: str, T: int) -> int:
+    """Bytes of temporaries of a step, of one kernel that updates the cache where it is."""
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
 
     def step(query: jax.Array, key: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         output, cache = operation.step(query, key, key, cache, mask=Causal())
         return output.attention_outputs, cache
 
-    by_token = {"codec": Quantized("int8", "token_head")}
-    for cache in (pages(64, 4, 128), pages(64, 4, 128, **codec), pages(128, 4, 128, **by_token), jax.eval_shape(ring)):
-        query, key = (jax.ShapeDtypeStruct((8, T, heads, 128), jnp.bfloat16) for heads in (16, 4))
-        compiled = compile_for(step, (query, key, cache), generation, donated=(2,))
-        memory = compiled.memory_analysis()
-        assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in cache.store._blocks().values())
-        assert memory.temp_size_in_bytes <= 5 << 19  # a tile of keys and values; all scales of one array are 2 MiB more
+    query, key = (jax.ShapeDtypeStruct((cache.batch, T, heads, 128), jnp.bfloat16) for heads in (16, 4))
+    compiled = compile_for(step, (query, key, cache), generation, donated=(2,))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in cache.store._blocks().values())
+    with target(generation):
+        request = operation.request(query, cache, mask=Causal())
+        assert not operation.step_reasons("tpu", request)
+    if T < 100:  # the compiler can't print programs whose operands it prefetches in parts
         assert "while" not in compiled.as_text()  # `append` is a loop over rows
+    return memory.temp_size_in_bytes

@@ -168,7 +168,11 @@ def test_what_no_step_of_one_kernel_writes_is_told() -> None:
     sizes = {"batch": 2, "kv_heads": 2, "head_dim": 128}
     cache = DenseCache.create(length=1024, **sizes)
     assert told(cache) == told(cache, 128) == []
-    assert told(cache, 129) == ["query"]
+    with target("v5p"):  # whose two cores would each have some of the tiles
+        assert told(cache, 129) == ["query"]
+    with target("v6e"):
+        assert told(cache, 129) == []
+        assert told(cache, 1 << 14) == ["query"]
     assert told(DenseCache.create(length=1024, codec=Quantized("int8", "token_head"), **sizes)) == []
     ring = WindowCache.create(window=128, max_append=129, **sizes)
     assert told(ring) == told(ring, 128) == []

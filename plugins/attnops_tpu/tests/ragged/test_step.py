@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attnops_tpu.flash.operation import TPUFlashAttention
+from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged.write import Writer
 
@@ -43,7 +44,9 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def check(cache: Cache, T: int, mask: Mask | None, lengths: list[int], real: list[int] | None = None) -> None:
+def check(
+    cache: Cache, T: int, mask: Mask | None, lengths: list[int], real: list[int] | None = None, **fields: Any
+) -> None:
     if isinstance(cache, PagedCache):
         lengths = [min(n, m) for n, m in zip(lengths, [64, 32, 0, 64], strict=True)]
     bits = jax.random.bits(jax.random.key(0), cache.store.key.shape, jnp.uint8)
@@ -63,7 +66,7 @@ def check(cache: Cache, T: int, mask: Mask | None, lengths: list[int], real: lis
         return program(query, key, value, cache)
 
     expected, after = step(OperationRegistry.create("flash", OperationMetadata(platform="cpu")))
-    got, written = step(OperationRegistry.create("attnops-tpu:flash", METADATA))
+    got, written = step(OperationRegistry.create("attnops-tpu:flash", METADATA.replace(**fields)))
     for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(x, y)
     rounding = {"rtol": 2**-7, "atol": 2**-7} if cache.dtype == jnp.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
@@ -105,6 +108,19 @@ def test_what_is_written_and_attended_to_is_that_of_append() -> None:
 def test_tokens_that_lie_in_any_way(make: Any, T: int, mask: Mask | None, lengths: list[int]) -> None:
     with detect_races():
         check(make(), T, mask, lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "T", "lengths", "real"),
+    [(paged, 20, [15, 8, 0, 40], [20, 20, 20, 5]), (dense, 30, [0, 17, 0, 40], [30, 9, 0, 17]),
+     (ring, 14, [44, 4, 0, 90], [14, 3, 0, 14])],
+    ids=lambda x: getattr(x, "__name__", repr(x)),
+)  # fmt: skip
+def test_several_tiles_of_queries_a_row(make: Any, T: int, lengths: list[int], real: list[int]) -> None:
+    """The last one writes, also where it has no query."""
+    with target("v6e"), detect_races():
+        check(make(), T, Causal(), lengths, real, block_q=8)
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from attnops.kernels import FlashBackend, FlashCall
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
-from attnops_tpu.generations import bounds_checks
+from attnops_tpu.generations import bounds_checks, generation
 from attnops_tpu.ragged.limits import unsupported as in_place
-from attnops_tpu.ragged.tile_sizes import queries_a_tile, unit_of
+from attnops_tpu.ragged.tile_sizes import MAX_NEW, queries_a_tile, unit_of
 
 CacheType = TypeVar("CacheType", bound=Cache)
 
@@ -69,8 +69,8 @@ class TPUFlashAttention(FlashAttention):
                              "leave it out for the table's, or shard the sequence")  # fmt: skip
 
     def environment_key(self) -> Hashable:
-        """See `attnops.BaseOperation.environment_key`: whether kernels have bounds checks, too."""
-        return super().environment_key(), bounds_checks()
+        """See `attnops.BaseOperation.environment_key`: whether kernels have bounds checks, and on how many cores."""
+        return super().environment_key(), bounds_checks(), generation().cores
 
     # The contract's options that it has, a parameter each.
     def forward_tpu(
@@ -117,11 +117,16 @@ class TPUFlashAttention(FlashAttention):
         cache = request.cache
         assert cache is not None
         tile = queries_a_tile(self.metadata.block_q, request.query_length, request.heads // request.kv_heads)
-        if request.query_length > tile:
-            yield Reason("query", request.query_length, f"is more than one tile of {tile} queries, each of which would "
-                         f"write the tokens", "give block_q, or fewer tokens a step")  # fmt: skip
+        if request.query_length > tile and (cores := generation().cores) > 1:
+            yield Reason("query", request.query_length, f"is more than one tile of {tile} queries, which {cores} cores "
+                         f"compute in any order", "give block_q, or fewer tokens a step")  # fmt: skip
         unit = unit_of(cache.page_size, request.slots)
         itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
+        features = cache.width + (0 if cache.joined or cache.latent else request.value_head_dim)
+        size = request.query_length * request.kv_heads * features * itemsize
+        if size > MAX_NEW:
+            yield Reason("query", request.query_length, f"new tokens a row are {size} bytes, but at most {MAX_NEW} are "
+                         f"held in vector memory", "give fewer tokens a step")  # fmt: skip
         group = math.gcd(128 if cache.scales == "token_head" else 32 // itemsize, unit)
         if cache.storage == "WindowCache" and (request.query_length + group - 2) // group + 1 > request.slots // group:
             yield Reason("query", request.query_length, f"may begin and end in the same group of {group} slots, of a "

@@ -167,7 +167,8 @@ def _run(
             grid=grid,
             in_specs=[
                 _of_item(plan, query),
-                *[_of_item(plan, x) for x in (*given.by_row, *tokens)],
+                *[_of_item(plan, x) for x in given.by_row],
+                *[_of_item(plan, x, plan.nq) for x in tokens],
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (len(tables) + len(sources) + len(by_key)),
             ],
             out_specs=[*[_of_item(plan, x) for x in results], *[pl.BlockSpec(memory_space=pl.ANY)] * len(written_to)],
@@ -186,10 +187,15 @@ def _run(
         return tuple(call(*scalars, query, *given.by_row, *tokens, *tables, *sources, *by_key))
 
 
-def _of_item(plan: Plan, x: Any) -> pl.BlockSpec:
-    """The block of an array [items, …] that belongs to a grid step."""
+def _of_item(plan: Plan, x: Any, each: int = 1) -> pl.BlockSpec:
+    """The block of an array [items, …] that belongs to a grid step, or of one with a block for each so many items."""
     rest = x.shape[1:]
-    return pl.BlockSpec((1, *rest), lambda core, step, *_: (step * plan.cores + core, *[0] * len(rest)))
+
+    def index(core: jax.Array, step: jax.Array, *_: Any) -> tuple[Any, ...]:
+        item = step * plan.cores + core
+        return item if each == 1 else lax.div(item, np.int32(each)), *[0] * len(rest)
+
+    return pl.BlockSpec((1, *rest), index)
 
 
 def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:

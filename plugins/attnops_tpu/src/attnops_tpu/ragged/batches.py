@@ -83,5 +83,5 @@ class _Part:
         return own._replace(following=following(self.own, own.stop > own.first), missing=missing, row=row)
 
     def written(self, new: Written) -> Written:
-        tokens = tuple(map(self.items, new.tokens))
+        tokens = tuple(map(self.items if self.plan.nq == 1 else self.rows, new.tokens))
         return Written(self.rows(new.first), self.rows(new.stop), self.pieces(new.blocks), tokens)

@@ -115,14 +115,14 @@ class Kernel:
         """`_add`, and around it what the mask needs and the writes of new tokens."""
         writer, missing = (self.stream.writer, self.missing) if masked else (None, None)
         if writer is not None:
-            writer.put(tile.row, tile.number, buffer)
+            writer.put(tile, buffer)
         if missing is not None:
             missing.enter(tile)
         self._add(tile, buffer, masked, starts)
         if missing is not None:
             missing.leave(tile)
         if writer is not None:
-            writer.finish(tile.row, tile.number, buffer)
+            writer.finish(tile, buffer)
 
     def _add(self, tile: Tile, buffer: jax.Array, masked: bool, starts: list[Callable[[], None]]) -> None:
         """Add the keys and values of a tile to the state, a part of its keys and a head at a time.

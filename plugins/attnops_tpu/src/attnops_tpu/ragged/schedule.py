@@ -78,7 +78,9 @@ def _written(plan: Plan, new: Written) -> jax.Array:
     units = (first < stop) & (start < stop) & (first < start + plan.unit) & (start < plan.S)
     if plan.is_ring:
         units |= start < stop - plan.S
-    return jnp.pad(units, ((0, plan.items - plan.B), (0, 0)))
+    # By the last item of each row.
+    units = jnp.pad(units[:, None], ((0, 0), (plan.nq - 1, 0), (0, 0))).reshape(plan.B * plan.nq, -1)
+    return jnp.pad(units, ((0, plan.items - units.shape[0]), (0, 0)))
 
 
 def _missing(plan: Plan, slots: Slots, first: jax.Array, stop: jax.Array) -> jax.Array:

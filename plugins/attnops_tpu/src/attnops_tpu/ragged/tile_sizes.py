@@ -17,6 +17,8 @@ MAX_ITEMS: Final = 1 << 14
 ITEM_BYTES: Final = 28
 ROW_BYTES: Final = 64
 SCALAR_BYTES: Final = 960 << 10
+# Bytes of a row's new tokens, of which vector memory has those of two rows.
+MAX_NEW: Final = 8 << 20
 # A unit of a storage without pages, and the most units a tile: each has transfers of its own.
 _UNIT: Final = 128
 _MAX_UNITS: Final = 512

@@ -3,6 +3,9 @@
 A transfer moves whole *groups* of slots, those of a register's sublanes: 8 of 32 bits, 16 of 16, 32 of 8; of scales,
 whose slots are in the lanes, 128. The tokens come as groups that lie as those of the row; the other slots of a group
 keep what was transferred. No other row reads what a call writes: pages that rows share are full.
+
+Of several tiles of queries of a row, which follow one another on a core, each puts the tokens in its tiles of keys, and
+the last one writes them to main memory.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,9 @@ from attnops.caches import NewTokens
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.tile_sizes import LANES
 
+if TYPE_CHECKING:
+    from attnops_tpu.ragged.transfers import Tile
+
 _SUBLANES = 8
 
 
@@ -35,8 +41,9 @@ class Written(NamedTuple):
         stop: the slot after the last, int32 [B]; ``first`` for none. Of a ring it may be beyond the last slot, after
             which comes the first.
         blocks: the blocks of the row that have new tokens, int32 [B · blocks a row].
-        tokens: bits of tokens as they are stored, int32 words [items, K, n, d] of 1, 2 or 4 slots each: the groups, or
-            of one token a row one word that has it in each slot. Scales float32 [items, K, n], whole groups.
+        tokens: bits of tokens as they are stored, int32 words [rows, K, n, d] of 1, 2 or 4 slots each: the groups, or
+            of one token a row one word that has it in each slot. Scales float32 [rows, K, n], whole groups. With one
+            tile of queries a row, there are as many rows as items.
     """
 
     first: jax.Array
@@ -65,7 +72,8 @@ def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Sequence[
         token = jnp.arange(((plan.T + group - 2) // group + 1) * group, dtype=jnp.int32) - (new.first % group)[:, None]
         token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]
         own = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])
-        found.append(jnp.pad(own, ((0, plan.items - plan.B), *[(0, 0)] * (own.ndim - 1))))
+        wanting = plan.items - plan.B if plan.nq == 1 else 0
+        found.append(jnp.pad(own, ((0, wanting), *[(0, 0)] * (own.ndim - 1))))
     return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(found))
 
 
@@ -119,8 +127,14 @@ class Writer:
         """What is subtracted from a number of slots, for those before and those after a ring's end."""
         return (0, self.plan.S) if self.plan.is_ring else (0,)
 
-    def put(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
+    def _is_writing(self, item: jax.Array) -> jax.Array | bool:
+        """Whether an item writes to main memory: the last of its row, after which no other reads the tokens."""
+        nq = self.plan.nq
+        return True if nq == 1 else lax.rem(item, np.int32(nq)) == nq - 1
+
+    def put(self, tile: Tile, buffer: jax.Array) -> None:
         """Write the new tokens of a tile to its buffer, and start their transfers to main memory."""
+        row, number, is_writing = tile.row, tile.number, self._is_writing(tile.item)
         for array, to in enumerate(self.buffers):
             group = group_of(self.plan, array, to.dtype.itemsize)
 
@@ -130,13 +144,17 @@ class Writer:
                     index: jax.Array, carry: None, array: int = array, group: int = group, turn: int = turn
                 ) -> None:
                     self._merge(row, number, buffer, array, group, index, turn)
-                    self._copy(row, number, buffer, array, group, index, turn).start()
+                    copy = self._copy(row, number, buffer, array, group, index, turn)
+                    pl.when(is_writing)(copy.start)
                     return carry
 
                 lax.fori_loop(*self._groups(row, number, group, turn), one, None)
 
-    def finish(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
+    def finish(self, tile: Tile, buffer: jax.Array) -> None:
         """Wait for the transfers that `put` started."""
+        pl.when(self._is_writing(tile.item))(lambda: self._wait(tile.row, tile.number, buffer))
+
+    def _wait(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
         for array, to in enumerate(self.buffers):
             group = group_of(self.plan, array, to.dtype.itemsize)
 

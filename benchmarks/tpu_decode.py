@@ -42,7 +42,7 @@ KERNEL: Final = "attnops_ragged"
 
 
 class Case(NamedTuple):
-    """What is compiled: slots a page, kv heads, query heads of each, head dim, codec, and whether it is latent."""
+    """What is compiled: slots a page, kv heads, query heads of each, head dim, codec, whether it is latent, queries."""
 
     page: int
     kv_heads: int
@@ -50,6 +50,7 @@ class Case(NamedTuple):
     head_dim: int = 128
     codec: str = ""
     latent: bool = False
+    queries: int = 1
 
     @property
     def value_head_dim(self) -> int:
@@ -84,7 +85,7 @@ def child(case: Case, generation: str) -> None:
     from attnops.kernels import FlashCall
     from attnops.masks import Causal
 
-    page, K, G, D, codec, latent = case
+    page, K, G, D, codec, latent, T = case
     # Larger than vector memory, in which the compiler would keep it.
     cache = jax.eval_shape(
         lambda: PagedCache.create(batch=ROWS, pages=ROWS * SLOTS // page, page_size=page, max_pages=SLOTS // page,
@@ -93,7 +94,7 @@ def child(case: Case, generation: str) -> None:
     )  # fmt: skip
     metadata = OperationMetadata(platform="tpu", on_unsupported="error")
     operation = OperationRegistry.create("attnops-tpu:flash", metadata)
-    query = jax.ShapeDtypeStruct((ROWS, 1, K * G, D), jnp.bfloat16)
+    query = jax.ShapeDtypeStruct((ROWS, T, K * G, D), jnp.bfloat16)
 
     def run(query: jax.Array, cache: Cache) -> jax.Array:
         return operation(query, cache, mask=Causal()).attention_outputs
@@ -196,6 +197,7 @@ def main(
     head_dim: Annotated[list[int], typer.Option()] = [128],  # noqa: B006
     codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
     latent: Annotated[bool, typer.Option("--latent")] = False,
+    queries: Annotated[list[int], typer.Option(help="a row, in one tile")] = [1],  # noqa: B006
     is_whole: Annotated[bool, typer.Option("--whole", help="All cases of the READMEs; of these options only "
                                            "--generation counts.")] = False,
     with_peers: Annotated[bool, typer.Option("--peers", help="They have no latent content.")] = False,
@@ -210,7 +212,8 @@ def main(
         print_lines(list(traffic("v6e", page)))
         return
     dims = [576] if latent else head_dim
-    cases = [Case(p, k, g, d, c, latent) for c in codec for d in dims for k in kv_heads for g in groups for p in page]
+    cases = [Case(p, k, g, d, c, latent, t) for t in queries for c in codec for d in dims for k in kv_heads
+             for g in groups for p in page]  # fmt: skip
     kept = json.loads(json_file.read_text()) if json_file is not None and json_file.exists() else []
     lines = []
     for of in generation:

@@ -28,7 +28,7 @@ from rich.table import Table
 TOKENS: Final = 16384
 WIDTH: Final = 2048  # heads times head dim
 MASKS: Final = {"full": 1.0, "causal": 0.5, "documents": 0.125}  # and the share of scores that are seen
-NAMES: Final = ("attnops-triton", "cuDNN", "FlexAttention", "torch", "tokamax", "ejkernel")
+NAMES: Final = ("attnops-triton", "attnops-triton-unordered", "cuDNN", "FlexAttention", "torch", "tokamax", "ejkernel")
 PACKAGES: Final = ("attnops", "attnops-triton", "jax", "jaxlib", "triton", "torch", "tokamax", "ejkernel")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
 import jax
+from attnops_triton.flash.order import unordered
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.bench.case import Case, Refused
@@ -14,21 +16,29 @@ from attnops.bench.program import RESULTS, Contender, Ready, compile_jax
 from attnops.masks import Causal
 
 
-def triton(interpret: bool) -> Contender:
-    """attnops-triton, refused rather than replaced by the native forward."""
+def triton(interpret: bool, any_order: bool = False) -> Contender:
+    """attnops-triton, refused rather than replaced by the native forward.
+
+    Args:
+        interpret: whether Triton is interpreted.
+        any_order: whether gradients are added in any order.
+    """
 
     def prepare(case: Case) -> Ready:
         metadata = OperationMetadata(platform="cuda", on_unsupported="error", interpret=interpret)
         operation: Any = OperationRegistry.create("attnops-triton:flash", metadata)
+        what = "attnops-triton:flash" + ", interpreted" * interpret + ", in any order" * any_order
+
+        def attend(query: Any, key: Any, value: Any, _: Any) -> Any:
+            with unordered() if any_order else contextlib.nullcontext():
+                return operation(query, key, value, mask=case.mask).attention_outputs
+
         try:
-            return compile_jax(
-                case, lambda q, k, v, _: operation(q, k, v, mask=case.mask).attention_outputs, None,
-                "attnops-triton:flash" + (", interpreted" if interpret else ""),
-            )  # fmt: skip
+            return compile_jax(case, attend, None, what)
         except UnsupportedError as error:
             raise Refused("; ".join(map(str, error.reasons))) from None
 
-    return Contender("attnops-triton", prepare)
+    return Contender("attnops-triton-unordered" if any_order else "attnops-triton", prepare)
 
 
 def _cudnn(case: Case) -> Ready:
@@ -89,6 +99,7 @@ def _flex(case: Case) -> Ready:
 # By name; a function of whether Triton is interpreted.
 CONTENDERS: Final[dict[str, Callable[[bool], Contender]]] = {
     "attnops-triton": triton,
+    "attnops-triton-unordered": lambda dry: triton(dry, any_order=True),
     "cuDNN": lambda dry: Contender("cuDNN", _cudnn, is_peer=True),
     "FlexAttention": lambda dry: Contender("FlexAttention", _flex, is_peer=True),
     "torch": lambda dry: PEERS["torch"].contender,

@@ -89,6 +89,8 @@ OTHERS = (
     Case(576, 512, 128, 64, "int8"),
 )  # fmt: skip
 TABLE += [(case, arch) for case in OTHERS for arch in SHARED_MEMORY]
+# Instructions outside of the loop: ptxas 12.9 takes 128 registers rather than the one more that it needs.
+SPILLED = {(Case(G=4, page=64, codec="float8_e4m3fn", scales="tensor"), "sm_120"): 2}
 QUICK = ((Case(), "sm_90"),)
 SLOW = (
     (Case(576, 512, 16, 64), "sm_80"), (Case(codec="int8"), "sm_80"), (Case(codec="float8_e4m3fn", page=64), "gfx942"),
@@ -126,7 +128,9 @@ def test_a_case_compiles_without_spills_within_shared_memory(case: Case, arch: s
         if case.D in (64, 128) and case.dtype != "float32":
             # A few bytes of stack may be reserved that nothing uses.
             spills = binary.count("LDL", "STL") if arch.startswith("sm_") else binary.spilled
-            assert spills == 0, f"{what} spills {binary.spilled} bytes"
+            known = SPILLED.get((case, arch), 0) if x is launched[0] else 0
+            assert spills == known, f"{what} spills {binary.spilled} bytes"
+            assert not binary.loop["LDL"] + binary.loop["STL"]
         elif case.Dv and case.dtype != "float32":
             # Larger tiles spill a little, and take fewer instructions than those that spill nothing.
             spills, most = (binary.loop["LDL"] + binary.loop["STL"], 4) if arch[0] == "s" else (binary.spilled, 32)

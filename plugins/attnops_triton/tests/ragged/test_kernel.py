@@ -11,9 +11,9 @@ import pytest
 from attnops_triton.ragged.tile_sizes import split_count, splits
 
 from attnops import OperationMetadata, OperationRegistry, Reason
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized
+from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows
 from attnops.caches.bits import to_bits
-from attnops.masks import Causal, KeyPadding, Lengths, Mask
+from attnops.masks import Causal, KeyPadding, Lengths, Mask, SlidingWindow
 from attnops.testing.caches import cache_problem, check_cache
 from attnops.testing.runner import Status, Subject
 
@@ -103,6 +103,26 @@ def test_with_a_fixed_number_of_splits_a_row_is_the_same_in_any_batch() -> None:
     alone = attend(dataclasses.replace(cache, **rows), 7, query[1:])
     for got, right in zip(alone, attend(cache, 7, query), strict=True):
         np.testing.assert_array_equal(got, right[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mask", "count"), [(Causal(), 11), (SlidingWindow(50, 0), 1), (SlidingWindow(50, 0), 3)],
+    ids=["causal", "window, one split", "window"],
+)  # fmt: skip
+def test_with_a_fixed_number_of_splits_a_packed_row_is_the_same_among_any_others(mask: Mask, count: int) -> None:
+    cache, n = filled(3), 40
+    query, others = (jax.random.normal(jax.random.key(i), (1, T, 2, 16)) for i, T in ((2, n), (3, 20)))
+    operation = OperationRegistry.create("attnops-triton:flash", METADATA)
+
+    def attend(query: jax.Array, rows: Rows) -> np.ndarray:
+        with splits(count):
+            program = jax.jit(lambda q, c, r: operation(q, c, mask=mask, rows=r).attention_outputs)
+            return np.asarray(program(query, cache, rows))
+
+    alone = attend(query, Rows([0, n], [0]))
+    among = attend(jnp.concatenate([others, query], 1), Rows([0, 9, 20, 20 + n], [2, 1, 0]))
+    np.testing.assert_array_equal(alone[0], among[0, 20:])
 
 
 @pytest.mark.parametrize(

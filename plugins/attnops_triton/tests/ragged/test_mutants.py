@@ -84,12 +84,13 @@ QUICK = {
 }
 SLOW = {
     "pages are those of another row": (PACKED, "row.to(tl.int64) * pages", "(row * 0).to(tl.int64) * pages"),
-    "a tile of a split is left out": (PACKED, "each = (stop - first + splits - 1)", "each = (stop - first)"),
+    "a tile of a split is left out": (STEP, "each = (stop - first + splits - 1)", "each = (stop - first)"),
+    "splits of packed rows are a tile apart": (PACKED, "(split + 1) * each", "(split + 1) * each - 1"),
     "splits have the weights of their own maximum": (PACKED, "tl.exp2((some_m - below)", "tl.exp2((some_m - some_m)"),
     "the window begins a token late": (WINDOW, ">= mask2", "> mask2"),
     "the sink is another head's": (WINDOW, "sinks_ptr + hr", "sinks_ptr + hr * 0"),
     "padding gets an output": (PACKED, "stored = (qr < T) & seen_any", "stored = qr < T"),
-    "scales are left out": (STEP, "acc_0 = acc_0 * tl.load(value_scale_ptr + k)", "pass"),
+    "scales are left out": (STEP, "acc_0 = acc_0 * value_factor", "pass"),
     "a new token is written a slot early": (STEP, "* S + new_slot", "* S + new_slot - 1"),
     "a new token is read before it is written": (STEP, "range(new_from, new_to)", "range(new_from, new_from)"),
 }

@@ -21,7 +21,7 @@ from attnops_triton.ragged.operands import fitted, item_arrays, score_arrays, st
 from attnops_triton.ragged.plan import Plan
 from attnops_triton.ragged.result import write_merge
 from attnops_triton.ragged.schedule import schedule
-from attnops_triton.ragged.tile_sizes import choose, rows_of, split_count
+from attnops_triton.ragged.tile_sizes import choose, current_splits, rows_of, split_count
 from attnops_triton.ragged.write import ARRAYS, token_arrays
 from attnops_triton.targets import current
 
@@ -44,7 +44,7 @@ def cached_attention(
     call = fitted(call.replace(mask=without_table(given)[0]))
     plan = make_plan(call, cache, wants_lse, 0 if new is None else call.query.shape[1])
     arrays = {"q": call.query} | store_arrays(cache) | score_arrays(plan, call)
-    arrays |= item_arrays(schedule(plan, given, new))
+    arrays |= item_arrays(schedule(plan, given, cache.lengths, new))
     if new is not None:
         arrays |= token_arrays(cache, new)
     results = _run(plan, arrays)
@@ -65,11 +65,13 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, writes: int) -> Pl
     arch = "" if metadata.interpret else current() or device_arch()
     stored = jnp.dtype(store.stored_dtype)
     dtype = operand_dtype(call.query.dtype.name, jnp.dtype(cache.dtype).name, bool(cache.codec))
-    rows = rows_of(metadata.block_q, T, H // K, max(D, Dv), bool(cache.codec), arch)
+    in_order = is_packed and current_splits() > 0
+    # Products of other sizes may be summed in another order.
+    rows = rows_of(metadata.block_q, 1 << 20 if in_order else T, H // K, max(D, Dv), bool(cache.codec), arch)
     tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
     plan = Plan(
-        B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_packed=is_packed, page=page,
-        pages=pages, blocks=store.own_blocks, width=store.width,
+        B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_packed=is_packed, in_order=in_order,
+        page=page, pages=pages, blocks=store.own_blocks, width=store.width,
         is_joined=store.is_joined, is_latent=store.latent is not None, stored=stored.name,
         scales="" if cache.codec is None else cache.codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
         tiles=tiles, writes=writes, scale=call.scale, tf32=metadata.precision == lax.Precision.DEFAULT,

@@ -25,7 +25,9 @@ def write_kernel(write: Writer, plan: Plan, written: dict[str, int]) -> int:
         write.integer(name, value)
     programs = _place(write, plan)
     _queries(write, plan)
-    scores.load_values(by_key=False)
+    scores.load_values("bias", by_key=False)
+    if not _loads_mask_late(plan):
+        scores.load_values("mask", by_key=False)
     if plan.writes:
         write_tokens(write, plan, written)
     _state(write, plan)
@@ -61,10 +63,15 @@ def _place(write: Writer, plan: Plan) -> int:
     if not plan.is_packed:
         write(f"row = rest // {plan.K}", "b = row", "item = row * nq + tile")
     write(
-        "first = tl.load(ranges_ptr + item * 4)", "stop = tl.load(ranges_ptr + item * 4 + 1)",
-        "full_start = tl.load(ranges_ptr + item * 4 + 2)", "full_stop = tl.load(ranges_ptr + item * 4 + 3)",
+        "first = tl.load(ranges_ptr + item * 5)", "stop = tl.load(ranges_ptr + item * 5 + 1)",
+        "full_start = tl.load(ranges_ptr + item * 5 + 2)", "full_stop = tl.load(ranges_ptr + item * 5 + 3)",
     )  # fmt: skip
-    if plan.tiles.splits > 1:
+    if plan.tiles.splits > 1 and plan.in_order:
+        write(
+            "each = tl.load(ranges_ptr + item * 5 + 4)", "stop = tl.minimum(stop, (split + 1) * each)",
+            "first = tl.maximum(first, split * each)",
+        )  # fmt: skip
+    elif plan.tiles.splits > 1:
         write(
             "each = (stop - first + splits - 1) // splits", "first = first + split * each",
             "stop = tl.minimum(stop, first + each)",
@@ -135,6 +142,9 @@ def _state(write: Writer, plan: Plan) -> None:
         write(f"acc_{i} = tl.full([{rows}, {chunk.width}], 0.0, tl.float32)")
     if _has_unit(plan):
         write("unit = pid.to(tl.float32) * 0.0")
+    if plan.scales in ("head", "tensor"):
+        at = f"{'key' if plan.is_latent else 'value'}_scale_ptr{' + k' if plan.scales == 'head' else ''}"
+        write(f"value_factor = tl.load({at})")
 
 
 def _has_unit(plan: Plan) -> bool:
@@ -150,10 +160,19 @@ def _loops(write: Writer, plan: Plan, scores: Scores, storage: Storage) -> None:
     with write.block("for i in range(full_start, full_stop):"):
         write(f"kv0 = i * {bk}")
         _tile(write, plan, scores, storage, False)
+    if _loads_mask_late(plan):
+        scores.load_values("mask", by_key=False)
     write("before = full_start - first")
     with write.block("for j in range(0, before + stop - full_stop):"):
         write(f"kv0 = tl.where(j < before, first + j, full_stop + j - before) * {bk}")
         _tile(write, plan, scores, storage, True)
+
+
+def _loads_mask_late(plan: Plan) -> bool:
+    """Whether the mask's values are loaded after the loop without a mask: else ptxas (12.9) spills two registers on
+    sm_80 and sm_89 at D 128. Without these scales it would, at T 512 on sm_89, if they were loaded there.
+    """
+    return plan.scales in ("head", "tensor")
 
 
 def _tile(write: Writer, plan: Plan, scores: Scores, storage: Storage, masked: bool) -> None:
@@ -162,9 +181,10 @@ def _tile(write: Writer, plan: Plan, scores: Scores, storage: Storage, masked: b
     write("kx = slot" if plan.is_even or not masked else "kx = tl.minimum(slot, S - 1)")
     if plan.is_packed:
         write("kx = kx + row * S")
-    scores.load_values(by_key=True)
+    scores.load_values("bias", by_key=True)
     guarded = False
     if masked:
+        scores.load_values("mask", by_key=True)
         conditions = [storage.present] if storage.present else []
         conditions += [] if plan.is_even else ["(slot < S)[None, :]"]
         conditions.append("real[:, None]")

@@ -49,6 +49,8 @@ class Plan:
     Attributes:
         B, T, S, H, K, D, Dv: rows of the cache, queries a row or packed ones, slots a row, heads, kv heads, head dims.
         is_packed: whether rows are packed: then masks and biases are of batch 1 and B · S keys.
+        in_order: whether tiles of keys are read in their order, in splits that the row's length decides, so that the
+            result of a row does not depend on the rows that it shares a tile of queries with.
         page: slots a page; 0 for a storage without pages.
         pages: most pages a row.
         blocks: pages, or rows, of the cache.
@@ -77,6 +79,7 @@ class Plan:
     D: int
     Dv: int
     is_packed: bool
+    in_order: bool
     page: int
     pages: int
     blocks: int

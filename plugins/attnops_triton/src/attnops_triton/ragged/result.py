@@ -33,11 +33,7 @@ def _unscaled(write: Writer, plan: Plan) -> None:
     """Write the accumulators in natural units: times values' scales."""
     if not plan.scales or (plan.scales == "token_head" and plan.dtype != "float16"):
         return
-    name = "key" if plan.is_latent else "value"
-    if plan.scales == "token_head":
-        factor = "unit"
-    else:
-        factor = f"tl.load({name}_scale_ptr{' + k' if plan.scales == 'head' else ''})"
+    factor = "unit" if plan.scales == "token_head" else "value_factor"
     for i in range(len(plan.value_chunks)):
         write(f"acc_{i} = acc_{i} * {factor}")
 

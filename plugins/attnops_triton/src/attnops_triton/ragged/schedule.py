@@ -19,8 +19,8 @@ class Schedule(NamedTuple):
     """Data of items, int32.
 
     Attributes:
-        ranges: [items, 4]: the first tile that an item reads, the one after the last, the first of those without a
-            mask, the one after the last of these.
+        ranges: [items, 5]: the first tile that an item reads, the one after the last, the first of those without a
+            mask, the one after the last of these; and the tiles of a split, 0 where they follow from these.
         row: of packed rows, the row of the cache of an item, [items]; else None.
         tile: of packed rows, its tile of queries, [items]; else None.
     """
@@ -30,12 +30,13 @@ class Schedule(NamedTuple):
     tile: jax.Array | None
 
 
-def schedule(plan: Plan, mask: Mask, new: NewTokens | None = None) -> Schedule:
+def schedule(plan: Plan, mask: Mask, lengths: jax.Array, new: NewTokens | None = None) -> Schedule:
     """The schedule of a call: tiles from the first to the last with a key that a query of the item may see.
 
     Args:
         plan: of the call.
         mask: by slot, bound.
+        lengths: of the cache's rows.
         new: tokens that are written; their tiles are read, whoever sees them.
     """
     tiles = _tiles(plan, mask, plan.B * plan.S if plan.is_packed else plan.S)
@@ -45,13 +46,19 @@ def schedule(plan: Plan, mask: Mask, new: NewTokens | None = None) -> Schedule:
             start = jnp.arange(plan.nk, dtype=jnp.int32) * plan.tiles.bk
             first, stop = new.first[:, None], (new.first + new.size)[:, None]
             active |= (first < stop) & (start < stop) & (first < start + plan.tiles.bk)
-        return Schedule(_ranges(active, full), None, None)
+        return Schedule(_ranges(active, full, jnp.zeros(plan.items, jnp.int32)), None, None)
     active, full = (x.reshape(plan.nq * plan.B, plan.nk) for x in tiles)
     # Pairs of a tile of queries and a row that has some of them.
     has_some, none = active.any(1) & _is_own(plan, mask), plan.nq * plan.B
     pairs = jnp.nonzero(has_some, size=plan.items, fill_value=none)[0].astype(jnp.int32)
     exists, pairs = pairs < none, jnp.minimum(pairs, none - 1)
-    return Schedule(_ranges(active[pairs] & exists[:, None], full[pairs]), pairs % plan.B, pairs // plan.B)
+    row = pairs % plan.B
+    if plan.in_order:
+        full = jnp.zeros_like(full)
+    # Of the tiles up to a row's last token.
+    by_split = plan.tiles.bk * plan.tiles.splits
+    each = (jnp.clip(lengths, 0, plan.S)[row] + by_split - 1) // by_split * plan.in_order
+    return Schedule(_ranges(active[pairs] & exists[:, None], full[pairs], each), row, pairs // plan.B)
 
 
 def _is_own(plan: Plan, mask: Mask) -> jax.Array:
@@ -81,12 +88,12 @@ def _tiles(plan: Plan, mask: Mask, keys: int) -> tuple[jax.Array, jax.Array]:
     return active, full
 
 
-def _ranges(active: jax.Array, full: jax.Array) -> jax.Array:
-    """[items, 4] of booleans [items, nk]."""
+def _ranges(active: jax.Array, full: jax.Array, each: jax.Array) -> jax.Array:
+    """[items, 5] of booleans [items, nk], and of the tiles of a split, [items]."""
     n = active.shape[1]
     some, first = active.any(1), active.argmax(1)
     stop = jnp.where(some, n - active[:, ::-1].argmax(1), first)
     full_start = jnp.where(full.any(1), full.argmax(1), n)
     breaks = (jnp.arange(n) >= full_start[:, None]) & ~full
     full_stop = jnp.where(breaks.any(1), breaks.argmax(1), n)
-    return jnp.stack([first, stop, full_start, full_stop], 1).astype(jnp.int32)
+    return jnp.stack([first, stop, full_start, full_stop, each], 1).astype(jnp.int32)

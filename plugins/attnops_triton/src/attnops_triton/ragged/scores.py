@@ -36,12 +36,10 @@ class Scores:
         """The tile's shape."""
         return f"[{self.plan.tiles.rows}, {self.plan.tiles.bk}]"
 
-    def load_values(self, by_key: bool) -> None:
-        """Load the values of mask and bias that vary by key, or the others."""
-        scoring = self.plan.scoring
-        for prefix, function in (("mask", scoring.mask), ("bias", scoring.bias)):
-            if function is None:
-                continue
+    def load_values(self, prefix: str, by_key: bool) -> None:
+        """Load the values of the "mask" or of the "bias" that vary by key, or the others."""
+        function = getattr(self.plan.scoring, prefix)
+        if function is not None:
             for i, (axes, dtype) in enumerate(zip(function.values, function.dtypes, strict=True)):
                 if ("kv" in axes) != by_key:
                     continue

@@ -39,7 +39,8 @@ def current_splits() -> int:
 def splits(count: int) -> Iterator[None]:
     """A context in which each row's keys are read in ``count`` splits, whatever the batch and the GPU.
 
-    A row's result is then the same to the last bit in any batch.
+    A row's result is then the same to the last bit in any batch of as many queries a row, and of packed rows among any
+    others; these are slower, since all of their tiles of keys are masked.
 
     Args:
         count: from 1 to 64.

@@ -133,7 +133,7 @@ def test_a_case_compiles_without_spills_within_shared_memory(case: Case, arch: s
             assert not binary.loop["LDL"] + binary.loop["STL"]
         elif case.Dv and case.dtype != "float32":
             # Larger tiles spill a little, and take fewer instructions than those that spill nothing.
-            spills, most = (binary.loop["LDL"] + binary.loop["STL"], 4) if arch[0] == "s" else (binary.spilled, 32)
+            spills, most = (binary.loop["LDL"] + binary.loop["STL"], 8) if arch[0] == "s" else (binary.spilled, 32)
             assert spills <= most, f"{what} spills {binary.spilled} bytes, {spills} times in the loop"
         if case.dtype != "float32" and x is launched[0]:
             products = ("HMMA", "HGMMA", "UTCHMMA")

@@ -204,8 +204,7 @@ class Cache(abc.ABC):
         placement = None if self.placement is None else self.placement.free()
         if placement is None:
             return self._pending(key, value, count)
-        grown, overflowed, tokens = pending_by_shard(placement, self, key, value, count)
-        return dataclasses.replace(self, lengths=grown, overflowed=overflowed), tokens
+        return pending_by_shard(placement, self, key, value, count)
 
     def _pending(self, key: jax.Array, value: jax.Array | None, count: jax.Array) -> tuple[Self, NewTokens]:
         """`pending` on one device, its arguments checked."""

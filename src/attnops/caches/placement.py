@@ -254,26 +254,31 @@ def _append_own(
 
 
 def pending(
-    placement: Placement, cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array
-) -> tuple[jax.Array, jax.Array, NewTokens]:
-    """`Cache.pending` on a mesh whose axes shard no context: lengths, ``overflowed``, and each device's new tokens."""
+    placement: Placement, cache: CacheType, key: jax.Array, value: jax.Array | None, count: jax.Array
+) -> tuple[CacheType, NewTokens]:
+    """`Cache.pending` on a mesh whose axes shard no context: each device's new tokens."""
     given = cache, key, value, count, None
     moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
-    result: tuple[jax.Array, jax.Array, NewTokens] = _pending(placement, *moved)
-    return result
+    grown, new = _pending(placement, *moved)
+    return dataclasses.replace(cache, **grown), new
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pending(placement: Placement, *given: Any) -> Any:
     def own(cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array, rows: None) -> Any:
         after, new = placement.local(cache)._pending(key, value, count)
-        return after.lengths, after.overflowed, new
+        return _grown(after), new
 
-    by_row = PartitionSpec(placement.batch)
+    specs = _append_specs(placement, given)
     return jax.shard_map(
-        own, in_specs=_append_specs(placement, given), out_specs=(by_row, by_row, placement.specs_of_new(given[0])),
-        check_vma=False, **mesh_arguments(placement.mesh),
+        own, in_specs=specs, out_specs=(_grown(specs[0]), placement.specs_of_new(given[0])), check_vma=False,
+        **mesh_arguments(placement.mesh),
     )(*given)  # fmt: skip
+
+
+def _grown(cache: Cache) -> dict[str, Any]:
+    """What an append changes of a cache, other than its store."""
+    return {name: x for name, x in cache._rows().items() if name not in ("starts", "table")}
 
 
 def check_packed(placement: Placement) -> None:

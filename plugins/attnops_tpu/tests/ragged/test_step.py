@@ -155,16 +155,17 @@ def test_a_layer_of_all_is_written() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["paged", "dense"])
+@pytest.mark.parametrize("storage", ["paged", "dense", "ring"])
 def test_each_device_of_a_mesh_writes_to_its_part(storage: str, steps: list[int]) -> None:
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axes, devices=jax.devices()[:4])
     table = np.array([[1, 2, 3, 0], [4, 5, -1, -1], [3, 1, 2, 0], [5, 4, 6, 7]])  # of 8 pages in each of two shards
+    arguments: dict[str, Any] = SIZES | {"dtype": jnp.float32}
 
     def make() -> Cache:
-        if storage == "dense":
-            return dense()
-        return PagedCache.create(pages=16, page_size=PAGE, max_pages=4, table=table, dtype=jnp.float32, **SIZES)
+        if storage != "paged":
+            return dense() if storage == "dense" else WindowCache.create(window=34, max_append=31, **arguments)
+        return PagedCache.create(pages=16, page_size=PAGE, max_pages=4, table=table, **arguments)
 
     placed, whole = sharded(make, mesh), make()
     if isinstance(whole, PagedCache):
@@ -179,7 +180,7 @@ def test_each_device_of_a_mesh_writes_to_its_part(storage: str, steps: list[int]
     assert steps == [3]
     for name in ("attention_outputs", "logsumexp"):
         np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
-    for name in ("lengths", "overflowed"):
+    for name in {"lengths", "overflowed", "written"} & set(vars(after)):
         np.testing.assert_array_equal(getattr(written, name), getattr(after, name))
     for x, y in zip(jax.tree.leaves(written.store), jax.tree.leaves(after.store), strict=True):
         np.testing.assert_array_equal(x, y)

@@ -137,6 +137,12 @@ def test_packed_numbers(options: dict[str, Any], T: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make", [dense, ring])
+def test_scales_beside_keys_and_values_in_arrays_of_their_own(make: Any) -> None:
+    check(make(codec=Quantized("int8", "token_head")), 1, Causal(), [15, 30, 0, 33])
+
+
+@pytest.mark.slow
 def test_auto_picks_the_kernel_that_writes(steps: list[int]) -> None:
     cache, token = paged(), jnp.zeros((4, 1, K, 16))
     operation = OperationRegistry.create("auto", METADATA)

@@ -55,19 +55,21 @@ def cached_attention(
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
     plan = make_plan(call, cache, wants_lse, of_tiles is not None)
     store = cache.store.flat()
-    stored, scales = [store.key, store.value], [store.key_scale, store.value_scale]
-    sources = [x for x in (*stored, *(scales if store.has_token_scales else ())) if x is not None]
+    names = "key", "value", *(("key_scale", "value_scale") if store.has_token_scales else ())
+    blocks = {name: x for name in names if (x := getattr(store, name)) is not None}
+    sources = list(blocks.values())
     given = arrays(plan, call)
     if plan.scales == "head":
+        scales = store.key_scale, store.value_scale
         given = given._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
-    new_tokens = None if new is None else written(plan, new, store.base, sources)
+    new_tokens = None if new is None else written(plan, new, store.base, blocks)
     out, *rest = run_in_batches(
         _run, plan, queries(plan, call.query), sources, _tables(plan, cache),
         jnp.asarray(store.base, jnp.int32)[None], given,
         schedule(plan, items_mask, slots, new_tokens, None if of_tiles is None else of_tiles.row), new_tokens,
     )  # fmt: skip
     if new is not None:
-        arrays_of: dict[str, Any] = dict(zip(new.tokens, rest[-len(sources) :], strict=True))
+        arrays_of: dict[str, Any] = dict(zip(blocks, rest[-len(sources) :], strict=True))
         arrays_of = {name: x.reshape(getattr(cache.store, name).shape) for name, x in arrays_of.items()}
         cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays_of))
         rest = rest[: -len(sources)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -57,17 +57,17 @@ def group_of(plan: Plan, array: int, itemsize: int) -> int:
     return math.gcd(LANES if array >= plan.token_arrays else _SUBLANES * 4 // itemsize, plan.unit)
 
 
-def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Sequence[jax.Array]) -> Written:
+def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Mapping[str, jax.Array]) -> Written:
     """What a call writes.
 
     Args:
         plan: of the call.
         new: of the cache.
         base: the first block of the cache.
-        blocks: the arrays that are written to, in the order of ``new.tokens``.
+        blocks: the arrays that are written to, by name; scales last. JAX sorts the names of ``new.tokens``.
     """
     found = []
-    for i, (name, array) in enumerate(zip(new.tokens, blocks, strict=True)):
+    for i, (name, array) in enumerate(blocks.items()):
         group = group_of(plan, i, array.dtype.itemsize)
         token = jnp.arange(((plan.T + group - 2) // group + 1) * group, dtype=jnp.int32) - (new.first % group)[:, None]
         token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]

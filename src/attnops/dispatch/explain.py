@@ -70,7 +70,10 @@ class Candidate:
     def steps(self) -> str:
         """Of a request over a cache, how `attnops.OperationImpl.step` writes the tokens."""
         if not self.step_reasons:
-            return f"op.step writes the tokens in the kernel (stepped_{self.forward}), on a mesh before it"
+            return (
+                f"op.step writes the tokens in the kernel (stepped_{self.forward}); before it where a mesh cuts the "
+                f"context, or shards kv heads otherwise than the query's"
+            )
         return "op.step appends the tokens first: " + "; ".join(str(reason) for reason in self.step_reasons)
 
 

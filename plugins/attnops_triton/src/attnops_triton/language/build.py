@@ -44,6 +44,7 @@ class Recipe:
         warps: warps a program.
         stages: stages of the software pipeline.
         arch: such as ``"sm_90"``.
+        registers: at most so many a thread; 0 for as many as the assembler sees fit. NVIDIA's alone.
     """
 
     kernel: Kernel
@@ -52,12 +53,13 @@ class Recipe:
     warps: int
     stages: int
     arch: str
+    registers: int = 0
 
     def key(self) -> str:
         """A name of the program, which no other program has, from these or other versions of the compilers."""
         parts = (
             self.kernel.text, self.dtypes, sorted(self.divisible), self.warps, self.stages, self.arch,
-            ptx_version(self.arch, self.kernel.gluon), wave_size(self.arch), store.FORMAT,
+            self.registers, ptx_version(self.arch, self.kernel.gluon), wave_size(self.arch), store.FORMAT,
             *(versions.version_of(name) for name in ("triton", "attnops-triton")),
         )  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -181,7 +183,9 @@ def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     backend = make_backend(target)
     # Fusion is off by default from Triton 3.10 on; without it every multiply-add is two instructions.
     given: dict[str, Any] = {"num_warps": recipe.warps, "num_stages": recipe.stages, "enable_fp_fusion": True}
-    options = backend.parse_options(given if amd else given | {"ptx_version": ptx_version(arch, kernel.gluon)})
+    if not amd:
+        given |= {"ptx_version": ptx_version(arch, kernel.gluon), "maxnreg": recipe.registers or None}
+    options = backend.parse_options(given)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -33,6 +33,7 @@ class RaggedTiles:
         warps: warps a program.
         stages: stages of the software pipeline.
         splits: programs that share the keys of an item.
+        registers: at most so many a thread; 0 for as many as the assembler sees fit.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class RaggedTiles:
     warps: int
     stages: int
     splits: int = 1
+    registers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

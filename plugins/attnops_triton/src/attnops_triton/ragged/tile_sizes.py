@@ -96,7 +96,9 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
     is_large = rows <= 32 and (dim <= 64 or (dim == 128 and shared > _SMALL))
     # With tensor cores of warp groups 64 rows are those of 4 warps; elsewhere these would spill.
     warps = 4 if rows < 64 or is_amd(arch) or arch in ("sm_90", "sm_100") else 8
-    return RaggedTiles(rows, block_k or (128 if is_large else 64), warps, 2)
+    # Left to itself ptxas 12.9 takes 128 registers, and spills, where a few more would do.
+    registers = 168 if arch == "sm_120" and dim <= 128 else 0
+    return RaggedTiles(rows, block_k or (128 if is_large else 64), warps, 2, registers=registers)
 
 
 def split_count(arch: str, programs: int, tiles: int) -> int:

@@ -21,7 +21,7 @@ class TestFlash(OperationConformance):
     operation = "flash"
     refuses = frozenset()
     exhaustive = frozenset({"test_sampled_pair"})  # each is one of all pairs
-    every: ClassVar = {"test_all_pairs": 3, "test_cache_pairs": 2}
+    every: ClassVar = {"test_all_pairs": 6, "test_cache_pairs": 4}
 
 
 class TestScaledDotProduct(OperationConformance):

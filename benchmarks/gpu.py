@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json as json_module
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import gpu_process
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -88,20 +86,10 @@ def products(backward: bool) -> int:
 
 def in_its_own_process(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool, minutes: int) -> dict[str, Any]:
     """`measure_one` in a process of its own; where that fails, all rows have failed, with its last words."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if dry or name in ("FlexAttention", "torch"):
-        environment["JAX_PLATFORMS"] = "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        given, result = Path(folder) / "given.json", Path(folder) / "result.json"
-        given.write_text(json_module.dumps({"name": name, "cases": cases, "rounds": rounds, "dry": dry}))
-        command = [sys.executable, __file__, "--worker", str(given), "--json", str(result)]
-        try:
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60 * minutes)
-            error = "" if run.returncode == 0 else (run.stderr.strip().splitlines() or ["no message"])[-1]
-        except subprocess.TimeoutExpired:
-            error = f"it took longer than {minutes} minutes"
-        if not error:
-            return json_module.loads(result.read_text())  # type: ignore[no-any-return]
+    given = {"name": name, "cases": cases, "rounds": rounds, "dry": dry}
+    found, error = gpu_process.run(__file__, given, dry or name in ("FlexAttention", "torch"), minutes)
+    if not error:
+        return found  # type: ignore[no-any-return]
     failed = {"name": name, "status": "failed", "reason": error, "teraflops": None}
     return {"device": "", "rows": [case | failed for case in cases]}
 

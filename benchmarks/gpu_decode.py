@@ -13,13 +13,11 @@ compared with the float64 oracle. Bytes are those of keys, values and scales of 
 from __future__ import annotations
 
 import json as json_module
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import gpu_process
 import numpy as np
 import typer
 from gpu_decode_contenders import CONTENDERS, Case, Step
@@ -73,20 +71,10 @@ def figures(name: str, case: Case, bandwidth: float, rounds: int, dry: bool) -> 
 
 def in_its_own_process(name: str, cases: list[Case], given: dict[str, Any], minutes: int) -> list[dict[str, Any]]:
     """`figures` of all cases in a process of its own; where that fails, all rows have failed, with its last words."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if given["dry"] or name != "attnops-triton":
-        environment["JAX_PLATFORMS"] = "cpu"
-    with tempfile.TemporaryDirectory() as folder:
-        source, result = Path(folder) / "given.json", Path(folder) / "result.json"
-        source.write_text(json_module.dumps({"name": name, "cases": cases, "given": given}))
-        command = [sys.executable, __file__, "--worker", str(source), "--json", str(result)]
-        try:
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60 * minutes)
-            reason = "" if run.returncode == 0 else (run.stderr.strip().splitlines() or ["no message"])[-1]
-        except subprocess.TimeoutExpired:
-            reason = f"it took longer than {minutes} minutes"
-        if not reason:
-            return json_module.loads(result.read_text())  # type: ignore[no-any-return]
+    own = {"name": name, "cases": cases, "given": given}
+    found, reason = gpu_process.run(__file__, own, given["dry"] or name != "attnops-triton", minutes)
+    if not reason:
+        return found  # type: ignore[no-any-return]
     return [{"name": name} | case._asdict() | {"status": "failed", "reason": reason} for case in cases]
 
 

@@ -183,7 +183,7 @@ def _share_statistics(parts: Partitions, padded: int) -> None:
         "statistics_layout)",
         f"statistics_tile = tl.allocate_shared_memory(tl.float32, [{parts.stages}, 2, {bq}], statistics_layout)",
     )
-    parts.beside["q"] = (
+    parts.companions["q"] = (
         f"tma.async_load(statistics_map, [(b * {plan.H} + h) * 2, q0], q_ready.index(stage), "
         "statistics_tile.index(stage))",
         2 * 4 * bq,

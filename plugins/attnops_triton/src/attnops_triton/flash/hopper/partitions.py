@@ -69,7 +69,7 @@ class Partitions(Writer):
         streamed: what is loaded a tile, in the order of use.
         stored: outputs that are copied by tensor maps.
         maps: how many tensor maps a program makes.
-        beside: by the name of what is streamed, the copy of a tile of something else with it, and its bytes.
+        companions: by the name of what is streamed, a copy that fills the same stage of its ring, and its bytes.
         schedule: the active tiles.
     """
 
@@ -86,7 +86,7 @@ class Partitions(Writer):
         self.plan, self.stages, self.schedule = plan, tiles.stages, schedule
         self.held, self.streamed, self.stored = held, streamed, stored
         self.maps = len(held) + len(streamed) + len(stored)
-        self.beside: dict[str, tuple[str, int]] = {}
+        self.companions: dict[str, tuple[str, int]] = {}
 
     def scratch(self, programs: int) -> jax.ShapeDtypeStruct:
         """Memory for the tensor maps of all programs, which is the last output, ``scratch``."""
@@ -228,12 +228,12 @@ class Partitions(Writer):
         write = self.loader
         for rows in self.streamed:
             first = "q0" if rows.axis == "q" else "kv0"
-            beside, size = self.beside.get(rows.name, ("", 0))
+            companion, size = self.companions.get(rows.name, ("", 0))
             size += rows.block * rows.dim * self.plan.itemsize
             write(
                 f"mbarrier.wait({rows.name}_free.index(stage), phase)",
                 f"mbarrier.expect({rows.name}_ready.index(stage), {size})",
-                *[beside] * bool(beside),
+                *[companion] * bool(companion),
                 f"tma.async_load({rows.name}_map, [{first}, {rows.head} * {rows.dim}], "
                 f"{rows.name}_ready.index(stage), {rows.name}_tile.index(stage))",
             )

@@ -1,0 +1,36 @@
+"""A contender in a process of its own, so that one that fails, or takes memory, affects no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def run(script: str, given: dict[str, Any], on_cpu: bool, minutes: int) -> tuple[Any, str]:
+    """What a script writes as JSON, and "", or None and why it failed.
+
+    Args:
+        script: run as ``script --worker GIVEN.json --json RESULT.json``.
+        given: what the first file holds.
+        on_cpu: whether JAX must leave the GPU alone.
+        minutes: after which it is stopped.
+    """
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if on_cpu:
+        environment["JAX_PLATFORMS"] = "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        source, result = Path(folder) / "given.json", Path(folder) / "result.json"
+        source.write_text(json.dumps(given))
+        command = [sys.executable, script, "--worker", str(source), "--json", str(result)]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60 * minutes)
+        except subprocess.TimeoutExpired:
+            return None, f"it took longer than {minutes} minutes"
+        if done.returncode:
+            return None, (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return json.loads(result.read_text()), ""

@@ -6,8 +6,8 @@ export JAX_PLATFORMS ?= cpu
 
 # Triton is for Linux alone.
 PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
-# attnops_splash, an example, is tested from its sources: what is installed takes part in all other tests.
-TESTS := tests examples $(PLUGINS) plugins/attnops_splash
+# Those that wrap a kernel are tested from their sources: what is installed takes part in all other tests.
+TESTS := tests examples $(PLUGINS) plugins/attnops_splash plugins/attnops_tokamax
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
 # are for hosts that have it.
 LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \

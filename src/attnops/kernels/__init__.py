@@ -8,7 +8,7 @@ To wrap an existing kernel:
   queries that see no key;
 - `pad_to_multiple` and `unpad` pad lengths to a multiple, the padding in a separate segment;
 - `once_differentiable` refuses a second derivative with a message, `not_differentiable` a first;
-- `equally_varying` and `output_like` are for `jax.shard_map`, inside which a kernel's inputs vary over mesh axes.
+- `equally_varying`, `varies` and `output_like` are for `jax.shard_map`, inside which inputs vary over mesh axes.
 
 To write a kernel for the contract: `of_mask` and `of_bias` split masks and biases into values by token and a function
 of scores, `describe` returns what is done to scores, `ragged` and `merged` adapt block maps to tiles, `folds_batch` and
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from attnops.kernels.rules import cotangents, inexact_vjp, is_differentiated
     from attnops.kernels.scoring import Scoring, describe, elementwise_bias
     from attnops.kernels.unseen import repair_empty_rows, zero_unseen
-    from attnops.kernels.varying import equally_varying
+    from attnops.kernels.varying import equally_varying, varies
     from attnops.kernels.vjp import Operands
     from attnops.kernels.vmap import Foldable, folds_batch, one_by_one
 
@@ -67,6 +67,7 @@ __all__ = [
     "repair_empty_rows",
     "reverse_mode_only",
     "unpad",
+    "varies",
     "zero_unseen",
 ]
 

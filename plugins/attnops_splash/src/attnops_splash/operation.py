@@ -15,6 +15,7 @@ from attnops.kernels import (
     pad_to_multiple,
     repair_empty_rows,
     unpad,
+    varies,
     zero_unseen,
 )
 from attnops.operations.flash import FlashAttention
@@ -70,9 +71,9 @@ class SplashAttention(FlashAttention):
         logits_soft_cap: float | None = None,
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv]."""
-        if axes := varying_axes(query):
+        if varies((query, key, value)):
             rule = "must not vary over mesh axes: the kernel does not state the types of its outputs"
-            reason = Reason("query", sorted(axes), rule, "jax.shard_map(..., check_vma=False)")
+            reason = Reason("query", "varying", rule, "jax.shard_map(..., check_vma=False)")
             raise UnsupportedError(f"splash can't serve jax.shard_map with check_vma=True: {reason}", [reason])
         T, S = query.shape[1], key.shape[1]
         band, segments = ((None, None), None) if mask is None else (mask.split().band.limits, mask.split().segments)
@@ -84,13 +85,6 @@ class SplashAttention(FlashAttention):
         run = once_differentiable(attend, "splash attention has no second derivative")
         out = run(query, key, value, ids, band, scale, logits_soft_cap, self.metadata.interpret)
         return repair_empty_rows(unpad(OperationOutput(out), T, S), mask, S)
-
-
-def varying_axes(array: jax.Array) -> frozenset[str]:
-    """The mesh axes that an array varies over inside a `jax.shard_map` with ``check_vma=True``."""
-    aval: Any = jax.typeof(array)
-    axes: frozenset[str] = aval.mat.varying if hasattr(aval, "mat") else aval.vma  # the former since JAX 0.10
-    return axes
 
 
 def attend(

@@ -56,6 +56,8 @@ PROBLEMS = [
     pytest.param((130, 300, 2, 2, 64), {}, id="no mask, more keys than queries", marks=SLOW),
     pytest.param((150, 150, 1, 1, 256), {"mask": Causal()}, id="D 256", marks=SLOW),
     pytest.param((140, 140, 2, 1, 64), {"mask": Causal(), "unordered": True}, id="dq added"),
+    pytest.param((70, 70, 2, 1, 64), {"mask": Causal(), "unordered": True, "mapped": True}, id="dq added, mapped",
+                 marks=SLOW),
     pytest.param((200, 200, 2, 1, 128), {"mask": documents(200), "unordered": True}, id="dq added, D 128", marks=SLOW),
     pytest.param((150, 300, 2, 2, 128), {"unordered": True}, id="dq added, no mask", marks=SLOW),
     pytest.param((200, 200, 2, 1, 128), {"mask": documents(200), "logits_soft_cap": 3.0}, id="soft cap", marks=SLOW),
@@ -71,7 +73,7 @@ def test_simulated_they_are_right(
     T, S, H, K, D = sizes
     run: list[str] = []
     options = dict(options)
-    adds_dq = options.pop("unordered", False)
+    adds_dq, is_mapped = options.pop("unordered", False), options.pop("mapped", False)
     if adds_dq:  # else groups are split, since programs are few
         monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
     real = simulator.simulate
@@ -85,7 +87,12 @@ def test_simulated_they_are_right(
     q, d_out = (rng.normal(size=(2, T, H, D)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
     with target("sm_90"), unordered() if adds_dq else contextlib.nullcontext():
-        found = jax.block_until_ready(both(options, interpret=True)(q, k, v, d_out))
+        attend = both(options, interpret=True)
+        if is_mapped:  # a call of one row for each row
+            found = jax.vmap(lambda *x: [y[0] for y in attend(*(y[None] for y in x))])(q, k, v, d_out)
+        else:
+            found = attend(q, k, v, d_out)
+        jax.block_until_ready(found)
     assert len(run) == (3 if D <= 128 and not adds_dq else 2), "the kernel for dk and dv has too many sums at D 256"
     assert not adds_dq or run[-1] == "attnops_flash_backward"
     mask = options.get("mask")

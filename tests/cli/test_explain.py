@@ -59,7 +59,7 @@ def test_explain_describes_a_cache(run: Any, run_json: Any) -> None:
     assert found["request"]["cache"] == {
         "storage": "PagedCache", "codec": "int8", "scales": "head", "latent": False, "page_size": 32,
         "width": 128, "joined": True,
-        "is_packed": False, "rows": 2,
+        "is_packed": False, "rows": 2, "mask_kinds": [], "mask_primitives": [],
     }  # fmt: skip
     assert (found["request"]["mode"], found["request"]["key_length"]) == ("decode", 4096)
     # 2 rows of 4,096 slots of 2 heads of 64 + 64 features of 2 bytes

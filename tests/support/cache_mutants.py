@@ -199,12 +199,12 @@ MUTANTS = {
     ),
     "packed queries see tokens of other rows": Mutant(
         SLOTS + "Scores.exists",
-        "jnp.where(held, rows, _NO_KEY)",
-        "jnp.where(held, 2 + 0 * rows, _NO_KEY)",
+        "jnp.where(held, rows, NO_KEY)",
+        "jnp.where(held, 2 + 0 * rows, NO_KEY)",
         "packed rows",
     ),
     "windows of rows are those of the first when packed": Mutant(
-        SLOTS + "_packed",
+        "masks.packed:PackedByRow.allowed",
         "row = jnp.maximum(",
         "row = 0 * jnp.maximum(",
         "packed rows + window per batch",

@@ -18,16 +18,14 @@ from attnops.biases import Bias, RelativeBias, ScoreFn, ScoreProgram
 from attnops.caches.base import Cache
 from attnops.masks.ancestors import Ancestors
 from attnops.masks.at import At
-from attnops.masks.base import And, Dense, Mask, Not, Or
+from attnops.masks.base import And, Mask, Not, Or
+from attnops.masks.packed import Packed, PackedByRow
 from attnops.masks.positions import Full
-from attnops.masks.slots import AtSlots, Held, Packed, Slots, segments
+from attnops.masks.slots import NO_KEY, NO_QUERY, AtSlots, Held, Slots, segments
 from attnops.masks.tokens import Segments
 
 if TYPE_CHECKING:
     from attnops.typing import Index, Leaf
-
-# Segments of what is not there: no query and no key are in the same one.
-_NO_QUERY, _NO_KEY = -1, -2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +79,9 @@ class Scores:
         held = self.arrays[1]
         if self.q_rows is None:
             return segments(self.q_positions, held)
-        q_ids = jnp.where(self.q_positions < 0, _NO_QUERY, self.q_rows)
+        q_ids = jnp.where(self.q_positions < 0, NO_QUERY, self.q_rows)
         rows = jnp.arange(self.shape[0], dtype=jnp.int32)[:, None]
-        return Segments(q_ids, jnp.where(held, rows, _NO_KEY).reshape(1, -1))
+        return Segments(q_ids, jnp.where(held, rows, NO_KEY).reshape(1, -1))
 
 
 def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
@@ -110,8 +108,11 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
             f"{mask!r} numbers the queries of each row, but rows are packed, whose queries are numbered together; give "
             f"a batch [B, T] with query_lengths"
         )
-    if _varies(bound := mask.at(scores.q_positions, None).bind(*scores.shape)):
-        return Dense(_packed(bound, scores) & exists.dense(*scores.slots_shape)).bind(*scores.slots_shape)
+    # The scores of a batch in which each row has all queries; the slots of a cut context can't be had by row.
+    of_rows = dataclasses.replace(scores, q_rows=None)
+    by_row = _by_slot(mask, cache, of_rows).bind(*scores.shape)
+    if _varies(by_row):
+        return PackedByRow(by_row, exists.bind(*scores.slots_shape), rows, cache.length)
     return Packed(mask.at(scores.q_positions, scores.slot_positions), exists, rows).bind(*scores.slots_shape)
 
 
@@ -230,15 +231,16 @@ def _picked(values: jax.Array, b: Index, index: Index) -> jax.Array:
 
 
 def _varies(mask: Mask) -> bool:
-    """Whether a bound mask has arrays by batch, query or key, which are not by packed query and slot."""
+    """Whether a bound mask of a batch by slot has other arrays by batch, query or key than positions."""
     found = False
     for name, letters in (mask.axes or {}).items():
         shape = getattr(getattr(mask, name, None), "shape", ())
-        by_query = type(mask).__name__ == "At" and name == "q_positions"
+        by_query = isinstance(mask, (At, AtSlots)) and name.endswith("_positions")
         found |= not by_query and any(
             size != 1 and letter != "h" for size, letter in zip(shape, letters, strict=False)
         )  # fmt: skip
-    return found or mask.axes is None or any(map(_varies, _children(mask)))
+    inner = [x for x in _children(mask) if not isinstance(x, Slots)]
+    return found or mask.axes is None or any(map(_varies, inner))
 
 
 def _children(mask: Mask) -> list[Mask]:
@@ -246,19 +248,6 @@ def _children(mask: Mask) -> list[Mask]:
         return []
     values = (getattr(mask, field.name) for field in dataclasses.fields(mask))
     return [value for value in values if isinstance(value, Mask)]
-
-
-def _packed(mask: Mask, scores: Scores) -> jax.Array:
-    """A bound mask of packed rows as booleans [1, H or 1, N, B · S]; O(N · B · S) memory."""
-    B, H, N, S = scores.shape
-    assert scores.q_rows is not None
-    heads = H if mask.structure(N, S).by_head else 1
-    row = jnp.maximum(scores.q_rows[0], 0)[None, None, :, None]
-    allowed = mask.allowed(
-        row, jnp.arange(heads)[None, :, None, None], jnp.arange(N)[None, None, :, None],
-        jnp.maximum(scores.slot_positions[0], 0)[None, None, None, :],
-    )  # fmt: skip
-    return jnp.broadcast_to(jnp.asarray(allowed), (1, heads, N, B * S))
 
 
 def _keys_by_slot(mask: Mask, cache: Cache, positions: jax.Array) -> Mask:

@@ -140,9 +140,13 @@ def _describe_mask(mask: Mask, T: int, S: int) -> dict[str, Any]:
     """The fields of a request that describe a bound mask."""
     described = mask.describe() | {"mask_structure": mask.structure(T, S)}
     if "MaskFn" in described["mask_kinds"]:
-        primitives = (primitives_of(function, AXES) for function in functions(mask))
-        described["mask_primitives"] = frozenset().union(*primitives)
+        described["mask_primitives"] = mask_primitives(mask)
     return described
+
+
+def mask_primitives(mask: Mask) -> frozenset[str]:
+    """The names of the primitives that the functions of a bound mask evaluate for each score."""
+    return frozenset().union(*(primitives_of(function, AXES) for function in functions(mask)))
 
 
 def _describe_bias(bias: jax.Array | Bias) -> dict[str, Any]:

@@ -26,12 +26,21 @@ from attnops.caches.base import Cache
 from attnops.caches.packed import Rows, check_rows
 from attnops.caches.paged import PagedCache
 from attnops.caches.slots import Scores, SlotBias, slot_bias, slot_mask
-from attnops.dispatch.binding import Call, Dimensions, bind_bias, bind_options, check_array, swap_heads
+from attnops.dispatch.binding import (
+    Call,
+    Dimensions,
+    bind_bias,
+    bind_options,
+    check_array,
+    mask_primitives,
+    swap_heads,
+)
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.request import AttentionRequest, CacheRequest, dtype_name, is_symbolic
 from attnops.kernels.nograd import without_gradient
 from attnops.masks.base import Dense, Mask
 from attnops.masks.checks import check_boolean, check_broadcastable
+from attnops.masks.packed import PackedByRow, by_query
 from attnops.masks.slots import by_arrays
 from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL, MODE_TRAIN, canonicalize_mode
 
@@ -106,10 +115,17 @@ def bind_cached(
         joined=cache.store.is_joined,
         is_packed=scores.is_packed,
         rows=cache.batch,
+        **(_described(options["mask"]) if scores.is_packed else {}),
     )
     kind = {} if bias is None else {"bias_kind": bound.kind() if isinstance(bound, Bias) else "array"}
     query, cache, given = without_gradient((query, cache, given), NO_GRADIENT)
     return Call(request.replace(cache=description, **kind), (query, cache), given)
+
+
+def _described(mask: Mask) -> dict[str, frozenset[str]]:
+    """The fields of a `CacheRequest` that describe the bound mask of packed rows."""
+    own = mask.mask if isinstance(mask, PackedByRow) else mask
+    return {"mask_kinds": own.kinds(), "mask_primitives": mask_primitives(own)}
 
 
 def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
@@ -123,7 +139,8 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
         keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
     options = dict(call.options)
     if "mask" in options:
-        options["mask"] = by_arrays(options["mask"])
+        shape = request.batch, request.heads, request.query_length, request.key_length
+        options["mask"] = by_arrays(by_query(options["mask"], shape))
     bias = options.get("bias")
     if isinstance(bias, SlotBias):
         array = bias.array(request.batch, request.heads, request.query_length, request.key_length)

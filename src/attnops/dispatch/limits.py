@@ -32,7 +32,7 @@ _KINDS: Final = {
 # The kinds of `Mask.kinds` that are not names of classes.
 _OPERATORS: Final = {"And": "&", "Or": "|", "Not": "~", "At": "at"}
 # The classes of masks that only occur within bound ones, under the names of others.
-_WITHIN: Final = {"Shifted", "AtSlots", "Held", "Slots"}
+_WITHIN: Final = {"Shifted", "AtSlots", "Held", "Slots", "Packed", "PackedByRow", "OfRows"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

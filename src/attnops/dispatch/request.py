@@ -71,6 +71,9 @@ class CacheRequest:
         joined: whether keys and values are one array.
         is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.
         rows: of the cache; 1 where it is not known.
+        mask_kinds: of packed rows those of the caller's mask, which may be an array by packed query and slot for
+            whoever does not compute row by row, see `attnops.masks.PackedByRow`.
+        mask_primitives: the same, see `AttentionRequest`.
     """
 
     storage: str
@@ -82,6 +85,8 @@ class CacheRequest:
     joined: bool = False
     is_packed: bool = False
     rows: int = 1
+    mask_kinds: frozenset[str] = frozenset()
+    mask_primitives: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         codec = f" {self.codec} by {self.scales}" if self.codec else ""

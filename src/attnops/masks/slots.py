@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from attnops.typing import BoolArray, Index, Leaf
 
 # Segments of what is not there: no query and no key are in the same one.
-_NO_QUERY, _NO_KEY = -1, -2
+NO_QUERY, NO_KEY = -1, -2
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -171,7 +171,7 @@ class Held(Mask):
 
 def segments(q_positions: jax.Array, held: jax.Array) -> Segments:
     """Queries that are not padding, positions int32 [B, T], see the slots that hold a token, bool [B, S]."""
-    return Segments(jnp.where(q_positions < 0, _NO_QUERY, 0), jnp.where(held, 0, _NO_KEY))
+    return Segments(jnp.where(q_positions < 0, NO_QUERY, 0), jnp.where(held, 0, NO_KEY))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -240,55 +240,6 @@ def _replaced(mask: Mask, change: Callable[[AtSlots | Held], Mask]) -> Mask:
     if isinstance(mask, (Not, Shifted)):
         return dataclasses.replace(mask, mask=_replaced(mask.mask, change))
     return mask
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Packed(And):
-    """The mask of packed rows by slot, [1, H, N, B · S]: what the caller's allows, and `Segments` of the rows.
-
-    For kernels whose tiles are of queries of one row there is `of_tiles`, which has no array by slot.
-
-    Attributes:
-        rows: the number of each row that is here, int32 [1, B]; consecutive.
-    """
-
-    rows: Leaf
-
-    axes: ClassVar = {"rows": "bs"}
-
-    def bind(self, B: int, H: int, T: int, S: int) -> Packed:  # type: ignore[override]
-        return Packed(self.left.bind(B, H, T, S), self.right.bind(B, H, T, S), self.rows)
-
-    def at(self, q_positions: Leaf = None, kv_positions: Leaf = None) -> Mask:
-        return And(self.left, self.right).at(q_positions, kv_positions)
-
-    @property
-    def q_rows(self) -> jax.Array:
-        """The row of each query, counted from the first that is here, int32 [N]; −1 for padding and other rows."""
-        assert isinstance(self.right, Segments)
-        row = jnp.asarray(self.right.q_ids)[0] - jnp.asarray(self.rows)[0, 0]
-        is_here = (self.right.q_ids[0] >= 0) & (row >= 0) & (row < np.shape(self.rows)[1])
-        return jnp.where(is_here, row, -1)
-
-    def of_tiles(self, queries: jax.Array, exists: jax.Array, slots: Slots) -> Mask:
-        """The mask of tiles of queries as that of a batch, [n, H, bq, S].
-
-        Args:
-            queries: the packed queries of each tile, all of one row, int32 [n, bq].
-            exists: whether there is such a tile, bool [n].
-            slots: of the row of each tile.
-        """
-
-        def of(mask: Mask) -> Mask:
-            if isinstance(mask, At):
-                assert mask.q_positions is not None
-                return AtSlots(mask.mask, jnp.asarray(mask.q_positions)[0][queries], slots.without_pages())
-            if isinstance(mask, (And, Or)):
-                return dataclasses.replace(mask, left=of(mask.left), right=of(mask.right))
-            return dataclasses.replace(mask, mask=of(mask.mask)) if isinstance(mask, Not) else mask
-
-        is_query = jnp.broadcast_to(exists[:, None], queries.shape)
-        return And(of(self.left), Held(jnp.where(is_query, 0, _NO_QUERY), slots))
 
 
 def _of_row(values: Leaf, b: Index) -> jax.Array:

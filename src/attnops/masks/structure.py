@@ -12,6 +12,7 @@ import numpy as np
 from attnops.masks.at import at
 from attnops.masks.base import And, Mask, Not, Or
 from attnops.masks.grid import CoverageBounds, Grid
+from attnops.masks.packed import PackedByRow
 from attnops.masks.positions import Full, _Band
 from attnops.masks.slots import Held
 from attnops.masks.tokens import Segments
@@ -286,6 +287,8 @@ def _within(band: Limits, T: int, S: int) -> Limits:
 
 def _varies_by(mask: Mask) -> frozenset[str]:
     """Whether a mask may vary by batch ("b") and by head ("h"). A mask without `Mask.axes` may vary by both."""
+    if isinstance(mask, PackedByRow):
+        return _varies_by(mask.mask) & frozenset("h")
     if mask.axes is None:
         return frozenset("bh")
     varies: set[str] = set()

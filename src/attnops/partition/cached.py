@@ -20,6 +20,7 @@ from attnops.caches.slots import SlotBias
 from attnops.errors import Reason, UnsupportedError
 from attnops.masks.at import At
 from attnops.masks.base import Mask
+from attnops.masks.packed import PackedByRow
 from attnops.masks.slots import Slots
 from attnops.output import OperationOutput
 from attnops.partition.boundary import Boundary, Entry
@@ -215,7 +216,7 @@ def _check_partial(keys: Entry, options: Options) -> None:
 
 def _numbering_keys(mask: Mask) -> Mask | None:
     """A part of a bound mask that is evaluated at the numbers of all keys."""
-    if isinstance(mask, At) and mask.kv_positions is not None:
+    if isinstance(mask, PackedByRow) or (isinstance(mask, At) and mask.kv_positions is not None):
         return None
     if mask.axes is None:
         return mask

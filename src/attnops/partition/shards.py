@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from attnops.biases import Bias, ShiftedBias
-from attnops.masks import Mask
+from attnops.masks import Mask, PackedByRow
 from attnops.masks.shift import Shifted
 
 if TYPE_CHECKING:
@@ -49,9 +49,14 @@ def specs_of(value: Leaf, spec_of: SpecOf) -> Leaf:
     if value.axes is None:
         # It is evaluated at indices of the whole call, so that all its arrays are replicated, those inside it too.
         return jax.tree.map(lambda x: PartitionSpec(), value)
-    return _map(
-        value, lambda name, x: spec_of(x.shape, (value.axes or {}).get(name, "")), lambda x: specs_of(x, spec_of)
-    )
+    inner = spec_of
+    if isinstance(value, PackedByRow):  # whose mask is that of all rows by their own slots
+
+        def inner(shape: tuple[int, ...], letters: str) -> PartitionSpec:
+            return spec_of(shape, "".join(x if x == "h" else "." for x in letters))
+
+    return _map(value, lambda name, x: spec_of(x.shape, (value.axes or {}).get(name, "")),
+                lambda x: specs_of(x, spec_of if x is getattr(value, "exists", None) else inner))  # fmt: skip
 
 
 def shard_of(value: Leaf, shard: Shard) -> Leaf:

@@ -14,7 +14,7 @@ from attnops_tpu.generations import target
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
-from attnops.masks import Causal, Chunked, Mask, Segments, SlidingWindow
+from attnops.masks import Causal, Chunked, KeyPadding, Mask, Segments, SlidingWindow
 
 # What is compiled for a TPU is what a TPU would run.
 pytestmark = pytest.mark.optimised
@@ -126,7 +126,7 @@ def test_a_prompt_with_all_that_scores_have_compiles(generation: str) -> None:
 )
 def test_packed_rows_read_pages_where_they_are(generation: str) -> None:
     cache = pages(64, 8, 128, batch=32)
-    mask = Causal() & SlidingWindow(5000, 0)
+    mask = SlidingWindow(jnp.full((32, 1), 5000), 0) & KeyPadding(jnp.ones((32, SLOTS), bool))
     size = temporaries(cache, generation, 4, T=512, mask=mask, is_packed=True, return_lse=True)
     assert size <= 5 * SMALL < cache.store.key.size  # queries and results of tiles, some of them with one query
 

@@ -16,7 +16,7 @@ from attnops_tpu.ragged import batches
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops.caches.bits import to_bits
-from attnops.masks import Causal, Dense, KeyPadding, Lengths, Mask
+from attnops.masks import Causal, Dense, KeyPadding, Lengths, Mask, MaskFn
 from attnops.testing.caches import cache_problem, check_cache
 from attnops.testing.runner import Status, Subject
 
@@ -42,10 +42,15 @@ SLOW = (
     ("float8_e5m2 by tensor", "MQA", "sinks", "soft cap", "query_lengths", "4 queries"),
     ("ring", "int8 by head", "latent", "logsumexp"),
     ("paged", "float8_e4m3fn by token_head", "latent", "19 queries", "GQA", "bfloat16"),
-    ("paged", "packed rows", "Causal", "GQA", "19 queries", "sinks", "soft cap", "logsumexp", "left padding"),
+    ("paged", "packed rows", "Segments", "GQA", "19 queries", "sinks", "soft cap", "logsumexp", "left padding"),
     ("paged", "packed rows", "window per head", "ScoreFn", "4 queries", "op.step", "int8 by token_head"),
-    ("ring", "packed rows", "MQA", "bfloat16", "5 queries"),
+    ("ring", "packed rows", "MaskFn", "MQA", "bfloat16", "5 queries"),
     ("packed rows", "Chunked", "ALiBi", "float8_e4m3fn by head", "joined", "19 queries"),
+)
+EXHAUSTIVE = (
+    ("paged", "packed rows", "window per batch", "19 queries", "joined", "logsumexp"),
+    ("paged", "packed rows", "Lengths", "5 queries", "left padding", "float8_e4m3fn by head"),
+    ("packed rows", "mask & mask", "ScoreFn", "4 queries", "sinks"),
 )
 
 
@@ -55,7 +60,11 @@ def races() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("features", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids="+".join)
+@pytest.mark.parametrize(
+    "features",
+    [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW),
+     *(pytest.param(x, marks=pytest.mark.exhaustive) for x in EXHAUSTIVE)], ids="+".join,
+)  # fmt: skip
 def test_features_are_read_in_place_and_right(features: tuple[str, ...]) -> None:
     assert not reasons(SUBJECT, features)
     outcome = check_cache(SUBJECT, features)
@@ -136,6 +145,34 @@ def test_what_is_an_array_by_query_and_key_is_not_read_in_place() -> None:
     assert not reasons(SUBJECT, ("packed rows", "Causal", "19 queries"))
 
 
+def test_masks_of_packed_rows_are_read_in_place_unless_they_look_up_by_query_and_key() -> None:
+    for mask in ("Segments", "KeyPadding", "Lengths", "MaskFn", "window per batch"):
+        assert not reasons(SUBJECT, ("packed rows", mask)), mask
+    cache = PagedCache.create(batch=2, pages=4, page_size=16, max_pages=2, kv_heads=1, head_dim=128)
+    seen = jnp.ones((32, 32), bool)
+    operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
+    query = jax.ShapeDtypeStruct((1, 3, 1, 128), jnp.bfloat16)
+    mask = MaskFn(lambda b, h, q, kv: seen[q, kv])
+    request = operation.request(query, cache, mask=mask, rows=Rows([0, 1, 3], [1, 0]))
+    (reason,) = operation.in_place_reasons("tpu", request)
+    assert (reason.argument, reason.limit) == ("mask", "this kernel can't compute it for each score")
+
+
+@pytest.mark.slow
+def test_packed_queries_of_fewer_tiles_than_the_cache_has_rows_have_their_own_values_by_key() -> None:
+    cache = PagedCache.create(batch=4, pages=8, page_size=4, max_pages=2, kv_heads=1, head_dim=8, dtype=jnp.float32,
+                              table=jnp.arange(8).reshape(4, 2))  # fmt: skip
+    key = jax.random.normal(jax.random.key(0), (4, 8, 1, 8))
+    cache = cache.append(key, key)
+    query, is_token = jax.random.normal(jax.random.key(1), (4, 1, 2, 8)), np.arange(32).reshape(4, 8) % 7 > 2
+    packed, rows = query[jnp.array([3, 1]), 0][None], Rows([0, 1, 2], [3, 1])
+    operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", interpret=True))
+    out = operation(packed, cache, mask=KeyPadding(is_token), rows=rows).attention_outputs
+    vanilla = OperationRegistry.create("vanilla", OperationMetadata())
+    wanted = vanilla(query, key, key, mask=KeyPadding(is_token)).attention_outputs
+    np.testing.assert_allclose(out[0], wanted[jnp.array([3, 1]), 0], rtol=1e-5, atol=1e-6)
+
+
 def told(cache: Cache, T: int = 1, **options: object) -> list[str]:
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
     query = jax.ShapeDtypeStruct((2, T, 4, cache.head_dim), jnp.bfloat16)
@@ -199,7 +236,10 @@ def test_a_row_of_more_tiles_of_queries_than_scalar_memory_holds_is_not_read_in_
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "features",
-    [("paged", "window per batch", "4 queries", "sinks", "GQA", "op.step"), ("packed rows", "Causal", "19 queries")],
+    [
+        ("paged", "window per batch", "4 queries", "sinks", "GQA", "op.step"),
+        ("packed rows", "KeyPadding", "19 queries"),
+    ],
 )
 def test_rows_that_do_not_fit_scalar_memory_together_are_right(
     features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.kernels.flash import FlashBackend, FlashCall, attention, partial, partial_vjp
 from attnops.masks.base import Mask
+from attnops.masks.packed import by_query
 from attnops.operations.flash.backend import NativeFlash
 from attnops.operations.flash.cached import cached_attention
 from attnops.operations.vanilla import VanillaAttention
@@ -109,6 +110,7 @@ class FlashAttention(OperationImpl):
         rows = (1, cache.batch * cache.length) if is_packed else (cache.batch, cache.length)
         key, value = (jax.ShapeDtypeStruct((*rows, cache.kv_heads, d), query.dtype) for d in
                       (cache.head_dim, cache.value_head_dim))  # fmt: skip
+        mask = by_query(mask, (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
         call = FlashCall(self.metadata, query, key, value, mask, bias, softmax_scale, logits_soft_cap, sinks)
         out, lse = cached_attention(call, cache, is_packed)
         return OperationOutput(out, None, lse if return_lse else None)

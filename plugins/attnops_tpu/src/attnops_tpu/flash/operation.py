@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,13 @@ from attnops.caches import Cache, NewTokens
 from attnops.kernels import FlashBackend, FlashCall
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
+from attnops_tpu.flash.primitives import PRIMITIVES
 from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
 from attnops_tpu.generations import bounds_checks, generation
 from attnops_tpu.ragged.limits import unsupported as in_place
 from attnops_tpu.ragged.tile_sizes import MAX_NEW, queries_a_tile, unit_of
 
 CacheType = TypeVar("CacheType", bound=Cache)
-
-# The primitives of a `MaskFn` or a `ScoreFn` that kernels evaluate for each score; the tests compile each of them.
-PRIMITIVES: Final = frozenset({
-    "abs", "add", "and", "ceil", "clamp", "convert_element_type", "cos", "div", "eq", "erf", "exp", "exp2",
-    "floor", "ge", "gt", "integer_pow", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne",
-    "neg", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square",
-    "stop_gradient", "sub", "tanh", "xor",
-})  # fmt: skip
 
 
 class TPUFlashAttention(FlashAttention):

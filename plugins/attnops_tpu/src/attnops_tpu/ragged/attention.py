@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.caches import Cache, NewTokens, PagedCache, WindowCache
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
-from attnops.masks import Packed, without_table
+from attnops.masks import without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params
@@ -23,7 +23,7 @@ from attnops_tpu.ragged.batches import run_in_batches
 from attnops_tpu.ragged.kernel import Kernel, State
 from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import Arrays, arrays, outputs, queries, rows_by_key
-from attnops_tpu.ragged.packed import packed, unpacked
+from attnops_tpu.ragged.packed import has_packed, packed, unpacked
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.schedule import Schedule, schedule, words_of_pages
 from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
@@ -49,16 +49,19 @@ def cached_attention(
         wants_lse: whether the logsumexp is asked for.
         new: tokens to write, see `attnops.caches.Cache.pending`; None for none.
     """
-    of_tiles = unpacked(call, cache) if isinstance(call.mask, Packed) else None
+    of_tiles = unpacked(call, cache) if has_packed(call.mask) else None
     call = call if of_tiles is None else of_tiles.call
     mask, slots = (None, None) if call.mask is None else without_table(call.mask)
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
-    plan = make_plan(call, cache, wants_lse, of_tiles is not None)
+    of_keys = None if of_tiles is None else of_tiles.of_keys
+    plan = make_plan(call, cache, wants_lse, of_tiles is not None, of_keys is not None)
     store = cache.store.flat()
     names = "key", "value", *(("key_scale", "value_scale") if store.has_token_scales else ())
     blocks = {name: x for name in names if (x := getattr(store, name)) is not None}
     sources = list(blocks.values())
-    given = arrays(plan, call)
+    if of_keys is not None and of_keys.mask is not None:
+        of_keys = of_keys.replace(mask=without_table(of_keys.mask)[0])
+    given = arrays(plan, call, of_keys, cache.batch)
     if plan.scales == "head":
         scales = store.key_scale, store.value_scale
         given = given._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
@@ -80,8 +83,8 @@ def cached_attention(
     return out, lse, cache
 
 
-def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, is_packed: bool = False) -> Plan:
-    """The plan of a call; see `cached_attention`."""
+def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, is_packed: bool = False, is_by_row: bool = False) -> Plan:
+    """The plan of a call; see `cached_attention` and `Plan`."""
     (B, T, H, D), metadata = call.query.shape, call.metadata
     S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
     dtype = jnp.dtype(jnp.bfloat16 if call.query.dtype == cache.dtype == jnp.bfloat16 else jnp.float32)
@@ -101,7 +104,7 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, is_packed: bool = 
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return Plan(
-        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_packed=is_packed,
+        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_packed=is_packed, is_by_row=is_by_row,
         is_ring=isinstance(cache, WindowCache), is_paged=isinstance(cache, PagedCache),
         cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), operand=_operand(cache, dtype, chip),
         out_dtype=jnp.dtype(call.query.dtype), is_latent=store.latent is not None, is_joined=store.is_joined,

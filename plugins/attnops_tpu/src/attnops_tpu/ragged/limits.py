@@ -9,10 +9,16 @@ from typing import Final
 import jax.numpy as jnp
 
 from attnops import AttentionRequest, OperationMetadata, Reason
+from attnops_tpu.flash.primitives import PRIMITIVES
 from attnops_tpu.ragged.tile_sizes import LANES, MAX_ITEMS, queries_a_tile, rows_a_call, unit_of
 
 # Rows of a register of 32-bit elements, of which transfers take whole tiles; narrower elements are packed in pairs.
 _SUBLANES: Final = 8
+# The masks of which packed rows have values by query, by key of a row, or by row, which are found by the row's number.
+_BY_ROW: Final = frozenset({
+    "Full", "Causal", "SlidingWindow", "Chunked", "PrefixLM", "Segments", "Lengths", "KeyPadding", "MaskFn", "Band",
+    "&", "|", "~", "at",
+})  # fmt: skip
 
 
 def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Reason]:
@@ -22,9 +28,12 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
     if request.bias_kind in ("array", "RelativePosition"):
         yield Reason("bias", request.bias_kind, "is an array by query and key, which over a cache is not read in place",
                      "use ALiBi or a ScoreFn")  # fmt: skip
-    if "Dense" in request.mask_kinds and (request.query_length > 1 or cache.is_packed):
+    kinds = cache.mask_kinds if cache.is_packed else request.mask_kinds
+    if "Dense" in kinds and (request.query_length > 1 or cache.is_packed):
         yield Reason("mask", "Dense", "is an array by query and key, which over a cache is not read in place",
                      "use a mask that is computed from positions")  # fmt: skip
+    if cache.is_packed and "Dense" in request.mask_kinds:
+        yield from _by_row(request)
     tiles = -(-request.query_length // queries_a_tile(metadata.block_q, request.query_length,
                                                       request.heads // request.kv_heads))  # fmt: skip
     if not cache.is_packed and not rows_a_call(tiles):
@@ -32,6 +41,18 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
                      "give it in several calls")  # fmt: skip
     if not request.interpret:
         yield from _layout(request)
+
+
+def _by_row(request: AttentionRequest) -> Iterator[Reason]:
+    """What a mask of packed rows with values by row can't be."""
+    cache = request.cache
+    assert cache is not None
+    if unknown := sorted(cache.mask_kinds - _BY_ROW - {"Dense"}):
+        yield Reason("mask", ", ".join(unknown), "is no mask of attnops, and of packed rows an array by query and key, "
+                     "which is not read in place", "use a MaskFn")  # fmt: skip
+    if wrong := sorted(cache.mask_primitives - PRIMITIVES):
+        yield Reason("mask", ", ".join(wrong), "this kernel can't compute it for each score",
+                     "look up by query, by key or by head alone, or write it elementwise")  # fmt: skip
 
 
 def _layout(request: AttentionRequest) -> Iterator[Reason]:

@@ -29,7 +29,8 @@ class Arrays(NamedTuple):
     Attributes:
         scalars: float32 or int32 [B] each, of those by query [items].
         by_row: float32 or int32 [items, K or 1, R padded to lanes] each.
-        by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; None for none.
+        by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; B is the rows of the
+            cache where ``plan.is_by_row``; None for none.
         scales: float32 [K] each, of keys and of values unless they are latent; empty unless scales are by head.
     """
 
@@ -86,9 +87,35 @@ def _axes(plan: Plan) -> Iterator[tuple[tuple[str, int], frozenset[str], jnp.dty
         yield ("sinks", 0), frozenset("h"), jnp.dtype(jnp.float32)
 
 
-def arrays(plan: Plan, call: FlashCall) -> Arrays:
-    """The arrays of a call, O(T + S)."""
-    shape = plan.B, plan.H, plan.T, plan.S
+def arrays(plan: Plan, call: FlashCall, of_keys: FlashCall | None = None, rows: int = 0) -> Arrays:
+    """The arrays of a call, O(T + S).
+
+    Args:
+        plan: of the call.
+        call: see `attnops_tpu.ragged.attention.cached_attention`.
+        of_keys: the call that values by key are computed from, see `attnops_tpu.ragged.packed.Unpacked`; None for
+            ``call``.
+        rows: of ``of_keys``, how many there are.
+    """
+    given = _computed(plan, call, plan.B)
+    by_row = given if of_keys is None else _computed(plan, of_keys, rows)
+    kinds: dict[Kind, list[jax.Array]] = {kind: [] for kind in Kind}
+    for value in values(plan):
+        name, i = value.name
+        x = (by_row if value.kind is Kind.BY_KEY else given)[name][i]
+        x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+        kinds[value.kind].append(_LAYOUTS[value.kind](plan, x))
+    by_key = kinds[Kind.BY_KEY]
+    batch = max((x.shape[0] for x in by_key), default=1)
+    return Arrays(
+        tuple(kinds[Kind.SCALAR]), tuple(kinds[Kind.BY_ROW]),
+        jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in by_key], axis=2) if by_key else None,
+    )  # fmt: skip
+
+
+def _computed(plan: Plan, call: FlashCall, B: int) -> dict[str, list[jax.Array]]:
+    """The values of the functions of a call, by name, of the first B of its batch."""
+    shape = B, plan.H, plan.T, plan.S
     given: dict[str, list[jax.Array]] = {"sinks": []}
     if plan.scoring.mask is not None:
         function, leaves, _ = of_mask(call.mask, by_row=True)  # type: ignore[arg-type]
@@ -98,18 +125,7 @@ def arrays(plan: Plan, call: FlashCall) -> Arrays:
         given["bias"] = bias.compute(leaves, shape)
     if call.sinks is not None:
         given["sinks"] = [call.sinks.astype(jnp.float32)[None, :, None, None]]
-    kinds: dict[Kind, list[jax.Array]] = {kind: [] for kind in Kind}
-    for value in values(plan):
-        name, i = value.name
-        x = given[name][i]
-        x = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
-        kinds[value.kind].append(_LAYOUTS[value.kind](plan, x))
-    by_key = kinds[Kind.BY_KEY]
-    batch = max((x.shape[0] for x in by_key), default=1)
-    return Arrays(
-        tuple(kinds[Kind.SCALAR]), tuple(kinds[Kind.BY_ROW]),
-        jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in by_key], axis=2) if by_key else None,
-    )  # fmt: skip
+    return given
 
 
 def _scalar(plan: Plan, x: jax.Array) -> jax.Array:

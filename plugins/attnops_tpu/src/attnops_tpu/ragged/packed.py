@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from attnops.caches import Cache
 from attnops.kernels import FlashCall
-from attnops.masks import Packed
+from attnops.masks import Mask, Packed, PackedByRow
 from attnops_tpu.ragged.tile_sizes import packed_queries_a_tile
 
 
@@ -21,6 +21,8 @@ class Unpacked(NamedTuple):
 
     Attributes:
         call: of queries [tiles, bq, H, D], with the mask and the bias of [tiles, H, bq, S].
+        of_keys: a call of as many tiles of which tile i is of row i of the cache, as far as there are rows: what it has
+            by key is that of the row; None where there are more rows than tiles.
         row: of the cache, of each tile, int32 [tiles]; any of tiles without queries.
         tile: of each packed query, int32 [N].
         place: in its tile, int32 [N].
@@ -28,6 +30,7 @@ class Unpacked(NamedTuple):
     """
 
     call: FlashCall
+    of_keys: FlashCall | None
     row: jax.Array
     tile: jax.Array
     place: jax.Array
@@ -35,9 +38,9 @@ class Unpacked(NamedTuple):
 
 
 def unpacked(call: FlashCall, cache: Cache) -> Unpacked:
-    """A call of packed rows as one of a batch of tiles; its mask is an `attnops.masks.Packed`."""
+    """A call of packed rows as one of a batch of tiles, see `has_packed`."""
     mask, (_, N, H, _) = call.mask, call.query.shape
-    assert isinstance(mask, Packed)
+    assert isinstance(mask, (Packed, PackedByRow))
     bq = packed_queries_a_tile(call.metadata.block_q, N, cache.batch, H // cache.kv_heads)
     rows, number = mask.q_rows, jnp.arange(N, dtype=jnp.int32)
     is_real = rows >= 0
@@ -53,13 +56,22 @@ def unpacked(call: FlashCall, cache: Cache) -> Unpacked:
     within = jnp.minimum(jnp.arange(bq, dtype=jnp.int32), jnp.maximum(count, 1)[:, None] - 1)
     queries = jnp.minimum(first[:, None] + within, N - 1)
     row = jnp.where(exists, rows[jnp.minimum(first, N - 1)], 0)
-    slots = cache.slots().of_rows(row)
-    bias = None if call.bias is None else call.bias.of_tiles(queries, slots)
-    shape = tiles, H, bq, cache.length
-    call = call.replace(
-        query=call.query[0][queries], mask=mask.of_tiles(queries, exists, slots).bind(*shape), bias=bias
-    )
-    return Unpacked(call, row, tile, place, is_real)
+
+    def of(row: jax.Array) -> FlashCall:
+        slots = cache.slots().of_rows(row)
+        return call.replace(
+            query=call.query[0][queries],
+            mask=mask.of_tiles(queries, exists, row, slots).bind(tiles, H, bq, cache.length),
+            bias=None if call.bias is None else call.bias.of_tiles(queries, slots),
+        )
+
+    of_keys = of(jnp.minimum(jnp.arange(tiles, dtype=jnp.int32), cache.batch - 1)) if tiles >= cache.batch else None
+    return Unpacked(of(row), of_keys, row, tile, place, is_real)
+
+
+def has_packed(mask: Mask | None) -> bool:
+    """Whether a call's queries are packed rows, by its mask."""
+    return isinstance(mask, (Packed, PackedByRow))
 
 
 def tiles_of(N: int, rows: int, bq: int) -> int:

@@ -38,6 +38,7 @@ class Plan:
         masked_part: the same of a tile that is masked, of which parts without keys that are seen are left out.
         unit: slots a unit.
         is_packed: whether the schedule tells the row of the cache of each item; else they follow one another.
+        is_by_row: of packed rows, whether values by key are those of rows of the cache, instead of those of items.
         is_ring: whether the slot after a row's last is its first.
         is_paged: whether units are pages, found by a table.
         piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
@@ -74,6 +75,7 @@ class Plan:
     masked_part: int
     unit: int
     is_packed: bool
+    is_by_row: bool
     is_ring: bool
     is_paged: bool
     piece: int

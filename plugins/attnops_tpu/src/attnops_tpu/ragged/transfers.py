@@ -78,7 +78,7 @@ class Stream:
         table: [rows · pieces, 1, piece] of pages; None without pages.
         sources: arrays of blocks [blocks, K, n, d] in main memory: keys, and values unless they are latent or joined;
             then the scales of keys and of values by token, [blocks, K, n].
-        by_key: values of masks and biases [B or 1, nk, rows, bk] in main memory; None for none.
+        by_key: values of masks and biases [B or 1, nk, rows, bk] in main memory, see `Arrays`; None for none.
         buffers: of the sources [buffers, K, bk, d], and [buffers, K, bk].
         by_key_buffer: [buffers, rows, bk].
         pages: two pieces of the table, [2 · piece] in scalar memory: of one axis, so that the address of an entry is
@@ -311,7 +311,8 @@ class Stream:
             pl.when(~tile.is_full)(lambda: self._by_key_copy(tile, buffer).start())
 
     def _by_key_copy(self, tile: Tile, buffer: jax.Array) -> Any:
-        row = tile.entry if self.by_key.shape[0] > 1 else 0
+        row: Any = tile.row if self.plan.is_by_row else tile.entry
+        row = row if self.by_key.shape[0] > 1 else 0
         source = self.by_key.at[row, tile.number]
         return pltpu.make_async_copy(source, self.by_key_buffer.at[buffer], self.arrived.at[buffer])
 

@@ -12,7 +12,7 @@ from attnops import AttentionRequest, Limits, OperationOutput, Rank, Reason, Req
 from attnops.biases import Bias
 from attnops.caches import Cache, NewTokens
 from attnops.kernels import FlashBackend, FlashCall
-from attnops.masks import Mask
+from attnops.masks import Mask, by_query
 from attnops.operations.flash import FlashAttention
 from attnops_triton.language.translate import PRIMITIVES
 from attnops_triton.ragged.limits import not_written
@@ -177,6 +177,7 @@ class TritonFlashAttention(FlashAttention):
         rows = (1, cache.batch * cache.length) if is_packed else (cache.batch, cache.length)
         key, value = (jax.ShapeDtypeStruct((*rows, cache.kv_heads, d), query.dtype) for d in
                       (cache.head_dim, cache.value_head_dim))  # fmt: skip
+        mask = by_query(mask, (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
         call = FlashCall(self.metadata, query, key, value, mask, **options)
         out, lse, cache = cached_attention(call, cache, return_lse, new)
         return OperationOutput(out, None, lse), cache

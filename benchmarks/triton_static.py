@@ -11,7 +11,7 @@ cores' rate that they leave: of specialised kernels, whose partitions overlap th
 three, and of others, whose warps wait for products together, tensor over the sum of tensor and the larger of the other
 two.
 For Hopper the kernel that adds dq follows (`attnops_triton.flash.order.unordered`), kernels of other architectures, and
-FlashAttention-3's tiles.
+FlashAttention-3's tiles; for sm_100 the kernels of other architectures.
 
 Needs ``pip install attnops-triton``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
 of other programs.
@@ -62,8 +62,9 @@ FLASH_ATTENTION_3 = {64: ((192, 128), (192, 128)), 128: ((128, 176), (128, 128))
 FLASH_ATTENTION_3_BACKWARD = {64: ((128, 128), (128, 128)), 128: ((80, 128), (64, 128)), 256: ((64, 80), (64, 80))}
 
 
-def cycles(arch: str, head_dim: str, dtype: str, launched: Any, loop: Any) -> dict[str, float]:
+def cycles(arch: str, head_dim: str, dtype: str, launched: Any, found: Any) -> dict[str, float]:
     """The cycles of 128 × 128 scores, and the share of the tensor cores' rate that they leave."""
+    loop = found.loop
     if arch not in MULTIPLICATIONS or dtype == "float32":
         return {}
     D, Dv = (int(x) for x in (head_dim.split("/") * 2)[:2])
@@ -73,9 +74,13 @@ def cycles(arch: str, head_dim: str, dtype: str, launched: Any, loop: Any) -> di
     of_d, of_dv = PRODUCTS[launched.recipe.kernel.name[14:]]
     tensor = 128 * 128 * (of_d * D + of_dv * Dv) / MULTIPLICATIONS[arch]
     issue = each * sum(loop.values()) * warps / ISSUED
+    if tiles.specialised and arch == "sm_100":
+        # One warp issues products, and four scale sums.
+        others = [(1 if one["UTCHMMA"] else 4, sum(one.values())) for one in found.loops if not one["MUFU"]]
+        issue += each * sum(number * count for number, count in others) / ISSUED
     special = each * loop["MUFU"] * 32 * warps / SPECIAL
-    others = max(issue, special)
-    share = tensor / (max(tensor, others) if tiles.specialised else tensor + others)
+    slower = max(issue, special)
+    share = tensor / (max(tensor, slower) if tiles.specialised else tensor + slower)
     return {"tensor": round(tensor), "issue": round(issue), "special": round(special), "share": round(share, 2)}
 
 
@@ -122,7 +127,7 @@ def measure(arch: str, head_dim: str, dtype: str, masked: bool) -> list[dict[str
             | dataclasses.asdict(launched.tiles)
             | {"registers": found.registers, "spilled": found.spilled, "shared": found.shared}
             | {"compile_s": seconds, "shared_limit": SHARED_MEMORY[arch], "step": sum(found.loop.values())}
-            | cycles(arch, head_dim, dtype, launched, found.loop)
+            | cycles(arch, head_dim, dtype, launched, found)
             | {name: found.loop[name] for name in SHOWN}
         )
     return rows
@@ -130,7 +135,7 @@ def measure(arch: str, head_dim: str, dtype: str, masked: bool) -> list[dict[str
 
 @contextlib.contextmanager
 def ordinary() -> Iterator[None]:
-    """A context in which the kernels of all architectures serve Hopper too."""
+    """A context in which the kernels of all architectures serve Hopper and sm_100 too."""
     kept = dict(tile_sizes.SPECIALISED)
     tile_sizes.SPECIALISED.clear()
     try:
@@ -160,11 +165,12 @@ def main(
         for dim in head_dim or HEAD_DIMS:
             rows += measure(one, dim, dtype, masked)
             if any(row["specialised"] for row in rows[-3:]):
-                with unordered():
-                    rows += [row for row in measure(one, dim, dtype, masked) if row["kernel"] == "backward"]
+                if one == "sm_90":
+                    with unordered():
+                        rows += [row for row in measure(one, dim, dtype, masked) if row["kernel"] == "backward"]
                 with ordinary():
                     rows += measure(one, dim, dtype, masked)
-                rows += flash_attention_3(dim, masked)
+                rows += flash_attention_3(dim, masked) if one == "sm_90" else []
     table = Table(
         title=f"{dtype}, {LENGTH} tokens, {'causal' if masked else 'no mask'}; the step is over one FULL tile"
     )

@@ -24,8 +24,8 @@ from attnops_triton.targets import SHARED_MEMORY, capability, is_amd, target
 if TYPE_CHECKING:
     from attnops.typing import Function, PyTree
 
-# Instructions that multiply matrices or, for float32, numbers.
-PRODUCTS: Final = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "FFMA", "FFMA2")
+# Instructions that multiply matrices or, for float32, numbers, and the load from tensor memory.
+PRODUCTS: Final = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "FFMA", "FFMA2", "LDTM")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Binary:
         spilled: bytes of local memory a thread; on AMD registers spilled.
         shared: bytes of shared memory a program.
         instructions: occurrences in the code, by the name up to the first dot.
-        loops: the same for each innermost loop with products, in the order of the code; none on AMD.
+        loops: the same for each innermost loop with products or their results, in the order of the code; none on AMD.
         text: PTX; on AMD the assembly.
     """
 
@@ -50,8 +50,12 @@ class Binary:
 
     @property
     def loop(self) -> collections.Counter[str]:
-        """The instructions of the loop over FULL tiles, which has fewer than that over PARTIAL ones; empty on AMD."""
-        return min(self.loops, key=lambda loop: sum(loop.values()), default=collections.Counter())
+        """The instructions of the loop over FULL tiles, which has fewer than that over PARTIAL ones; empty on AMD.
+
+        Where partitions have loops without exponentials, it is one with them.
+        """
+        loops = [loop for loop in self.loops if loop["MUFU"]] or self.loops
+        return min(loops, key=lambda loop: sum(loop.values()), default=collections.Counter())
 
     def count(self, *names: str) -> int:
         """The number of instructions with one of these names."""

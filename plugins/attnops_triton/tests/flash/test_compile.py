@@ -97,7 +97,7 @@ def test_variants_of_the_table_fit_and_use_tensor_cores(D: int, Dv: int, dtype: 
     for launched, binary in binaries:
         what = f"{launched.recipe.kernel.name} with {launched.tiles}"
         assert binary.shared <= SHARED_MEMORY[arch], f"{what} needs {binary.shared} bytes of shared memory"
-        if launched.tiles.specialised:
+        if launched.tiles.specialised and arch == "sm_90":
             assert build(launched.recipe).threads == 384, "two partitions of four warps, and one that is padded to four"
             for name in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.dec", "setmaxnreg.inc"):
                 assert name in binary.text, f"{what} does without {name}"

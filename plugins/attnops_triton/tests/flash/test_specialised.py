@@ -1,4 +1,4 @@
-"""Kernels whose warps have different tasks: simulated, and compiled for Hopper."""
+"""Kernels whose warps have different tasks: simulated, and compiled for Hopper and Blackwell."""
 
 from __future__ import annotations
 
@@ -104,6 +104,45 @@ def test_simulated_they_are_right(
         np.testing.assert_allclose(own, expected[name], atol=2e-5)
 
 
+FORWARD = [
+    pytest.param((300, 300, 2, 1, 64), {"mask": Causal()}, id="causal, ragged, grouped"),
+    pytest.param((512, 768, 1, 1, 128), {}, id="no mask", marks=SLOW),
+    pytest.param((700, 700, 2, 1, 64), {"mask": Causal() & SlidingWindow(200, 0)}, id="window", marks=SLOW),
+    pytest.param((300, 700, 2, 2, 128), {"mask": Causal()}, id="more keys than queries", marks=SLOW),
+    pytest.param((600, 600, 2, 1, 64), {"mask": documents(600), "logits_soft_cap": 3.0}, id="cap, ids", marks=SLOW),
+    pytest.param((512, 512, 1, 1, 64), {"mask": documents(512)}, id="documents", marks=SLOW),
+    pytest.param((300, 300, 2, 2, 64), {"mask": Causal(), "sinks": np.array([0.5, -1.0], np.float32)}, id="sinks",
+                 marks=SLOW),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "options"), FORWARD)
+def test_simulated_blackwells_forward_is_right(
+    sizes: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    T, S, H, K, D = sizes
+    run: list[bool] = []
+    real = simulator.simulate
+
+    def recorded(*given: Any) -> None:
+        run.append(True)
+        real(*given)
+
+    monkeypatch.setattr(simulator, "simulate", recorded)
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(2, T, H, D)).astype(np.float32)
+    k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
+    operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda", interpret=True))
+    with target("sm_100"):
+        found = jax.block_until_ready(operation(q, k, v, return_lse=True, **options))
+    assert run
+    mask = options.get("mask")
+    dense = None if mask is None else np.asarray(mask.dense(2, H, T, S))
+    expected = attention(q, k, v, mask=dense, **{name: x for name, x in options.items() if name != "mask"})
+    np.testing.assert_allclose(found.attention_outputs, expected.out, atol=5e-6)
+    np.testing.assert_allclose(found.logsumexp, expected.logsumexp, atol=5e-6)
+
+
 @pytest.mark.parametrize("D", [pytest.param(16, id="ordinary"), pytest.param(64, id="specialised", marks=SLOW)])
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 def test_groups_are_split_where_programs_are_few(D: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,12 +163,12 @@ def test_groups_are_split_where_programs_are_few(D: int, multiprocessors: int, m
         np.testing.assert_allclose(own, expected[name], atol=2e-5)
 
 
-def launched(D: int, mask: Mask | None, T: int = 256, dtype: str = "bfloat16", K: int = 2, **options: Any) -> Any:
-    """The kernels of forward and backward for Hopper."""
+def launched(
+    D: int, mask: Mask | None, T: int = 256, dtype: str = "bfloat16", K: int = 2, arch: str = "sm_90", **options: Any
+) -> Any:
+    """The kernels of forward and backward."""
     q, k = (jax.ShapeDtypeStruct((1, T, heads, D), jnp.dtype(dtype)) for heads in (4, K))
-    return kernels(
-        both({"mask": mask, **options}, dropout_prob=0.1 * ("dropout_key" in options)), (q, k, k, q), "sm_90"
-    )
+    return kernels(both({"mask": mask, **options}, dropout_prob=0.1 * ("dropout_key" in options)), (q, k, k, q), arch)
 
 
 MISTAKES = {
@@ -149,17 +188,49 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+MISTAKES_OF_BLACKWELL = {
+    "the sums are read before they are there": ("mbarrier.wait(done.index(half), 0)", "pass"),
+    "scores are read before they are computed": ("mbarrier.wait(s_ready.index(own), phase)", "pass"),
+    "scores are multiplied without keys": ("mbarrier.wait(k_ready.index(stage), phase)", "pass"),
+    "weights are multiplied without values": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
+    "weights are multiplied before they are there": ("mbarrier.wait(w_ready.index(1), phase_of_weights)", "pass"),
+    "queries are not waited for": ("mbarrier.wait(held.index(1), 0)", "pass"),
+    "sums are scaled before it is known by what": ("mbarrier.wait(alpha_ready.index(half), phase)", "pass"),
+    "weights are multiplied before sums are scaled": (
+        "        if t > 0:\n", "        mbarrier.arrive(w_ready.index(half))\n            if t > 0:\n"
+    ),
+    "the last maximum is not waited for": ("mbarrier.wait(ml_ready.index(half), 0)", "pass"),
+    "weights never come": ("mbarrier.arrive(w_ready.index(own))", "pass"),
+    "it is never known by what sums are scaled": ("mbarrier.arrive(alpha_ready.index(own))", "pass"),
+    "products of scores tell nobody": ("mbarriers=[s_ready.index(0), k_free.index(stage)]", "mbarriers=[]"),
+    "products of values tell nobody": ("mbarriers=[v_free.index(before)]", "mbarriers=[]"),
+    "the last products tell nobody": ("mbarriers=[done.index(1)]", "mbarriers=[]"),
+    "buffers are overwritten": ("mbarrier.wait(k_free.index(stage), phase)", "pass"),
+    "the phase of the ring stays": ("phase = phase ^ 1", "pass"),
+}  # fmt: skip
+QUICK = (None, "the sums are read before they are there")
+NOTICED = [
+    *(("sm_90", mistake) for mistake in (None, *MISTAKES)),
+    *(
+        pytest.param("sm_100", mistake, marks=[] if mistake in QUICK else SLOW)
+        for mistake in (None, *MISTAKES_OF_BLACKWELL)
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "mistake"), NOTICED)
+def test_the_simulator_notices_mistakes_with_barriers(
+    arch: str, mistake: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(simulator, "PATIENCE", 2.0)
-    T, D = 640, 64
+    T, D = (640, 64) if arch == "sm_90" else (768, 64)
     q = jax.ShapeDtypeStruct((1, T, 1, D), jnp.float32)
     operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda", interpret=True))
-    with target("sm_90"):
-        (found,) = kernels(lambda *qkv: operation(*qkv).attention_outputs, (q, q, q), "sm_90")
+    with target(arch):
+        (found,) = kernels(lambda *qkv: operation(*qkv).attention_outputs, (q, q, q), arch)
     text = found.recipe.kernel.text
     if mistake is not None:
-        old, new = MISTAKES[mistake]
+        old, new = (MISTAKES if arch == "sm_90" else MISTAKES_OF_BLACKWELL)[mistake]
         assert old in text
         text = text.replace(old, new)
     rng = np.random.default_rng(0)
@@ -173,11 +244,25 @@ def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None, monke
             interpreter.run_on_host(kernel, found.integers, 1, arrays, results)
         except (TimeoutError, RuntimeError, AttributeError, TypeError, ValueError):
             return True
-        rows = slice(T - 128, T)  # of the first program
+        rows = slice(T - found.tiles.bq, T)  # of the first program
         expected = attention(*arrays).out
         return not np.allclose(out[:, rows], expected[:, rows], atol=1e-5)
 
     assert wrong() is (mistake is not None)
+
+
+def test_rows_without_tiles_are_zero() -> None:
+    q = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.float32)
+    operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda", interpret=True))
+    with target("sm_100"):
+        (found,) = kernels(lambda *qkv: operation(*qkv).attention_outputs, (q, q, q), "sm_100")
+    kernel = found.recipe.kernel
+    integers = tuple(0 if name == "count" else x for name, x in zip(kernel.integers, found.integers, strict=True))
+    out, m = np.full((1, 256, 1, 64), np.nan, np.float32), np.full((1, 1, 256), np.nan, np.float32)
+    results = [out, m, np.zeros((1, 1, 256), np.float32), np.zeros(1, np.int8)]
+    interpreter.run_on_host(kernel, integers, 1, [np.ones_like(out)] * 3, results)
+    assert not out.any()
+    assert (m == -np.inf).all()
 
 
 MISTAKES_OF_DQ = {
@@ -250,10 +335,11 @@ def test_scratch_memory_is_the_last_pointer() -> None:
 
 TABLE = [
     pytest.param(
-        D, dtype, T, K, mask, cap, id=f"{D} {dtype} {T} {K} {name}{' cap' if cap else ''}",
+        arch, D, dtype, T, K, mask, cap, id=f"{arch} {D} {dtype} {T} {K} {name}{' cap' if cap else ''}",
         marks=[pytest.mark.slow, pytest.mark.exhaustive],
     )
-    for D in SPECIALISED["sm_90"]
+    for arch, by_dim in SPECIALISED.items()
+    for D in by_dim
     for dtype in ("bfloat16", "float16")
     for T in (4096, 1000)
     for K in (4, 2)
@@ -263,15 +349,37 @@ TABLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("D", "dtype", "T", "K", "mask", "cap"), TABLE)
-def test_they_fit_and_spill_nothing(D: int, dtype: str, T: int, K: int, mask: Mask | None, cap: float | None) -> None:
+@pytest.mark.parametrize(("arch", "D", "dtype", "T", "K", "mask", "cap"), TABLE)
+def test_they_fit_and_spill_nothing(
+    arch: str, D: int, dtype: str, T: int, K: int, mask: Mask | None, cap: float | None
+) -> None:
     with unordered():
-        added = launched(D, mask, T, dtype, 4, logits_soft_cap=cap)[1:] if K == 4 and cap is None else []
-    for each in [*launched(D, mask, T, dtype, K, logits_soft_cap=cap), *added]:
+        adds_dq = arch == "sm_90" and K == 4 and cap is None
+        added = launched(D, mask, T, dtype, 4, logits_soft_cap=cap)[1:] if adds_dq else []
+    for each in [*launched(D, mask, T, dtype, K, arch, logits_soft_cap=cap), *added]:
+        if arch != "sm_90" and not each.tiles.specialised:
+            continue
         for ptxas in ASSEMBLERS:
-            binary = compile_for(each, "sm_90", ptxas)
-            assert binary.shared <= SHARED_MEMORY["sm_90"]
+            binary = compile_for(each, arch, ptxas)
+            assert binary.shared <= SHARED_MEMORY[arch]
             assert binary.spilled == 0 or not each.tiles.specialised, f"{each.recipe.kernel.name} {each.tiles}"
+
+
+@pytest.mark.parametrize("D", [pytest.param(64, marks=SLOW), 128])
+def test_blackwells_forward_uses_tensor_memory_and_warps_of_different_tasks(D: int) -> None:
+    (forward, *_) = launched(D, Causal(), 4096, arch="sm_100")
+    assert build(forward.recipe).threads == 512, (
+        "three partitions of four warps, and two of one that are padded to four"
+    )
+    for ptxas in ASSEMBLERS:
+        binary = compile_for(forward, "sm_100", ptxas)
+        for name in ("tcgen05.mma", "tcgen05.alloc", "cp.async.bulk.tensor", "setmaxnreg.dec", "setmaxnreg.inc"):
+            assert name in binary.text
+        assert binary.spilled == 0
+        assert binary.shared <= SHARED_MEMORY["sm_100"]
+        # Over FULL and over PARTIAL tiles, by two partitions; products; scaling.
+        assert [bool(loop["MUFU"]) for loop in binary.loops].count(True) == 4
+        assert len(binary.loops) == 6
 
 
 def specialised(found: list[Launched]) -> list[bool]:
@@ -296,6 +404,28 @@ def test_the_others_serve_what_they_do_not(
     D: int, mask: Mask | None, options: dict[str, Any], expected: list[bool]
 ) -> None:
     assert specialised(launched(D, mask, **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("D", "mask", "T", "options", "expected"),
+    [
+        (64, None, 256, {}, (256, 128)),
+        (128, documents(512), 512, {}, (256, 64)),
+        (128, documents(300), 300, {}, (256, 32)),
+        (64, Causal(), 256, {"logits_soft_cap": 30.0}, (256, 64)),
+        (64, None, 128, {}, None),
+        (256, None, 256, {}, None),
+        (128, Segments(np.arange(256) // 90, np.arange(256) // 80), 256, {}, None),
+        (128, None, 256, {"dtype": "float32"}, None),
+        (128, None, 256, {"bias": jnp.ones((1, 4, 256, 256))}, None),
+    ],
+)
+def test_which_calls_blackwells_forward_serves(
+    D: int, mask: Mask | None, T: int, options: dict[str, Any], expected: tuple[int, int] | None
+) -> None:
+    found = launched(D, mask, T, arch="sm_100", **options)
+    assert specialised(found) == [expected is not None, *[False] * (len(found) - 1)]
+    assert expected in (None, (found[0].tiles.bq, found[0].tiles.bk))
 
 
 def test_old_versions_and_assemblers_have_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

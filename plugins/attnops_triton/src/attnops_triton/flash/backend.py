@@ -69,8 +69,7 @@ class TritonFlash(FlashBackend):
         by_score = packed or scoring.dense > 0 or scoring.array
         special: Mapping[int, Tiles] = {}
         if not packed and not call.is_partial and (metadata.block_q, metadata.block_k) == (None, None):
-            even = not T % 128 and not S % 128
-            special = specialised_tiles(arch, dtype.name, D, Dv, scoring, even, metadata.interpret)
+            special = specialised_tiles(arch, dtype.name, D, Dv, scoring, (T, S), metadata.interpret)
         found = {} if metadata.interpret else measured_tiles(dtype.name, D, Dv)
         measured = {**special, **{i: tiles for i, tiles in found.items() if special or not tiles.specialised}}
         tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score, measured, (T, S))

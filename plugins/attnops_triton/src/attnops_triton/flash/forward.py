@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
-from attnops_triton.flash.hopper.forward import write_forward
+from attnops_triton.flash.blackwell import forward as blackwell
+from attnops_triton.flash.hopper import forward as hopper
 from attnops_triton.flash.loops import place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
 from attnops_triton.flash.plan import LOG2E, Plan
@@ -54,7 +55,8 @@ def forward(
     }
     write: Writer
     if plan.forward.specialised:
-        write, programs = parts, programs = write_forward(plan, operands, schedule)
+        module = blackwell if plan.arch == "sm_100" else hopper
+        write, programs = parts, programs = module.write_forward(plan, operands, schedule)
         outputs["scratch"] = parts.scratch(programs)
     else:
         write, programs = _write(plan, operands, schedule)

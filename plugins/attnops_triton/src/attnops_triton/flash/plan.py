@@ -23,8 +23,9 @@ class Tiles:
         bk: keys a tile, a power of two of at least 16.
         warps: warps a program.
         stages: stages of the software pipeline, or of the ring of a specialised kernel.
-        specialised: whether warps have different tasks, see `attnops_triton.flash.hopper`; then ``warps`` are those of
-            the first partition, and the rows that are not streamed are twice 64.
+        specialised: whether warps have different tasks, see `attnops_triton.flash.hopper` and
+            `attnops_triton.flash.blackwell`; then ``warps`` are those of the first partition, and the rows that are not
+            streamed are twice 64, or twice 128 on sm_100.
     """
 
     bq: int

@@ -22,14 +22,14 @@ def specialised_tiles(
     head_dim: int,
     value_head_dim: int,
     scoring: Scoring,
-    even: bool,
+    lengths: tuple[int, int],
     interpret: bool,
 ) -> Mapping[int, Tiles]:
     """Tiles of the specialised kernels that serve a call, by place in a row of the table.
 
-    They serve head dims of the table, masks that translate to Triton without arrays of T × S elements, soft caps and
-    sinks; no bias, no dropout, and no tokens that may be fully masked, since what those hold is not zeroed in shared
-    memory.
+    Hopper has them for all passes, sm_100 for the forward pass. They serve head dims of the table, masks that translate
+    to Triton without arrays of T × S elements, soft caps and sinks; no bias, no dropout, and no tokens that may be
+    fully masked, since what those hold is not zeroed in shared memory.
 
     Args:
         arch: the architecture.
@@ -37,7 +37,7 @@ def specialised_tiles(
         head_dim: D.
         value_head_dim: Dv.
         scoring: of the call.
-        even: whether the tiles divide the lengths.
+        lengths: T and S.
         interpret: whether kernels are interpreted.
     """
     by_dim = SPECIALISED.get(arch, {})
@@ -48,11 +48,19 @@ def specialised_tiles(
     if not interpret and not _is_supported():
         return {}
     tiles = dict(by_dim[head_dim])
+    rows = tiles[0].bq
+    if arch == "sm_100" and lengths[0] <= rows // 2:
+        return {}  # half of a program would have nothing to do
+    even = not lengths[0] % rows and not lengths[1] % rows
     loaded = set() if scoring.mask is None else {axis for axes in scoring.mask.values for axis in axes}
     # Narrower where they would spill.
-    if head_dim == 128 and scoring.cap is not None:
+    if head_dim == 128 and scoring.cap is not None and 2 in tiles:
         tiles[2] = dataclasses.replace(tiles[2], bq=32)
-    if "kv" in loaded and (not even or scoring.cap is not None):
+    if arch == "sm_100":
+        # A thread has all keys of a row.
+        bk = 32 if "kv" in loaded and not even else 64 if "kv" in loaded or scoring.cap is not None else 128
+        tiles[0] = dataclasses.replace(tiles[0], bk=bk)
+    elif "kv" in loaded and (not even or scoring.cap is not None):
         tiles[0] = dataclasses.replace(tiles[0], bk=64)
     return tiles
 

@@ -99,14 +99,15 @@ _RAGGED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
     "sm_86": {64: {0: T(128, 64, 8, 2)}, 128: {2: T(32, 64, 8, 2)}},
 }
 
-# Tiles of specialised kernels, see `attnops_triton.flash.hopper`, by architecture, head dim (both D and Dv) and place
-# in a row, for 16 bits.
+# Tiles of specialised kernels, see `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell`, by architecture,
+# head dim (both D and Dv) and place in a row, for 16 bits.
 SPECIALISED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
     "sm_90": {
         64: {0: T(128, 128, 4, 3, True), 1: T(128, 64, 4, 3, True), 2: T(64, 128, 4, 3, True)},
         128: {0: T(128, 128, 4, 3, True), 1: T(128, 64, 4, 3, True), 2: T(64, 128, 4, 3, True)},
         256: {0: T(128, 64, 4, 2, True), 1: T(128, 32, 4, 3, True)},
-    }
+    },
+    "sm_100": {64: {0: T(256, 128, 4, 4, True)}, 128: {0: T(256, 128, 4, 2, True)}},
 }
 
 

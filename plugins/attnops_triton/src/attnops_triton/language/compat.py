@@ -13,8 +13,9 @@ from attnops_triton.language.source import Kernel
 if TYPE_CHECKING:
     from attnops.typing import Function
 
-# What kernels in Gluon use of its module for Hopper.
+# What kernels in Gluon use of its modules for Hopper and Blackwell.
 GLUON: Final = ("tma", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
+TENSOR_MEMORY: Final = ("TensorMemoryLayout", "allocate_tensor_memory", "tcgen05_mma")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -54,11 +55,12 @@ def jit(kernel: Kernel) -> Any:
 def _gluon(kernel: Kernel) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonJITFunction
-    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.language.nvidia import blackwell, hopper
 
     standard = importlib.import_module("triton.language.standard")
     names: dict[str, Any] = {"tl": gl, "largest": standard._elementwise_max, "total": standard._sum_combine}
     names |= {name: getattr(hopper, name) for name in GLUON}
+    names |= {name: getattr(blackwell, name) for name in TENSOR_MEMORY}
     compiled = {name: GluonJITFunction(x) for name, x in functions(kernel, names).items()}
     names |= compiled
     return compiled[kernel.name]

@@ -1,8 +1,10 @@
 """Kernels in Gluon on a host without a GPU: each partition of warps a thread, on numpy arrays.
 
-It has the parts of Gluon that kernels of `attnops_triton.flash.hopper` use. Products and copies run when they are
-waited for, so that a buffer that is read before it is ready or written before it is free gives wrong numbers. A
-partition that waits for a barrier in vain raises after a while. Shared memory is NaN at first.
+It has the parts of Gluon that kernels of `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell` use.
+Products and copies run when they are waited for, so that a buffer that is read before it is ready or written before it
+is free gives wrong numbers. Products in tensor memory run in the order in which they were issued, and raise if what
+they read was not there yet. A partition that waits for a barrier in vain raises after a while. Shared memory and tensor
+memory are NaN at first.
 """
 
 from __future__ import annotations
@@ -86,6 +88,42 @@ class Shared:
         self.array[...] = values
 
 
+class TensorMemory(Shared):
+    """Tensor memory, or a part of it."""
+
+    def index(self, i: Any) -> TensorMemory:
+        """See `Shared.index`."""
+        return TensorMemory(self.array[int(i)])
+
+    def slice(self, start: Any, length: int, dim: int = 1) -> TensorMemory:
+        """See `Shared.slice`."""
+        return TensorMemory(super().slice(start, length, dim).array)
+
+    def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> TensorMemory:
+        """The same memory as elements of another dtype."""
+        return TensorMemory(self.array.view(dtype).reshape(shape))
+
+
+class TensorProduct:
+    """A product in tensor memory, by Blackwell's tensor cores."""
+
+    def __init__(self, a: Shared, b: Shared, sums: TensorMemory, adds: Any) -> None:
+        self.a, self.b, self.sums, self.adds = a.array, b.array, sums.array, bool(adds)
+        self.read = (self.a, self.b, *[self.sums] * self.adds)
+        self.issued = [x.tobytes() for x in self.read]
+
+    def run(self) -> None:
+        """Multiply.
+
+        Raises:
+            RuntimeError: an operand changed since the product was issued: on a GPU it might have run at once.
+        """
+        if [x.tobytes() for x in self.read] != self.issued:
+            raise RuntimeError("an operand was written after a product that reads it was issued")
+        product = np.matmul(self.a.astype(np.float32), self.b.astype(np.float32))
+        self.sums[...] = self.sums + product if self.adds else product
+
+
 class Product:
     """A product that runs in the background: it reads its operands when it is waited for."""
 
@@ -121,6 +159,7 @@ class Machine:
         self.changed = threading.Condition()
         self.running = threading.local()
         self.failures: list[BaseException] = []
+        self.issued: list[TensorProduct] = []
 
     def products(self) -> list[Product]:
         """Those of this partition that were not waited for."""
@@ -184,6 +223,29 @@ class Machine:
         found = tuple(x.value if isinstance(x, Product) else x for x in deps)
         return found if len(found) > 1 else found[0]
 
+    def issue(
+        self,
+        a: Shared,
+        b: Shared,
+        sums: TensorMemory,
+        *,
+        use_acc: Any,
+        mbarriers: list[tuple[Machine, SimpleNamespace]],
+    ) -> None:
+        """See Gluon's ``tcgen05_mma``."""
+        product = TensorProduct(a, b, sums, use_acc)
+
+        def arrive(barrier: tuple[Machine, SimpleNamespace]) -> None:
+            while product in self.issued:
+                self.issued.pop(0).run()
+            _arrive(barrier)
+
+        with self.changed:
+            self.issued.append(product)
+            for barrier in mbarriers:
+                barrier[1].copies.append(functools.partial(arrive, barrier))
+            self.changed.notify_all()
+
     def language(self) -> dict[str, Any]:
         """What the text of kernels refers to, with the names of Gluon."""
         language = SimpleNamespace(
@@ -195,7 +257,8 @@ class Machine:
             static_range=range, warp_specialize=self.warp_specialize,
             allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, np.nan, dtype)),
             NVMMADistributedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout,
-            NVMMASharedLayout=_SharedLayout, constexpr=object,
+            BlockedLayout=_layout, SwizzledSharedLayout=_layout, NVMMASharedLayout=_SharedLayout, constexpr=object,
+            barrier=lambda: None, inline_asm_elementwise=_move,
             **{name: _elementwise(getattr(np, name)) for name in ("exp2", "log2", "exp", "log", "abs", "sqrt", "sin",
                                                                   "cos", "floor", "ceil")},
             **_DTYPES,
@@ -214,6 +277,8 @@ class Machine:
         return {
             "tl": language, "tma": maps, "mbarrier": barriers, "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait_for_products, "fence_async_shared": lambda: None,
+            "TensorMemoryLayout": lambda block, col_stride: None, "tcgen05_mma": self.issue,
+            "allocate_tensor_memory": lambda dtype, shape, layout: TensorMemory(np.full(shape, np.nan, dtype)),
             "largest": lambda x, axis: _tensor(np.max(x, axis)), "total": lambda x, axis: _tensor(np.sum(x, axis)),
         }  # fmt: skip
 
@@ -342,6 +407,12 @@ def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
 def _store(at: Pointer, values: Any, mask: Any = True) -> None:
     mask, index, values = np.broadcast_arrays(mask, at.at, values)
     at.array[index[mask]] = values[mask]
+
+
+def _move(asm: str, constraints: str, values: list[Any], *_: Any) -> Any:
+    if asm != "mov.b32 $0, $1;":
+        raise NotImplementedError(asm)
+    return values[0]
 
 
 def _where(condition: Any, a: Any, b: Any) -> Tensor:

@@ -202,15 +202,12 @@ def _share_dq(parts: Partitions) -> None:
         f"dq_map = tma.make_tensor_descriptor(dq_ptr + b.to(tl.int64) * T * {stride}, [T, {stride}], [{stride}, 1], "
         f"[{ROWS}, {half}], dq_layout)",
         f"dq_tile = tl.allocate_shared_memory(tl.float32, [2, {ROWS}, {half}], dq_layout)",
-        "ds_ready = mbarrier.allocate_mbarrier(batch=1)",
-        "mbarrier.init(ds_ready.index(0), count=2)",
     )
+    parts.barriers("ds_ready", 1, 2)
     if not _slices_keys(plan):
         _load_columns(parts)
     for name in ("dq_ready", "dq_free"):
-        parts(f"{name} = mbarrier.allocate_mbarrier(batch=2)")
-        with parts.block("for i in tl.static_range(2):"):
-            parts(f"mbarrier.init({name}.index(i), count=1)")
+        parts.barriers(name, 2, 1)
 
 
 def _slices_keys(plan: Plan) -> bool:
@@ -228,9 +225,8 @@ def _load_columns(parts: Partitions) -> None:
         f"columns_map = tma.make_tensor_descriptor(k_ptr + {batch}.to(tl.int64) * S * {stride}, [S, {stride}], "
         f"[{stride}, 1], [{ROWS}, {half}], columns_layout)",
         f"columns_tile = tl.allocate_shared_memory({dtype(plan)}, [4, {ROWS}, {half}], columns_layout)",
-        "columns = mbarrier.allocate_mbarrier(batch=1)",
-        "mbarrier.init(columns.index(0), count=1)",
     )
+    parts.barriers("columns", 1, 1)
     write(f"mbarrier.expect(columns.index(0), {4 * ROWS * half * plan.itemsize})")
     with write.block("for part in tl.static_range(4):"):
         write(

@@ -26,6 +26,8 @@ def write_forward(plan: Plan, operands: list[Operand], schedule: TileSchedule) -
     programs = place_by_query(parts, plan, tiles.bq)
     parts(f"q_first = row * {tiles.bq}")
     parts.share()
+    parts.barriers("turn", 2, 1)
+    parts("mbarrier.arrive(turn.index(0))")
     parts.load_held()
     parts.load_streamed()
     _compute(parts)

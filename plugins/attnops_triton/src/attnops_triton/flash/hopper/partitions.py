@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +55,29 @@ class Rows(NamedTuple):
     output: bool = False
 
 
+class Partition(NamedTuple):
+    """A group of warps.
+
+    Attributes:
+        role: of its function's name.
+        write: its lines; there is no partition without lines.
+        warps: their number.
+        registers: of a thread.
+        halves: how many such groups there are, each with its ``own`` half of the program's rows; 0 for one with all.
+    """
+
+    role: str
+    write: Writer
+    warps: int
+    registers: int
+    halves: int = 0
+
+
 class Partitions(Writer):
     """The lines of a kernel of three partitions; its own are of all warps, before they part.
 
     Attributes:
+        rows: of a partition that computes.
         loader: lines of the partition that loads.
         adder: lines of a partition that adds sums to memory; there is none without lines.
         computer: lines of the partitions that compute.
@@ -73,6 +92,8 @@ class Partitions(Writer):
         schedule: the active tiles.
     """
 
+    rows: ClassVar[int] = ROWS
+
     def __init__(
         self, plan: Plan, tiles: Tiles, operands: Sequence[Operand], schedule: TileSchedule,
         held: tuple[Rows, ...], streamed: tuple[Rows, ...], stored: tuple[Rows, ...],
@@ -82,7 +103,8 @@ class Partitions(Writer):
         self.loader.integers = self.computer.integers = self.adder.integers = self.integers
         transposed = held[0].axis == "kv"
         tile = Tile.make(self.computer, plan, tiles, operands, transposed)
-        self.tile = dataclasses.replace(tile, bk=ROWS) if transposed else dataclasses.replace(tile, bq=ROWS)
+        bq, bk = (tile.bq, self.rows) if transposed else (self.rows, tile.bk)
+        self.tile = dataclasses.replace(tile, bq=bq, bk=bk)
         self.plan, self.stages, self.schedule = plan, tiles.stages, schedule
         self.held, self.streamed, self.stored = held, streamed, stored
         self.maps = len(held) + len(streamed) + len(stored)
@@ -111,7 +133,7 @@ class Partitions(Writer):
         )
 
     def share(self) -> None:
-        """Write tensor maps, buffers and barriers; ``turn`` are the barriers of whose turn it is to multiply."""
+        """Write tensor maps, buffers and barriers."""
         write = self
         for rows in (*self.held, *self.streamed, *self.stored):
             length, stride = "T" if rows.axis == "q" else "S", rows.heads * rows.dim
@@ -127,29 +149,34 @@ class Partitions(Writer):
                 f"{rows.name}_tile = tl.allocate_shared_memory({self._type}, [{copies}, {rows.block}, {rows.dim}], "
                 f"{rows.name}_layout)"
             )
-        barriers = [("held", 2, 1), ("turn", 2, 1)]
+        self.barriers("held", 2, 1)
         for rows in self.streamed:
-            barriers += [(f"{rows.name}_ready", self.stages, 1), (f"{rows.name}_free", self.stages, 2)]
-        for name, copies, count in barriers:
-            write(f"{name} = mbarrier.allocate_mbarrier(batch={copies})")
-            with write.block(f"for i in tl.static_range({copies}):"):
-                write(f"mbarrier.init({name}.index(i), count={count})")
-        write("mbarrier.arrive(turn.index(0))")
+            self.barriers(f"{rows.name}_ready", self.stages, 1)
+            self.barriers(f"{rows.name}_free", self.stages, 2)
+
+    def barriers(self, name: str, copies: int, arrivals: int) -> None:
+        """Write barriers of so many arrivals a phase."""
+        self(f"{name} = mbarrier.allocate_mbarrier(batch={copies})")
+        with self.block(f"for i in tl.static_range({copies}):"):
+            self(f"mbarrier.init({name}.index(i), count={arrivals})")
 
     def find_tiles(self, write: Writer) -> None:
         """Write ``count`` and ``partials`` of ``row``, for ``b`` and ``h``."""
         schedule = self.schedule
-        if schedule.constant is None:
-            by_batch = write.integer("map_batch", schedule.map_shape[1] * (schedule.map_shape[0] > 1))
-            which = f"b * {by_batch}" + " + h" * (schedule.map_shape[1] > 1)
-            write(f"map_row = ({which}) * {write.integer('rows', schedule.rows)} + row")
+        if schedule.constant is not None:
+            full_start, full_stop, partial_start, partial_stop = schedule.constant
+            write.integer("full_start", full_start)
+            write.integer("partial_start", partial_start)
+            write.integer("partials", partial_stop - partial_start)
+            write.integer("count", full_stop - full_start + partial_stop - partial_start)
+            return
+        by_batch = write.integer("map_batch", schedule.map_shape[1] * (schedule.map_shape[0] > 1))
+        which = f"b * {by_batch}" + " + h" * (schedule.map_shape[1] > 1)
+        write(f"map_row = ({which}) * {write.integer('rows', schedule.rows)} + row")
         if schedule.columns is not None:
             write(f"columns_at = columns_ptr + map_row.to(tl.int64) * {write.integer('width', schedule.width)}")
         for i, name in enumerate(("full_start", "full_stop", "partial_start", "partial_stop")):
-            if schedule.constant is not None:
-                write.integer(name, schedule.constant[i])
-            else:
-                write(f"{name} = tl.load(ranges_ptr + map_row * 4 + {i})")
+            write(f"{name} = tl.load(ranges_ptr + map_row * 4 + {i})")
         write("partials = partial_stop - partial_start", "count = full_stop - full_start + partials")
 
     @property
@@ -213,7 +240,7 @@ class Partitions(Writer):
             for rows in self.held:
                 start = "q_first" if rows.axis == "q" else "kv_first"
                 write(
-                    f"tma.async_load({rows.name}_map, [{start} + half * {ROWS}, {rows.head} * {rows.dim}], "
+                    f"tma.async_load({rows.name}_map, [{start} + half * {self.rows}, {rows.head} * {rows.dim}], "
                     f"held.index(half), {rows.name}_tile.index(half))"
                 )
         write("stage = 0", "phase = 1")
@@ -222,9 +249,10 @@ class Partitions(Writer):
         """Write the loop over tiles that copies them to the ring."""
         write = self.loader
         self.find_tiles(write)
-        self.loop(write, 0, self._load)
+        self.loop(write, 0, self.load)
 
-    def _load(self, masked: bool) -> None:
+    def load(self, masked: bool) -> None:
+        """Write the copies of a tile to the ring."""
         write = self.loader
         for rows in self.streamed:
             first = "q0" if rows.axis == "q" else "kv0"
@@ -269,7 +297,8 @@ class Partitions(Writer):
     def tokens(self) -> None:
         """Write ``qi``, ``qx`` and what goes with the held rows, or ``ki`` and ``kx``."""
         name, short, start = ("kv0", "k", "kv_first") if self.tile.transposed else ("q0", "q", "q_first")
-        self.computer(f"{name} = {start} + own * {ROWS}", f"{short}i = {name} + tl.arange(0, {ROWS}, layout=by_row)")
+        self.computer(f"{name} = {start} + own * {self.rows}")
+        self.computer(f"{short}i = {name} + tl.arange(0, {self.rows}, layout=by_row)")
         self.computer(f"{short}x = {short}i[:, None]")
 
     def streamed_tokens(self) -> None:
@@ -306,9 +335,7 @@ class Partitions(Writer):
                 write(copy.format(half="own"))
                 return
             # Registers of the others are few.
-            self(f"{rows.name}_done = mbarrier.allocate_mbarrier(batch=2)")
-            with self.block("for i in tl.static_range(2):"):
-                self(f"mbarrier.init({rows.name}_done.index(i), count=1)")
+            self.barriers(f"{rows.name}_done", 2, 1)
             write(f"mbarrier.arrive({rows.name}_done.index(own))")
             with self.adder.block("for half in tl.static_range(2):"):
                 self.adder(f"mbarrier.wait({rows.name}_done.index(half), 0)", copy.format(half="half"))
@@ -322,24 +349,35 @@ class Partitions(Writer):
             f"tl.store(at, {values}.to({dtype}), mask=(row_of < {length})[:, None])",
         )
 
+    def partitions(self) -> list[Partition]:
+        """All of them; the registers of the first are those that the others leave."""
+        computing, loading = _REGISTERS
+        return [
+            Partition("compute", self.computer, 4, computing, halves=2),
+            Partition("load", self.loader, 1, loading),
+            Partition("add", self.adder, 1, loading),
+        ]
+
     def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
         """The kernel of all lines; the last pointer is ``scratch_ptr``."""
-        if self.stored and not self.adder.lines:
+        if any("tma.async_store" in line for line in self.computer.lines):
             self.computer("tma.store_wait(0)")
-        calls = []
-        known = [*pointers, *self.integers, *_assigned(self.lines)]
-        for role, writer in (("compute", self.computer), ("load", self.loader), ("add", self.adder)):
-            if not writer.lines:
+        calls: list[str] = []
+        warps: list[int] = []
+        registers: list[int] = []
+        known = dict.fromkeys((*pointers, *self.integers, *_assigned(self.lines)))
+        for part in self.partitions():
+            if not part.write.lines:
                 continue
-            text = "\n".join(writer.lines)
+            text = "\n".join(part.write.lines)
             used = [x for x in known if re.search(rf"\b{x}\b", text)]
-            halves = [["0"], ["1"]] if role == "compute" else [[]]
-            functions += f"def {name}_{role}({', '.join([*['own'] * (role == 'compute'), *used])}):\n{text}\n\n\n"
-            calls += [f"({name}_{role}, ({', '.join([*half, *used])},))" for half in halves]
-        computing, loading = _REGISTERS
-        small = len(calls) - 2
-        warps, registers = [4, *[1] * small], [computing, *[loading] * small]
-        self(f"tl.warp_specialize([{', '.join(calls)}], {warps}, {registers})")
+            halves = [[str(half)] for half in range(part.halves)] or [[]]
+            arguments = ", ".join([*["own"] * bool(part.halves), *used])
+            functions += f"def {name}_{part.role}({arguments}):\n{text}\n\n\n"
+            calls += [f"({name}_{part.role}, ({', '.join([*half, *used])},))" for half in halves]
+            warps += [part.warps] * len(halves)
+            registers += [part.registers] * len(halves)
+        self(f"tl.warp_specialize([{', '.join(calls)}], {warps[1:]}, {registers[1:]})")
         kernel = super().kernel(name, pointers, functions)
         return dataclasses.replace(kernel, gluon=True, scratch=self.maps * _MAP)
 

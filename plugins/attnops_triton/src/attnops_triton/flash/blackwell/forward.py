@@ -1,0 +1,251 @@
+"""The forward kernel for Blackwell, as in FlashAttention-4 and in Triton's examples of Gluon.
+
+A program has two tiles of 128 queries, and five partitions: one loads, one warp issues all products, two compute the
+weights of a tile each, and one brings the sums of both to a new maximum. Scores, weights and sums are in tensor memory,
+where the weights of a tile take the place of its scores. While the weights of one tile are computed, the products of
+the other run.
+
+Products run in the order in which they are issued. Thus scores that are ready say that the product before, of weights
+and values, is over too, so that its sums may be scaled, and scores may be written over the weights that it read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Final
+
+from attnops_triton.flash.hopper.partitions import Partition, Partitions, Rows
+from attnops_triton.flash.loops import place_by_query
+from attnops_triton.flash.operands import Operand, base
+from attnops_triton.flash.plan import LOG2E, Plan
+from attnops_triton.flash.steps import write_denominator
+from attnops_triton.flash.tile import dtype
+from attnops_triton.flash.tile_schedule import TileSchedule
+from attnops_triton.language.source import Writer, number
+
+# Queries of a tile: the rows of tensor memory.
+ROWS: Final = 128
+# Columns of sums that a thread has at a time.
+COLUMNS: Final = 32
+# Registers of a thread of the partitions that compute weights, and of those of one warp.
+_REGISTERS: Final = (200, 24)
+
+
+class _Partitions(Partitions):
+    """The lines of the kernel.
+
+    Attributes:
+        multiplier: lines of the warp that issues products.
+        corrector: lines of the partition that scales sums.
+    """
+
+    rows: ClassVar[int] = ROWS
+
+    def __init__(self, plan: Plan, operands: list[Operand], schedule: TileSchedule, *rows: tuple[Rows, ...]) -> None:
+        super().__init__(plan, plan.forward, operands, schedule, *rows)
+        self.multiplier, self.corrector = Writer(), Writer()
+        self.multiplier.integers = self.corrector.integers = self.integers
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """A thread has a row of scores, or of sums."""
+        return (
+            f"of_scores: tl.constexpr = tl.BlockedLayout([1, {self.tile.bk}], [32, 1], [4, 1], [0, 1])",
+            f"of_sums: tl.constexpr = tl.BlockedLayout([1, {COLUMNS}], [32, 1], [4, 1], [0, 1])",
+            "by_row: tl.constexpr = tl.SliceLayout(1, of_scores)",
+            "by_column: tl.constexpr = tl.SliceLayout(0, of_scores)",
+            "by_sum: tl.constexpr = tl.SliceLayout(1, of_sums)",
+        )
+
+    def share(self) -> None:
+        """Write tensor memory too, and buffers and barriers for what goes from the weights' partitions to the sums'.
+
+        ``w_ready`` has two arrivals: of the weights, and of sums that were scaled for them.
+        """
+        super().share()
+        for name, columns in (("s", self.tile.bk), ("acc", self.plan.D)):
+            self(
+                f"{name}_layout: tl.constexpr = TensorMemoryLayout([{ROWS}, {columns}], col_stride=1)",
+                f"{name}_memory = allocate_tensor_memory(tl.float32, [2, {ROWS}, {columns}], {name}_layout)",
+            )
+        self("by_query: tl.constexpr = tl.SwizzledSharedLayout(1, 1, 1, [0])")
+        for name in ("alpha", "m", "l"):
+            self(f"{name}_tile = tl.allocate_shared_memory(tl.float32, [2, {ROWS}], by_query)")
+        self.barriers("alpha_ready", 2, 1)
+        self.barriers("ml_ready", 2, 1)
+        self.barriers("s_ready", 2, 1)
+        self.barriers("w_ready", 2, 2)
+        self.barriers("done", 2, 1)
+
+    def partitions(self) -> list[Partition]:
+        """See the module."""
+        computing, small = _REGISTERS
+        return [
+            Partition("correct", self.corrector, 4, 0),
+            Partition("compute", self.computer, 4, computing, halves=2),
+            Partition("multiply", self.multiplier, 1, small),
+            Partition("load", self.loader, 1, small),
+        ]
+
+    def weights(self, half: str) -> str:
+        """The memory of the weights of a tile, which is that of its scores."""
+        bk, many = self.tile.bk, 4 // self.plan.itemsize
+        layout = f"TensorMemoryLayout([{ROWS}, {bk}], col_stride=1)"
+        shape = f"[{ROWS}, {bk * many}]"
+        return f"s_memory.index({half}).reinterpret({dtype(self.plan)}, {shape}, {layout}).slice(0, {bk})"
+
+
+def write_forward(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Partitions, int]:
+    """The lines of the kernel and the size of its grid, for the operands of `attnops_triton.flash.forward.forward`."""
+    tiles, D = plan.forward, plan.D
+    q = Rows("q", "q", plan.H, "h", D, ROWS)
+    k, v = (Rows(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
+    out = Rows("out", "q", plan.H, "h", D, ROWS, output=True)
+    parts = _Partitions(plan, operands, schedule, (q,), (k, v), (out,))
+    programs = place_by_query(parts, plan, tiles.bq)
+    parts(f"q_first = row * {tiles.bq}")
+    parts.find_tiles(parts)
+    if schedule.constant is not None:
+        for name in ("full_start", "partial_start", "partials", "count"):
+            parts(f"{name} = {_moved(name)}")
+    parts.share()
+    parts.load_held()
+    parts.loop(parts.loader, 0, parts.load)
+    _multiply(parts)
+    _compute(parts)
+    _correct(parts)
+    return parts, programs
+
+
+def _moved(name: str) -> str:
+    """The same numbers. What follows from them is not computed, and spilled, before loops or before warps part."""
+    return f'tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [{name}], tl.int32, False, 1)'
+
+
+def _multiply(parts: _Partitions) -> None:
+    """Write the products of all tiles of keys: scores of the next one follow those of weights and values."""
+    write = parts.multiplier
+
+    def scores(half: int) -> None:
+        write(
+            f"tcgen05_mma(q_tile.index({half}), k_tile.index(stage).permute([1, 0]), s_memory.index({half}), "
+            f"use_acc=False, mbarriers=[s_ready.index({half}), k_free.index(stage)])"
+        )
+
+    def values(half: int, stage: str, adds: str, barriers: str) -> None:
+        write(
+            f"mbarrier.wait(w_ready.index({half}), phase_of_weights)",
+            f"tcgen05_mma({parts.weights(str(half))}, v_tile.index({stage}), acc_memory.index({half}), "
+            f"use_acc={adds}, mbarriers=[{barriers}])",
+        )
+
+    write("stage = 0", "phase = 0", "phase_of_weights = 0", "mbarrier.wait(held.index(0), 0)")
+    write("mbarrier.wait(held.index(1), 0)")
+    with write.block("if count > 0:"):
+        write("mbarrier.wait(k_ready.index(stage), phase)")
+        scores(0)
+        scores(1)
+        with write.block("for t in range(1, count):"):
+            write("before = stage", "phase_before = phase")
+            parts.advance(write)
+            write("mbarrier.wait(k_ready.index(stage), phase)", "mbarrier.wait(v_ready.index(before), phase_before)")
+            for half in range(2):
+                values(half, "before", "t > 1", "v_free.index(before)")
+                scores(half)
+            write("phase_of_weights = phase_of_weights ^ 1")
+        write("mbarrier.wait(v_ready.index(stage), phase)")
+        for half in range(2):
+            values(half, "stage", "count > 1", f"done.index({half})")
+    with write.block("else:"):
+        write("mbarrier.arrive(done.index(0))", "mbarrier.arrive(done.index(1))")
+
+
+def _compute(parts: _Partitions) -> None:
+    """Write the weights of each tile of keys, and ``m`` and ``l``."""
+    write, tile = parts.computer, parts.tile
+    write(*parts.layouts)
+    parts.tokens()
+    tile.load_values("", False)
+    tile.load_values("q", not tile.even)
+    write(
+        f'm = tl.full([{ROWS}], float("-inf"), tl.float32, by_row)',
+        f"l = tl.full([{ROWS}], 0.0, tl.float32, by_row)",
+        f"weights = {parts.weights('own')}",
+        "phase = 0",
+    )
+    parts.loop(write, 0, lambda masked: _step(parts, masked))
+    write("m_tile.index(own).store(m)", "l_tile.index(own).store(l)", "mbarrier.arrive(ml_ready.index(own))")
+
+
+def _step(parts: _Partitions, masked: bool) -> None:
+    """Write the weights of a tile, and the step of ``m`` and ``l``; ``alpha`` is known first."""
+    write, tile, plan = parts.computer, parts.tile, parts.plan
+    parts.streamed_tokens()
+    write("mbarrier.wait(s_ready.index(own), phase)", "s = s_memory.index(own).load(of_scores)")
+    tile.load_values("kv", masked and not tile.even)
+    tile.apply_cap_and_bias()
+    if masked:
+        write(f"qx = {_moved('qx')}")
+    if masked and tile.allowed(not tile.even):
+        write('s = tl.where(ok, s, float("-inf"))')
+    write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
+    # Fully masked so far: −inf − −inf is NaN.
+    write('base = tl.where(m_new == float("-inf"), 0.0, m_new)' if masked else "base = m_new")
+    write(
+        f"alpha = tl.exp2((m - base) * {number(plan.score_unit * LOG2E)})",
+        "alpha_tile.index(own).store(alpha)",
+        "mbarrier.arrive(alpha_ready.index(own))",
+    )
+    tile.weights("base")
+    write(
+        "l = l * alpha + tl.reduce(p, 1, total)",
+        f"weights.store(p.to({dtype(plan)}))",
+        "mbarrier.arrive(w_ready.index(own))",
+        "m = m_new",
+        "phase = phase ^ 1",
+    )
+
+
+def _correct(parts: _Partitions) -> None:
+    """Write the scaling of both sums for each tile of keys but the first, and their output."""
+    write, plan = parts.corrector, parts.plan
+    tile = dataclasses.replace(parts.tile, write=write)
+    write(*parts.layouts)
+    write("phase = 0")
+    with write.block("for t in range(0, count):"):
+        with write.block("for half in tl.static_range(2):"):
+            write("mbarrier.wait(alpha_ready.index(half), phase)")
+            with write.block("if t > 0:"):
+                write("alpha = alpha_tile.index(half).load(by_sum)")
+                for start in range(0, plan.D, COLUMNS):
+                    write(
+                        f"acc = acc_memory.index(half).slice({start}, {COLUMNS})",
+                        "acc.store(acc.load(of_sums) * alpha[:, None])",
+                    )
+            write("mbarrier.arrive(w_ready.index(half))")
+        write("phase = phase ^ 1")
+    with write.block("for half in tl.static_range(2):"):
+        write(
+            "mbarrier.wait(ml_ready.index(half), 0)",
+            "m = m_tile.index(half).load(by_sum)",
+            "l = l_tile.index(half).load(by_sum)",
+        )
+        write_denominator(tile)
+        write(f"qi = q_first + half * {ROWS} + tl.arange(0, {ROWS}, layout=by_sum)")
+        masked = "" if tile.even else ", mask=qi < T"
+        write(f'tl.store({base(write, "m", "", plan.H, "T")} + qi, tl.where(seen, m, float("-inf")){masked})')
+        write(f"tl.store({base(write, 'log2_sum', '', plan.H, 'T')} + qi, tl.log2(l){masked})")
+        write("mbarrier.wait(done.index(half), 0)")
+        for start in range(0, plan.D, COLUMNS):
+            write(
+                f"acc = acc_memory.index(half).slice({start}, {COLUMNS})",
+                # Without tiles nothing was ever written there.
+                "sums = tl.where(count > 0, acc.load(of_sums) * factor[:, None], 0.0)",
+                f"q_tile.index(half).slice({start}, {COLUMNS}, 1).store(sums.to({dtype(plan)}))",
+                "tl.barrier()",
+            )
+        write(
+            "fence_async_shared()",
+            f"tma.async_store(out_map, [q_first + half * {ROWS}, h * {plan.D}], q_tile.index(half))",
+        )
+    write("tma.store_wait(0)")

@@ -189,6 +189,9 @@ def _run(
     )
     # Kernels and index maps have numbers of 32 bits, even where x64 is on: Mosaic has no others.
     with jax.enable_x64(False):
+        if not plan.interpret:
+            # Small arrays XLA would keep in vector memory, from where the core copies them by vector instructions.
+            sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
         return tuple(call(*scalars, query, *given.by_row, *tokens, *tables, *sources, *by_key))
 
 

@@ -32,6 +32,9 @@ _MAPS: Final = ((12, 3), 83)
 # AMD's data centre GPUs, with matrix cores and 64 lanes a wave; RDNA has 32, and other matrix instructions.
 CDNA: Final = ("gfx90a", "gfx942", "gfx950")
 
+# Those whose products are in tensor memory.
+TENSOR_MEMORY: Final = ("sm_100", "sm_103")
+
 # Part of the key of JAX's cache of traced functions.
 _TARGET = jax.make_user_context(default_value="")
 

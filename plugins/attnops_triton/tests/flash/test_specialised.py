@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ import numpy as np
 import pytest
 from attnops_triton import versions
 from attnops_triton.aot import compile_for, kernels
-from attnops_triton.flash import plan
+from attnops_triton.flash import backend, plan
 from attnops_triton.flash.order import unordered
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import assembler, interpreter, simulator
 from attnops_triton.language.assembler import Assembler
 from attnops_triton.language.build import build
-from attnops_triton.language.launch import Launched
+from attnops_triton.language.launch import Launched, recording
 from attnops_triton.language.source import Kernel
 from attnops_triton.targets import SHARED_MEMORY, target
 from triton_assemblers import ASSEMBLERS
@@ -404,6 +405,23 @@ def test_the_others_serve_what_they_do_not(
     D: int, mask: Mask | None, options: dict[str, Any], expected: list[bool]
 ) -> None:
     assert specialised(launched(D, mask, **options)) == expected
+
+
+@pytest.mark.slow
+def test_sm_103_has_the_same_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(backend, "device_arch", lambda: "sm_103")
+    operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda", on_unsupported="error"))
+    q = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
+    with recording() as found:
+        jax.eval_shape(lambda *qkv: operation(*qkv).attention_outputs, q, q, q)
+    (forward, *_) = launched(64, None, 512, K=4, arch="sm_100")
+    assert dataclasses.replace(found[0].recipe, arch="sm_100") == forward.recipe
+    assert found[0].recipe.arch == "sm_103"
+    source = tmp_path / "kernel.ptx"
+    source.write_bytes(build(found[0].recipe).code)
+    for ptxas in ASSEMBLERS:
+        command = [str(ptxas), "-v", "-arch=sm_103a", str(source), "-o", str(tmp_path / "kernel.cubin")]
+        assert " 0 bytes spill stores" in subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from attnops_triton.flash.tile import Tile, dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.launch import launch
 from attnops_triton.language.source import Writer, number
+from attnops_triton.targets import TENSOR_MEMORY
 
 
 @folds_batch
@@ -55,7 +56,7 @@ def forward(
     }
     write: Writer
     if plan.forward.specialised:
-        module = blackwell if plan.arch == "sm_100" else hopper
+        module = blackwell if plan.arch in TENSOR_MEMORY else hopper
         write, programs = parts, programs = module.write_forward(plan, operands, schedule)
         outputs["scratch"] = parts.scratch(programs)
     else:

@@ -10,7 +10,7 @@ from attnops_triton import versions
 from attnops_triton.flash.plan import Tiles
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import assembler
-from attnops_triton.targets import current, first_cuda_of_maps
+from attnops_triton.targets import TENSOR_MEMORY, current, first_cuda_of_maps
 
 # The first release of Triton whose Gluon has what they use.
 _TRITON = (3, 9)
@@ -27,9 +27,9 @@ def specialised_tiles(
 ) -> Mapping[int, Tiles]:
     """Tiles of the specialised kernels that serve a call, by place in a row of the table.
 
-    Hopper has them for all passes, sm_100 for the forward pass. They serve head dims of the table, masks that translate
-    to Triton without arrays of T × S elements, soft caps and sinks; no bias, no dropout, and no tokens that may be
-    fully masked, since what those hold is not zeroed in shared memory.
+    Hopper has them for all passes, sm_100 and sm_103 for the forward pass. They serve head dims of the table, masks
+    that translate to Triton without arrays of T × S elements, soft caps and sinks; no bias, no dropout, and no tokens
+    that may be fully masked, since what those hold is not zeroed in shared memory.
 
     Args:
         arch: the architecture.
@@ -40,7 +40,8 @@ def specialised_tiles(
         lengths: T and S.
         interpret: whether kernels are interpreted.
     """
-    by_dim = SPECIALISED.get(arch, {})
+    in_tensor_memory = arch in TENSOR_MEMORY
+    by_dim = SPECIALISED.get("sm_100" if in_tensor_memory else arch, {})
     if head_dim != value_head_dim or head_dim not in by_dim or (dtype == "float32" and not interpret):
         return {}
     if scoring.dense or scoring.has_bias or scoring.dropout_prob or scoring.has_fully_masked_tokens:
@@ -49,18 +50,18 @@ def specialised_tiles(
         return {}
     tiles = dict(by_dim[head_dim])
     rows = tiles[0].bq
-    if arch == "sm_100" and lengths[0] <= rows // 2:
+    if in_tensor_memory and lengths[0] <= rows // 2:
         return {}  # half of a program would have nothing to do
     even = not lengths[0] % rows and not lengths[1] % rows
-    loaded = set() if scoring.mask is None else {axis for axes in scoring.mask.values for axis in axes}
+    loaded = scoring.mask is not None and any("kv" in axes for axes in scoring.mask.values)
     # Narrower where they would spill.
     if head_dim == 128 and scoring.cap is not None and 2 in tiles:
         tiles[2] = dataclasses.replace(tiles[2], bq=32)
-    if arch == "sm_100":
-        # A thread has all keys of a row.
-        bk = 32 if "kv" in loaded and not even else 64 if "kv" in loaded or scoring.cap is not None else 128
-        tiles[0] = dataclasses.replace(tiles[0], bk=bk)
-    elif "kv" in loaded and (not even or scoring.cap is not None):
+    if in_tensor_memory:
+        # A thread has all keys of a row. As much is loaded ahead.
+        parts = 4 if loaded and not even else 2 if loaded or scoring.cap is not None else 1
+        tiles[0] = dataclasses.replace(tiles[0], bk=tiles[0].bk // parts, stages=tiles[0].stages * parts)
+    elif loaded and (not even or scoring.cap is not None):
         tiles[0] = dataclasses.replace(tiles[0], bk=64)
     return tiles
 

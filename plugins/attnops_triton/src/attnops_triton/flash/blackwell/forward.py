@@ -242,6 +242,7 @@ def _correct(parts: _Partitions) -> None:
                 # Without tiles nothing was ever written there.
                 "sums = tl.where(count > 0, acc.load(of_sums) * factor[:, None], 0.0)",
                 f"q_tile.index(half).slice({start}, {COLUMNS}, 1).store(sums.to({dtype(plan)}))",
+                # Else the assembler loads all columns first, and spills.
                 "tl.barrier()",
             )
         write(

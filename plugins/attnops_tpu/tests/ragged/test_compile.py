@@ -130,7 +130,8 @@ def test_packed_rows_read_pages_where_they_are(generation: str) -> None:
     cache = pages(64, 8, 128, batch=32)
     mask = SlidingWindow(jnp.full((32, 1), 5000), 0) & KeyPadding(jnp.ones((32, SLOTS), bool))
     size = temporaries(cache, generation, 4, T=512, mask=mask, is_packed=True, return_lse=True)
-    assert size <= 5 * SMALL < cache.store.key.size  # queries and results of tiles, some of them with one query
+    # Queries and results of tiles, some of them with one query; on v5p also what XLA computes values by key from.
+    assert size <= (10 if generation == "v5p" else 5) * SMALL < cache.store.key.size
 
 
 # The codec and its scales, a page, K and a generation.

@@ -266,6 +266,7 @@ def test_two_hundred_requests_at_once_equal_each_alone_and_leave_nothing(engine:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.optimised
 def test_two_hundred_requests_of_smollm2_equal_each_alone():
     engine = Engine(*load_model(None, "flash"), pages=40, page_size=4, max_length=64)

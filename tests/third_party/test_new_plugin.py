@@ -39,7 +39,9 @@ def install(run, *arguments, cwd=None):
 
 
 @pytest.mark.parametrize(
-    ("platform", "operation"), [("cpu", "flash"), ("tpu", None), ("cuda", None)], ids=["cpu", "tpu", "cuda"]
+    ("platform", "operation"),
+    [("cpu", "flash"), *(pytest.param(name, None, marks=pytest.mark.exhaustive) for name in ("tpu", "cuda"))],
+    ids=["cpu", "tpu", "cuda"],
 )
 def test_a_new_plugin_is_green(run, tmp_path, platform, operation):
     name = f"attnops-acme-{platform}"

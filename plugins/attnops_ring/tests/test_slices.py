@@ -52,7 +52,7 @@ def forget() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("topology", "chips", "order"),
     [
-        ("v5p:4x4x4", 64, "zigzag"),
+        pytest.param("v5p:4x4x4", 64, "zigzag", marks=pytest.mark.exhaustive),
         pytest.param("v5p:2x2x2", 8, "zigzag", marks=pytest.mark.exhaustive),
         pytest.param("v5p:2x2x2", 8, "contiguous", marks=pytest.mark.exhaustive),
         pytest.param("v5p:2x2x2", 8, "striped", marks=pytest.mark.exhaustive),

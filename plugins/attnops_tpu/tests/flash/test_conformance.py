@@ -1,6 +1,7 @@
 """The conformance suite in Pallas's interpreter: races are detected, uninitialised memory is NaN."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ class TestFlashOnTPU(OperationConformance):
     interpret = True
     refuses = frozenset({"float16", "weights"})
     exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs", "test_cache_pairs"})
+    every: ClassVar = {"test_behaviour": 2, "test_caches": 2}
 
 
 @pytest.mark.slow

@@ -116,6 +116,7 @@ def test_slices_that_scalar_memory_does_not_hold_take_turns(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_of_32_mapped_sequences_of_131072_tokens_compile() -> None:
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
     x, ids = (

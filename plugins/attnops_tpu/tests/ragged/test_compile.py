@@ -163,7 +163,7 @@ def test_rows_without_pages_compile(dtype: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("generation", "T"),
-    [pytest.param(name, T, marks=[] if T == 5 or name == "v6e" else pytest.mark.exhaustive)
+    [pytest.param(name, T, marks=[] if name == "v6e" else pytest.mark.exhaustive)
      for name in GENERATIONS for T in (1, 5)],
 )  # fmt: skip
 def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None:

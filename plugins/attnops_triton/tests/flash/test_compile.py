@@ -47,11 +47,11 @@ QUICK = {((64, 64, "bfloat16"), "gfx942"), ((128, 128, "bfloat16"), "sm_90")}
 
 
 def marks_of(variant: tuple[int, int, str], arch: str) -> list[pytest.MarkDecorator]:
-    """Most rows of the table are compiled by the slow tests, others and what shares a row by the exhaustive ones."""
+    """The slow tests compile a row of most architectures and all of sm_90, the exhaustive ones all."""
     if (variant, arch) in QUICK:
         return []
     in_row = variant[0] not in (80, 96) and (variant[2] == "bfloat16" or variant[0] == 64)
-    if arch in ("sm_80", "sm_100", "gfx942"):
+    if arch == "sm_100":
         in_row &= variant[0] in (128, 256)
     elif arch != "sm_90":
         in_row = variant == (128, 128, "bfloat16") and arch != "sm_89"  # whose code is that of sm_86

@@ -10,4 +10,4 @@ class TestFlashInTritonsInterpreter(OperationConformance):
     interpret = True
     refuses = frozenset({"bfloat16", "runtime_dtype", "weights"})
     exhaustive = frozenset({"test_feature", "test_all_pairs", "test_cache_pairs"})
-    every: ClassVar = {"test_sampled_pair": 3}
+    every: ClassVar = {"test_sampled_pair": 6, "test_behaviour": 2, "test_caches": 2}

@@ -262,6 +262,7 @@ def functions_over(table: Any) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize(
     "backend", ["flash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "auto"))]

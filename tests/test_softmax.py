@@ -15,6 +15,7 @@ from attnops.softmax import Contribution
 from attnops.testing.partial import check_partial
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "features"),
     [
@@ -28,6 +29,7 @@ def test_partial_softmaxes_merge_to_vanilla_over_all_keys(operation: str, featur
     check_partial(operation, "cpu", features)
 
 
+@pytest.mark.slow
 def test_results_are_not_rounded() -> None:
     x, d = (jax.random.normal(jax.random.key(i), (1, 40, 2, 16), jnp.bfloat16) for i in (0, 1))
     flash: Any = OperationRegistry.create("attnops:flash")

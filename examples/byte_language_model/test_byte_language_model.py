@@ -136,6 +136,7 @@ def test_loss_falls() -> None:
     assert losses[-5:].mean() < losses[0] - 1, "single batches are small, and other ones in another Python"
 
 
+@pytest.mark.slow
 def test_control_differs_by_rounding() -> None:
     assert compare_small(small_control()).agrees
 

@@ -37,6 +37,7 @@ def trained(model: Any, ids: jax.Array, steps: int = 40) -> tuple[Any, list[floa
     return nnx.merge(graphdef, matrices, rest), losses
 
 
+@pytest.mark.slow
 def test_fine_tuned_its_loss_falls_and_merged_it_is_the_same() -> None:
     base, ids = small(), tokens((2, 10))
     model = base.apply_lora_to_layers(4)

@@ -40,6 +40,7 @@ def check(metrics: Any, logits: Any, targets: dict[tuple[int, ...], int], **opti
     assert metrics.weight_sum == len(targets)
 
 
+@pytest.mark.slow
 def test_each_token_is_predicted_by_the_one_before() -> None:
     model, ids = small(), tokens((B, T))
     output, metrics = model.compute_loss(ids)
@@ -89,6 +90,7 @@ def test_no_label_at_all_is_zero_with_zero_gradients() -> None:
     assert not gradient.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_gradients_through_flash_are_the_slopes(family: str) -> None:
     model, ids = small(family), tokens((2, T))

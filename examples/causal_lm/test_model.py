@@ -49,6 +49,7 @@ def close(actual: jax.Array, expected: jax.Array) -> None:
     np.testing.assert_allclose(actual, expected, atol=2e-5 * float(np.abs(expected).max(initial=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "ring"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
@@ -65,6 +66,7 @@ def test_a_prompt_in_chunks_over_caches_is_the_prompt_without(family: str, ring:
     assert not caches[0].overflowed.any()
 
 
+@pytest.mark.slow
 def test_left_padding_and_ragged_rows_are_each_row_alone() -> None:
     model, ids = small("gemma2"), np.asarray(tokens())
     lengths, starts = np.array([21, 13, 17]), np.array([0, 4, 2])
@@ -81,6 +83,7 @@ def test_left_padding_and_ragged_rows_are_each_row_alone() -> None:
             close(logits[b, starts[b] : lengths[b]], expected[b, : lengths[b] - starts[b]])
 
 
+@pytest.mark.slow
 def test_packed_rows_over_pages_are_each_row_alone() -> None:
     model, ids = small("gpt_oss"), tokens()
     expected = call(model, ids).logits
@@ -98,6 +101,7 @@ def test_packed_rows_over_pages_are_each_row_alone() -> None:
             close(out.logits[0, starts[b] : starts[b + 1]], expected[b, begin[b] : begin[b] + counts[b]])
 
 
+@pytest.mark.slow
 def test_logits_at_some_tokens_and_packed_documents() -> None:
     model, ids = small(), tokens()
     full = call(model, ids).logits
@@ -166,6 +170,7 @@ def test_what_excludes_each_other_is_refused() -> None:
         small(model_type="bert")
 
 
+@pytest.mark.slow
 def test_lists_are_taken_and_other_shapes_and_dtypes_refused() -> None:
     model = small()
     expected = model(jnp.array([[1, 2, 3]]), attention_mask=jnp.array([[1, 1, 0]]), logits_at=jnp.array([[1]]))

@@ -43,6 +43,7 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
         model.merge_params_dict({"embed": jnp.zeros(3)})
 
 
+@pytest.mark.slow
 def test_dtypes_of_weights_and_of_what_is_computed() -> None:
     model, ids = small(), tokens((2, 9))
     expected = call(model, ids).logits

@@ -58,6 +58,7 @@ def test_of_smollm2_the_perplexity_is_within_two_percent() -> None:
     assert abs(math.exp(quantized - exact) - 1) < 0.02
 
 
+@pytest.mark.slow
 def test_weights_are_stored_in_a_quarter(caplog: Any) -> None:
     model = small(hidden_size=64, intermediate_size=256)
     assert isinstance(model.quantize(verbose=True).layers[0].attention.q, QuantizedLinear)
@@ -78,6 +79,7 @@ def test_each_weight_is_within_half_a_step() -> None:
     np.testing.assert_allclose(layer.scale[...][0], jnp.abs(kernel).max(axis=0) / 127.5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_that_stay_are_trained_through_rounding() -> None:
     model, ids = plain(), tokens((2, 9))
     aware = model.quantize(quantize_tensors=False)
@@ -92,6 +94,7 @@ def test_weights_that_stay_are_trained_through_rounding() -> None:
     assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "serve"])
 def test_a_product_of_any_dimensions_and_its_gradients_are_near(mode: Any) -> None:
     dot = get_dot_general_by_bits(8, mode)["dot_general_cls"]()

@@ -40,6 +40,7 @@ def shards(model: nnx.Module) -> dict[str, tuple[int, ...]]:
     return {path: x.sharding.shard_shape(x.shape) for path, x in by_path(nnx.state(model)).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "ring"),
     [
@@ -82,6 +83,7 @@ def test_quantised_with_lora_over_three_axes_logits_are_those_of_one(dims: tuple
     close(call(sharded, ids, past_key_values=sharded.init_cache(B, S)).logits, expected)
 
 
+@pytest.mark.slow
 def test_default_rules_shard_each_weight_as_documented() -> None:
     mesh = create_mesh((1, 2, 4), ("dp", "fsdp", "tp"))
     found = shards(small(tie_word_embeddings=False).shard_model(mesh=mesh))

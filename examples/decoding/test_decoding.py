@@ -46,6 +46,7 @@ def dense(length: int) -> tuple[DenseCache, ...]:
     return tuple(DenseCache.create(length=length, **sizes) for _ in range(model.L))
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_without_a_cache(
     params: model.Params, prompt: jax.Array, op: Any, uncached: model.Generated
 ) -> None:

@@ -47,6 +47,7 @@ def of_nnx(**options):
     return nnx.MultiHeadAttention(4, 16, 16, **{"decode": False, "rngs": nnx.Rngs(0)} | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some("both"))
 def test_linen_has_the_same_values_gradients_and_weights(name: str) -> None:
     def attend(layer):
@@ -88,6 +89,7 @@ def test_nnx_sows_the_same_weights(causal: bool) -> None:
     np.testing.assert_allclose(*found, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_decoding_with_a_cache_has_the_same_values(kind: str) -> None:
     found = []
@@ -260,6 +262,7 @@ def test_a_layers_mask_is_refused_for_a_token_of_a_cache_unless_causal(mask: str
     np.testing.assert_array_equal(causal(q, k, k, mask=seen), OURS(q, k, k, mask=seen))
 
 
+@pytest.mark.slow
 def test_a_layers_function_is_refused_where_dropout_takes_heads_apart() -> None:
     q = INPUTS[0].reshape(3, 6, 4, 4)
     function = attention_fn("vanilla", mask=masks.MaskFn(lambda b, h, q, kv: (kv + h) % 2 == 0))

@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "all" else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_values_and_gradients_are_those_of_jax(name: str) -> None:
     case = dict(CASES[name])

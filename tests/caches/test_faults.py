@@ -54,6 +54,7 @@ def test_of_two_traced_runs_of_a_row_the_first_is_computed_and_the_second_is_pad
     assert cache.overflowed.tolist() == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [0, -1, 7])
 def test_where_runs_are_traced_those_that_are_empty_may_have_any_known_slot(flash: Any, other: int) -> None:
     *wanted, cache = stepped(flash, jnp.array([0, 2, 5]), jnp.array([0, 1]))
@@ -100,6 +101,7 @@ def test_ancestors_of_drafted_tokens_of_which_the_first_are_left_padding(flash: 
     assert not out.attention_outputs[0, :2].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "codec"), [("flash", Quantized("int8")), ("vanilla", None)])
 def test_a_packed_row_of_values_that_are_not_finite_is_nan_and_no_other_row(name: str, codec: Any) -> None:
     operation = OperationRegistry.create(f"attnops:{name}")

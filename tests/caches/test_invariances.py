@@ -99,6 +99,7 @@ def test_pages_of_any_size_equal_a_dense_cache(operation: Any, page: int) -> Non
     assert_near(call(operation, filled(paged(table, page=page)), query), call(operation, filled(dense()), query))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [dense, paged, lambda: WindowCache.create(window=6, max_append=12, **OPTIONS)])
 def test_one_prompt_equals_its_chunks(operation: Any, make: Any) -> None:
     query, key, value = draw(12, 3, H), draw(12, 4), draw(12, 5)
@@ -113,6 +114,7 @@ def test_one_prompt_equals_its_chunks(operation: Any, make: Any) -> None:
     assert_same(jax.tree.leaves(cache), jax.tree.leaves(whole))
 
 
+@pytest.mark.slow
 def test_a_ring_equals_a_dense_cache_under_its_window(operation: Any) -> None:
     ring, full = WindowCache.create(window=5, max_append=3, **OPTIONS), dense()
     for i, (T, lengths) in enumerate([(3, (3, 2, 0)), (3, (3, 1, 3)), (1, (1, 1, 1)), (3, (2, 3, 3)), (1, (1, 0, 1))]):
@@ -122,6 +124,7 @@ def test_a_ring_equals_a_dense_cache_under_its_window(operation: Any) -> None:
         assert_near(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_fork_equals_a_copy(operation: Any) -> None:
     """Of pages that are shared, and of the last one that is not, though both rows then grow."""
     pool = PagePool.create(pages=18, page_size=PAGE, rows=B, max_pages=6).reserve(np.array([6, 9, 3]))
@@ -173,6 +176,7 @@ def test_a_step_appends_and_then_calls(operation: Any, make: Any, codec: Quantiz
     assert_near(found, call(operation, appended, query, lengths))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [dense, paged])
 def test_packed_rows_equal_padded_ones(operation: Any, make: Any) -> None:
     query, key, value = draw(4, 6, H), draw(4, 7), draw(4, 8)

@@ -43,6 +43,7 @@ def tokens(seed: int, heads: int, T: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(L, B, T, heads, D)), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pages", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[:5])])
 @pytest.mark.parametrize("operation", ["flash", pytest.param("vanilla", marks=pytest.mark.slow)])
 def test_a_scan_over_layers_equals_a_cache_for_each(kind: str, operation: str) -> None:
@@ -117,6 +118,7 @@ def test_what_has_no_layer_axis_is_refused() -> None:
         create("dense", L).layer(1).take_rows(np.array([0, 1]))  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_fork_is_of_all_layers() -> None:
     pool = PagePool.create(pages=8, page_size=4, rows=B, max_pages=3).reserve(np.array([6, 0]))
     ids = [0, 1], [1, -1]  # the second entry does nothing

@@ -62,6 +62,7 @@ def check_memory(program: Any, cache: Cache, *arrays: Any) -> None:
     assert memory.temp_size_in_bytes < row, f"{memory.temp_size_in_bytes} of temporaries, but a row has {row}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("storage", "codec", "T"),
     [

@@ -120,6 +120,7 @@ def test_a_ring_that_lost_what_the_next_query_sees_says_so() -> None:
     np.testing.assert_array_equal(again.read().held[0].nonzero()[0], [0, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [32_766, 2**31 - 5])
 def test_a_ring_at_large_positions(first: int) -> None:
     """Positions that int16 does not hold, and the last ones that int32 does."""

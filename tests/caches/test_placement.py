@@ -118,6 +118,7 @@ def test_specs_name_the_axes_of_the_rules_that_divide() -> None:
         _ = create("dense").specs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("storage", "names", "codec", "kind"),
     [
@@ -147,6 +148,7 @@ def test_tokens_are_appended_where_they_lie_and_nothing_is_exchanged(
     assert compiled(append, placed, *given)[1] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "storage", "codec", "T"),
     [
@@ -167,6 +169,7 @@ def test_rows_and_heads_attend_without_exchange(name: str, storage: str, codec: 
     assert check_steps(name, mesh, pair(storage, mesh, codec=codec), varied, T, **options) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "codec", "T", "found"),
     [
@@ -193,6 +196,7 @@ def test_a_context_that_is_cut_is_merged_in_one_exchange(
     assert not np.asarray(results[0].attention_outputs)[1].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "kind"),
     [
@@ -398,6 +402,7 @@ def test_each_shard_of_rows_has_a_pool_of_its_own() -> None:
         placed.copy_pages((jnp.array([0]), jnp.array([3])))
 
 
+@pytest.mark.slow
 def test_a_cache_without_placement_is_sharded_by_the_metadatas_rules_for_a_call() -> None:
     mesh = mesh_of("dp", "tp")
     for storage, spec in (("dense", P("dp", None, "tp")), ("paged", P(None, None, "tp"))):

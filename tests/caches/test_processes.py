@@ -16,6 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "cache_over_processes.py"
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(CASES)])
 def test_steps_over_two_processes_are_those_of_one_device(case: str) -> None:
     with socket.socket() as free:

@@ -84,6 +84,7 @@ def test_one_trace_serves_all_packed_rows() -> None:
     assert cache.lengths.tolist() == [3 + 1 + 2, 3 + 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", PAGES_QUICK)
 def test_vmap_is_a_call_for_each(storage: str) -> None:
     caches = [create(storage).append(*tokens(3, seed)[1:], [3, seed]) for seed in (1, 2)]

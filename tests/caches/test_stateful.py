@@ -225,6 +225,7 @@ class Machine(RuleBasedStateMachine):
                 np.testing.assert_allclose(values[b, j], value, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, pytest.param(Codec("int8", "token_head"), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("storage", ["paged", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", "ring"))])
 def test_a_cache_holds_what_a_list_holds(storage: str, codec: Codec | None) -> None:

@@ -114,6 +114,7 @@ def test_a_dtype_that_is_asked_for_is_checked():
         Subject(operation="attnops:vanilla", dtype="int8")
 
 
+@pytest.mark.slow
 def test_json_names_the_subject_and_low_coverage_warns(monkeypatch):
     few = ("GQA", "softmax_scale", "sinks", "soft cap", "weights", "logsumexp", "dropout")
     monkeypatch.setattr(check, "FEATURES", {name: FEATURES[name] for name in few})

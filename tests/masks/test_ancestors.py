@@ -65,6 +65,7 @@ def test_a_tree_is_not_the_causal_mask_and_a_chain_is() -> None:
     assert (branched != dense(causal, 1, 6, 9)).sum() == 1 + 1 + 2 + 2
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     st.integers(0, 2**32 - 1), st.sampled_from([(2, 7, 11), (1, 6, 6), (3, 9, 4)]), st.sampled_from([1, 3]),

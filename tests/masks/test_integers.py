@@ -110,6 +110,7 @@ def test_positions_of_any_size(name):
     check(Lengths(np.array([p[3]])).at(t, t), table(lambda a, b: b < p[3]))
 
 
+@pytest.mark.slow
 def test_positions_that_are_far_apart():
     t = np.array([-(2**31), -7, 0, 2**30, 2**31 - 1])
     difference = t[:, None] - t[None]

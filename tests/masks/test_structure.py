@@ -34,6 +34,7 @@ def of_split(parts):
     return seen if parts.rest is None else seen & dense(parts.rest)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(masks(B, H, T, S))
 def test_the_parts_together_are_the_mask(mask):

@@ -92,10 +92,12 @@ def visited(monkeypatch: pytest.MonkeyPatch, lengths: list[int], mask: Mask, **o
     return [int(row.sum()) for row in found[0].reshape(len(lengths), -1)]
 
 
+@pytest.mark.slow
 def test_only_tiles_with_keys_that_are_seen_are_loaded(monkeypatch: pytest.MonkeyPatch):
     assert visited(monkeypatch, [0, 1, 8, 9, 64], Causal()) == [0, 1, 1, 2, 8]
 
 
+@pytest.mark.slow
 def test_a_window_reads_the_tiles_that_it_spans(monkeypatch: pytest.MonkeyPatch):
     assert visited(monkeypatch, [64, 60, 5], SlidingWindow(7, 0)) == [1, 2, 1]
 

@@ -70,6 +70,7 @@ def temporaries(operation, T, options, gradient=True):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -284,6 +285,7 @@ def test_weights_are_those_of_vanilla():
     jax.tree.map(np.testing.assert_array_equal, out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["array", "alibi", "score"])
 def test_results_are_float32_and_those_of_vanilla_where_x64_is_on(bias):
     with jax.enable_x64(True):
@@ -299,6 +301,7 @@ def test_results_are_float32_and_those_of_vanilla_where_x64_is_on(bias):
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_float64_argument_of_a_function_has_a_float64_gradient_where_x64_is_on():
     with jax.enable_x64(True):
         q, k, v = map(jnp.asarray, qkv())

@@ -204,6 +204,7 @@ def test_mixed_dtypes_compute_in_float32():
     problem.check(vanilla())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param("BTHD", marks=pytest.mark.slow), "BHTD"])
 def test_vmap_and_checkpoint_equal_the_loop(layout):
     problem = Problem(

@@ -90,6 +90,7 @@ def over(lengths: list[int], hidden: float = 0.0, T: int = 1, S: int = 64) -> tu
     return np.asarray(found), exact.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "by"),
     [([64, 64], "whole"), ([64, 33], "whole"), ([64, 32], "whole"), ([64, 24], "tiles"), ([9], "tiles")],
@@ -116,6 +117,7 @@ def test_bfloat16_biases_and_many_queries_are_computed_in_tiles(called: list[str
     assert not called
 
 
+@pytest.mark.slow
 def test_a_long_row_is_within_the_tolerance_rule(called: list[str]):
     rng = np.random.default_rng(0)
     S, D = 32768, 16

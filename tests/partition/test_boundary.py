@@ -72,6 +72,7 @@ def test_every_combination_of_axes(name: str, axes: tuple[str, ...]) -> None:
         check(name, problem_of(names, mesh_of(*axes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "K", "tp"),
     [
@@ -106,6 +107,7 @@ def test_dropout_is_the_same_to_the_bit() -> None:
     np.testing.assert_array_equal(here, there)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_a_mesh_that_is_set_is_used(kind: AxisType) -> None:
     problem = problem_of(CASES["documents, sinks"], None)
@@ -141,6 +143,7 @@ def test_inside_a_shard_map_of_ones_own() -> None:
             np.testing.assert_allclose(jax.jit(mapped)(*qkv), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sharded_sequence_is_gathered_with_a_warning() -> None:
     names = CASES["documents, sinks"]
     problem = problem_of(names, mesh_of(*AXES), AxisRules())

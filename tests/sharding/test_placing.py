@@ -212,6 +212,7 @@ def test_gradients_inside_a_shard_map_of_some_axes(kinds: tuple[AxisType, ...], 
         check(with_gradients(part)(*arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "heads"), some({"dp"}, [("dp", "tp"), ("x", "y")]))
 def test_layers_in_a_scan_with_checkpoints(batch: str, heads: str) -> None:
     """What a layer gives has the type of what it takes."""

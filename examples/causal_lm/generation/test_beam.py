@@ -91,6 +91,7 @@ def config(**options: Any) -> GenerationConfig:
     return GenerationConfig(eos_token_id=END, pad_token_id=0, **options)
 
 
+@pytest.mark.slow
 def test_with_a_beam_for_each_sequence_the_best_of_all_is_found(model: CausalLM, scores: Scores) -> None:
     for penalty in (1.0, 0.0, 2.0):
         # V ** 2 beams lose nothing in three tokens.
@@ -104,6 +105,7 @@ def test_with_a_beam_for_each_sequence_the_best_of_all_is_found(model: CausalLM,
             np.testing.assert_allclose(score, best, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["static", "paged"])
 @pytest.mark.parametrize(("penalty", "early"), [(1.0, False), (2.0, "never"), (0.0, True), (-1.0, False)])
 def test_beams_are_those_of_a_search_with_lists(
@@ -133,6 +135,7 @@ def test_one_program_serves_all_penalties_and_the_best_of_beams_is_not_the_greed
     assert greedy.tokens[0, : greedy.lengths[0]].tolist() == one
 
 
+@pytest.mark.slow
 def test_padded_prompts_are_searched_as_each_alone(model: CausalLM) -> None:
     options = config(max_new_tokens=N, num_beams=3)
     mask = np.array([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])

@@ -80,6 +80,7 @@ def test_greedy_tokens_are_the_argmax_without_a_cache(model: CausalLM, chunk: in
     assert (found.lengths.tolist(), found.steps) == ([N] * 3, N)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [None, 3])
 def test_padded_prompts_are_continued_as_each_alone(model: CausalLM, drafts: int | None) -> None:
     wanted = uncached(model, ragged=True)
@@ -101,6 +102,7 @@ def test_storages_give_the_same_tokens(windowed: CausalLM, storage: str) -> None
     np.testing.assert_array_equal(left.tokens, found.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["static", "paged", "sliding_window"])
 def test_drafts_give_the_tokens_of_plain_decoding_in_fewer_steps(windowed: CausalLM, storage: str) -> None:
     # A prompt that repeats itself, with a bias to go on so: a token's successor in the prompt gets a higher score.
@@ -215,6 +217,7 @@ def test_without_trace_the_tokens_are_the_same(model: CausalLM) -> None:
     np.testing.assert_array_equal(found.tokens, uncached(model)[:, :2])
 
 
+@pytest.mark.slow
 def test_two_programs_serve_all_ways_to_draw() -> None:
     model = small(num_hidden_layers=1, vocab_size=64)
     network, _ = split(model)
@@ -235,6 +238,7 @@ def test_two_programs_serve_all_ways_to_draw() -> None:
     assert prompt_program(network, True).traces == 1
 
 
+@pytest.mark.slow
 def test_the_documented_loop_gives_the_same_tokens(model: CausalLM) -> None:
     assert model.can_generate()
     inputs = model.prepare_inputs_for_generation(PROMPT, 32, 0, attention_mask=mask_of(left=False))

@@ -103,6 +103,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "order", "name"), cases())
 def test_each_strategy_and_order_agrees_with_the_oracle_on_four_devices(strategy: str, order: str, name: str) -> None:
     check((FEATURES | CONTIGUOUS)[name], 4, strategy, order)
@@ -332,6 +333,7 @@ def test_masks_of_mapped_arrays_give_the_values_of_vanilla(strategy: str) -> Non
     same(of(ring, strategy=strategy)(q, k, v), of(vanilla)(q, k, v))
 
 
+@pytest.mark.slow
 def test_lengths_that_do_not_divide_on_explicit_axes() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 15, 2, 8)), jnp.float32) for _ in range(3))

@@ -86,6 +86,7 @@ def test_rows_that_fit_scalar_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tile_schedule.row_chunks(jnp.asarray(causal[:, :1])) == [(i, i + 1) for i in range(6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("B", "entries", "most"), [(1, 10, 2), pytest.param(2, 40, 4, marks=pytest.mark.slow)], ids=["one", "joined"]
 )

@@ -106,6 +106,7 @@ def test_a_lookup_by_query_and_key_is_refused(options: dict[str, object]) -> Non
         make()(x, x, x, **options)
 
 
+@pytest.mark.slow
 def test_head_dims_that_fill_no_register() -> None:
     problem = dataclasses.replace(combine(["Causal", "GQA"]), D=5, Dv=3).problem(make(interpret=True).metadata)
     problem.check(OperationRegistry.create(NAME, problem.metadata))
@@ -151,6 +152,7 @@ def test_kernels_are_traced_where_x64_is_on() -> None:
         assert [d.dtype.name for d in found] == ["float32", "float32", "float64"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_values_and_gradients_where_x64_is_on(dtype: jax.typing.DTypeLike) -> None:
     problem = dataclasses.replace(combine(["Causal", "GQA"]), dtype=dtype).problem(make(interpret=True).metadata)

@@ -65,6 +65,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", [name if name == "documents" else pytest.param(name, marks=pytest.mark.slow)
                                   for name in MASKS])  # fmt: skip
@@ -97,6 +98,7 @@ def test_only_tiles_that_are_not_empty_are_computed(name: str, traced: bool, mon
     assert seen == collections.Counter((which, q, kv) for which in ("forward", "backward") for q, kv in tiles)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 def test_maps_of_very_different_lengths_are_drained_once_each(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The entries that pad the shorter maps compute nothing."""
@@ -195,6 +197,7 @@ def test_what_is_not_joined() -> None:
     assert tile_schedule(coverage[[0, 0], None], joins=True).joined == 1, "nothing would be padded"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window", "documents", "per head"))]
 )

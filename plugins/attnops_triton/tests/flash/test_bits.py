@@ -48,6 +48,7 @@ def inputs() -> list[jax.Array]:
     return [draw(B, T, H, D), draw(B, S, K, D), draw(B, S, K, D)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["by batch and head", *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x != "by batch and head")]
 )

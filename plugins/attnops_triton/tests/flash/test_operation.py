@@ -38,6 +38,7 @@ def make(**fields: object) -> object:
     return OperationRegistry.create(NAME, OperationMetadata(platform="cuda", on_unsupported="error", **fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_exported_from_a_host_without_a_gpu(arch: str) -> None:
     operation = make(block_q=32, block_k=32)  # compiled sooner than larger tiles

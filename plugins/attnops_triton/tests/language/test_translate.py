@@ -82,6 +82,7 @@ def test_a_derivative_of_ones_own_under_a_mesh() -> None:
     np.testing.assert_allclose(found, gradient(OperationRegistry.create("vanilla")), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_mask_function_of_integers() -> None:
     mask = MaskFn(lambda b, h, q, kv: ((q * 3 + kv) % 5 != h) | (q == kv))
     rng = np.random.default_rng(1)

@@ -25,8 +25,8 @@ from .testing import small
 @contextlib.contextmanager
 def serving(engine: Engine) -> Iterator[str]:
     """The URL of a server of an engine, in a thread."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
+    # Listens before the thread starts: a client that comes first waits until it is accepted.
+    with socket.create_server(("127.0.0.1", 0)) as bound:
         server = uvicorn.Server(uvicorn.Config(application(engine, "small"), log_level="warning"))
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()

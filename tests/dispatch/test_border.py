@@ -123,6 +123,24 @@ def test_a_faulty_rank_is_named_and_harms_no_other(rank: Any, text: str) -> None
     assert (OperationRegistry.create("zeta", metadata)(Q, Q, Q).attention_outputs == 7).all()
 
 
+@pytest.mark.parametrize(
+    ("details", "text"),
+    [
+        (raising, "details raised"),
+        (lambda self, request: "a line", "details returned a line, but must return or yield strings"),
+        (lambda self, request: [1], "details returned [1], but must return or yield strings"),
+        (lambda self, request: None, "details returned None, but must return or yield strings"),
+    ],
+)
+def test_faulty_details_are_named_and_good_ones_printed(details: Any, text: str) -> None:
+    cls = register(details=details)
+    request = OperationRegistry.create("vanilla", OperationMetadata(platform="tt")).request(Q, Q, Q)
+    (faulty,) = (c for c in explain(request).others if c.name == "acme:zeta")
+    assert text in faulty.problem
+    cls.details = lambda self, request: ["runs on seven cores"]  # type: ignore[assignment]
+    assert "\n  runs on seven cores\n" in str(explain(request, "zeta"))
+
+
 def test_a_reason_whose_value_cannot_be_printed() -> None:
     reason = Reason("pages", Unprintable(), "must be even")
     assert str(reason) == "pages=<a Unprintable, whose printing raised RuntimeError>: must be even"

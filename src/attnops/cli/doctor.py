@@ -15,7 +15,7 @@ from attnops.cli.installed import Installed, describe, find
 from attnops.cli.known_bad import Problem, known_problems
 from attnops.cli.output import print_heading, print_json, print_table, print_text
 from attnops.dispatch import plugins
-from attnops.dispatch.explain import find_reasons
+from attnops.dispatch.explain import find_details, find_reasons
 from attnops.dispatch.platforms import platform_of
 from attnops.dispatch.plugins import CORE, Plugin, State
 
@@ -43,6 +43,7 @@ class Report:
         devices: JAX's devices.
         requirement_checker: the module that reads requirements; empty where there is none, so that none is checked.
         installed: the distributions, each imported.
+        kernels: how operations serve a long call on this machine's accelerators, a line each.
         problems: what is wrong.
         suggestions: what could be installed for this machine.
     """
@@ -52,6 +53,7 @@ class Report:
     devices: list[str]
     requirement_checker: str
     installed: Installed
+    kernels: list[str]
     problems: list[Problem]
     suggestions: list[Problem]
 
@@ -100,8 +102,9 @@ def examine(verbose: bool = False) -> Report:
     problems += [Problem(*trouble) for trouble in installed.troubles]
     problems += [Problem(text, "pip uninstall or disable one of them") for text in installed.ambiguous]
     problems += _machine_problems(devices, installed.plugins)
+    kernels = _kernels(devices, installed.plugins)
     suggestions = _suggestions(devices, {plugin.distribution for plugin in installed.plugins})
-    return Report(versions, backend, [str(d) for d in devices], checker, installed, problems, suggestions)
+    return Report(versions, backend, [str(d) for d in devices], checker, installed, kernels, problems, suggestions)
 
 
 def _versions() -> dict[str, str]:
@@ -150,6 +153,16 @@ def _machine_problems(devices: list[Any], found: tuple[Plugin, ...]) -> list[Pro
     return problems
 
 
+def _kernels(devices: list[Any], found: tuple[Plugin, ...]) -> list[str]:
+    return [
+        f"{plugin.name}, 4096 tokens, D 128, bfloat16: {line}"
+        for platform in dict.fromkeys(platform_of(device) for device in devices)
+        for plugin in found
+        if plugin.distribution == FOR_PLATFORM.get(platform)
+        for line in find_details(plugin, platform)
+    ]
+
+
 def _suggestions(devices: list[Any], distributions: set[str]) -> list[Problem]:
     found = []
     platforms = dict.fromkeys(platform_of(device) for device in devices)
@@ -186,6 +199,9 @@ def _print(report: Report, verbose: bool) -> None:
             if plugin.traceback:
                 print_heading(f"{plugin.name}, traceback")
                 print_text(plugin.traceback.rstrip())
+    if report.kernels:
+        print_heading("Kernels")
+        print_text("\n".join(f"- {line}" for line in report.kernels))
     for heading, problems in (("Could be installed", report.suggestions), ("Wrong", report.problems)):
         if problems:
             print_heading(heading)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from attnops.dispatch.metadata import OperationMetadata
@@ -11,8 +11,6 @@ from attnops.dispatch.request import Request
 from attnops.errors import PluginError, Reason, UnsupportedError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.operation import BaseOperation
 
@@ -81,6 +79,24 @@ def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
     except RAISED as error:
         raise _raised(cls, "unsupported", error) from error
     return reasons
+
+
+def details(operation: BaseOperation, request: Request) -> tuple[str, ...]:
+    """``operation.details(request)``.
+
+    Raises:
+        PluginError: it raised, or returned anything but lines of text.
+    """
+    cls = type(operation)
+    try:
+        given: object = operation.details(request)
+        lines = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    except RAISED as error:
+        raise _raised(cls, "details", error) from error
+    found = tuple(line for line in lines if isinstance(line, str))
+    if len(found) < len(lines):
+        raise _fault(cls, f"details returned {printable(given)}, but must return or yield strings; return () for none")
+    return found
 
 
 def rank(cls: type[OperationImpl], request: Request) -> Rank | None:

@@ -133,6 +133,13 @@ class BaseOperation(abc.ABC):
         """
         return ()
 
+    def details(self, request: Request) -> Iterable[str]:
+        """Lines that `attnops.explain` prints of how this platform's own forward serves a request without reasons.
+
+        Such as which of several kernels runs, and why not a faster one. Traces nothing.
+        """
+        return ()
+
     def environment_key(self) -> Hashable:
         """All that `unsupported` depends on other than request and metadata, as part of a cache key.
 

@@ -19,7 +19,7 @@ import jax
 
 from attnops_triton.language.build import Program, Recipe, build, lowered
 from attnops_triton.language.launch import Launched, recording
-from attnops_triton.targets import SHARED_MEMORY, capability, is_amd, target
+from attnops_triton.targets import TARGETS, capability, is_amd, target
 
 if TYPE_CHECKING:
     from attnops.typing import Function, PyTree
@@ -68,7 +68,7 @@ def kernels(function: Function, arguments: Sequence[PyTree], arch: str) -> list[
     Args:
         function: of arrays, or of pytrees of them.
         arguments: its arguments, arrays or `jax.ShapeDtypeStruct`.
-        arch: one of `attnops_triton.targets.SHARED_MEMORY`.
+        arch: one of `attnops_triton.targets.TARGETS`.
     """
     with target(arch), recording() as launches:
         jax.eval_shape(function, *arguments)
@@ -87,8 +87,8 @@ def compile_for(launched: Launched, arch: str, ptxas: Path | None = None) -> Bin
         ValueError: the architecture is unknown.
         subprocess.CalledProcessError: the assembler refuses the kernel.
     """
-    if arch not in SHARED_MEMORY:
-        raise ValueError(f"arch={arch!r} is unknown; use one of {list(SHARED_MEMORY)}")
+    if arch not in TARGETS:
+        raise ValueError(f"arch={arch!r} is unknown; use one of {list(TARGETS)}")
     recipe = dataclasses.replace(launched.recipe, arch=arch)
     return _amd(recipe) if is_amd(arch) else _nvidia(build(recipe), arch, ptxas)
 

@@ -15,6 +15,11 @@ SHARED_MEMORY: Final = {
     "sm_120": 99 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10,
 }  # fmt: skip
 
+# Targets with the tiles and the shared memory of another one.
+LIKE: Final = {"sm_103": "sm_100"}
+# All that kernels are compiled for by name.
+TARGETS: Final = (*SHARED_MEMORY, *LIKE)
+
 # Multiprocessors (AMD: compute units) of the largest GPU of a target.
 _MULTIPROCESSORS: Final = {
     "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256,
@@ -54,10 +59,15 @@ def target(arch: str) -> Iterator[None]:
     Raises:
         ValueError: the architecture is unknown.
     """
-    if arch not in SHARED_MEMORY:
-        raise ValueError(f"arch={arch!r} is unknown; use one of {list(SHARED_MEMORY)}")
+    if arch not in TARGETS:
+        raise ValueError(f"arch={arch!r} is unknown; use one of {list(TARGETS)}")
     with _TARGET(arch):
         yield
+
+
+def shared_memory(arch: str) -> int:
+    """Bytes of shared memory that one program may use, on one of `TARGETS`."""
+    return SHARED_MEMORY[LIKE.get(arch, arch)]
 
 
 def is_amd(arch: str) -> bool:
@@ -77,7 +87,7 @@ def wave_size(arch: str) -> int:
 
 def multiprocessors(arch: str) -> int:
     """Multiprocessors of the largest GPU of a target; 132 of one that is not known, 1 without a target."""
-    return _MULTIPROCESSORS.get(arch, 132) if arch else 1
+    return _MULTIPROCESSORS.get(LIKE.get(arch, arch), 132) if arch else 1
 
 
 def first_cuda(arch: str) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from attnops_triton.language.source import Kernel
 from attnops_triton.targets import SHARED_MEMORY, target
 from triton_assemblers import ASSEMBLERS
 
-from attnops import OperationMetadata, OperationRegistry
+from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.masks import Causal, Dense, Mask, Segments, SlidingWindow
 from attnops.testing import attention, attention_gradients
 
@@ -405,6 +405,32 @@ def test_the_others_serve_what_they_do_not(
     D: int, mask: Mask | None, options: dict[str, Any], expected: list[bool]
 ) -> None:
     assert specialised(launched(D, mask, **options)) == expected
+    assert [("Gluon" in part) for part in told(D, mask, **options)] == expected
+
+
+def told(D: int, mask: Mask | None, T: int = 256, dtype: str = "bfloat16", arch: str = "sm_90", **options: Any) -> Any:
+    """What `explain` says of forward, dq, and dk and dv."""
+    q = jax.ShapeDtypeStruct((1, T, 4, D), jnp.dtype(dtype))
+    metadata = OperationMetadata(platform="cuda", dropout_prob=0.1 * ("dropout_key" in options))
+    operation: Any = OperationRegistry.create(NAME, metadata)
+    with target(arch):
+        (line,) = explain(operation.request(q, q, q, mask=mask, **options), NAME, metadata).chosen.details
+    assert line.startswith(f"kernels on {arch}: ")
+    by = {name: how for part in line.split(": ", 1)[1].split("; ") for names, how in [part.split(" by ", 1)]
+          for name in names.split(", ")}  # fmt: skip
+    return [by[name] for name in ("forward", "dq", "dk and dv")]
+
+
+def test_explain_says_why_a_plain_kernel_serves() -> None:
+    assert told(128, None, arch="sm_103")[0] == "Blackwell's in Gluon"
+    assert told(64, None, 128, arch="sm_100") == ["plain Triton (128 queries are at most 128)"] * 3
+    assert told(96, None) == ["plain Triton (the head dim 96 is none of 64, 128, 256)"] * 3
+    assert told(64, None, arch="sm_120") == ["plain Triton (sm_120 has no specialised ones)"] * 3
+    assert told(256, None)[2] == "plain Triton (no other for them)"
+    operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda"))
+    q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
+    (line,) = explain(operation.request(q, q, q), NAME).chosen.details
+    assert line.startswith("kernels: depend on the GPU, and there is none")
 
 
 @pytest.mark.slow
@@ -442,6 +468,7 @@ def test_which_calls_blackwells_forward_serves(
     D: int, mask: Mask | None, T: int, options: dict[str, Any], expected: tuple[int, int] | None
 ) -> None:
     found = launched(D, mask, T, arch="sm_100", **options)
+    assert [("Gluon" in part) for part in told(D, mask, T, arch="sm_100", **options)] == specialised(found)
     assert specialised(found) == [expected is not None, *[False] * (len(found) - 1)]
     assert expected in (None, (found[0].tiles.bq, found[0].tiles.bk))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import jax
@@ -16,12 +15,11 @@ from attnops_triton.flash.backward import Inputs, by_key, by_query, fused
 from attnops_triton.flash.bias_gradient import array_gradient, table_gradient
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.flash.forward import forward
-from attnops_triton.flash.measured import measured_tiles
 from attnops_triton.flash.operands import Arrays
 from attnops_triton.flash.order import is_unordered
-from attnops_triton.flash.plan import LN2, Plan, Tiles
+from attnops_triton.flash.plan import LN2, Plan
 from attnops_triton.flash.prepare import arrays, mask_of_scores, tile_schedules
-from attnops_triton.flash.specialised import specialised_tiles
+from attnops_triton.flash.specialised import Facts, specialised_tiles, with_measured
 from attnops_triton.flash.tile_schedule import TileSchedules
 from attnops_triton.flash.tile_sizes import choose
 from attnops_triton.language.compat import device_arch
@@ -67,11 +65,12 @@ class TritonFlash(FlashBackend):
             scoring = dataclasses.replace(scoring, has_fully_masked_tokens=fully_masked)
         arch = current() if metadata.interpret else current() or device_arch()
         by_score = packed or scoring.dense > 0 or scoring.array
-        special: Mapping[int, Tiles] = {}
-        if not packed and not call.is_partial and (metadata.block_q, metadata.block_k) == (None, None):
-            special = specialised_tiles(arch, dtype.name, D, Dv, scoring, (T, S), metadata.interpret)
-        found = {} if metadata.interpret else measured_tiles(dtype.name, D, Dv)
-        measured = {**special, **{i: tiles for i, tiles in found.items() if special or not tiles.specialised}}
+        facts = Facts(
+            dtype.name, D, Dv, (T, S), by_score=packed or scoring.dense > 0, bias=scoring.has_bias,
+            dropout=bool(scoring.dropout_prob), fully_masked=scoring.has_fully_masked_tokens, partial=call.is_partial,
+            sized=(metadata.block_q, metadata.block_k) != (None, None), interpret=metadata.interpret,
+        )  # fmt: skip
+        measured = with_measured(specialised_tiles(arch, facts, scoring), facts)
         tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score, measured, (T, S))
         return Plan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],

@@ -117,6 +117,13 @@ class TritonFlashAttention(FlashAttention):
             yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
                          "interpret float32 or float16")  # fmt: skip
 
+    def details(self, request: Request) -> Iterable[str]:
+        """See `attnops.BaseOperation.details`: which kernels serve the passes."""
+        if isinstance(request, AttentionRequest) and request.cache is None:
+            from attnops_triton.flash.specialised import line
+
+            yield line(request, self.metadata)
+
     # The contract's options that it has, a parameter each.
     def forward_gpu(
         self,

@@ -4,54 +4,90 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from attnops import AttentionRequest, OperationMetadata
 from attnops.kernels import Scoring
 from attnops_triton import versions
+from attnops_triton.flash.measured import measured_tiles
 from attnops_triton.flash.plan import Tiles
-from attnops_triton.flash.tile_sizes import SPECIALISED
+from attnops_triton.flash.tile_sizes import specialised_rows
 from attnops_triton.language import assembler
+from attnops_triton.language.compat import device_arch
+from attnops_triton.language.translate import PRIMITIVES
 from attnops_triton.targets import TENSOR_MEMORY, current, first_cuda_of_maps
 
 # The first release of Triton whose Gluon has what they use.
 _TRITON = (3, 9)
 
 
-def specialised_tiles(
-    arch: str,
-    dtype: str,
-    head_dim: int,
-    value_head_dim: int,
-    scoring: Scoring,
-    lengths: tuple[int, int],
-    interpret: bool,
-) -> Mapping[int, Tiles]:
-    """Tiles of the specialised kernels that serve a call, by place in a row of the table.
+class Facts(NamedTuple):
+    """What decides whether specialised kernels serve a call.
 
-    Hopper has them for all passes, sm_100 and sm_103 for the forward pass. They serve head dims of the table, masks
-    that translate to Triton without arrays of T × S elements, soft caps and sinks; no bias, no dropout, and no tokens
-    that may be fully masked, since what those hold is not zeroed in shared memory.
-
-    Args:
-        arch: the architecture.
+    Attributes:
         dtype: of query, key and value; float32 is served in the interpreter alone.
         head_dim: D.
         value_head_dim: Dv.
-        scoring: of the call.
         lengths: T and S.
+        by_score: whether a mask is loaded by score: an array of T × S elements, or bits.
+        bias: whether there is a bias.
+        dropout: whether there is dropout.
+        fully_masked: whether tokens may be fully masked; what those hold is not zeroed in shared memory.
+        partial: whether it is a partial softmax.
+        sized: whether the metadata has tile sizes.
         interpret: whether kernels are interpreted.
     """
-    in_tensor_memory = arch in TENSOR_MEMORY
-    by_dim = SPECIALISED.get("sm_100" if in_tensor_memory else arch, {})
-    if head_dim != value_head_dim or head_dim not in by_dim or (dtype == "float32" and not interpret):
+
+    dtype: str
+    head_dim: int
+    value_head_dim: int
+    lengths: tuple[int, int]
+    by_score: bool
+    bias: bool
+    dropout: bool
+    fully_masked: bool
+    partial: bool
+    sized: bool
+    interpret: bool
+
+
+def why_plain(arch: str, facts: Facts) -> str:
+    """Why no specialised kernel serves a call, in words; empty if some does."""
+    by_dim, T = specialised_rows(arch), facts.lengths[0]
+    conditions = (
+        (not by_dim, f"{arch or 'an unknown GPU'} has no specialised ones"),
+        (facts.head_dim != facts.value_head_dim, f"head dims of {facts.head_dim} and {facts.value_head_dim} differ"),
+        (facts.head_dim not in by_dim, f"the head dim {facts.head_dim} is none of {', '.join(map(str, by_dim))}"),
+        (facts.dtype == "float32" and not facts.interpret, "the dtype is float32"),
+        (facts.by_score, "a mask is loaded by score"),
+        (facts.bias, "there is a bias"),
+        (facts.dropout, "there is dropout"),
+        (facts.fully_masked, "tokens may be fully masked"),
+        (facts.partial, "it is a partial softmax"),
+        (facts.sized, "block_q or block_k is set"),
+        # Half of a program would have nothing to do.
+        (arch in TENSOR_MEMORY and T <= 128, f"{T} queries are at most 128"),
+        (not facts.interpret and not _is_supported(), "they need Triton 3.9, and on this machine CUDA 12.3's ptxas"),
+    )
+    return next((reason for holds, reason in conditions if holds), "")
+
+
+def specialised_tiles(arch: str, facts: Facts, scoring: Scoring) -> Mapping[int, Tiles]:
+    """Tiles of the specialised kernels that serve a call, by place in a row of the table.
+
+    Hopper has them for all passes, sm_100 and sm_103 for the forward pass. They serve soft caps and sinks too.
+
+    Args:
+        arch: the architecture.
+        facts: of the call.
+        scoring: of the call.
+    """
+    if why_plain(arch, facts):
         return {}
-    if scoring.dense or scoring.has_bias or scoring.dropout_prob or scoring.has_fully_masked_tokens:
-        return {}
-    if not interpret and not _is_supported():
-        return {}
+    in_tensor_memory, lengths, head_dim = arch in TENSOR_MEMORY, facts.lengths, facts.head_dim
+    by_dim = specialised_rows(arch)
     tiles = dict(by_dim[head_dim])
     rows = tiles[0].bq
-    if in_tensor_memory and lengths[0] <= rows // 2:
-        return {}  # half of a program would have nothing to do
     even = not lengths[0] % rows and not lengths[1] % rows
     loaded = scoring.mask is not None and any("kv" in axes for axes in scoring.mask.values)
     # Narrower where they would spill.
@@ -64,6 +100,39 @@ def specialised_tiles(
     elif loaded and (not even or scoring.cap is not None):
         tiles[0] = dataclasses.replace(tiles[0], bk=64)
     return tiles
+
+
+def with_measured(special: Mapping[int, Tiles], facts: Facts) -> Mapping[int, Tiles]:
+    """The same, or those that were measured to be faster, see `attnops_triton.flash.measured`."""
+    found = {} if facts.interpret else measured_tiles(facts.dtype, facts.head_dim, facts.value_head_dim)
+    return {**special, **{i: tiles for i, tiles in found.items() if special or not tiles.specialised}}
+
+
+def line(request: AttentionRequest, metadata: OperationMetadata) -> str:
+    """Which kernels serve a request without a cache, and why not specialised ones; see `attnops.explain`."""
+    arch = current() or device_arch()
+    if not arch:
+        return "kernels: depend on the GPU, and there is none; attnops_triton.targets.target(arch) names one"
+    shape, kinds, mask_primitives = request.mask_shape, request.mask_kinds, request.mask_primitives
+    facts = Facts(
+        request.dtypes[0] if len(set(request.dtypes)) == 1 else "float32", request.head_dim, request.value_head_dim,
+        (request.query_length, request.key_length),
+        by_score=("Dense" in kinds and (shape is None or min(shape[2:]) > 1)) or not mask_primitives <= PRIMITIVES,
+        bias=bool(request.bias_kind),
+        dropout=bool(request.dropout_prob), fully_masked=request.mask_structure.may_have_fully_masked_tokens,
+        partial=False, sized=(metadata.block_q, metadata.block_k) != (None, None), interpret=request.interpret,
+    )  # fmt: skip
+    reason = why_plain(arch, facts)
+    special = {} if reason else specialised_rows(arch)[facts.head_dim]
+    tiles = with_measured(special, facts)
+    which = "Blackwell's" if arch in TENSOR_MEMORY else "Hopper's"
+    served: dict[str, list[str]] = {}
+    for i, name in enumerate(("forward", "dq", "dk and dv")):
+        why = reason or ("was measured to be faster" if i in special else "no other for them")
+        by = f"{which} in Gluon" if i in tiles and tiles[i].specialised else f"plain Triton ({why})"
+        served.setdefault(by, []).append(name)
+    parts = [f"{', '.join(names)} by {by}" for by, names in served.items()]
+    return f"kernels on {arch}: {'; '.join(parts)}"
 
 
 def _is_supported() -> bool:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from attnops_triton.flash.plan import Tiles
+from attnops_triton.targets import LIKE
 
 T = Tiles
 Row = tuple[Tiles, Tiles, Tiles, Tiles]  # of forward, by query, by key, by score
@@ -109,6 +110,11 @@ SPECIALISED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
     },
     "sm_100": {64: {0: T(256, 128, 4, 4, True)}, 128: {0: T(256, 128, 4, 2, True)}},
 }
+
+
+def specialised_rows(arch: str) -> Mapping[int, Mapping[int, Tiles]]:
+    """`SPECIALISED` of an architecture, by head dim; empty if it has none."""
+    return SPECIALISED.get(LIKE.get(arch, arch), {})
 
 
 def choose(

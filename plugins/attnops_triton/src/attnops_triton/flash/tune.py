@@ -19,9 +19,9 @@ from attnops_triton import tuned
 from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.flash.measured import CALLS, KERNELS, OF_CUDNN, trying
 from attnops_triton.flash.plan import Tiles
-from attnops_triton.flash.tile_sizes import SPECIALISED, choose
+from attnops_triton.flash.tile_sizes import choose, specialised_rows
 from attnops_triton.language.compat import device_arch, device_name
-from attnops_triton.targets import SHARED_MEMORY
+from attnops_triton.targets import TARGETS, shared_memory
 from attnops_triton.tuned import Row
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def candidates(shape: Shape, arch: str) -> Iterator[Candidate]:
     row = choose(arch, shape.dtype, shape.head_dim, None, None)
     for kernel, tiles in zip(KERNELS, row, strict=False):
         least: int | None = None
-        special = SPECIALISED.get(arch, {}).get(shape.head_dim, {}) if shape.dtype != "float32" else {}
+        special = specialised_rows(arch).get(shape.head_dim, {}) if shape.dtype != "float32" else {}
         others = special.get(KERNELS.index(kernel))
         for some in (*neighbours(tiles), *(neighbours(others) if others else ())):
             with trying(kernel, some):
@@ -107,7 +107,7 @@ def candidates(shape: Shape, arch: str) -> Iterator[Candidate]:
                 )  # fmt: skip
             binary = compile_for(launched, arch)
             least = binary.spilled if least is None else least
-            if binary.shared <= SHARED_MEMORY[arch] and binary.spilled <= least:
+            if binary.shared <= shared_memory(arch) and binary.spilled <= least:
                 yield Candidate(kernel, some, binary)
 
 
@@ -116,8 +116,8 @@ def run(
     merge: list[Path], dry: str, report: Callable[[str], None],
 ) -> None:  # fmt: skip
     """See `attnops_triton.TritonFlashAttention.tune`."""
-    if dry and dry not in SHARED_MEMORY:
-        raise ValueError(f"dry={dry!r} is unknown; use one of {list(SHARED_MEMORY)}")
+    if dry and dry not in TARGETS:
+        raise ValueError(f"dry={dry!r} is unknown; use one of {list(TARGETS)}")
     shapes = [Shape(*given) for given in itertools.product(dtypes, head_dims, lengths, masks)]
     if dry:
         for shape in shapes:
@@ -130,9 +130,9 @@ def run(
         return
     rows = [row for path in merge for row in tuned.read(path)]
     if not merge:
-        if device_arch() not in SHARED_MEMORY:
+        if device_arch() not in TARGETS:
             raise ValueError(
-                f"tuning needs one of the GPUs {list(SHARED_MEMORY)}, but this machine has {device_arch() or 'none'}; "
+                f"tuning needs one of the GPUs {list(TARGETS)}, but this machine has {device_arch() or 'none'}; "
                 "dry compiles without one"
             )
         rows += tune(shapes, report)

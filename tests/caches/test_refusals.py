@@ -179,6 +179,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
             "KeyPadding": KeyPadding(np.ones(6, bool)),
         }.items()
     },
+    **{
+        f"{name} in a ring with packed rows": (
+            lambda mask=mask: OP(PACKED, ring(), mask=mask, rows=Rows([0, 3, 5], [0, 1])),
+            r"has an array by key, but positions in a WindowCache of 6 slots have no limit",
+        )
+        for name, mask in {
+            "Dense": Dense(np.ones((B, 1, 1, 6), bool)),
+            "Segments": Causal() & Segments(np.zeros(5, int), np.zeros(6, int)),
+            "KeyPadding": ~KeyPadding(np.zeros(6, bool)),
+        }.items()
+    },
     "a bias in a ring": (
         lambda: OP(QUERY, ring(), bias=np.ones((1, 1, 1, 6), np.float32)),
         r"bias has an array by key, but positions in a WindowCache",

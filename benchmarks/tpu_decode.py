@@ -116,17 +116,18 @@ def loop(schedule: Schedule, tile_pieces: float) -> tuple[float, int, int]:
         schedule: of the kernel.
         tile_pieces: pieces of the table a tile.
     """
-    # Of a tile's two bodies, which are the longest, the one that masks follows the other.
+    # Of a tile's bodies, which are the longest, the one that masks follows the others, directly after one that starts
+    # transfers.
     inner = [span for span in schedule.spans if span.depth == 2]
-    plain, masked = max(
-        ((x, y) for x in inner for y in inner if x.stop == y.start), key=lambda pair: pair[1].stop - pair[0].start
-    )
+    pairs = [(x, y) for x in inner for y in inner if x.stop == y.start]
+    longest = max(x.stop - x.start for x, _ in pairs)
+    plain, masked = max((x, y) for x, y in pairs if 2 * (x.stop - x.start) > longest)
     around = min(
         (x for x in schedule.spans if x.depth == 1 and x.start < plain.start and masked.stop <= x.stop),
         key=lambda span: span.stop - span.start,
     )
-    # Before it are the bundles that take a new piece of the table, and where there are two bodies that do not mask, for
-    # the two places of pieces, the other one.
+    # Before it are the bundles that take a new piece of the table, and where there are two bodies that do not mask, the
+    # other one.
     before = [x for x in outermost(inner) if around.start < x.start and x.stop <= plain.start]
     lengths = [x.stop - x.start for x in before]
     piece = sum(n for n in lengths if 2 * n < plain.stop - plain.start)
@@ -171,7 +172,7 @@ def whole() -> list[Case]:
     """The cases of the READMEs."""
     plain = [Case(page, K, 4) for K in (8, 1) for page in (16, 32, 64, 128, 256)]
     plain += [Case(page, 2, 4) for page in (16, 64, 256)]
-    plain += [Case(page, K, G) for K in (8, 1) for G in (1, 8) for page in (16, 256)]
+    plain += [Case(page, K, G) for K in (8, 1) for G in (1, 8, 16) for page in (16, 256)]
     dims = [Case(64, 8, 4, D) for D in (64, 80, 256)]
     codecs = [Case(128, K, 4, codec=codec) for codec in ("int8", "float8_e4m3fn") for K in (8, 1)]
     return [*plain, *dims, *codecs, *(Case(page, 1, 128, 576, latent=True) for page in (64, 256))]

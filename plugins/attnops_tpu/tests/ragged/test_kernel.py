@@ -107,6 +107,24 @@ def test_three_buffers_of_a_tile_and_products_of_e4m3_are_right(features: tuple[
 
 
 @pytest.mark.slow
+def test_products_that_are_left_to_the_next_tile_are_right() -> None:
+    """Of 64 heads on one: rows that end with a whole tile, with a masked one, have one amid whole ones, or no other."""
+    lengths = np.array([48, 41, 7, 0, 60])
+    table = np.random.default_rng(0).permutation(75).reshape(5, 15)
+    cache = PagedCache.create(batch=5, pages=75, page_size=4, max_pages=15, kv_heads=1, head_dim=12, latent=8,
+                              dtype=jnp.float32, table=table)  # fmt: skip
+    key = jax.random.normal(jax.random.key(0), (5, 60, 1, 12))
+    cache = cache.append(key, lengths=lengths)
+    query = jax.random.normal(jax.random.key(1), (5, 1, 64, 12))
+    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=16)
+    mask = Causal() & KeyPadding(np.arange(60) != np.array([[0], [20], [0], [0], [35]]))
+    with target("v6e"):
+        out = OperationRegistry.create("attnops-tpu:flash", metadata)(query, cache, mask=mask).attention_outputs
+    native = OperationRegistry.create("vanilla", OperationMetadata())(query, cache, mask=mask).attention_outputs
+    np.testing.assert_allclose(out, native, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [Causal(), Lengths([20, 20])], ids=repr)
 def test_tokens_of_pages_that_are_not_in_the_table_are_not_seen(mask: Mask) -> None:
     table = np.array([[1, -1, 3, -1, 5, 7], [-1, 2, 4, 6, 99, -1]])

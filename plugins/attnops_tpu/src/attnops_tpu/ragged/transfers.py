@@ -131,21 +131,24 @@ class Stream:
         is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
         return Tile(item, self._row(item), lax.div(item, np.int32(self.plan.nq)), index, first, stop, is_full)
 
-    def step(self, item: jax.Array, index: jax.Array, compute: Compute) -> None:
+    def step(self, item: jax.Array, index: jax.Array, compute: Compute, release: Callable[[], None]) -> None:
         """Start the transfer of the next tile of the stream, wait for this one, and compute with it.
 
         Args:
             item: of the grid step.
             index: of the tile.
             compute: see `Compute`.
+            release: ends the use of the buffer of the tile before, which the transfers are to: a tile that is not
+                masked does so before it starts them.
         """
         plan, buffer = self.plan, self.state[_USED]
         self.state[_USED] = self._after(buffer)
         exists, target = self.state[_ITEM] < plan.items, self.state[_STARTED]
         is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
-        is_plain = is_full & (self.state[_WHOLE] != 0)
+        is_whole = self.state[_WHOLE] != 0
         if self.writer is not None:
-            is_plain &= ~self.writer.has(self._row(item), index)
+            is_full &= ~self.writer.has(self._row(item), index)
+        is_plain, is_masked = is_full & is_whole, ~(is_full & is_whole)
         self._enter()
 
         # In one run of straight-line code, so that the compiler starts transfers, and finds what the next step does,
@@ -159,6 +162,20 @@ class Stream:
             compute(tile, buffer, False, list(starts))
             self._go_on()
 
+        # The same where the next tile is not whole, or is none: as masked, a tile of many rows takes twice as long.
+        def last() -> None:
+            tile = self.tile(item, index)
+            self._wait_whole(tile, buffer)
+            compute(tile, buffer, False, [])
+
+            @pl.when(exists)
+            def _() -> None:
+                self._each_unit(self._next(), target, start=True)
+                self._go_on()
+
+        if plan.starts is Starts.AFTER:
+            is_masked = ~is_full
+            pl.when(is_full & ~is_whole)(last)
         if plan.starts is Starts.BETWEEN and plan.is_paged and plan.units == plan.piece:
             # Of the many starts of a tile each has one scalar operation less where the entries' addresses are known.
             for slot in range(2):
@@ -166,9 +183,10 @@ class Stream:
         else:
             pl.when(is_plain)(functools.partial(plain, None))
 
-        @pl.when(~is_plain)
+        @pl.when(is_masked)
         def _() -> None:
-            tile, is_whole = self.tile(item, index), self.state[_WHOLE] != 0
+            release()
+            tile = self.tile(item, index)
             pl.when(is_whole)(lambda: _all(self._starts_of_whole(self._next(), target)))
             pl.when(exists & ~is_whole)(lambda: self._each_unit(self._next(), target, start=True))
             pl.when(exists)(self._go_on)

@@ -16,6 +16,7 @@ import pytest
 from attnops_triton import versions
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash import backend, plan
+from attnops_triton.flash.hopper.partitions import Partitions
 from attnops_triton.flash.order import unordered
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import assembler, interpreter, simulator
@@ -144,6 +145,140 @@ def test_simulated_blackwells_forward_is_right(
     np.testing.assert_allclose(found.logsumexp, expected.logsumexp, atol=5e-6)
 
 
+BACKWARD = [
+    pytest.param((150, 150, 2, 1, 64), {"mask": Causal()}, id="causal, ragged, grouped"),
+    pytest.param((256, 384, 1, 1, 128), {}, id="no mask", marks=SLOW),
+    pytest.param((130, 300, 2, 2, 64), {}, id="no mask, more keys than queries", marks=SLOW),
+    pytest.param((150, 150, 2, 1, 64), {"mask": Causal(), "apart": True}, id="a loop over heads", marks=SLOW),
+    pytest.param((300, 300, 4, 2, 64), {"mask": Causal(), "split": True}, id="split groups", marks=SLOW),
+    pytest.param((300, 300, 2, 1, 128), {"mask": documents(300), "logits_soft_cap": 3.0}, id="cap, ids", marks=SLOW),
+    pytest.param((256, 256, 2, 2, 64), {"mask": Causal() & SlidingWindow(70, 0),
+                                        "sinks": np.array([0.5, -1.0], np.float32)}, id="sinks", marks=SLOW),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize(("sizes", "options"), BACKWARD)
+def test_simulated_blackwells_backward_is_right(
+    sizes: tuple[int, ...], options: dict[str, Any], eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    T, S, H, K, D = sizes
+    options = dict(options)
+    monkeypatch.setattr(simulator, "EAGER", eager)
+    if not options.pop("split", False):  # else groups are split, since programs are few
+        monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
+    if options.pop("apart", False):
+        monkeypatch.setattr(Partitions, "flat", False)
+    run: list[str] = []
+    real = simulator.simulate
+
+    def recorded(kernel: Kernel, *given: Any) -> None:
+        run.append(kernel.name)
+        real(kernel, *given)
+
+    monkeypatch.setattr(simulator, "simulate", recorded)
+    rng = np.random.default_rng(0)
+    q, d_out = (rng.normal(size=(1, T, H, D)).astype(np.float32) for _ in range(2))
+    k, v = (rng.normal(size=(1, S, K, D)).astype(np.float32) for _ in range(2))
+    with target("sm_100"):
+        found = jax.block_until_ready(both(options, interpret=True)(q, k, v, d_out))
+    assert len(run) == 3, "no kernel is interpreted by Triton"
+    mask = options.get("mask")
+    dense = None if mask is None else np.asarray(mask.dense(1, H, T, S))
+    rest = {name: x for name, x in options.items() if name != "mask"}
+    expected = attention_gradients(q, k, v, d_out=d_out, mask=dense, **rest).values
+    for own, name in zip(found[1:], ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(own, expected[name], atol=5e-6)
+
+
+def held_up(name: str, half: int) -> tuple[str, str]:
+    """A replacement that makes one half later than the other."""
+    wait = f"mbarrier.wait({name}_ready.index(0), done & 1)\n"
+    return wait, wait.rstrip() + f"; own == {half} and pause()\n"
+
+
+# By kernel.
+MISTAKES_OF_BACKWARD = {
+    "keys are not waited for": ("query", "mbarrier.wait(k_ready.index(stage), phase)", "pass"),
+    "values are not waited for": ("query", "mbarrier.wait(v_ready.index(stage), phase)", "pass"),
+    "queries are not waited for": ("query", "mbarrier.wait(held.index(0), 0)", "pass"),
+    "scores are not waited for": ("query", "mbarrier.wait(s_ready.index(done % 2), done // 2 & 1)", "pass"),
+    "dp is not waited for": ("query", "mbarrier.wait(dp_ready.index(0), done & 1)", "pass"),
+    "ds of a half is not waited for": (
+        "query", "mbarrier.wait(ds_ready.index(1), (done - 1) & 1)", "pass", *held_up("dp", 1)
+    ),
+    "ds never comes": ("query", "mbarrier.arrive(ds_ready.index(own))", "pass"),
+    "dq is not waited for": ("query", "mbarrier.wait(finished.index(0), 0)", "pass"),
+    "products of ds free nothing": ("query", "mbarriers=[k_free.index(before)]", "mbarriers=[]"),
+    "buffers are overwritten": ("query", "mbarrier.wait(k_free.index(stage), phase)", "pass"),
+    "scores have one buffer": (
+        "query", "s_memory.index(done % 2)", "s_memory.index(0)",
+        "done // 2 & 1)", "done // 2 & 1); pause()",
+    ),
+    "the phase of the ring stays": ("query", "phase = phase ^ 1", "pass"),
+    "the logsumexp is not waited for": (
+        "key", "mbarrier.wait(q_ready.index(stage), phase)\n        lse", "lse",
+        "tma.async_load(statistics_map", "pause(); tma.async_load(statistics_map",
+    ),
+    "weights of a half are not waited for": (
+        "key", "mbarrier.wait(w_ready.index(0), done & 1)", "pass", *held_up("s", 0)
+    ),
+    "weights never come": ("key", "mbarrier.arrive(w_ready.index(own))", "pass"),
+    "cotangents are not waited for": ("key", "mbarrier.wait(d_out_ready.index(stage), phase)", "pass"),
+    "ds of a half of queries is not waited for": (
+        "key", "mbarrier.wait(ds_ready.index(0), (done - 1) & 1)", "pass", *held_up("dp", 0)
+    ),
+    "products of weights free nothing": ("key", "mbarriers=[d_out_free.index(stage)]", "mbarriers=[]"),
+    "queries are overwritten": ("key", "mbarrier.wait(q_free.index(stage), phase)", "pass"),
+    "queries are free before ds was multiplied": (
+        "key", "mbarriers=[s_ready.index(done % 1)]",
+        "mbarriers=[s_ready.index(done % 1), q_free.index(stage), q_free.index(stage)]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [None, *(pytest.param(x, marks=[] if x == "ds of a half is not waited for" else SLOW)
+             for x in MISTAKES_OF_BACKWARD)],
+)  # fmt: skip
+def test_the_simulator_notices_mistakes_with_blackwells_backward(
+    mistake: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulator, "PATIENCE", 2.0)
+    kernel, *pairs = MISTAKES_OF_BACKWARD[mistake] if mistake is not None else ("",)
+    two = [SPECIALISED["sm_100"][64][0], *(dataclasses.replace(SPECIALISED["sm_100"][64][i], stages=2) for i in (1, 2))]
+    monkeypatch.setitem(SPECIALISED["sm_100"], 64, dict(enumerate(two)))
+    replaced: list[str] = []
+    real = simulator.simulate
+
+    def changed(given: Kernel, integers: Any, programs: int, *arrays: Any) -> None:
+        if kernel and given.name == f"attnops_flash_backward_{kernel}":
+            replaced.append(given.name)
+            given = dataclasses.replace(given, text=mistaken(given.text, *pairs))
+        # The rows of the first program are the last ones.
+        real(given, integers, programs if given.name == "attnops_flash_forward" else 1, *arrays)
+
+    monkeypatch.setattr(simulator, "simulate", changed)
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=(1, 640, 1, 64)).astype(np.float32) for _ in range(4)]
+
+    def wrong() -> bool:
+        try:
+            with target("sm_100"):
+                found = jax.block_until_ready(both({}, interpret=True)(*given))[1:]
+        except jax.errors.JaxRuntimeError:
+            return True
+        *inputs, d_out = given
+        expected = attention_gradients(*inputs, d_out=d_out).values
+        rows = {"query": slice(512, 640), "key": slice(0, 128), "value": slice(0, 128)}
+        return not all(np.allclose(own[:, at], expected[name][:, at], atol=2e-5)
+                       for own, (name, at) in zip(found, rows.items(), strict=True))  # fmt: skip
+
+    assert wrong() is (mistake is not None)
+    assert bool(replaced) is (mistake is not None)
+
+
 @pytest.mark.parametrize("D", [pytest.param(16, id="ordinary"), pytest.param(64, id="specialised", marks=SLOW)])
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 def test_groups_are_split_where_programs_are_few(D: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +305,14 @@ def launched(
     """The kernels of forward and backward."""
     q, k = (jax.ShapeDtypeStruct((1, T, heads, D), jnp.dtype(dtype)) for heads in (4, K))
     return kernels(both({"mask": mask, **options}, dropout_prob=0.1 * ("dropout_key" in options)), (q, k, k, q), arch)
+
+
+def mistaken(text: str, *pairs: str) -> str:
+    """The text with some parts replaced by others."""
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        assert old in text
+        text = text.replace(old, new)
+    return text
 
 
 MISTAKES = {
@@ -200,7 +343,10 @@ MISTAKES_OF_BLACKWELL = {
     "weights are multiplied before sums are scaled": (
         "        if t > 0:\n", "        mbarrier.arrive(w_ready.index(half))\n            if t > 0:\n"
     ),
-    "the last maximum is not waited for": ("mbarrier.wait(ml_ready.index(half), 0)", "pass"),
+    "the last maximum is not waited for": (
+        "mbarrier.wait(ml_ready.index(half), 0)", "pass", "m_tile.index(own).store(m)",
+        "pause(); m_tile.index(own).store(m)",
+    ),
     "weights never come": ("mbarrier.arrive(w_ready.index(own))", "pass"),
     "it is never known by what sums are scaled": ("mbarrier.arrive(alpha_ready.index(own))", "pass"),
     "products of scores tell nobody": ("mbarriers=[s_ready.index(0), k_free.index(stage)]", "mbarriers=[]"),
@@ -231,9 +377,7 @@ def test_the_simulator_notices_mistakes_with_barriers(
         (found,) = kernels(lambda *qkv: operation(*qkv).attention_outputs, (q, q, q), arch)
     text = found.recipe.kernel.text
     if mistake is not None:
-        old, new = (MISTAKES if arch == "sm_90" else MISTAKES_OF_BLACKWELL)[mistake]
-        assert old in text
-        text = text.replace(old, new)
+        text = mistaken(text, *(MISTAKES if arch == "sm_90" else MISTAKES_OF_BLACKWELL)[mistake])
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(1, T, 1, D)).astype(np.float32) for _ in range(3)]
     out = np.full((1, T, 1, D), np.nan, np.float32)
@@ -383,6 +527,22 @@ def test_blackwells_forward_uses_tensor_memory_and_warps_of_different_tasks(D: i
         assert len(binary.loops) == 6
 
 
+@SLOW
+@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.exhaustive), 128])
+def test_blackwells_backward_uses_tensor_memory_and_warps_of_different_tasks(D: int) -> None:
+    for each, products in zip(launched(D, Causal(), 4096, arch="sm_100")[1:], (3, 4), strict=True):
+        assert build(each.recipe).threads == 384, "two partitions of four warps, and two of one, padded to four"
+        for ptxas in ASSEMBLERS:
+            binary = compile_for(each, "sm_100", ptxas)
+            for name in ("tcgen05.mma", "tcgen05.alloc", "cp.async.bulk.tensor", "setmaxnreg.dec", "setmaxnreg.inc"):
+                assert name in binary.text
+            assert binary.spilled == 0
+            assert binary.shared <= SHARED_MEMORY["sm_100"]
+            # Over FULL and over PARTIAL tiles, by two partitions; products, in parts of 16 of what is summed over.
+            assert [bool(loop["MUFU"]) for loop in binary.loops].count(True) == 4
+            assert binary.loops[-1]["UTCHMMA"] == 2 * D // 16 + (products - 2) * 128 // 16
+
+
 def specialised(found: list[Launched]) -> list[bool]:
     return [each.tiles.specialised for each in found]
 
@@ -436,18 +596,18 @@ def test_explain_says_why_a_plain_kernel_serves() -> None:
 @pytest.mark.slow
 def test_sm_103_has_the_same_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(backend, "device_arch", lambda: "sm_103")
-    operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda", on_unsupported="error"))
     q = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
     with recording() as found:
-        jax.eval_shape(lambda *qkv: operation(*qkv).attention_outputs, q, q, q)
-    (forward, *_) = launched(64, None, 512, K=4, arch="sm_100")
-    assert dataclasses.replace(found[0].recipe, arch="sm_100") == forward.recipe
-    assert found[0].recipe.arch == "sm_103"
+        jax.eval_shape(both({}), q, q, q, q)
+    same = launched(64, None, 512, K=4, arch="sm_100")
     source = tmp_path / "kernel.ptx"
-    source.write_bytes(build(found[0].recipe).code)
-    for ptxas in ASSEMBLERS:
-        command = [str(ptxas), "-v", "-arch=sm_103a", str(source), "-o", str(tmp_path / "kernel.cubin")]
-        assert " 0 bytes spill stores" in subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    for own, other in zip(found, same, strict=True):
+        assert dataclasses.replace(own.recipe, arch="sm_100") == other.recipe
+        assert own.recipe.arch == "sm_103"
+        source.write_bytes(build(own.recipe).code)
+        for ptxas in ASSEMBLERS:
+            command = [str(ptxas), "-v", "-arch=sm_103a", str(source), "-o", str(tmp_path / "kernel.cubin")]
+            assert " 0 bytes spill stores" in subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
 @pytest.mark.parametrize(
@@ -464,12 +624,12 @@ def test_sm_103_has_the_same_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         (128, None, 256, {"bias": jnp.ones((1, 4, 256, 256))}, None),
     ],
 )
-def test_which_calls_blackwells_forward_serves(
+def test_which_calls_blackwells_kernels_serve(
     D: int, mask: Mask | None, T: int, options: dict[str, Any], expected: tuple[int, int] | None
 ) -> None:
     found = launched(D, mask, T, arch="sm_100", **options)
-    assert [("Gluon" in part) for part in told(D, mask, T, arch="sm_100", **options)] == specialised(found)
-    assert specialised(found) == [expected is not None, *[False] * (len(found) - 1)]
+    assert [("Gluon" in part) for part in told(D, mask, T, arch="sm_100", **options)] == specialised(found)[:3]
+    assert specialised(found)[:3] == [expected is not None] * 3
     assert expected in (None, (found[0].tiles.bq, found[0].tiles.bk))
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
+from attnops_triton.flash.blackwell import backward as blackwell
 from attnops_triton.flash.hopper import backward as hopper
 from attnops_triton.flash.loops import place_by_key, place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
@@ -22,6 +23,7 @@ from attnops_triton.flash.tile import Tile, dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.launch import launch
 from attnops_triton.language.source import Writer, number
+from attnops_triton.targets import TENSOR_MEMORY
 
 
 class Inputs(NamedTuple):
@@ -93,7 +95,8 @@ def _by_query(
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
         write: Writer
         if plan.by_query.specialised:
-            write, programs = parts, programs = hopper.write_by_query(plan, operands, schedule)
+            module = blackwell if plan.arch in TENSOR_MEMORY else hopper
+            write, programs = parts, programs = module.write_by_query(plan, operands, schedule)
             outputs["scratch"] = parts.scratch(programs)
         else:
             write, programs = _write_by_query(plan, operands, schedule, wanted)
@@ -153,7 +156,8 @@ def _run_by_key(
     outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
     write: Writer
     if plan.by_key.specialised:
-        write, programs = parts, programs = hopper.write_by_key(plan, operands, schedule, padded)
+        module = blackwell if plan.arch in TENSOR_MEMORY else hopper
+        write, programs = parts, programs = module.write_by_key(plan, operands, schedule, padded)
         outputs["scratch"] = parts.scratch(programs)
     else:
         write, programs = _write_by_key(plan, operands, schedule, wanted)

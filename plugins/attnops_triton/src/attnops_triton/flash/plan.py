@@ -25,7 +25,7 @@ class Tiles:
         stages: stages of the software pipeline, or of the ring of a specialised kernel.
         specialised: whether warps have different tasks, see `attnops_triton.flash.hopper` and
             `attnops_triton.flash.blackwell`; then ``warps`` are those of the first partition, and the rows that are not
-            streamed are twice 64, or twice 128 on sm_100.
+            streamed are twice 64; on sm_100 twice 128 in the forward pass, and 128 in the backward pass.
     """
 
     bq: int

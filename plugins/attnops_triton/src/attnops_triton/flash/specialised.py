@@ -75,7 +75,7 @@ def why_plain(arch: str, facts: Facts) -> str:
 def specialised_tiles(arch: str, facts: Facts, scoring: Scoring) -> Mapping[int, Tiles]:
     """Tiles of the specialised kernels that serve a call, by place in a row of the table.
 
-    Hopper has them for all passes, sm_100 and sm_103 for the forward pass. They serve soft caps and sinks too.
+    They serve soft caps and sinks too.
 
     Args:
         arch: the architecture.
@@ -84,22 +84,33 @@ def specialised_tiles(arch: str, facts: Facts, scoring: Scoring) -> Mapping[int,
     """
     if why_plain(arch, facts):
         return {}
-    in_tensor_memory, lengths, head_dim = arch in TENSOR_MEMORY, facts.lengths, facts.head_dim
-    by_dim = specialised_rows(arch)
-    tiles = dict(by_dim[head_dim])
-    rows = tiles[0].bq
-    even = not lengths[0] % rows and not lengths[1] % rows
-    loaded = scoring.mask is not None and any("kv" in axes for axes in scoring.mask.values)
+    tiles, lengths = dict(specialised_rows(arch)[facts.head_dim]), facts.lengths
+    of_query, of_key = (scoring.mask is not None and any(axis in axes for axes in scoring.mask.values) for axis in
+                        ("q", "kv"))  # fmt: skip
+    capped = scoring.cap is not None
     # Narrower where they would spill.
-    if head_dim == 128 and scoring.cap is not None and 2 in tiles:
+    if arch in TENSOR_MEMORY:
+        # A thread has all columns of a row, or half of them. As much is loaded ahead.
+        uneven = [any(n % max(t.bq, t.bk) for n in lengths) for t in tiles.values()]
+        parts = (
+            4 if of_key and uneven[0] else 2 if of_key or capped else 1,
+            2 if (of_key and uneven[1]) or capped else 1,
+            2 if (of_query and uneven[2]) or capped else 1,
+        )
+        return {i: narrower(t, n, by_key=i == 2) for n, (i, t) in zip(parts, tiles.items(), strict=True)}
+    if facts.head_dim == 128 and capped:
         tiles[2] = dataclasses.replace(tiles[2], bq=32)
-    if in_tensor_memory:
-        # A thread has all keys of a row. As much is loaded ahead.
-        parts = 4 if loaded and not even else 2 if loaded or scoring.cap is not None else 1
-        tiles[0] = dataclasses.replace(tiles[0], bk=tiles[0].bk // parts, stages=tiles[0].stages * parts)
-    elif loaded and (not even or scoring.cap is not None):
+    if of_key and (capped or any(n % tiles[0].bq for n in lengths)):
         tiles[0] = dataclasses.replace(tiles[0], bk=64)
     return tiles
+
+
+def narrower(tiles: Tiles, parts: int, by_key: bool) -> Tiles:
+    """A part of what is streamed a tile, and as many times the stages."""
+    stages = tiles.stages * parts
+    if by_key:
+        return dataclasses.replace(tiles, bq=tiles.bq // parts, stages=stages)
+    return dataclasses.replace(tiles, bk=tiles.bk // parts, stages=stages)
 
 
 def with_measured(special: Mapping[int, Tiles], facts: Facts) -> Mapping[int, Tiles]:

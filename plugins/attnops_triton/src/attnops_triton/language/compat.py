@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # What kernels in Gluon use of its modules for Hopper and Blackwell.
 GLUON: Final = ("tma", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
-TENSOR_MEMORY: Final = ("TensorMemoryLayout", "allocate_tensor_memory", "tcgen05_mma")
+TENSOR_MEMORY: Final = ("TensorMemoryLayout", "allocate_tensor_memory", "tcgen05_mma", "tcgen05_commit")
 
 
 @functools.lru_cache(maxsize=1024)

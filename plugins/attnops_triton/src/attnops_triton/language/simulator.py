@@ -3,14 +3,15 @@
 It has the parts of Gluon that kernels of `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell` use.
 Products and copies run when they are waited for, so that a buffer that is read before it is ready or written before it
 is free gives wrong numbers. Products in tensor memory run in the order in which they were issued, and raise if what
-they read was not there yet. A partition that waits for a barrier in vain raises after a while. Shared memory and tensor
-memory are NaN at first.
+they read was not there yet; what they write is NaN from when they are issued. A partition that waits for a barrier in
+vain raises after a while. Shared memory and tensor memory are NaN at first.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # Seconds that a partition waits for another before it is taken for blocked.
 PATIENCE: Final = 60.0
+# Whether products in tensor memory run when they are issued, as they may too, rather than when they are waited for.
+EAGER: Final = False
 _DTYPES: Final = {
     "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64,
     "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
@@ -110,16 +113,32 @@ class TensorProduct:
     def __init__(self, a: Shared, b: Shared, sums: TensorMemory, adds: Any) -> None:
         self.a, self.b, self.sums, self.adds = a.array, b.array, sums.array, bool(adds)
         self.read = (self.a, self.b, *[self.sums] * self.adds)
+        self.note()
+
+    def note(self) -> None:
+        """Keep what it reads."""
         self.issued = [x.tobytes() for x in self.read]
 
-    def run(self) -> None:
-        """Multiply.
+    def check(self) -> None:
+        """Compare what it reads.
 
         Raises:
             RuntimeError: an operand changed since the product was issued: on a GPU it might have run at once.
         """
         if [x.tobytes() for x in self.read] != self.issued:
             raise RuntimeError("an operand was written after a product that reads it was issued")
+
+    def run(self, later: list[TensorProduct]) -> None:
+        """Multiply; ``later`` products may add to its sums."""
+        self.check()
+        after = [x for x in later if any(np.shares_memory(self.sums, operand) for operand in x.read)]
+        for x in after:
+            x.check()
+        self._multiply()
+        for x in after:
+            x.note()
+
+    def _multiply(self) -> None:
         product = np.matmul(self.a.astype(np.float32), self.b.astype(np.float32))
         self.sums[...] = self.sums + product if self.adds else product
 
@@ -233,18 +252,33 @@ class Machine:
         mbarriers: list[tuple[Machine, SimpleNamespace]],
     ) -> None:
         """See Gluon's ``tcgen05_mma``."""
-        product = TensorProduct(a, b, sums, use_acc)
-
-        def arrive(barrier: tuple[Machine, SimpleNamespace]) -> None:
-            while product in self.issued:
-                self.issued.pop(0).run()
-            _arrive(barrier)
-
-        with self.changed:
+        with self.changed:  # else one before it may run, in another partition, while this one notes what it reads
+            product = TensorProduct(a, b, sums, use_acc)
+            used = (x for before in self.issued for x in (*before.read, before.sums))
+            if not product.adds and not any(np.shares_memory(product.sums, x) for x in used):
+                product.sums[...] = np.nan  # it may run at once
             self.issued.append(product)
             for barrier in mbarriers:
-                barrier[1].copies.append(functools.partial(arrive, barrier))
-            self.changed.notify_all()
+                self._arrive_after(product, barrier)
+
+    def commit(self, barrier: tuple[Machine, SimpleNamespace]) -> None:
+        """See Gluon's ``tcgen05_commit``."""
+        with self.changed:
+            self._arrive_after(self.issued[-1] if self.issued else None, barrier)
+
+    def _arrive_after(self, product: TensorProduct | None, barrier: tuple[Machine, SimpleNamespace]) -> None:
+        """Arrive at a barrier when a product and those before it were run, which whoever waits for it does."""
+
+        def arrive() -> None:
+            while product in self.issued:
+                self.issued.pop(0).run(self.issued)
+            _arrive(barrier)
+
+        barrier[1].copies.append(arrive)
+        if EAGER:
+            while barrier[1].copies:
+                barrier[1].copies.pop(0)()
+        self.changed.notify_all()
 
     def language(self) -> dict[str, Any]:
         """What the text of kernels refers to, with the names of Gluon."""
@@ -278,7 +312,9 @@ class Machine:
             "tl": language, "tma": maps, "mbarrier": barriers, "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait_for_products, "fence_async_shared": lambda: None,
             "TensorMemoryLayout": lambda block, col_stride: None, "tcgen05_mma": self.issue,
+            "tcgen05_commit": self.commit,
             "allocate_tensor_memory": lambda dtype, shape, layout: TensorMemory(np.full(shape, np.nan, dtype)),
+            "pause": lambda: time.sleep(0.2),  # by which tests hold a partition up
             "largest": lambda x, axis: _tensor(np.max(x, axis)), "total": lambda x, axis: _tensor(np.sum(x, axis)),
         }  # fmt: skip
 

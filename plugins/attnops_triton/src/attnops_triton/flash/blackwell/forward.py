@@ -107,7 +107,7 @@ def write_forward(plan: Plan, operands: list[Operand], schedule: TileSchedule) -
     parts.find_tiles(parts)
     if schedule.constant is not None:
         for name in ("full_start", "partial_start", "partials", "count"):
-            parts(f"{name} = {_moved(name)}")
+            parts(f"{name} = {moved(name)}")
     parts.share()
     parts.load_held()
     parts.loop(parts.loader, 0, parts.load)
@@ -117,7 +117,7 @@ def write_forward(plan: Plan, operands: list[Operand], schedule: TileSchedule) -
     return parts, programs
 
 
-def _moved(name: str) -> str:
+def moved(name: str) -> str:
     """The same numbers. What follows from them is not computed, and spilled, before loops or before warps part."""
     return f'tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [{name}], tl.int32, False, 1)'
 
@@ -185,7 +185,7 @@ def _step(parts: _Partitions, masked: bool) -> None:
     tile.load_values("kv", masked and not tile.even)
     tile.apply_cap_and_bias()
     if masked:
-        write(f"qx = {_moved('qx')}")
+        write(f"qx = {moved('qx')}")
     if masked and tile.allowed(not tile.even):
         write('s = tl.where(ok, s, float("-inf"))')
     write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")

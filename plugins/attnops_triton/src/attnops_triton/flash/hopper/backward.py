@@ -85,7 +85,7 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, pa
     programs = place_by_key(parts, plan, tiles.bk)
     parts(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
     parts.share()
-    _share_statistics(parts, padded)
+    share_statistics(parts, padded)
     if plan.fuses_dq:
         _share_dq(parts)
         _add_dq(parts)
@@ -171,7 +171,7 @@ def _key_step(parts: Partitions, masked: bool) -> None:
     write("done = done + 1") if plan.fuses_dq else parts.advance(write)
 
 
-def _share_statistics(parts: Partitions, padded: int) -> None:
+def share_statistics(parts: Partitions, padded: int) -> None:
     """Write the tensor map and the buffers of what belongs to queries, which come with the tiles of ``q``."""
     plan, bq = parts.plan, parts.tile.bq
     parts.maps += 1

@@ -78,6 +78,7 @@ class Partitions(Writer):
 
     Attributes:
         rows: of a partition that computes.
+        copies: how many times ``rows`` a program holds.
         loader: lines of the partition that loads.
         adder: lines of a partition that adds sums to memory; there is none without lines.
         computer: lines of the partitions that compute.
@@ -93,6 +94,7 @@ class Partitions(Writer):
     """
 
     rows: ClassVar[int] = ROWS
+    copies: ClassVar[int] = 2
 
     def __init__(
         self, plan: Plan, tiles: Tiles, operands: Sequence[Operand], schedule: TileSchedule,
@@ -144,12 +146,12 @@ class Partitions(Writer):
                 f"{rows.name}_map = tma.make_tensor_descriptor({rows.name}_ptr + {batch}.to(tl.int64) * {length} * "
                 f"{stride}, [{length}, {stride}], [{stride}, 1], [{rows.block}, {rows.dim}], {rows.name}_layout)",
             )
-        for rows, copies in (*((x, 2) for x in self.held), *((x, self.stages) for x in self.streamed)):
+        for rows, copies in (*((x, self.copies) for x in self.held), *((x, self.stages) for x in self.streamed)):
             write(
                 f"{rows.name}_tile = tl.allocate_shared_memory({self._type}, [{copies}, {rows.block}, {rows.dim}], "
                 f"{rows.name}_layout)"
             )
-        self.barriers("held", 2, 1)
+        self.barriers("held", self.copies, 1)
         for rows in self.streamed:
             self.barriers(f"{rows.name}_ready", self.stages, 1)
             self.barriers(f"{rows.name}_free", self.stages, 2)
@@ -235,7 +237,7 @@ class Partitions(Writer):
         """Write the copies of what the others hold."""
         write = self.loader
         size = sum(rows.block * rows.dim for rows in self.held) * self.plan.itemsize
-        with write.block("for half in tl.static_range(2):"):
+        with write.block(f"for half in tl.static_range({self.copies}):"):
             write(f"mbarrier.expect(held.index(half), {size})")
             for rows in self.held:
                 start = "q_first" if rows.axis == "q" else "kv_first"

@@ -37,7 +37,14 @@ class TestFlashOnTPU(OperationConformance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", [["RelativePosition"], ["sinks", "mask per batch"], ["fully masked tiles"]])
+@pytest.mark.parametrize(
+    "features",
+    [
+        ["RelativePosition"],
+        ["sinks", "mask per batch"],
+        pytest.param(["fully masked tiles"], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_several_cores_without_strided_rotation(features: list[str]) -> None:
     assert UNKNOWN.cores > 1
     assert not UNKNOWN.strided_rotation

@@ -69,7 +69,7 @@ def test_many_heads_fit_the_least_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_more_tiles_than_scalar_memory_holds(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are then computed some at a time, and so are the gradients of a bias."""
     monkeypatch.setattr(tile_schedule, "MAX_ENTRIES", 4)

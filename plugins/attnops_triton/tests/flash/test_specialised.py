@@ -157,7 +157,7 @@ BACKWARD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=[SLOW, pytest.mark.exhaustive])])
 @pytest.mark.parametrize(("sizes", "options"), BACKWARD)
 def test_simulated_blackwells_backward_is_right(
     sizes: tuple[int, ...], options: dict[str, Any], eager: bool, monkeypatch: pytest.MonkeyPatch
@@ -239,8 +239,9 @@ MISTAKES_OF_BACKWARD = {
 
 @pytest.mark.parametrize(
     "mistake",
-    [None, *(pytest.param(x, marks=[] if x == "ds of a half is not waited for" else SLOW)
-             for x in MISTAKES_OF_BACKWARD)],
+    [None, *(pytest.param(x, marks=[] if x == "ds of a half is not waited for" else
+                          [SLOW, pytest.mark.exhaustive] if i % 2 else SLOW)
+             for i, x in enumerate(MISTAKES_OF_BACKWARD))],
 )  # fmt: skip
 def test_the_simulator_notices_mistakes_with_blackwells_backward(
     mistake: str | None, monkeypatch: pytest.MonkeyPatch

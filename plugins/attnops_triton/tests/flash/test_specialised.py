@@ -38,6 +38,19 @@ def documents(n: int) -> Mask:
     return Causal() & Segments(np.arange(n) // 90)
 
 
+def names_of_simulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list of the names of kernels that are simulated from now on."""
+    names: list[str] = []
+    real = simulator.simulate
+
+    def recorded(kernel: Kernel, *given: Any) -> None:
+        names.append(kernel.name)
+        real(kernel, *given)
+
+    monkeypatch.setattr(simulator, "simulate", recorded)
+    return names
+
+
 def both(options: dict[str, Any], **metadata: Any) -> Callable[..., Any]:
     """The output and the gradients of query, key and value."""
     fields = OperationMetadata(platform="cuda", on_unsupported="error", **metadata)
@@ -73,18 +86,11 @@ def test_simulated_they_are_right(
     sizes: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     T, S, H, K, D = sizes
-    run: list[str] = []
+    run = names_of_simulated(monkeypatch)
     options = dict(options)
     adds_dq, is_mapped = options.pop("unordered", False), options.pop("mapped", False)
     if adds_dq:  # else groups are split, since programs are few
         monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
-    real = simulator.simulate
-
-    def recorded(kernel: Kernel, *given: Any) -> None:
-        run.append(kernel.name)
-        real(kernel, *given)
-
-    monkeypatch.setattr(simulator, "simulate", recorded)
     rng = np.random.default_rng(0)
     q, d_out = (rng.normal(size=(2, T, H, D)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
@@ -123,14 +129,7 @@ def test_simulated_blackwells_forward_is_right(
     sizes: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     T, S, H, K, D = sizes
-    run: list[bool] = []
-    real = simulator.simulate
-
-    def recorded(*given: Any) -> None:
-        run.append(True)
-        real(*given)
-
-    monkeypatch.setattr(simulator, "simulate", recorded)
+    run = names_of_simulated(monkeypatch)
     rng = np.random.default_rng(0)
     q = rng.normal(size=(2, T, H, D)).astype(np.float32)
     k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
@@ -169,14 +168,7 @@ def test_simulated_blackwells_backward_is_right(
         monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
     if options.pop("apart", False):
         monkeypatch.setattr(Partitions, "flat", False)
-    run: list[str] = []
-    real = simulator.simulate
-
-    def recorded(kernel: Kernel, *given: Any) -> None:
-        run.append(kernel.name)
-        real(kernel, *given)
-
-    monkeypatch.setattr(simulator, "simulate", recorded)
+    run = names_of_simulated(monkeypatch)
     rng = np.random.default_rng(0)
     q, d_out = (rng.normal(size=(1, T, H, D)).astype(np.float32) for _ in range(2))
     k, v = (rng.normal(size=(1, S, K, D)).astype(np.float32) for _ in range(2))

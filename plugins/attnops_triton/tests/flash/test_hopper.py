@@ -1,0 +1,235 @@
+"""Hopper's kernels, whose warps have different tasks: simulated, and compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops_triton import versions
+from attnops_triton.aot import kernels
+from attnops_triton.flash import plan
+from attnops_triton.flash.order import unordered
+from attnops_triton.language import assembler, simulator
+from attnops_triton.language.assembler import Assembler
+from attnops_triton.language.build import build
+from attnops_triton.language.source import Kernel
+from attnops_triton.targets import target
+from specialised_kernels import (
+    SLOW,
+    both,
+    check_figures,
+    compile_cases,
+    documents,
+    is_noticed,
+    launched,
+    names_of_simulated,
+    specialised,
+    told,
+)
+
+from attnops.masks import Causal, Dense, Mask, Segments, SlidingWindow
+from attnops.testing import attention, attention_gradients
+
+PROBLEMS = [
+    pytest.param((200, 200, 4, 2, 64), {"mask": Causal()}, id="causal, ragged, grouped"),
+    pytest.param((256, 256, 2, 2, 128), {"mask": Causal() & SlidingWindow(70, 0)}, id="window", marks=SLOW),
+    pytest.param((300, 300, 2, 1, 64), {"mask": documents(300)}, id="documents", marks=SLOW),
+    pytest.param((130, 300, 2, 2, 64), {}, id="no mask, more keys than queries", marks=SLOW),
+    pytest.param((150, 150, 1, 1, 256), {"mask": Causal()}, id="D 256", marks=SLOW),
+    pytest.param((140, 140, 2, 1, 64), {"mask": Causal(), "unordered": True}, id="dq added"),
+    pytest.param((70, 70, 2, 1, 64), {"mask": Causal(), "unordered": True, "mapped": True}, id="dq added, mapped",
+                 marks=SLOW),
+    pytest.param((200, 200, 2, 1, 128), {"mask": documents(200), "unordered": True}, id="dq added, D 128", marks=SLOW),
+    pytest.param((150, 300, 2, 2, 128), {"unordered": True}, id="dq added, no mask", marks=SLOW),
+    pytest.param((200, 200, 2, 1, 128), {"mask": documents(200), "logits_soft_cap": 3.0}, id="soft cap", marks=SLOW),
+    pytest.param((140, 140, 2, 2, 64), {"mask": Causal(), "sinks": np.array([0.5, -1.0], np.float32)}, id="sinks",
+                 marks=SLOW),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "options"), PROBLEMS)
+def test_simulated_they_are_right(
+    sizes: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    T, S, H, K, D = sizes
+    run = names_of_simulated(monkeypatch)
+    options = dict(options)
+    adds_dq, is_mapped = options.pop("unordered", False), options.pop("mapped", False)
+    if adds_dq:  # else groups are split, since programs are few
+        monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
+    rng = np.random.default_rng(0)
+    q, d_out = (rng.normal(size=(2, T, H, D)).astype(np.float32) for _ in range(2))
+    k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
+    with target("sm_90"), unordered() if adds_dq else contextlib.nullcontext():
+        attend = both(options, interpret=True)
+        if is_mapped:  # a call of one row for each row
+            found = jax.vmap(lambda *x: [y[0] for y in attend(*(y[None] for y in x))])(q, k, v, d_out)
+        else:
+            found = attend(q, k, v, d_out)
+        jax.block_until_ready(found)
+    assert len(run) == (3 if D <= 128 and not adds_dq else 2), "the kernel for dk and dv has too many sums at D 256"
+    assert not adds_dq or run[-1] == "attnops_flash_backward"
+    mask = options.get("mask")
+    dense = None if mask is None else np.asarray(mask.dense(2, H, T, S))
+    rest = {name: x for name, x in options.items() if name != "mask"}
+    np.testing.assert_allclose(found[0], attention(q, k, v, mask=dense, **rest).out, atol=5e-6)
+    expected = attention_gradients(q, k, v, d_out=d_out, mask=dense, **rest).values
+    for own, name in zip(found[1:], ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(own, expected[name], atol=2e-5)
+
+
+@pytest.mark.parametrize("D", [pytest.param(16, id="ordinary"), pytest.param(64, id="specialised", marks=SLOW)])
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_groups_are_split_where_programs_are_few(D: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "multiprocessors", lambda arch: multiprocessors)
+    rng = np.random.default_rng(0)
+    T, H = 70, 4
+    q, d_out = (rng.normal(size=(1, T, H, D)).astype(np.float32) for _ in range(2))
+    k, v = (rng.normal(size=(1, T, 1, D)).astype(np.float32) for _ in range(2))
+    run = both({"mask": Causal()}, interpret=True)
+    with target("sm_90"):
+        found = run(q, k, v, d_out)
+        *_, by_key = kernels(run, (q, k, v, d_out), "sm_90")
+    tiles_of_keys = -(-T // by_key.tiles.bk)
+    assert by_key.programs == tiles_of_keys * (1 if multiprocessors == 1 else H)
+    mask = np.tril(np.ones((1, 1, T, T), bool))
+    expected = attention_gradients(q, k, v, d_out=d_out, mask=mask).values
+    for own, name in zip(found[1:], ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(own, expected[name], atol=2e-5)
+
+
+MISTAKES = {
+    "values are read before they are there": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
+    "buffers of keys are never free": ("mbarrier.arrive(k_free.index(stage))", "pass"),
+    "buffers of values are never free": ("mbarrier.arrive(v_free.index(before))", "pass"),
+    "the turn is never passed on": ("mbarrier.arrive(turn.index(1 - own))", "pass"),
+    "buffers are overwritten": ("mbarrier.wait(k_free.index(stage), phase)", "pass"),
+    "scores are read before they are computed": ("s = warpgroup_mma_wait(1, deps=[s])", "pass"),
+    "a buffer is free before its product is over": (
+        "s = warpgroup_mma_wait(1, deps=[s])\n", "mbarrier.arrive(k_free.index(stage))\n"
+    ),
+    "the phase of the ring stays": ("phase = phase ^ 1", "pass"),
+    "fewer bytes are expected": (
+        "mbarrier.expect(k_ready.index(stage), 32768)", "mbarrier.expect(k_ready.index(stage), 16)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator, "PATIENCE", 2.0)
+    assert is_noticed("sm_90", 640, *MISTAKES.get(mistake or "", ())) is (mistake is not None)
+
+
+MISTAKES_OF_DQ = {
+    "ds of the other partition is not waited for": ("mbarrier.wait(ds_ready.index(0), side)", "pass"),
+    "dq is added before it is there": ("mbarrier.wait(dq_ready.index(half), side)", "pass"),
+    "dq is overwritten": ("mbarrier.wait(dq_free.index(own), side ^ 1)", "pass"),
+    "the buffer of dq is never free": ("mbarrier.arrive(dq_free.index(half))", "pass"),
+    "the buffer of dq is free before it was read": ("tma.store_wait(0)", "pass"),
+    "dq replaces what is there": ("tma.async_atomic_add(dq_map", "tma.async_store(dq_map"),
+    "the columns of keys are not waited for": ("mbarrier.wait(columns.index(0), 0)", "pass"),
+    "the logsumexp is not waited for": ("mbarrier.wait(q_ready.index(stage), phase)", "pass"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [None, *MISTAKES_OF_DQ])
+def test_the_simulator_notices_mistakes_with_dq(mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator, "PATIENCE", 2.0)
+    replaced: list[str] = []
+    real = simulator.simulate
+
+    def changed(kernel: Kernel, *given: Any) -> None:
+        if mistake is not None and kernel.name == "attnops_flash_backward":
+            old, new = MISTAKES_OF_DQ[mistake]
+            assert old in kernel.text
+            replaced.append(old)
+            kernel = dataclasses.replace(kernel, text=kernel.text.replace(old, new))
+        real(kernel, *given)
+
+    monkeypatch.setattr(simulator, "simulate", changed)
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=(1, 640, 1, 64)).astype(np.float32) for _ in range(4)]
+
+    def wrong() -> bool:
+        try:
+            with target("sm_90"), unordered():
+                found = jax.block_until_ready(both({}, interpret=True)(*given))[1:]
+        except jax.errors.JaxRuntimeError:
+            return True
+        *inputs, d_out = given
+        expected = attention_gradients(*inputs, d_out=d_out).values
+        names = ("query", "key", "value")
+        return not all(np.allclose(own, expected[name], atol=2e-5) for own, name in zip(found, names, strict=True))
+
+    assert wrong() is (mistake is not None)
+    assert bool(replaced) is (mistake is not None)
+
+
+def test_dq_is_added_in_any_order_only_if_asked_to() -> None:
+    def names(**options: Any) -> list[str]:
+        return [each.recipe.kernel.name.removeprefix("attnops_flash_") for each in launched(64, Causal(), **options)]
+
+    apart = ["forward", "backward_query", "backward_key"]
+    assert names(T=32768) == apart
+    with unordered():
+        assert names(T=32768) == ["forward", "backward"]
+        assert names(T=32768, dtype="float16") == apart, "dk and dv are float32, which are not stored by maps"
+        assert names(T=256) == apart, "groups are split"
+
+
+def test_scratch_memory_is_the_last_pointer() -> None:
+    (forward, *_) = launched(64, None)
+    program, kernel = build(forward.recipe), forward.recipe.kernel
+    text = program.code.decode()
+    assert kernel.pointers[-1] == "scratch_ptr"
+    assert f"[{kernel.name}_param_{len(kernel.pointers) - 1}]" in text
+    assert f"[{kernel.name}_param_{len(kernel.pointers) + len(kernel.integers)}]" not in text, "that one is null"
+    assert ".version 8.3" in text
+
+
+@pytest.mark.parametrize(("D", "dtype", "T", "K", "mask", "cap"), compile_cases("sm_90"))
+def test_they_fit_and_spill_nothing(D: int, dtype: str, T: int, K: int, mask: Mask | None, cap: float | None) -> None:
+    check_figures("sm_90", D, dtype, T, K, mask, cap)
+
+
+@pytest.mark.parametrize(
+    ("D", "mask", "options", "expected"),
+    [
+        (64, None, {}, [True] * 3),
+        (128, documents(256), {}, [True] * 3),
+        (256, Causal(), {}, [True, True, False]),
+        (96, Causal(), {}, [False] * 3),
+        (128, Dense(np.tri(256, dtype=bool)[None, None]), {}, [False] * 3),
+        (128, Segments(np.arange(256) // 90, np.arange(256) // 80), {}, [False] * 3),
+        (128, Causal(), {"dtype": "float32"}, [False] * 3),
+        (128, Causal(), {"bias": jnp.ones((1, 4, 256, 256))}, [False] * 3),
+        (128, Causal(), {"dropout_key": jax.random.key(0)}, [False] * 3),
+    ],
+)
+def test_the_others_serve_what_they_do_not(
+    D: int, mask: Mask | None, options: dict[str, Any], expected: list[bool]
+) -> None:
+    assert specialised(launched(D, mask, **options)) == expected
+    assert [("Gluon" in part) for part in told(D, mask, **options)] == expected
+
+
+def test_old_versions_and_assemblers_have_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "version_of", {"triton": "3.8.0", "jax": "0.10.2"}.get)
+        assert specialised(launched(64, None)) == [False] * 3
+
+    def here(release: tuple[int, int]) -> bool:
+        from attnops_triton.flash import specialised as module
+
+        monkeypatch.setattr(assembler, "find", lambda: Assembler(Path("ptxas"), release))
+        return module._is_supported()
+
+    assert [here((12, 2)), here((12, 3))] == [False, True]

@@ -11,7 +11,9 @@ cores' rate that they leave: of specialised kernels, whose partitions overlap th
 three, and of others, whose warps wait for products together, tensor over the sum of tensor and the larger of the other
 two.
 For Hopper the kernel that adds dq follows (`attnops_triton.flash.order.unordered`), kernels of other architectures, and
-FlashAttention-3's tiles; for sm_100 the kernels of other architectures.
+FlashAttention-3's tiles; for sm_100 the kernels of other architectures, and FlashAttention-4's tiles.
+Of FlashAttention's kernels nothing was compiled: their cycles follow from the products and exponentials of a tile, as
+published, and ``ctas`` are the multiprocessors that share operands.
 
 Needs ``pip install attnops-triton``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
 of other programs.
@@ -60,6 +62,14 @@ PRODUCTS = {"forward": (1, 1), "backward_query": (2, 1), "backward_key": (2, 2),
 # backward pass (hopper/flash_bwd_launch_template.h), which adds dq.
 FLASH_ATTENTION_3 = {64: ((192, 128), (192, 128)), 128: ((128, 176), (128, 128)), 256: ((128, 80), (128, 80))}
 FLASH_ATTENTION_3_BACKWARD = {64: ((128, 128), (128, 128)), 128: ((80, 128), (64, 128)), 256: ((64, 80), (64, 80))}
+# Of FlashAttention-4 on sm_100 in 16 bits, the same (github.com/Dao-AILab/flash-attention at 0251105a, flash_attn/cute:
+# interface.py, flash_fwd_sm100.py, flash_bwd_sm100.py, and apply_exp2_convert in softmax.py): queries and keys of one
+# multiprocessor's tile; stages of the ring, each of keys or of values (backward: of queries); multiprocessors that
+# share operands (forward: from CUDA 13 on); and of 128 exponentials, how many polynomials compute. The backward pass
+# adds dq, and has no polynomials.
+FLASH_ATTENTION_4 = {64: ((256, 128, 10, 1, 16), (256, 128, 10, 1, 16)),
+                     128: ((256, 128, 6, 2, 24), (256, 128, 3, 1, 16))}  # fmt: skip
+FLASH_ATTENTION_4_BACKWARD = {64: ((128, 128, 2, 1, 0),) * 2, 128: ((128, 128, 1, 2, 0),) * 2}
 
 
 def cycles(arch: str, head_dim: str, dtype: str, launched: Any, found: Any) -> dict[str, float]:
@@ -84,21 +94,24 @@ def cycles(arch: str, head_dim: str, dtype: str, launched: Any, found: Any) -> d
     return {"tensor": round(tensor), "issue": round(issue), "special": round(special), "share": round(share, 2)}
 
 
-def flash_attention_3(head_dim: str, masked: bool) -> list[dict[str, Any]]:
-    """FlashAttention-3's tiles, whose instructions are not known here."""
-    if not head_dim.isdigit() or int(head_dim) not in FLASH_ATTENTION_3:
-        return []
-    special = 128 * 128 / SPECIAL
+def flash_attention(arch: str, head_dim: str, masked: bool) -> list[dict[str, Any]]:
+    """FlashAttention-3's tiles for sm_90, or FlashAttention-4's for sm_100, whose instructions are not known here."""
+    version, *passes = {
+        "sm_90": (3, FLASH_ATTENTION_3, FLASH_ATTENTION_3_BACKWARD),
+        "sm_100": (4, FLASH_ATTENTION_4, FLASH_ATTENTION_4_BACKWARD),
+    }[arch]
     rows = []
-    for name, tiles, products in (
-        ("forward", FLASH_ATTENTION_3, 2), ("backward", FLASH_ATTENTION_3_BACKWARD, 5)
-    ):  # fmt: skip
-        bq, bk = tiles[int(head_dim)][masked]
-        tensor = 128 * 128 * products * int(head_dim) / MULTIPLICATIONS["sm_90"]
+    for name, tiles, products in zip(("forward", "backward"), passes, (2, 5), strict=True):
+        if not head_dim.isdigit() or int(head_dim) not in tiles:
+            continue
+        bq, bk, *rest = tiles[int(head_dim)][masked]
+        stages, ctas, by_polynomials = rest or ("", "", 0)
+        tensor = 128 * 128 * products * int(head_dim) / MULTIPLICATIONS[arch]
+        special = 128 * (128 - by_polynomials) / SPECIAL
         rows.append(
-            {"arch": "sm_90", "head_dim": head_dim, "dtype": "bfloat16", "kernel": f"FA-3 {name}", "bq": bq, "bk": bk,
-             "specialised": True, "tensor": round(tensor), "special": round(special),
-             "share": round(tensor / max(tensor, special), 2)}
+            {"arch": arch, "head_dim": head_dim, "dtype": "bfloat16", "kernel": f"FA-{version} {name}", "bq": bq,
+             "bk": bk, "stages": stages, "ctas": ctas, "specialised": True, "tensor": round(tensor),
+             "special": round(special), "share": round(tensor / max(tensor, special), 2)}
         )  # fmt: skip
     return rows
 
@@ -170,13 +183,14 @@ def main(
                         rows += [row for row in measure(one, dim, dtype, masked) if row["kernel"] == "backward"]
                 with ordinary():
                     rows += measure(one, dim, dtype, masked)
-                rows += flash_attention_3(dim, masked) if one == "sm_90" else []
+                rows += flash_attention(one, dim, masked)
     table = Table(
         title=f"{dtype}, {LENGTH} tokens, {'causal' if masked else 'no mask'}; the step is over one FULL tile"
     )
-    shown = [name for name in rows[0] if name not in ("dtype", "shared_limit") and any(row.get(name) for row in rows)]
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("dtype", "shared_limit"))
+    shown = [name for name in names if any(row.get(name) for row in rows)]
     for name in shown:
-        table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
+        table.add_column(name, justify="left" if isinstance(rows[0].get(name), str) else "right")
     for row in rows:
         bad = row.get("shared", 0) > row.get("shared_limit", 0) or row.get("spilled")
         table.add_row(*(str(row.get(name, "")) for name in shown), style="red" if bad else None)

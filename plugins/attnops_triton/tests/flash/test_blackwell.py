@@ -37,6 +37,7 @@ from specialised_kernels import (
 from triton_assemblers import ASSEMBLERS
 
 from attnops import OperationMetadata, OperationRegistry, explain
+from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
 from attnops.testing import attention, attention_gradients
 
@@ -234,6 +235,37 @@ def test_the_simulator_notices_mistakes_with_blackwells_forward(
 ) -> None:
     monkeypatch.setattr(simulator, "PATIENCE", 2.0)
     assert is_noticed("sm_100", 768, *MISTAKES_OF_FORWARD.get(mistake or "", ())) is (mistake is not None)
+
+
+@pytest.mark.parametrize(
+    ("mask", "bias", "expected"),
+    [
+        (None, None, True),
+        pytest.param(documents(200), None, True, marks=SLOW),
+        pytest.param(Causal() & SlidingWindow(np.arange(1, 5)[None] * 30, 0), None, False, marks=SLOW),
+        pytest.param(Causal(), alibi_slopes(4), False, marks=SLOW),
+    ],
+    ids=["no mask", "documents", "window by head", "slope by head"],
+)
+def test_ordinary_kernels_have_one_loop_over_the_heads_of_a_group(
+    mask: Mask | None, bias: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)  # else groups are split
+    rng = np.random.default_rng(0)
+    T, S, H = 200, 200, 4
+    q, d_out = (rng.normal(size=(1, T, H, 16)).astype(np.float32) for _ in range(2))
+    k, v = (rng.normal(size=(1, S, 2, 16)).astype(np.float32) for _ in range(2))
+    run = both({"mask": mask} | ({} if bias is None else {"bias": ALiBi(bias)}), interpret=True)
+    with target("sm_100"):
+        found = run(q, k, v, d_out)
+        *_, by_key = kernels(run, (q, k, v, d_out), "sm_100")
+    assert ("for t in range" in by_key.recipe.kernel.text) is expected
+    dense = None if mask is None else np.asarray(mask.dense(1, H, T, S))
+    distances = np.arange(S) - np.arange(T)[:, None]
+    scores = None if bias is None else -np.asarray(bias)[None, :, None, None] * np.abs(distances)
+    gradients = attention_gradients(q, k, v, d_out=d_out, mask=dense, bias=scores).values
+    for own, name in zip(found[1:], ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(own, gradients[name], atol=2e-5)
 
 
 def test_rows_without_tiles_are_zero() -> None:

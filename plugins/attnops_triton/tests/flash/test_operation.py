@@ -122,7 +122,7 @@ def test_the_table_has_every_architecture_and_knows_relatives() -> None:
     assert {known(arch) for arch in SHARED_MEMORY} == set(TABLE) <= set(SHARED_MEMORY)
     assert all(SHARED_MEMORY[known(arch)] <= SHARED_MEMORY[arch] for arch in SHARED_MEMORY)
     assert [known(arch) for arch in ("sm_87", "sm_89", "sm_90", "sm_103", "sm_120", "gfx950", "")] == [
-        "sm_80", "sm_86", "sm_90", "sm_100", "sm_86", "gfx942", "sm_90"
+        "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "sm_90"
     ]  # fmt: skip
     *_, by_score = choose("sm_90", "bfloat16", 128, 64, 32)
     assert by_score.bq == by_score.bk, "diagonals are of square tiles"

@@ -64,8 +64,9 @@ def schedule_operands(schedule: TileSchedule) -> list[Operand]:
 
 
 def tile_loops(
-    write: Writer, schedule: TileSchedule, first: str, block: int, even: bool, body: Callable[[bool], None]
-) -> None:
+    write: Writer, schedule: TileSchedule, first: str, block: int, even: bool, body: Callable[[bool], None],
+    heads: int = 0,
+) -> None:  # fmt: skip
     """Write loops over the active tiles of ``row``: FULL ones, then PARTIAL ones.
 
     Args:
@@ -75,6 +76,8 @@ def tile_loops(
         block: tokens a tile.
         even: whether no tile reaches beyond the last token.
         body: writes the computation of a tile; its argument is whether the tile is masked.
+        heads: of the kv head ``k``, over which the loops go too, writing ``h``, if their tiles are the same; 0 if ``h``
+            is given.
     """
     if schedule.constant is None:
         by_batch = write.integer("map_batch", schedule.map_shape[1] * (schedule.map_shape[0] > 1))
@@ -92,7 +95,10 @@ def tile_loops(
             else:
                 write(f"{name} = tl.load(ranges_ptr + map_row * 4 + {i})")
         start, stop = names
-        with write.block(f"for i in range({start}, {stop}):"):
+        bounds = f"t in range(0, ({stop} - {start}) * {heads})" if heads else f"i in range({start}, {stop})"
+        with write.block(f"for {bounds}:"):
+            if heads:
+                write(f"h = k * {heads} + t % {heads}", f"i = {start} + t // {heads}")
             column = "i" if schedule.columns is None else "tl.load(columns_at + i)"
             write(f"{first} = {column} * {block}")
             if masked and schedule.words is not None:

@@ -26,6 +26,7 @@ class Tiles:
         specialised: whether warps have different tasks, see `attnops_triton.flash.hopper` and
             `attnops_triton.flash.blackwell`; then ``warps`` are those of the first partition, and the rows that are not
             streamed are twice 64; on sm_100 twice 128 in the forward pass, and 128 in the backward pass.
+        registers: at most so many a thread; 0 for as many as the assembler sees fit. NVIDIA's alone.
     """
 
     bq: int
@@ -33,6 +34,7 @@ class Tiles:
     warps: int
     stages: int
     specialised: bool = False
+    registers: int = 0
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -159,6 +159,13 @@ class Tile:
         if axis == "q" and scoring.dropout_prob:
             self.load_token("dropout", "q", edge)
 
+    @property
+    def has_values_by_head(self) -> bool:
+        """Whether some value of masks or biases differs between heads."""
+        functions = (("mask", self.plan.scoring.mask), ("bias", self.plan.scoring.bias))
+        names = [f"{prefix}{i}" for prefix, x in functions if x is not None for i in range(len(x.values))]
+        return any(self.shapes[name][1] > 1 for name in names)
+
     def product(self, name: str, queries: str, keys: str, dim: int) -> None:
         """Write ``name``, the products of rows of queries and of keys, summed over the chunks of ``dim``."""
         # A GPU rounds a product and its transpose equally. The interpreter uses numpy, which does not, so that weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
@@ -11,6 +12,7 @@ from attnops_triton.flash.plan import Tiles
 from attnops_triton.targets import LIKE
 
 T = Tiles
+W = functools.partial(Tiles, registers=255)  # which ptxas takes all of, if need be
 Row = tuple[Tiles, Tiles, Tiles, Tiles]  # of forward, by query, by key, by score
 # By architecture, bytes an element, and the larger of D and Dv, at most. Each row was compiled: at head dims up to 128
 # none spills in 16 bits. Of those without spills, the one with the fewest instructions a score was chosen; none was
@@ -45,7 +47,8 @@ TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
     "sm_100": {
         2: {
             64: (T(128, 128, 8, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 8, 1)),
-            128: (T(128, 64, 8, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 8, 1)),
+            # Left to itself ptxas takes 128 registers, and spills, though shared memory leaves room for one program.
+            128: (W(128, 64, 8, 3), W(128, 64, 8, 2), W(64, 128, 8, 2), T(64, 64, 8, 1)),
             256: (T(128, 64, 8, 1), T(64, 64, 8, 1), T(32, 64, 8, 2), T(32, 32, 4, 1)),
             576: (T(64, 32, 8, 1), T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
         },
@@ -59,6 +62,8 @@ TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
         },
     },
 }  # fmt: skip
+# As sm_86, but for what ptxas would spill there.
+TABLE["sm_120"] = {2: TABLE["sm_86"][2] | {64: (T(128, 64, 4, 3), *TABLE["sm_86"][2][64][1:])}}
 _SINGLE: Final[dict[int, Row]] = {
     64: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 4, 1)),
     128: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(16, 32, 8, 1), T(32, 32, 8, 1)),
@@ -90,8 +95,12 @@ _BY_SCORE: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
         64: {}, 128: {2: T(32, 128, 8, 2)}, 192: {1: T(64, 64, 8, 1), 2: T(32, 64, 8, 1)},
         256: {1: T(64, 32, 4, 1), 2: T(32, 32, 4, 1)},
     },
-    "sm_100": {64: {0: T(64, 64, 4, 3)}, 128: {2: T(32, 128, 8, 2)}, 256: {2: T(32, 64, 8, 1)}},
+    "sm_100": {
+        64: {0: T(64, 64, 4, 2), 1: T(128, 64, 4, 2)}, 128: {0: T(128, 64, 8, 2), 2: T(32, 128, 8, 2)},
+        256: {2: T(32, 64, 8, 1)},
+    },
 }  # fmt: skip
+_BY_SCORE["sm_120"] = {64: {0: T(128, 32, 4, 2), 1: T(64, 64, 4, 2), 2: T(32, 64, 8, 2)}} | _BY_SCORE["sm_86"]
 
 
 # Where tiles don't divide the lengths and the row's spill; the larger side stays, on which it depends whether they do.
@@ -99,6 +108,7 @@ _RAGGED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
     "sm_80": {64: {0: T(128, 64, 8, 3), 2: T(32, 128, 8, 2)}, 128: {1: T(128, 32, 8, 2)}},
     "sm_86": {64: {0: T(128, 64, 8, 2)}, 128: {2: T(32, 64, 8, 2)}},
 }
+_RAGGED["sm_120"] = _RAGGED["sm_86"]
 
 # Tiles of specialised kernels, see `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell`, by architecture,
 # head dim (both D and Dv) and place in a row, for 16 bits.
@@ -149,7 +159,9 @@ def choose(
     else:
         by_dim_of_ends = {} if dtype == "float32" else _RAGGED.get(known(arch), {})
         ragged = next((x for limit, x in by_dim_of_ends.items() if dim <= limit), {})
-        given = {i: t for i, t in ragged.items() if any(n % max(t.bq, t.bk) for n in lengths)} | {**measured}
+        given = {i: t for i, t in ragged.items() if any(n % max(t.bq, t.bk) for n in lengths)}
+        # A table of measured times has no registers.
+        given |= {i: row[i] if t.numbers == row[i].numbers else t for i, t in measured.items()}
         row = tuple(given.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
     *passes, last = (dataclasses.replace(t, bq=block_q or t.bq, bk=block_k or t.bk) for t in row)
     square = min(last.bq, last.bk)
@@ -162,7 +174,7 @@ def known(arch: str) -> str:
         return arch
     if arch.startswith("gfx"):
         return "gfx942"
-    if arch in ("sm_86", "sm_89", "sm_120", "sm_121"):
+    if arch in ("sm_86", "sm_89"):
         return "sm_86"
     number = int("".join(c for c in arch if c.isdigit()) or 90)
-    return "sm_100" if number >= 100 else "sm_90" if number >= 90 else "sm_80"
+    return "sm_120" if number >= 120 else "sm_100" if number >= 100 else "sm_90" if number >= 90 else "sm_80"

@@ -99,8 +99,7 @@ def launch_any(
     arrays, shapes = [operand.array for operand in operands], tuple(outputs.values())
     names = [*(operand.name for operand in operands), *outputs]
     dtypes = tuple(stored.get(name, x.dtype.name) for name, x in zip(names, (*arrays, *shapes), strict=True))
-    registers = tiles.registers if isinstance(tiles, RaggedTiles) else 0
-    recipe = Recipe(kernel, dtypes, divisible, tiles.warps, tiles.stages, plan.arch, registers)
+    recipe = Recipe(kernel, dtypes, divisible, tiles.warps, tiles.stages, plan.arch, tiles.registers)
     pairs = tuple((names.index(source), list(outputs).index(name)) for name, source in aliases.items())
     integers = tuple(write.integers.values())
     record = _RECORD.value

@@ -153,7 +153,8 @@ class Cache(abc.ABC):
         store = self.store
         arrays = [x for x in (store.key, store.value) if x is not None]
         scales = [x for x in (store.key_scale, store.value_scale) if x is not None and store.has_token_scales]
-        return store.kv_heads * (sum(x.shape[-1] * x.dtype.itemsize for x in arrays) + 4 * len(scales))
+        features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays) // store.tokens_per_line
+        return store.kv_heads * (features + 4 * len(scales))
 
     def append(
         self,

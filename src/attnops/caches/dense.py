@@ -50,6 +50,7 @@ class DenseCache(Cache):
         starts: ArrayLike | None = None,
         layers: int | None = None,
         width: int | None = None,
+        tokens_per_line: int = 1,
     ) -> DenseCache:
         """An empty cache.
 
@@ -70,6 +71,7 @@ class DenseCache(Cache):
             width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
                 key and zeros. None: keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
                 products on CPUs read where they are.
+            tokens_per_line: see `PagedCache.create`.
 
         Memory: B · S tokens of ``bytes_per_token``, times L.
 
@@ -80,13 +82,13 @@ class DenseCache(Cache):
         check_size("batch", batch)
         store = create_store(
             batch, check_size("length", length), kv_heads, head_dim, value_head_dim, dtype, codec, latent,
-            key_scale, value_scale, layers, width,
+            key_scale, value_scale, layers, width, tokens_per_line,
         )  # fmt: skip
         return cls(store=store, **create_rows(batch, starts, layers))
 
     @property
     def length(self) -> int:
-        return self.store.key.shape[-2]
+        return self.store.slots
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         lengths, run = self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)

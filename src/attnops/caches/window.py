@@ -101,7 +101,7 @@ class WindowCache(Cache):
 
     @property
     def length(self) -> int:
-        return self.store.key.shape[-2]
+        return self.store.slots
 
     def append(
         self,

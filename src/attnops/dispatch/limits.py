@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ATTENTION_ONLY: Final = (
     "max_head_dim", "head_dim_multiple", "equal_head_dims", "mask_kinds", "bias_kinds", "mask_primitives",
     "bias_primitives", "linear_memory", "symbolic", "caches", "codecs", "latent", "packed",
+    "lines",
 )  # fmt: skip
 # The values of `Limits.symbolic`.
 SYMBOLIC: Final = frozenset({"batch", "length"})
@@ -59,6 +60,7 @@ class Limits:
         codecs: the dtypes of codecs that it reads in place, such as "int8".
         latent: it reads latent content in place.
         packed: it reads packed rows in place.
+        lines: it reads several tokens a line in place, see `attnops.caches.PagedCache.create`.
         symbolic: the dimensions that may be symbolic, of `jax.export.symbolic_shape`: "batch" and "length". Where
             another one is, ``unsupported`` is not called, since comparisons with it may be inconclusive.
 
@@ -85,6 +87,7 @@ class Limits:
     codecs: frozenset[str] = frozenset()
     latent: bool = False
     packed: bool = False
+    lines: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", frozenset(_dtype(dtype) for dtype in _collection("dtypes", self.dtypes)))
@@ -115,7 +118,11 @@ class Limits:
             reasons.append(
                 Reason("cache.codec", cache.codec, f"must be one of {sorted(self.codecs)} to be read in place")
             )
-        for name, given, can in (("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed)):
+        lines = cache.tokens_per_line > 1 and cache.tokens_per_line
+        for name, given, can in (
+            ("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed),
+            ("tokens_per_line", lines, self.lines),
+        ):  # fmt: skip
             if given and not can:
                 reasons.append(Reason(name, given, "is not read in place"))
         return reasons

@@ -39,9 +39,14 @@ SLOW = (
     ("paged", "float8_e4m3fn by token_head", "latent", "19 queries", "GQA", "bfloat16"),
     ("paged", "packed rows", "Segments", "GQA", "19 queries", "sinks", "soft cap", "logsumexp", "left padding"),
     ("paged", "packed rows", "window per head", "ScoreFn", "4 queries", "op.step", "int8 by token_head"),
+    ("paged", "2 tokens a line", "Segments", "5 queries", "GQA", "sinks", "soft cap", "logsumexp", "op.step"),
+    ("paged", "2 tokens a line", "packed rows", "SlidingWindow", "4 queries", "float8_e4m3fn by head"),
     ("packed rows", "Chunked", "ALiBi", "float8_e4m3fn by head", "joined", "19 queries"),
 )
 EXHAUSTIVE = (
+    ("2 tokens a line", "window per head", "ALiBi", "3 queries", "GQA", "op.step", "query_lengths"),
+    ("paged", "2 tokens a line", "bfloat16", "19 queries", "left padding", "op.step", "int8 by head"),
+    ("2 tokens a line", "KeyPadding", "ScoreFn", "MQA", "3 queries"),
     ("KeyPadding", "ScoreFn", "4 queries", "D ≠ Dv"),
     ("paged", "PrefixLM", "GQA", "5 queries"),
     ("paged", "Chunked", "logsumexp", "op.step", "bfloat16"),

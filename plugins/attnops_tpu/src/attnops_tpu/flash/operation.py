@@ -42,6 +42,7 @@ class TPUFlashAttention(FlashAttention):
             codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
             latent=True,
             packed=True,
+            lines=True,
         )
     }
 
@@ -109,13 +110,14 @@ class TPUFlashAttention(FlashAttention):
     def _not_written(self, request: AttentionRequest) -> Iterator[Reason]:
         cache = request.cache
         assert cache is not None
-        tile = queries_a_tile(self.metadata.block_q, request.query_length, request.heads // request.kv_heads)
+        F, G = cache.tokens_per_line, request.heads // request.kv_heads
+        tile = queries_a_tile(self.metadata.block_q, request.query_length, F * G)
         if request.query_length > tile and (cores := generation().cores) > 1:
             yield Reason("query", request.query_length, f"is more than one tile of {tile} queries, which {cores} cores "
                          f"compute in any order", "give block_q, or fewer tokens a step")  # fmt: skip
-        unit = unit_of(cache.page_size, request.slots)
+        unit = unit_of(cache.page_size, request.slots, F)
         itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
-        features = cache.width + (0 if cache.joined or cache.latent else request.value_head_dim)
+        features = cache.width // F + (0 if cache.joined or cache.latent else request.value_head_dim)
         size = request.query_length * request.kv_heads * features * itemsize
         if size > MAX_NEW:
             yield Reason("query", request.query_length, f"new tokens a row are {size} bytes, but at most {MAX_NEW} are "
@@ -127,7 +129,7 @@ class TPUFlashAttention(FlashAttention):
         packed = 4 // itemsize
         if unit % packed:
             yield Reason("page_size" if cache.page_size else "length", cache.page_size or request.slots,
-                         f"must be a multiple of {packed}, the slots of a word of 32 bits")  # fmt: skip
+                         f"must be a multiple of {packed * F}, the slots of a word of 32 bits")  # fmt: skip
 
     def stepped_tpu(
         self, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -37,10 +38,15 @@ _AHEAD: Final = 32
 
 
 class Seen(NamedTuple):
-    """Which keys of a part some query sees, booleans [1, size] and [size, 1]."""
+    """Which keys of a part some query sees, booleans.
+
+    Attributes:
+        row: [1, size], by line: any token of it.
+        columns: [size, 1] for each token of a line.
+    """
 
     row: jax.Array
-    column: jax.Array
+    columns: tuple[jax.Array, ...]
 
 
 class Held(NamedTuple):
@@ -87,8 +93,8 @@ class Kernel:
         scales: of keys and of values by kv head [K], in scalar memory; empty unless scales are by head.
         by_row: values by row, [1, K or 1, R padded to lanes].
         query: [1, K, R, key_lanes].
-        out: [1, K, R, value_lanes].
-        lse: [1, K, R, 128]; None if it is not asked for.
+        out: [1, K, Q, value_lanes].
+        lse: [1, K, Q, 128]; None if it is not asked for.
         state: see `State`.
         missing: of a paged cache; else None.
     """
@@ -183,9 +189,8 @@ class Kernel:
                 if masked and (shared is None or part.mask_varies_by_head):
                     visible = part.visible()
                     # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
-                    row = jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)
-                    shared = visible, Seen(row > 0, _to_column(row) > 0)
-                scores = self._scores(part, None if shared is None else shared[0])
+                    shared = visible, part.seen(visible)
+                scores = self._scores(part, *(shared or (None, None)))
                 ahead.append((part, scores, None if shared is None else shared[1]))
                 if len(ahead) > lag:
                     self._accumulate(*ahead.popleft())
@@ -228,10 +233,14 @@ class Kernel:
             self._add_held(buffer, tile, Between(self.plan, []), None)
             held.buffer[0] = jnp.int32(-1)
 
-    def _scores(self, part: Part, visible: jax.Array | None) -> jax.Array:
+    def _scores(self, part: Part, visible: jax.Array | None, seen: Seen | None) -> jax.Array:
         """The scores of a part, float32 [R, keys]."""
         plan = self.plan
-        s = _product(plan, self.query[0, part.head], self._key(part), 1)
+        key = self._key(part)
+        if plan.F > 1 and seen is not None:
+            # The scores of a line's other tokens would be NaN too.
+            key = jnp.where(_by_token(plan, seen, plan.key_lanes, 0, plan.D), key, jnp.zeros((), key.dtype))
+        s = _product(plan, self.query[0, part.head], key, 1)
         scale = self._scale(0, part)
         if scale is not None:
             s = s * scale
@@ -268,7 +277,9 @@ class Kernel:
         plan, state, head = self.plan, self.state, part.head
         value = self._value(part)
         if seen is not None:
-            value = jnp.where(seen.column, value, jnp.zeros((), value.dtype))
+            step = plan.D if plan.is_latent else plan.Dv
+            column = _by_token(plan, seen, plan.value_lanes, plan.value_of(0).start, step)
+            value = jnp.where(column, value, jnp.zeros((), value.dtype))
         product = _product(plan, weights, value, 0)
         if plan.scales == "head":
             product = product * self._scale(0 if plan.is_latent else 1, part)
@@ -285,7 +296,7 @@ class Kernel:
             return x
         # Queries have zeros there, but a value may be infinite, and 0 · inf is NaN.
         lane = lax.broadcasted_iota(jnp.int32, (1, plan.key_lanes), 1)
-        return jnp.where(lane < plan.D, x, jnp.zeros((), x.dtype))
+        return jnp.where(lane < plan.F * plan.D, x, jnp.zeros((), x.dtype))
 
     def _value(self, part: Part) -> jax.Array:
         """Values [size, value_lanes], in the dtype of products; keys may be in front of them."""
@@ -315,12 +326,12 @@ class Kernel:
         plan, unit = self.plan, self.plan.score_unit
         sinks = named(values(plan), "sinks")
         for head in range(plan.K):
-            m = self.state.m[head] * unit
-            l, acc = jnp.sum(self.state.l[head], axis=1, keepdims=True), self.state.acc[head]
+            m, l, acc = self._merged(head)
+            m = m * unit
             sees_any = l != 0  # NaN too
             factor = jnp.ones((), jnp.float32)
             if sinks:
-                sink = self.state.by_row[sinks[0].place][head]
+                sink = self.state.by_row[sinks[0].place][head, : plan.Q]
                 larger = jnp.maximum(m, sink)
                 factor = jnp.exp2((m - larger) * LOG2E)
                 l = l * factor + jnp.exp2((sink - larger) * LOG2E)
@@ -332,6 +343,26 @@ class Kernel:
             if self.lse is not None:
                 self.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
 
+    def _merged(self, head: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The state of a kv head: the largest score [Q, 128], the sum of weights [Q, 1] and that of values [Q,
+        value_lanes], of which each token of a line has its features.
+        """
+        plan, state = self.plan, self.state
+        if plan.F == 1:
+            return state.m[head], jnp.sum(state.l[head], axis=1, keepdims=True), state.acc[head]
+        rows = [slice(f * plan.Q, (f + 1) * plan.Q) for f in range(plan.F)]
+        largest = [state.m[head, some] for some in rows]
+        m = functools.reduce(jnp.maximum, largest)
+        shares = [jnp.exp2((x - m) * (plan.score_unit * LOG2E)) for x in largest]
+        l = sum(share * state.l[head, some] for share, some in zip(shares, rows, strict=True))
+        lane = lax.broadcasted_iota(jnp.int32, (1, plan.value_lanes), 1)
+        acc = jnp.zeros((plan.Q, plan.value_lanes), jnp.float32)
+        for f, (share, some) in enumerate(zip(shares, rows, strict=True)):
+            own = plan.value_of(f)
+            scaled = [x * share[:, : x.shape[1]] for x in _by_lanes(state.acc[head, some])]
+            acc = jnp.where((lane >= own.start) & (lane < own.stop), jnp.concatenate(scaled, axis=1), acc)
+        return m, jnp.sum(l, axis=1, keepdims=True), acc
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -342,8 +373,8 @@ class Part:
         tile: of keys.
         buffer: of the tile.
         head: the kv head.
-        start: the first key, counted from the tile's first.
-        size: how many keys.
+        start: the first line of keys, counted from the tile's first.
+        size: how many lines.
         between: what to start between loads.
     """
 
@@ -357,7 +388,7 @@ class Part:
 
     @property
     def keys(self) -> Any:
-        """The range of keys in the tile."""
+        """The range of lines in the tile."""
         return pl.ds(self.start, self.size)
 
     @property
@@ -380,6 +411,18 @@ class Part:
         # The values by key of a FULL tile were not transferred.
         return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
 
+    def seen(self, visible: jax.Array) -> Seen:
+        """What of `visible` some query sees."""
+        plan, as_float = self.kernel.plan, visible.astype(jnp.float32)
+        any_of = functools.partial(jnp.max, axis=0, keepdims=True)
+        if plan.F == 1:
+            rows = [any_of(as_float)]
+        else:
+            token = self._token()
+            rows = [any_of(jnp.where(token == f, as_float, 0.0)) for f in range(plan.F)]
+        row = functools.reduce(jnp.maximum, rows)
+        return Seen(row > 0, tuple(_to_column(x) > 0 for x in rows))
+
     def with_cap_and_bias(self, scores: jax.Array) -> jax.Array:
         """Scores, float32 times the full scale, with soft cap and bias."""
         plan = self.kernel.plan
@@ -398,7 +441,8 @@ class Part:
     ) -> jax.Array:
         plan = self.kernel.plan
         row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
-        h = self.head * plan.G + lax.div(row, jnp.int32(plan.bq))
+        head = lax.div(row, jnp.int32(plan.bq))
+        h = self.head * plan.G + (head if plan.F == 1 else lax.rem(head, jnp.int32(plan.G)))
         return function.apply(scores, self.tile.entry, h, q, kv, given, (), REPLACEMENTS)
 
     def _values(self, name: str) -> list[Leaf]:
@@ -417,22 +461,51 @@ class Part:
             ref = kernel.state.by_row[value.place]
             return ref[self.head if ref.shape[0] > 1 else 0][:, :1]
         count = plan.G if value.by_head else 1
-        first = value.place + (self.head * plan.G if value.by_head else 0)
-        rows = kernel.stream.by_key_buffer[self.buffer, first : first + count, self.keys]
-        if jnp.issubdtype(value.dtype, jnp.floating):
-            rows = lax.bitcast_convert_type(rows, jnp.float32)
-        if count == 1 or plan.bq == 1:
-            return rows
-        return jnp.concatenate([jnp.broadcast_to(rows[g : g + 1], (plan.bq, self.size)) for g in range(count)])
+        found = []
+        for token in range(plan.F):
+            first = value.place + (token * plan.H + self.head * plan.G if value.by_head else token)
+            rows = kernel.stream.by_key_buffer[self.buffer, first : first + count, self.keys]
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                rows = lax.bitcast_convert_type(rows, jnp.float32)
+            if plan.F == 1 and (count == 1 or plan.bq == 1):
+                return rows
+            each = plan.Q // count
+            found += [jnp.broadcast_to(rows[g : g + 1], (each, self.size)) for g in range(count)]
+        return jnp.concatenate(found)
 
     def _indices(self) -> tuple[jax.Array, jax.Array]:
-        """The indices of queries, [R, 1], and of slots, [1, bk]."""
+        """The indices of queries, [R, 1], and of slots, [1, size], or [R, size] of lines of several tokens."""
         plan = self.kernel.plan
         row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
         first = lax.rem(self.tile.item, jnp.int32(plan.nq)) * plan.bq
         q = first + lax.rem(row, jnp.int32(plan.bq))
         kv = self.tile.number * plan.bk + self.start + lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
-        return q, kv
+        return q, kv if plan.F == 1 else kv * plan.F + self._token()
+
+    def _token(self) -> jax.Array:
+        """Which token of its line each row of scores is of, [R, 1]."""
+        plan = self.kernel.plan
+        return lax.div(lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0), jnp.int32(plan.Q))
+
+
+def _by_token(plan: Plan, seen: Seen, lanes: int, start: int, step: int) -> jax.Array:
+    """Which keys or values some query sees: booleans [size, 1], or [size, lanes] of lines of several tokens.
+
+    Args:
+        plan: of the call.
+        seen: of a part.
+        lanes: of its keys or values.
+        start: the first feature of a line's first token.
+        step: features from each token to the next.
+    """
+    if plan.F == 1:
+        return seen.columns[0]
+    lane = lax.broadcasted_iota(jnp.int32, (1, lanes), 1)
+    own = jnp.zeros((1, 1), jnp.float32)
+    for f, column in enumerate(seen.columns):
+        is_own = (lane >= start + f * step) & (lane < start + (f + 1) * step)
+        own = own + column.astype(jnp.float32) * is_own.astype(jnp.float32)
+    return own > 0
 
 
 def _floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -41,7 +41,8 @@ def unpacked(call: FlashCall, cache: Cache) -> Unpacked:
     """A call of packed rows as one of a batch of tiles, see `has_packed`."""
     mask, (_, N, H, _) = call.mask, call.query.shape
     assert isinstance(mask, (Packed, PackedByRow))
-    bq = packed_queries_a_tile(call.metadata.block_q, N, cache.batch, H // cache.kv_heads)
+    G = H // cache.kv_heads * cache.store.tokens_per_line
+    bq = packed_queries_a_tile(call.metadata.block_q, N, cache.batch, G)
     rows, number = mask.q_rows, jnp.arange(N, dtype=jnp.int32)
     is_real = rows >= 0
     begins = is_real & (rows != jnp.concatenate([jnp.full((1,), -1, jnp.int32), rows[:-1]]))

@@ -1,0 +1,184 @@
+"""Some lines of keys of a tile, for one kv head: which scores are not masked, and the soft cap and the bias."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from attnops.kernels import Elementwise
+from attnops_tpu.flash.tile import REPLACEMENTS
+from attnops_tpu.ragged.between import Between
+from attnops_tpu.ragged.operands import Kind, Value, named, values
+from attnops_tpu.ragged.plan import Plan
+from attnops_tpu.ragged.transfers import Tile
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
+    from attnops_tpu.ragged.kernel import Kernel
+
+
+class Seen(NamedTuple):
+    """Which keys of a part some query sees, booleans.
+
+    Attributes:
+        row: [1, size], by line: any token of it.
+        columns: [size, 1] for each token of a line.
+    """
+
+    row: jax.Array
+    columns: tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The scores [R, size] of a kv head and some keys of a tile.
+
+    Attributes:
+        kernel: the grid step.
+        tile: of keys.
+        buffer: of the tile.
+        head: the kv head.
+        start: the first line of keys, counted from the tile's first.
+        size: how many lines.
+        between: what to start between loads.
+    """
+
+    kernel: Kernel
+    tile: Tile
+    buffer: jax.Array
+    head: int
+    start: jax.Array | int
+    size: int
+    between: Between
+
+    @property
+    def keys(self) -> Any:
+        """The range of lines in the tile."""
+        return pl.ds(self.start, self.size)
+
+    @property
+    def mask_varies_by_head(self) -> bool:
+        """Whether heads have different masks."""
+        mask = self.kernel.plan.scoring.mask
+        return mask is not None and "h" in mask.axes
+
+    def visible(self) -> jax.Array:
+        """Which scores are not masked, booleans [R, size]."""
+        plan = self.kernel.plan
+        mask, shape = plan.scoring.mask, (plan.R, self.size)
+        q, kv = self._indices()
+        visible = jnp.broadcast_to(kv < plan.S, shape)
+        if mask is not None:
+            given = self._values("mask")
+            visible &= jnp.broadcast_to(self._apply(mask, None, q, kv, given), shape)
+        if self.kernel.missing is not None:
+            visible &= jnp.broadcast_to(self.kernel.missing.present[:1, self.keys] != 0, shape)
+        # The values by key of a FULL tile were not transferred.
+        return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
+
+    def seen(self, visible: jax.Array) -> Seen:
+        """What of `visible` some query sees."""
+        plan, as_float = self.kernel.plan, visible.astype(jnp.float32)
+        any_of = functools.partial(jnp.max, axis=0, keepdims=True)
+        if plan.F == 1:
+            rows = [any_of(as_float)]
+        else:
+            token = self._token()
+            rows = [any_of(jnp.where(token == f, as_float, 0.0)) for f in range(plan.F)]
+        row = functools.reduce(jnp.maximum, rows)
+        return Seen(row > 0, tuple(_to_column(x) > 0 for x in rows))
+
+    def with_cap_and_bias(self, scores: jax.Array) -> jax.Array:
+        """Scores, float32 times the full scale, with soft cap and bias."""
+        plan = self.kernel.plan
+        scoring = plan.scoring
+        if scoring.cap is not None:
+            scores = scoring.cap * jnp.tanh(scores * (1 / scoring.cap))
+        if scoring.bias is not None:
+            # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
+            q, kv = (jnp.minimum(i, n - 1) for i, n in zip(self._indices(), (plan.T, plan.S), strict=True))
+            biased = self._apply(scoring.bias, scores, q, kv, self._values("bias"))
+            scores = jnp.broadcast_to(biased, scores.shape)
+        return scores
+
+    def _apply(
+        self, function: Elementwise, scores: jax.Array | None, q: jax.Array, kv: jax.Array, given: list[Leaf]
+    ) -> jax.Array:
+        plan = self.kernel.plan
+        row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
+        head = lax.div(row, jnp.int32(plan.bq))
+        h = self.head * plan.G + (head if plan.F == 1 else lax.rem(head, jnp.int32(plan.G)))
+        return function.apply(scores, self.tile.entry, h, q, kv, given, (), REPLACEMENTS)
+
+    def _values(self, name: str) -> list[Leaf]:
+        """The values of a function: numbers, [R, 1] and [1 or R, size]."""
+        found = []
+        for value in named(values(self.kernel.plan), name):
+            x = self._value(value)
+            found.append(x != 0 if value.dtype == jnp.bool_ else x.astype(value.dtype))
+        return found
+
+    def _value(self, value: Value) -> jax.Array:
+        kernel, plan = self.kernel, self.kernel.plan
+        if value.kind is Kind.SCALAR:
+            return kernel.scalars[value.place][self.tile.item if value.by_query else self.tile.entry]
+        if value.kind is Kind.BY_ROW:
+            ref = kernel.state.by_row[value.place]
+            return ref[self.head if ref.shape[0] > 1 else 0][:, :1]
+        count = plan.G if value.by_head else 1
+        found = []
+        for token in range(plan.F):
+            first = value.place + (token * plan.H + self.head * plan.G if value.by_head else token)
+            rows = kernel.stream.by_key_buffer[self.buffer, first : first + count, self.keys]
+            if jnp.issubdtype(value.dtype, jnp.floating):
+                rows = lax.bitcast_convert_type(rows, jnp.float32)
+            if plan.F == 1 and (count == 1 or plan.bq == 1):
+                return rows
+            each = plan.Q // count
+            found += [jnp.broadcast_to(rows[g : g + 1], (each, self.size)) for g in range(count)]
+        return jnp.concatenate(found)
+
+    def _indices(self) -> tuple[jax.Array, jax.Array]:
+        """The indices of queries, [R, 1], and of slots, [1, size], or [R, size] of lines of several tokens."""
+        plan = self.kernel.plan
+        row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
+        first = lax.rem(self.tile.item, jnp.int32(plan.nq)) * plan.bq
+        q = first + lax.rem(row, jnp.int32(plan.bq))
+        kv = self.tile.number * plan.bk + self.start + lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
+        return q, kv if plan.F == 1 else kv * plan.F + self._token()
+
+    def _token(self) -> jax.Array:
+        """Which token of its line each row of scores is of, [R, 1]."""
+        plan = self.kernel.plan
+        return lax.div(lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0), jnp.int32(plan.Q))
+
+
+def by_token(plan: Plan, seen: Seen, lanes: int, start: int, step: int) -> jax.Array:
+    """Which keys or values some query sees: booleans [size, 1], or [size, lanes] of lines of several tokens.
+
+    Args:
+        plan: of the call.
+        seen: of a part.
+        lanes: of its keys or values.
+        start: the first feature of a line's first token.
+        step: features from each token to the next.
+    """
+    if plan.F == 1:
+        return seen.columns[0]
+    lane = lax.broadcasted_iota(jnp.int32, (1, lanes), 1)
+    own = jnp.zeros((1, 1), jnp.float32)
+    for f, column in enumerate(seen.columns):
+        is_own = (lane >= start + f * step) & (lane < start + (f + 1) * step)
+        own = own + column.astype(jnp.float32) * is_own.astype(jnp.float32)
+    return own > 0
+
+
+def _to_column(x: jax.Array) -> jax.Array:
+    """[1, n] to [n, 1]."""
+    return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]

@@ -6,6 +6,7 @@ the loop over a tile of keys, divided by the cycles in which the tile's useful b
     python benchmarks/tpu_decode.py --codec int8 --page 128
     python benchmarks/tpu_decode.py --latent --kv-heads 1 --groups 128   # keys of 576 features, values of 512 of them
     python benchmarks/tpu_decode.py --peers                               # R of other libraries' kernels too
+    python benchmarks/tpu_decode.py --peer "RPA v3"                       # that of one of them
     python benchmarks/tpu_decode.py --whole --peers --json out.json       # every figure of the READMEs
     python benchmarks/tpu_decode.py --bytes                               # transfers, and the bytes that they move
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -165,10 +167,10 @@ def figures(case: Case, generation: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def peers(case: Case, generation: str) -> dict[str, str]:
-    """R of each other kernel, whose scales are numbers; a dash where it refuses the case."""
+def peers(case: Case, generation: str, names: Iterable[str]) -> dict[str, str]:
+    """R of other kernels, whose scales are numbers; a dash where one refuses the case."""
     own = PeerCase(case.page, case.kv_heads, case.groups, case.head_dim, case.codec or "bfloat16")
-    found = {name: bundles_a_byte(name, own, generation) for name in PEERS}
+    found = {name: bundles_a_byte(name, own, generation) for name in names}
     return {name: "–" if x is None else f"{x * BYTES[generation]:.2f}" for name, x in found.items()}
 
 
@@ -186,15 +188,15 @@ def whole() -> list[Case]:
     return [*plain, *dims, *lines, *codecs, *latents]
 
 
-def line_of(case: Case, generation: str, with_peers: bool, kept: list[dict[str, Any]]) -> dict[str, Any]:
+def line_of(case: Case, generation: str, names: Iterable[str], kept: list[dict[str, Any]]) -> dict[str, Any]:
     """A line of the table, or the one that is kept; peers have no latent content."""
     asked = {"TPU": generation, **case._asdict()}
     line = next((x for x in kept if x.items() >= asked.items()), None)
     if line is None:
         line = figures(case, generation)
         kept.append(line)
-    if with_peers and not case.latent and not line.keys() >= PEERS.keys():
-        line.update(peers(case, generation))
+    if not case.latent:
+        line.update(peers(case, generation, [name for name in names if name not in line]))
     return line
 
 
@@ -210,7 +212,8 @@ def main(
     queries: Annotated[list[int], typer.Option(help="a row, in one tile")] = [1],  # noqa: B006
     is_whole: Annotated[bool, typer.Option("--whole", help="All cases of the READMEs; of these options only "
                                            "--generation counts.")] = False,
-    with_peers: Annotated[bool, typer.Option("--peers", help="They have no latent content.")] = False,
+    with_peers: Annotated[bool, typer.Option("--peers", help="All of them; they have no latent content.")] = False,
+    peer: Annotated[list[str], typer.Option(help=f"one of {', '.join(PEERS)}")] = [],  # noqa: B006
     json_file: Annotated[Path | None, typer.Option("--json", help="Keeps each line; a later run continues it.")] = None,
     is_bytes: Annotated[bool, typer.Option("--bytes", help="Count transfers and bytes instead; of these options only "
                                            "--page counts.")] = False,
@@ -221,6 +224,9 @@ def main(
 
         print_lines(list(traffic("v6e", page)))
         return
+    if unknown := [name for name in peer if name not in PEERS]:
+        raise typer.BadParameter(f"--peer is {unknown[0]!r}; it is one of {', '.join(PEERS)}")
+    names = [name for name in PEERS if with_peers or name in peer]
     dims = [576] if latent else head_dim
     cases = [Case(p, k, g, d, c, latent, t, f) for t in queries for f in line for c in codec for d in dims
              for k in kv_heads for g in groups for p in page]  # fmt: skip
@@ -228,7 +234,7 @@ def main(
     lines = []
     for of in generation:
         for case in whole() if is_whole else cases:
-            lines.append(line_of(case, of, with_peers, kept))
+            lines.append(line_of(case, of, names, kept))
             if json_file is not None:
                 json_file.write_text(json.dumps(kept, indent=1))
     print_lines(lines)

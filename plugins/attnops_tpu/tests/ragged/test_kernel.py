@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu.generations import target
+from attnops_tpu.generations import GENERATIONS, target
 from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged import batches
+from attnops_tpu.ragged.tile_sizes import choose, unit_of
 
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
@@ -238,6 +239,14 @@ def test_what_no_step_of_one_kernel_writes_is_told() -> None:
     assert told(ring) == told(ring, 128) == []
     assert told(WindowCache.create(window=1, max_append=128, **sizes), 128) == ["query"]
     assert set(told(cache, 2, Rows([0, 1, 2], [0, 1]))) == {"rows"}
+
+
+def test_block_k_is_in_keys_whatever_a_line_has() -> None:
+    def keys(F: int) -> int:
+        tiles = choose(GENERATIONS["v6e"], None, 512, (1, 4096), (16, 2), 512, 2, unit_of(64, 4096, F), False, F)
+        return tiles.bk * F
+
+    assert [keys(F) for F in (1, 2, 4)] == [512] * 3
 
 
 def test_scales_of_tokens_fill_the_lanes() -> None:

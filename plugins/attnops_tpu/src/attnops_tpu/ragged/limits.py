@@ -66,12 +66,12 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
     dims = {"width": cache.width} if cache.joined or cache.latent else {
         "head_dim": request.head_dim, "value_head_dim": request.value_head_dim
     }  # fmt: skip
+    wider = f"width={-(-least // LANES) * LANES}, or with " if cache.tokens_per_line == 1 else ""
     for name, dim in dims.items():
         if dim % LANES:
             # Of such arrays the compiler keeps another axis in the lanes: each call would copy all of the cache.
             yield Reason(name, dim, f"must be a multiple of {LANES} to be read in place",
-                         f"create the cache with width={-(-least // LANES) * LANES}, or with tokens_per_line="
-                         f"{LANES // math.gcd(least, LANES)}")  # fmt: skip
+                         f"create the cache with {wider}tokens_per_line={LANES // math.gcd(least, LANES)}")  # fmt: skip
     itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
     by_token = cache.scales == "token_head"
     F = cache.tokens_per_line

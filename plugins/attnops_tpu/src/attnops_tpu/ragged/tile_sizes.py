@@ -166,7 +166,7 @@ def choose(
     is_long = _MANY_ROWS <= rows <= LANES
     if is_long:
         most = max(most, min(_PARTS // K, generation.vmem // _SHARE // line_bytes // part) * part)
-    most = block_k or min(most, unit * _MAX_UNITS)
+    most = block_k // F if block_k else min(most, unit * _MAX_UNITS)
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
     units = bk // unit

@@ -118,6 +118,20 @@ def test_specs_name_the_axes_of_the_rules_that_divide() -> None:
         _ = create("dense").specs
 
 
+def test_a_line_of_several_tokens_is_on_one_device() -> None:
+    placed = sharded(lambda: create("dense", tokens_per_line=2), mesh_of("dp", "sp", shape=(1, 4)))
+    assert placed.specs.store.key == P(None, None, None, None)  # 12 slots, but 6 lines, which 4 does not divide
+
+
+@pytest.mark.parametrize("name", ["vanilla", pytest.param("attnops:flash", marks=slow)])
+def test_a_cache_without_placement_is_not_cut_by_the_rules(name: str) -> None:
+    cache, query = pair("dense", mesh_of("sp", shape=(4,)))[1], array(B, 1, H, D)
+    found, wanted = (
+        operation(name, mesh=mesh)(query, cache, mask=Causal()) for mesh in (mesh_of("sp", shape=(4,)), None)
+    )
+    np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("storage", "names", "codec", "kind"),

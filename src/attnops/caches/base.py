@@ -53,16 +53,19 @@ class NewTokens(NamedTuple):
     """New tokens that are not written yet.
 
     Attributes:
-        tokens: by the names of the store's arrays, as they are stored, [B, K, T, d]; scales by token [B, K, T].
+        tokens: by the names of the store's arrays, as they are stored, [B, K, T, d]; scales by token [B, K, T]. Of
+            packed rows [1, K, N, d] and [1, K, N].
         first: the slot of each row's first, int32 [B]; after a ring's last slot comes its first.
         size: how many fit, int32 [B].
         blocks: the blocks that they go to, in order, int32 [B, blocks].
+        starts: of packed rows, the number of each row's first token among the N, int32 [B]; None for a batch.
     """
 
     tokens: dict[str, jax.Array]
     first: jax.Array
     size: jax.Array
     blocks: jax.Array
+    starts: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,54 +182,86 @@ class Cache(abc.ABC):
             ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
             UnsupportedError: packed rows, and a mesh that shards the context.
         """
-        key, value = self._new(key, value, self.batch if rows is None else 1)
-        T, count = key.shape[1], None
-        if rows is None:
-            count = self.row_lengths("lengths", lengths, T)
-        elif lengths is not None:
-            raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
-        else:
-            rows = check_rows(rows).checked(T, self.batch)
+        key, value, count, rows = self._new(key, value, lengths, rows)
         placement = None if self.placement is None else self.placement.free()
         if placement is not None:
             return append_by_shard(placement, self, key, value, count, rows)
         return self._append(key, value, count, rows)
 
     def pending(
-        self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None
+        self,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
     ) -> tuple[Self, NewTokens]:
-        """`append` of a batch without its writes, for a kernel that writes: the cache after them, and the tokens.
+        """`append` without its writes, for a kernel that writes: the cache after them, and the tokens.
 
         Raises:
             ValueError: see `append`.
+            UnsupportedError: packed rows, and a mesh that shards the rows or the context.
         """
-        key, value = self._new(key, value, self.batch)
-        count = self.row_lengths("lengths", lengths, key.shape[1])
+        key, value, count, rows = self._new(key, value, lengths, rows)
         placement = None if self.placement is None else self.placement.free()
         if placement is None:
-            return self._pending(key, value, count)
-        return pending_by_shard(placement, self, key, value, count)
+            return self._pending(key, value, count, rows)
+        return pending_by_shard(placement, self, key, value, count, rows)
 
-    def _pending(self, key: jax.Array, value: jax.Array | None, count: jax.Array) -> tuple[Self, NewTokens]:
+    def _pending(
+        self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
+    ) -> tuple[Self, NewTokens]:
         """`pending` on one device, its arguments checked."""
-        pieces, fit = self.place(key.shape[1], count, jnp.arange(self.batch, dtype=jnp.int32))
+        T, starts = key.shape[1], None
+        if rows is None:
+            assert count is not None
+            wanted = count
+        else:
+            slots, none = jnp.clip(rows.slots, 0, self.batch - 1), jnp.zeros((self.batch,), jnp.int32)
+            wanted, own = none.at[slots].add(rows.counts(T, self.batch)), rows.first_counts(T, self.batch)
+            count = none.at[slots].add(own)
+            starts = none.at[slots].add(jnp.where(own > 0, jnp.asarray(rows.starts)[:-1], 0))
+        pieces, fit = self.place(T, count, jnp.arange(self.batch, dtype=jnp.int32))
         first, blocks = self._first_new(pieces)
-        tokens = NewTokens(self.store._tokens(key, value), first, fit, blocks)
-        return self._appended(self.store, self.lengths + fit, fit < count), tokens
+        new = NewTokens(self.store._tokens(key, value), first, fit, blocks, starts)
+        return self._appended(self.store, self.lengths + fit, fit < wanted), new
+
+    def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
+        """The cache with some of the tokens that `pending` returned with it, where a kernel does not write them all.
+
+        Args:
+            new: the tokens.
+            rows: whose are written, bool [B].
+
+        It takes no time for rows without new tokens.
+        """
+        before = dataclasses.replace(self, lengths=self.lengths - new.size)
+        T, every = new.tokens["key"].shape[2], jnp.arange(self.batch, dtype=jnp.int32)
+        pieces, _ = before.place(T, jnp.where(rows, new.size, 0), every)
+        if new.starts is not None:
+            pieces = pieces._replace(first=pieces.first + new.starts[pieces.row], row=jnp.zeros_like(pieces.row))
+        return dataclasses.replace(self, store=self.store.write_some(new.tokens, pieces))
 
     def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
         """``first`` and ``blocks`` of `NewTokens`, from the pieces of all rows."""
         return self.lengths, pieces.block.reshape(self.batch, -1)
 
-    def _new(self, key: ArrayLike, value: ArrayLike | None, batch: int) -> tuple[jax.Array, jax.Array | None]:
-        """New tokens, checked."""
+    def _new(
+        self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rows | None]:
+        """The arguments of `append`, checked; lengths are those of all rows, or None for packed rows."""
         self._check_layer()
+        batch = self.batch if rows is None else 1
         key, value = self._tokens("key", key, self.head_dim, batch), self._value(value, batch)
         if value is not None and value.shape[1] != key.shape[1]:
             raise ValueError(
                 f"value has length {value.shape[1]}, but key has length {key.shape[1]}: they must be equal"
             )
-        return key, value
+        T = key.shape[1]
+        if rows is None:
+            return key, value, self.row_lengths("lengths", lengths, T), None
+        if lengths is not None:
+            raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
+        return key, value, None, check_rows(rows).checked(T, self.batch)
 
     def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
         """`append` on one device, its arguments checked."""
@@ -242,7 +277,8 @@ class Cache(abc.ABC):
         pieces = pieces._replace(first=pieces.first + rows.starts[pieces.row], row=jnp.zeros_like(pieces.row))
         grown = jnp.asarray(self.lengths).at[slots].add(fit)
         dropped = jnp.zeros_like(self.overflowed).at[slots].max(fit < wanted)
-        return self._appended(self.store.write(key, value, pieces), grown, dropped)
+        store = self.store.write_some(self.store._tokens(key, value), pieces)
+        return self._appended(store, grown, dropped)
 
     def _appended(self, store: Store, lengths: jax.Array, dropped: jax.Array) -> Self:
         """This cache with another store after an append."""

@@ -94,13 +94,13 @@ class Placement:
         result: CacheType = jax.tree_util.tree_map_with_path(spec, cache)
         return result
 
-    def specs_of_new(self, cache: Cache) -> NewTokens:
+    def specs_of_new(self, cache: Cache, is_packed: bool) -> NewTokens:
         """The partition specs of the new tokens of a cache."""
         from attnops.caches.base import NewTokens
 
         by_row, by_head = PartitionSpec(self.batch), PartitionSpec(self.batch, self.kv_heads)
         tokens: Any = dict.fromkeys(cache.store._blocks(), by_head)
-        return NewTokens(tokens, by_row, by_row, by_row)  # type: ignore[arg-type]
+        return NewTokens(tokens, by_row, by_row, by_row, by_row if is_packed else None)  # type: ignore[arg-type]
 
     def by_compiler(self, function: Callable[[CacheType], Any], cache: CacheType, out_specs: Any) -> Any:
         """``function(cache)`` with JAX's compiler to exchange what it gathers, which explicit axes do not allow."""
@@ -184,7 +184,8 @@ def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_
         mesh=mesh,
         batch=_dividing(spec[0], rows, mesh) if by_page or not paged else None,
         kv_heads=_dividing(spec[1], cache.kv_heads, mesh),
-        slots=_dividing(spec[2], cache.length, mesh) if dense else None,
+        # A line of several tokens is on one device.
+        slots=_dividing(spec[2], cache.length // cache.store.tokens_per_line, mesh) if dense else None,
     )
 
 
@@ -254,10 +255,19 @@ def _append_own(
 
 
 def pending(
-    placement: Placement, cache: CacheType, key: jax.Array, value: jax.Array | None, count: jax.Array
-) -> tuple[CacheType, NewTokens]:
-    """`Cache.pending` on a mesh whose axes shard no context: each device's new tokens."""
-    given = cache, key, value, count, None
+    placement: Placement, cache: CacheType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
+    rows: Rows | None,
+) -> tuple[CacheType, NewTokens]:  # fmt: skip
+    """`Cache.pending` on a mesh whose axes shard no context: each device's new tokens.
+
+    Raises:
+        UnsupportedError: packed rows, and rows of the cache on several devices.
+    """
+    if rows is not None and placement.batch is not None:
+        reason = Reason("rows", "packed", f"the mesh axes {', '.join(names_of(placement.batch))} shard the rows",
+                        "append them: cache.append(key, value, rows=rows)")  # fmt: skip
+        raise UnsupportedError(f"pending tokens of packed rows:\n  - {reason}", [reason])
+    given = cache, key, value, count, rows
     moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
     grown, new = _pending(placement, *moved)
     return dataclasses.replace(cache, **grown), new
@@ -265,13 +275,14 @@ def pending(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pending(placement: Placement, *given: Any) -> Any:
-    def own(cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array, rows: None) -> Any:
-        after, new = placement.local(cache)._pending(key, value, count)
+    def own(cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Any:
+        after, new = placement.local(cache)._pending(key, value, count, rows)
         return _grown(after), new
 
     specs = _append_specs(placement, given)
+    of_new = placement.specs_of_new(given[0], given[4] is not None)
     return jax.shard_map(
-        own, in_specs=specs, out_specs=(_grown(specs[0]), placement.specs_of_new(given[0])), check_vma=False,
+        own, in_specs=specs, out_specs=(_grown(specs[0]), of_new), check_vma=False,
         **mesh_arguments(placement.mesh),
     )(*given)  # fmt: skip
 

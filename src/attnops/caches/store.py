@@ -201,7 +201,16 @@ class Store:
 
         Memory: O(new tokens) of temporaries; the store itself is updated in place where its buffer is donated.
         """
-        tokens = self._tokens(key, value)
+        return self._written(self._tokens(key, value), pieces, pieces.row.shape[0])
+
+    def write_some(self, tokens: dict[str, jax.Array], pieces: Pieces) -> Store:
+        """`write` of tokens as `NewTokens` has them, where most pieces may be empty: these take no time."""
+        is_some = pieces.size > 0
+        order = jnp.argsort(~is_some, stable=True)
+        return self._written(tokens, Pieces(*(x[order] for x in pieces)), is_some.sum(dtype=jnp.int32))
+
+    def _written(self, tokens: dict[str, jax.Array], pieces: Pieces, count: jax.Array | int) -> Store:
+        """This store with the first ``count`` pieces of new tokens."""
         scales = {name for name in tokens if name.endswith("scale")}
 
         def with_features(name: str, x: jax.Array) -> jax.Array:
@@ -213,7 +222,7 @@ class Store:
         ]
         layer = None if self.first is None else self.first // self.own_blocks
         given = [with_features(*x) for x in tokens.items()]
-        written = _write(targets, given, lines, self.tokens_per_line, pieces, layer)
+        written = _write(targets, given, lines, self.tokens_per_line, pieces, count, layer)
         changes: dict[str, Any] = {
             name: x[..., 0] if name in scales else x for name, x in zip(tokens, written, strict=True)
         }
@@ -264,6 +273,7 @@ def _write(
     lines: list[Callable[[jax.Array], jax.Array] | None],
     F: int,
     pieces: Pieces,
+    count: jax.Array | int,
     layer: jax.Array | None,
 ) -> list[jax.Array]:
     """Each target with pieces of new tokens [B, K, T, d].
@@ -274,6 +284,7 @@ def _write(
         lines: for each target, what makes [..., n / F, W] of [..., n, d]; None where its slots are no lines.
         F: tokens a line.
         pieces: where they go.
+        count: how many of the pieces are written, the first ones.
         layer: which one.
     """
     T = tokens[0].shape[2]
@@ -282,7 +293,7 @@ def _write(
     padded = [x if T == 1 else jnp.pad(x, ((0, 0), (0, 0), (before, before), (0, 0))) for x in tokens]
 
     def piece(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-        row, first, count, block, slot = (x[i] for x in pieces)
+        row, first, size_of_piece, block, slot = (x[i] for x in pieces)
         zero = jnp.int32(0)
         results = []
         for array, new, of_lines in zip(arrays, padded, lines, strict=True):
@@ -292,7 +303,7 @@ def _write(
             start = jnp.clip(slot // size if size > 1 else slot, 0, n - window)
             shift = slot - start * size
             place = jnp.arange(window * size, dtype=jnp.int32)[:, None]
-            is_new = (place >= shift) & (place < shift + count)
+            is_new = (place >= shift) & (place < shift + size_of_piece)
             of_row = (1, array.shape[-3], 1 if T == 1 else window * size, new.shape[-1])
             given = lax.dynamic_slice(new, (row, zero, zero if T == 1 else first - shift + before, zero), of_row)
             if of_lines is not None:
@@ -305,7 +316,6 @@ def _write(
             results.append(lax.dynamic_update_slice(array, jnp.where(is_new, given, old), at))
         return results
 
-    count = pieces.row.shape[0]
-    if count == 1:
+    if isinstance(count, int) and count == 1:
         return piece(jnp.int32(0), targets)
     return lax.fori_loop(jnp.int32(0), jnp.int32(count), piece, targets)

@@ -119,15 +119,19 @@ class WindowCache(Cache):
         return super().append(key, value, lengths, rows)
 
     def pending(
-        self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None
+        self,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
     ) -> tuple[Self, NewTokens]:
         """See `Cache.pending`.
 
         Raises:
             ValueError: see `append`.
         """
-        self._check_append(key, None)
-        return super().pending(key, value, lengths)
+        self._check_append(key, rows)
+        return super().pending(key, value, lengths, rows)
 
     def _check_append(self, key: ArrayLike, rows: Rows | None) -> None:
         shape: tuple[int, ...] = getattr(key, "shape", ())

@@ -181,7 +181,7 @@ class OperationImpl(BaseOperation):
         """
         of_call = CONTRACT | {"mode", "return_lse", "return_weights"}
         self._check_options({name: x for name, x in options.items() if name not in of_call})
-        if rows is None and (written := fused(self, query, key, value, cache, query_lengths, options)) is not None:
+        if (written := fused(self, query, key, value, cache, query_lengths, rows, options)) is not None:
             return written
         grown, lengths = grow(self.metadata.layout, query, key, value, cache, query_lengths, rows)
         call = self.prepare(query, grown, query_lengths=query_lengths, rows=rows, lengths=lengths, **options)
@@ -200,14 +200,15 @@ class OperationImpl(BaseOperation):
         assert request.cache is not None
         if getattr(type(self), f"stepped_{forward}", None) is None:
             return [Reason("step", request.cache.storage, f"{type(self).__name__} has no stepped_{forward}")]
-        reasons = self.in_place_reasons(forward, request)
-        if request.cache.is_packed:
-            reasons.append(Reason("rows", "given", "has tokens of rows in any order, which no kernel writes"))
-        return [*reasons, *self._not_written(request)]
+        return [*self.in_place_reasons(forward, request), *self._not_written(request)]
 
     def _not_written(self, request: AttentionRequest) -> Iterator[Reason]:
-        """Why ``stepped_<forward>`` does not write the tokens of a request that ``cached_<forward>`` serves."""
-        return iter(())
+        """Why ``stepped_<forward>`` does not write the tokens of a request that ``cached_<forward>`` serves.
+
+        A class whose ``stepped_<forward>`` takes packed rows overrides it without these reasons.
+        """
+        if request.cache is not None and request.cache.is_packed:
+            yield Reason("rows", "given", f"the kernel of {type(self).__name__} writes no tokens of packed rows")
 
     def chosen(self, call: Call) -> OperationImpl:
         """The operation that runs a call."""

@@ -7,7 +7,8 @@ A class writes the tokens itself, in the kernel that attends, by a method ``step
 
 The cache has the lengths that it has afterwards, but not the tokens, which are ``new``, an `attnops.caches.NewTokens`.
 Of a cache that `sharded` placed on a mesh each device writes to its part; one whose context is cut, or whose kv heads
-have other mesh axes than the query's, is appended to and then attended over. So are packed rows.
+have other mesh axes than the query's, is appended to and then attended over. So are packed rows of a cache whose rows
+are on several devices.
 """
 
 from __future__ import annotations
@@ -67,11 +68,16 @@ def grow(
     grown = cache.append(key, value, query_lengths, rows)
     T = jnp.shape(key)[1]
     _check_length(layout, query, T)
+    return grown, _wanted_lengths(cache, T, query_lengths, rows)
+
+
+def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows: Rows | None) -> jax.Array:
+    """The rows' lengths with T new tokens, as if all of them fitted."""
     if rows is None:
-        return grown, cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
+        return cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
     runs = rows.checked(T, cache.batch)
     slots = jnp.clip(runs.slots, 0, cache.batch - 1)
-    return grown, jnp.asarray(cache.lengths).at[slots].add(runs.first_counts(T, cache.batch))
+    return jnp.asarray(cache.lengths).at[slots].add(runs.first_counts(T, cache.batch))
 
 
 def _in_bthd(layout: str, key: ArrayLike, value: ArrayLike | None) -> tuple[ArrayLike, ArrayLike | None]:
@@ -98,6 +104,7 @@ def fused(
     value: ArrayLike | None,
     cache: CacheType,
     query_lengths: ArrayLike | None,
+    rows: Rows | None,
     options: dict[str, Any],
 ) -> tuple[OperationOutput, CacheType] | None:
     """A step whose kernel writes the tokens; None where there is no such kernel.
@@ -109,18 +116,22 @@ def fused(
         value: see `OperationImpl.step`.
         cache: before these tokens.
         query_lengths: see `OperationImpl.step`.
+        rows: see `OperationImpl.step`.
         options: of the call.
     """
     layout = operation.metadata.layout
     placement = cache.placement if isinstance(cache, Cache) else None
-    is_cut = placement is not None and placement.slots is not None
+    is_cut = placement is not None and (
+        placement.slots is not None or (rows is not None and placement.batch is not None)
+    )
     if not isinstance(cache, Cache) or is_cut or not operation.may_write():
         return None
     key, value = _in_bthd(layout, key, value)
-    after, new = cache.pending(key, value, query_lengths)
-    _check_length(layout, query, jnp.shape(key)[1])
-    lengths = cache.lengths + cache.row_lengths("query_lengths", query_lengths, jnp.shape(key)[1])
-    call = operation.prepare(query, after, query_lengths=query_lengths, lengths=lengths, **options)
+    after, new = cache.pending(key, value, query_lengths, rows)
+    T = jnp.shape(key)[1]
+    _check_length(layout, query, T)
+    lengths = _wanted_lengths(cache, T, query_lengths, rows)
+    call = operation.prepare(query, after, query_lengths=query_lengths, rows=rows, lengths=lengths, **options)
     request = call.request
     assert isinstance(request, AttentionRequest)
     operation = operation.chosen(call)

@@ -174,7 +174,11 @@ def find_cached_boundary(
         return None
     free = frozenset(chosen.shape) - mapped_names(arrays) - manual_axes()
     nowhere = Placement(chosen, None, None, None)
-    placement = placement_of(cache, chosen, rules, by_page=False) if own is None else own.free() or nowhere
+    if own is None:
+        # Masks were bound to all slots of a row, so that each device has all of them.
+        placement = dataclasses.replace(placement_of(cache, chosen, rules, by_page=False), slots=None)
+    else:
+        placement = own.free() or nowhere
     dividing = functools.partial(_dividing, chosen, free)
     of = functools.partial(_names_of, rules, request.mode)
     heads = placement.kv_heads

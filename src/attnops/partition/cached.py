@@ -90,7 +90,7 @@ def run_cached(
     if isinstance(bias := options.get("bias"), SlotBias):
         specs["bias"] = _bias_specs(bias, entries)
     by_query = PartitionSpec(boundary.batch, None, boundary.heads)
-    of_new = None if new is None else placement.specs_of_new(cache)
+    of_new = None if new is None else placement.specs_of_new(cache, is_packed)
     cache_specs = placement.specs(cache)
     operands = Operands((query, cache, new), options, {"args": (by_query, cache_specs, of_new), **specs})
     by_head = PartitionSpec(boundary.batch, boundary.heads)

@@ -238,7 +238,9 @@ def test_what_no_step_of_one_kernel_writes_is_told() -> None:
     ring = WindowCache.create(window=128, max_append=129, **sizes)
     assert told(ring) == told(ring, 128) == []
     assert told(WindowCache.create(window=1, max_append=128, **sizes), 128) == ["query"]
-    assert set(told(cache, 2, Rows([0, 1, 2], [0, 1]))) == {"rows"}
+    assert told(cache, 2, Rows([0, 1, 2], [0, 1])) == []
+    with target("v5p"):  # of rows of several tiles the tokens are written before
+        assert told(cache, 1024, Rows([0, 1, 2], [0, 1])) == []
 
 
 def test_block_k_is_in_keys_whatever_a_line_has() -> None:

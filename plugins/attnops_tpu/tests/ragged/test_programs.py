@@ -15,7 +15,7 @@ from attnops_tpu.collectives import scheduled
 from attnops_tpu.generations import target
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, sharded
+from attnops.caches import Cache, DenseCache, PagedCache, Rows, sharded
 from attnops.masks import Causal
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimised]
@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 K, PAGE = 8, 64
 
 
-def step(query: Any, key: Any, value: Any, cache: Cache) -> tuple[Any, Cache]:
+def step(query: Any, key: Any, value: Any, cache: Cache, rows: Rows | None = None) -> tuple[Any, Cache]:
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
-    output, cache = operation.step(query, key, value, cache, mask=Causal())
+    output, cache = operation.step(query, key, value, cache, mask=Causal(), rows=rows)
     return output.attention_outputs, cache
 
 
@@ -49,10 +49,15 @@ def test_a_step_is_exported_without_a_tpu() -> None:
     assert "attnops_ragged" in exported.mlir_module()
 
 
-@pytest.mark.parametrize("generation", ["v5p", "v6e"])
-def test_a_step_updates_a_donated_cache_and_copies_none(generation: str) -> None:
+@pytest.mark.parametrize(("generation", "is_packed"), [("v5p", False), ("v6e", False), ("v6e", True)])
+def test_a_step_updates_a_donated_cache_and_copies_none(generation: str, is_packed: bool) -> None:
     place = jax.sharding.SingleDeviceSharding(devices(generation)[0])
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments())
+    given = arguments()
+    if is_packed:
+        tokens = [jax.ShapeDtypeStruct((1, 64, *x.shape[2:]), x.dtype) for x in given[:3]]
+        rows = Rows(*(jax.ShapeDtypeStruct((n,), jnp.int32) for n in (9, 8)))  # type: ignore[arg-type]
+        given = *tokens, given[3], rows
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), given)
     with target(generation):
         lowered = jax.jit(step, donate_argnums=3).trace(*placed).lower(lowering_platforms=("tpu",))
         memory = lowered.compile().memory_analysis()

@@ -14,13 +14,15 @@ import pytest
 from attnops_tpu.flash.operation import TPUFlashAttention
 from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
+from attnops_tpu.ragged import batches
 from attnops_tpu.ragged.write import Writer
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache, sharded
+from attnops.caches import Cache, DenseCache, NewTokens, PagedCache, Quantized, Rows, WindowCache, sharded
 from attnops.masks import Causal, Mask, SlidingWindow
 
 PAGE, K = 16, 2
+SLOW = pytest.mark.slow
 SIZES = {"batch": 4, "kv_heads": K, "head_dim": 16}
 METADATA = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=32)
 
@@ -45,7 +47,13 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 def check(
-    cache: Cache, T: int, mask: Mask | None, lengths: list[int], real: list[int] | None = None, **fields: Any
+    cache: Cache,
+    T: int,
+    mask: Mask | None,
+    lengths: list[int],
+    real: list[int] | None = None,
+    rows: Rows | None = None,
+    **fields: Any,
 ) -> None:
     if isinstance(cache, PagedCache):
         lengths = [min(n, m) for n, m in zip(lengths, [64, 32, 0, 64], strict=True)]
@@ -57,13 +65,14 @@ def check(
     cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **filled), lengths=jnp.asarray(lengths))
     if isinstance(cache, WindowCache):
         cache = dataclasses.replace(cache, written=cache.lengths)
-    key, value = (normal(i, 4, T, K, 16).astype(cache.dtype) for i in (1, 2))
-    query = normal(3, 4, T, 2 * K, 16).astype(cache.dtype)
+    B = 4 if rows is None else 1
+    key, value = (normal(i, B, T, K, 16).astype(cache.dtype) for i in (1, 2))
+    query = normal(3, B, T, 2 * K, 16).astype(cache.dtype)
     given = None if real is None else jnp.asarray(real)
 
     def step(operation: Any) -> Any:
         program = jax.jit(functools.partial(operation.step, mask=mask, query_lengths=given, return_lse=True))
-        return program(query, key, value, cache)
+        return program(query, key, value, cache, rows=rows)
 
     expected, after = step(OperationRegistry.create("flash", OperationMetadata(platform="cpu")))
     got, written = step(OperationRegistry.create("attnops-tpu:flash", METADATA.replace(**fields)))
@@ -121,6 +130,35 @@ def test_several_tiles_of_queries_a_row(make: Any, T: int, lengths: list[int], r
     """The last one writes, also where it has no query."""
     with target("v6e"), detect_races():
         check(make(), T, Causal(), lengths, real, block_q=8)
+
+
+@pytest.mark.parametrize(
+    ("make", "lengths", "starts", "slots"),
+    [
+        # Single tokens, one of which has no page left, and a prompt that is one tile and goes on in another page.
+        (paged, [15, 32, 0, 40], [0, 1, 2, 9], [3, 1, 0]),
+        # A prompt of three tiles, padding, a run without tokens and one without a page.
+        pytest.param(paged, [15, 30, 0, 40], [2, 21, 21, 22, 25], [0, 1, 3, 2], marks=SLOW),
+        # After a ring's end comes its start.
+        pytest.param(ring, [44, 4, 46, 90], [0, 12, 13, 19], [3, 2, 0], marks=SLOW),
+        pytest.param(dense, [15, 30, 0, 60], [1, 9, 10, 16], [3, 2, 1], marks=SLOW),
+    ],
+)
+def test_packed_rows_of_one_tile_are_written_by_the_kernel(
+    make: Any, lengths: list[int], starts: list[int], slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_new = Cache.write_new
+
+    def written_before(cache: Cache, new: NewTokens, rows: jax.Array) -> Cache:
+        # What the kernel does not write must be of several tiles, of 8 queries here.
+        return write_new(cache, new, rows & (new.size > 8))
+
+    monkeypatch.setattr(Cache, "write_new", written_before)
+    # One tile a call of the kernel, the schedule of which scalar memory would hold.
+    monkeypatch.setattr(batches, "rows_a_call", lambda nq: 1 if make is dense else 99)
+    with detect_races():
+        rows = Rows(jnp.asarray(starts), jnp.asarray(slots))
+        check(make(), starts[-1] + 2, Causal(), lengths, rows=rows, block_q=8)
 
 
 @pytest.mark.slow
@@ -189,6 +227,21 @@ def test_each_device_of_a_mesh_writes_to_its_part(storage: str, steps: list[int]
     for name in {"lengths", "overflowed", "written"} & set(vars(after)):
         np.testing.assert_array_equal(getattr(written, name), getattr(after, name))
     for x, y in zip(jax.tree.leaves(written.store), jax.tree.leaves(after.store), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.slow
+def test_packed_rows_of_a_cache_whose_heads_are_on_several_devices_are_one_kernel(steps: list[int]) -> None:
+    mesh = jax.make_mesh((2,), ("tp",), (jax.sharding.AxisType.Auto,))
+    new, query, rows = normal(1, 1, 5, K, 16), normal(2, 1, 5, 2 * K, 16), Rows(jnp.array([0, 1, 4]), jnp.array([3, 0]))
+    found = []
+    for cache, metadata in ((sharded(dense, mesh), METADATA), (dense(), OperationMetadata(platform="cpu"))):
+        operation = OperationRegistry.create("attnops-tpu:flash", metadata)
+        found.append(jax.jit(functools.partial(operation.step, mask=Causal()))(query, new, -new, cache, rows=rows))
+    (got, written), (expected, after) = found
+    assert steps == [5]
+    np.testing.assert_allclose(got.attention_outputs, expected.attention_outputs, rtol=1e-4, atol=1e-5)
+    for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(x, y)
 
 

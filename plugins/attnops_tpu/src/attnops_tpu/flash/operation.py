@@ -19,7 +19,7 @@ from attnops_tpu.flash.primitives import PRIMITIVES
 from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
 from attnops_tpu.generations import bounds_checks, generation
 from attnops_tpu.ragged.limits import unsupported as in_place
-from attnops_tpu.ragged.tile_sizes import MAX_NEW, queries_a_tile, unit_of
+from attnops_tpu.ragged.tile_sizes import MAX_NEW, packed_queries_a_tile, queries_a_tile, unit_of
 
 CacheType = TypeVar("CacheType", bound=Cache)
 
@@ -110,21 +110,24 @@ class TPUFlashAttention(FlashAttention):
     def _not_written(self, request: AttentionRequest) -> Iterator[Reason]:
         cache = request.cache
         assert cache is not None
-        F, G = cache.tokens_per_line, request.heads // request.kv_heads
-        tile = queries_a_tile(self.metadata.block_q, request.query_length, F * G)
-        if request.query_length > tile and (cores := generation().cores) > 1:
-            yield Reason("query", request.query_length, f"is more than one tile of {tile} queries, which {cores} cores "
+        F, G, T = cache.tokens_per_line, request.heads // request.kv_heads, request.query_length
+        if cache.is_packed:
+            # The kernel writes the tokens of rows of one tile.
+            T = packed_queries_a_tile(self.metadata.block_q, T, cache.rows, F * G)
+        tile = queries_a_tile(self.metadata.block_q, T, F * G)
+        if tile < T and (cores := generation().cores) > 1:
+            yield Reason("query", T, f"is more than one tile of {tile} queries, which {cores} cores "
                          f"compute in any order", "give block_q, or fewer tokens a step")  # fmt: skip
         unit = unit_of(cache.page_size, request.slots, F)
         itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
         features = cache.width // F + (0 if cache.joined or cache.latent else request.value_head_dim)
-        size = request.query_length * request.kv_heads * features * itemsize
+        size = T * request.kv_heads * features * itemsize
         if size > MAX_NEW:
-            yield Reason("query", request.query_length, f"new tokens a row are {size} bytes, but at most {MAX_NEW} are "
+            yield Reason("query", T, f"new tokens a row are {size} bytes, but at most {MAX_NEW} are "
                          f"held in vector memory", "give fewer tokens a step")  # fmt: skip
         group = math.gcd(128 if cache.scales == "token_head" else 32 // itemsize, unit)
-        if cache.storage == "WindowCache" and (request.query_length + group - 2) // group + 1 > request.slots // group:
-            yield Reason("query", request.query_length, f"may begin and end in the same group of {group} slots, of a "
+        if cache.storage == "WindowCache" and (T + group - 2) // group + 1 > request.slots // group:
+            yield Reason("query", T, f"may begin and end in the same group of {group} slots, of a "
                          f"ring of {request.slots}", "create the cache with more max_append")  # fmt: skip
         packed = 4 // itemsize
         if unit % packed:

@@ -24,7 +24,7 @@ from attnops_tpu.ragged.batches import run_in_batches
 from attnops_tpu.ragged.kernel import Held, Kernel, State
 from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import Arrays, arrays, outputs, queries, rows_by_key
-from attnops_tpu.ragged.packed import has_packed, packed, unpacked
+from attnops_tpu.ragged.packed import has_packed, new_of_tiles, packed, unpacked
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.schedule import Schedule, schedule, words_of_pages
 from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
@@ -51,7 +51,9 @@ def cached_attention(
         new: tokens to write, see `attnops.caches.Cache.pending`; None for none.
     """
     of_tiles = unpacked(call, cache) if has_packed(call.mask) else None
-    call = call if of_tiles is None else of_tiles.call
+    if of_tiles is not None:
+        call = of_tiles.call
+        cache, new = (cache, None) if new is None else new_of_tiles(of_tiles, cache, new)
     mask, slots = (None, None) if call.mask is None else without_table(call.mask)
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
     of_keys = None if of_tiles is None else of_tiles.of_keys

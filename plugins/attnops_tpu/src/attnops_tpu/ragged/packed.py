@@ -5,15 +5,17 @@ Only queries and results are gathered; the cache stays where it is, and a tile i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from attnops.caches import Cache
+from attnops.caches import Cache, NewTokens
 from attnops.kernels import FlashCall
 from attnops.masks import Mask, Packed, PackedByRow
 from attnops_tpu.ragged.tile_sizes import packed_queries_a_tile
+
+CacheType = TypeVar("CacheType", bound=Cache)
 
 
 class Unpacked(NamedTuple):
@@ -24,6 +26,8 @@ class Unpacked(NamedTuple):
         of_keys: a call of as many tiles of which tile i is of row i of the cache, as far as there are rows: what it has
             by key is that of the row; None where there are more rows than tiles.
         row: of the cache, of each tile, int32 [tiles]; any of tiles without queries.
+        exists: whether a tile has queries, bool [tiles].
+        queries: of each tile, int32 [tiles, bq]; beyond its last the last one again.
         tile: of each packed query, int32 [N].
         place: in its tile, int32 [N].
         is_real: whether it is no padding, bool [N].
@@ -32,6 +36,8 @@ class Unpacked(NamedTuple):
     call: FlashCall
     of_keys: FlashCall | None
     row: jax.Array
+    exists: jax.Array
+    queries: jax.Array
     tile: jax.Array
     place: jax.Array
     is_real: jax.Array
@@ -67,7 +73,20 @@ def unpacked(call: FlashCall, cache: Cache) -> Unpacked:
         )
 
     of_keys = of(jnp.minimum(jnp.arange(tiles, dtype=jnp.int32), cache.batch - 1)) if tiles >= cache.batch else None
-    return Unpacked(of(row), of_keys, row, tile, place, is_real)
+    return Unpacked(of(row), of_keys, row, exists, queries, tile, place, is_real)
+
+
+def new_of_tiles(of: Unpacked, cache: CacheType, new: NewTokens) -> tuple[CacheType, NewTokens]:
+    """The new tokens that the kernel writes, as those of a batch of tiles, and the cache with the others.
+
+    The kernel writes those of a row of one tile, such as a single token. A tile of a row of several would need the new
+    tokens of the others: those of a prompt are written before, which takes little of the time that its scores do.
+    """
+    tiles = jnp.zeros((cache.batch,), jnp.int32).at[of.row].add(of.exists.astype(jnp.int32))
+    cache = cache.write_new(new, tiles > 1)
+    size = jnp.where(of.exists & (tiles == 1)[of.row], new.size[of.row], 0)
+    tokens = {name: x[0][:, of.queries].swapaxes(0, 1) for name, x in new.tokens.items()}
+    return cache, NewTokens(tokens, new.first[of.row], size, new.blocks[of.row])
 
 
 def has_packed(mask: Mask | None) -> bool:

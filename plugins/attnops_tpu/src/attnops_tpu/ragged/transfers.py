@@ -147,7 +147,7 @@ class Stream:
         is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
         is_whole = self.state[_WHOLE] != 0
         if self.writer is not None:
-            is_full &= ~self.writer.has(self._row(item), index)
+            is_full &= ~self.writer.has(lax.div(item, np.int32(plan.nq)), index)
         is_plain, is_masked = is_full & is_whole, ~(is_full & is_whole)
         self._enter()
 

@@ -119,7 +119,7 @@ class Writer:
 
     Attributes:
         plan: of the call.
-        first, stop, blocks: see `Written`, in scalar memory.
+        first, stop, blocks: see `Written`, in scalar memory; by entry of the batch, see `Tile`.
         tokens: of the item, [1, K, n, d] each, see `Written`.
         targets: the arrays of blocks, in main memory.
         buffers: of tiles, see `attnops_tpu.ragged.transfers.Stream`.
@@ -135,10 +135,10 @@ class Writer:
     buffers: tuple[Any, ...]
     written: Any
 
-    def has(self, row: jax.Array, number: jax.Array) -> jax.Array:
-        """Whether a tile of a row has new tokens."""
+    def has(self, entry: jax.Array, number: jax.Array) -> jax.Array:
+        """Whether a tile of an entry has new tokens."""
         tile = self.plan.bk * self.plan.F
-        first, stop, start = self.first[row], self.stop[row], number * tile
+        first, stop, start = self.first[entry], self.stop[entry], number * tile
         found = (stop > first) & (start < stop) & (first < start + tile)
         return found | (start < stop - self.plan.S) if self.plan.is_ring else found
 
@@ -154,7 +154,7 @@ class Writer:
 
     def put(self, tile: Tile, buffer: jax.Array) -> None:
         """Write the new tokens of a tile to its buffer, and start their transfers to main memory."""
-        row, number, is_writing = tile.row, tile.number, self._is_writing(tile.item)
+        entry, number, is_writing = tile.entry, tile.number, self._is_writing(tile.item)
         for array, to in enumerate(self.buffers):
             group = group_of(self.plan, array, to.dtype.itemsize)
 
@@ -163,18 +163,18 @@ class Writer:
                 def one(
                     index: jax.Array, carry: None, array: int = array, group: int = group, turn: int = turn
                 ) -> None:
-                    self._merge(row, number, buffer, array, group, index, turn)
-                    copy = self._copy(row, number, buffer, array, group, index, turn)
+                    self._merge(entry, number, buffer, array, group, index, turn)
+                    copy = self._copy(entry, number, buffer, array, group, index, turn)
                     pl.when(is_writing)(copy.start)
                     return carry
 
-                lax.fori_loop(*self._groups(row, number, group, turn), one, None)
+                lax.fori_loop(*self._groups(entry, number, group, turn), one, None)
 
     def finish(self, tile: Tile, buffer: jax.Array) -> None:
         """Wait for the transfers that `put` started."""
-        pl.when(self._is_writing(tile.item))(lambda: self._wait(tile.row, tile.number, buffer))
+        pl.when(self._is_writing(tile.item))(lambda: self._wait(tile.entry, tile.number, buffer))
 
-    def _wait(self, row: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
+    def _wait(self, entry: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
         for array, to in enumerate(self.buffers):
             group = group_of(self.plan, array, to.dtype.itemsize)
 
@@ -183,29 +183,36 @@ class Writer:
                 def one(
                     index: jax.Array, carry: None, array: int = array, group: int = group, turn: int = turn
                 ) -> None:
-                    self._copy(row, number, buffer, array, group, index, turn).wait()
+                    self._copy(entry, number, buffer, array, group, index, turn).wait()
                     return carry
 
-                lax.fori_loop(*self._groups(row, number, group, turn), one, None)
+                lax.fori_loop(*self._groups(entry, number, group, turn), one, None)
 
-    def _groups(self, row: jax.Array, number: jax.Array, group: int, turn: int) -> tuple[jax.Array, jax.Array]:
+    def _groups(self, entry: jax.Array, number: jax.Array, group: int, turn: int) -> tuple[jax.Array, jax.Array]:
         """The range of groups of a tile that have new tokens, in numbers that go on after a ring's end."""
         of_tile, before = self.plan.bk // group, turn // group
         end = (number + 1) * of_tile
         end = jnp.minimum(end, self.plan.S // group) + before if self.plan.is_ring else end
         slots = group * self.plan.F
-        first = jnp.maximum(lax.div(self.first[row], np.int32(slots)), number * of_tile + before)
-        stop = jnp.minimum(lax.div(self.stop[row] + (slots - 1), np.int32(slots)), end)
-        return first, jnp.where(self.has(row, number), stop, first)
+        first = jnp.maximum(lax.div(self.first[entry], np.int32(slots)), number * of_tile + before)
+        stop = jnp.minimum(lax.div(self.stop[entry] + (slots - 1), np.int32(slots)), end)
+        return first, jnp.where(self.has(entry, number), stop, first)
 
     def _merge(
-        self, row: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array, turn: int
-    ) -> None:
+        self,
+        entry: jax.Array,
+        number: jax.Array,
+        buffer: jax.Array,
+        array: int,
+        group: int,
+        index: jax.Array,
+        turn: int,
+    ) -> None:  # fmt: skip
         at = pl.ds(pl.multiple_of(index * group - turn - number * self.plan.bk, group), group)
         F = self.plan.F
-        first, stop = (ref[row] - index * (group * F) for ref in (self.first, self.stop))
+        first, stop = (ref[entry] - index * (group * F) for ref in (self.first, self.stop))
         to, tokens = self.buffers[array], self.tokens[array]
-        given = index - lax.div(self.first[row], np.int32(group * F))
+        given = index - lax.div(self.first[entry], np.int32(group * F))
         if array >= self.plan.token_arrays:
             old = to[buffer, :, at]
             lane = lax.broadcasted_iota(jnp.int32, old.shape, 1)
@@ -224,18 +231,25 @@ class Writer:
             to[buffer, head, at] = pltpu.bitcast(merged, to.dtype)
 
     def _copy(
-        self, row: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array, turn: int
-    ) -> Any:
+        self,
+        entry: jax.Array,
+        number: jax.Array,
+        buffer: jax.Array,
+        array: int,
+        group: int,
+        index: jax.Array,
+        turn: int,
+    ) -> Any:  # fmt: skip
         plan, slot = self.plan, index * group - turn  # counted in lines
         at = pl.multiple_of(slot - number * plan.bk, group)
         if plan.is_paged:
             unit = np.int32(plan.unit)
             each = self.blocks.shape[0] // plan.B
-            first = lax.div(self.first[row], np.int32(plan.unit_slots))
-            block = self.blocks[row * each + lax.div(slot, unit) - first]
+            first = lax.div(self.first[entry], np.int32(plan.unit_slots))
+            block = self.blocks[entry * each + lax.div(slot, unit) - first]
             slot = lax.rem(slot, unit)
         else:
-            block = self.blocks[row]
+            block = self.blocks[entry]
         target = self.targets[array].at[block, :, pl.ds(pl.multiple_of(slot, group), group)]
         return pltpu.make_async_copy(self.buffers[array].at[buffer, :, pl.ds(at, group)], target, self.written.at[0])
 

@@ -166,7 +166,8 @@ class TritonFlashAttention(FlashAttention):
         return output
 
     def _not_written(self, request: AttentionRequest) -> Iterator[Reason]:
-        return not_written(request, self.metadata)
+        yield from super()._not_written(request)
+        yield from not_written(request, self.metadata)
 
     def stepped_gpu(
         self, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any

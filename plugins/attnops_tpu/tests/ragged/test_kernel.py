@@ -197,11 +197,15 @@ def test_packed_queries_of_fewer_tiles_than_the_cache_has_rows_have_their_own_va
     np.testing.assert_allclose(out[0], wanted[jnp.array([3, 1]), 0], rtol=1e-5, atol=1e-6)
 
 
-def told(cache: Cache, T: int = 1, **options: object) -> list[str]:
+def not_in_place(cache: Cache, T: int = 1, **options: object) -> list[Reason]:
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
     query = jax.ShapeDtypeStruct((2, T, 4, cache.head_dim), jnp.bfloat16)
     request = operation.request(query, cache, mask=Causal(), **options)
-    return [r.argument for r in operation.in_place_reasons("tpu", request)]
+    return operation.in_place_reasons("tpu", request)
+
+
+def told(cache: Cache, T: int = 1, **options: object) -> list[str]:
+    return [r.argument for r in not_in_place(cache, T, **options)]
 
 
 def test_layouts_that_a_tpu_would_copy_are_not_read_in_place() -> None:
@@ -217,6 +221,14 @@ def test_layouts_that_a_tpu_would_copy_are_not_read_in_place() -> None:
     assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=64, width=128)) == []
     assert told(DenseCache.create(batch=2, length=100, kv_heads=2, head_dim=128)) == ["length"]
     assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=128)) == []
+
+    def hints(cache: Cache) -> set[str]:
+        return {reason.hint for reason in not_in_place(cache)}
+
+    # What would not be read in place either is no remedy.
+    assert hints(pages(64, 80)) == {"create the cache with width=256, or with tokens_per_line=4"}
+    assert hints(pages(16, 80)) == {"create the cache with width=256"}
+    assert hints(pages(16, 80, tokens_per_line=2)) == {"create the cache with width=256 in place of tokens_per_line"}
 
 
 def test_what_no_step_of_one_kernel_writes_is_told() -> None:

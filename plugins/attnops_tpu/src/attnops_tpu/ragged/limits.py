@@ -66,20 +66,22 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
     dims = {"width": cache.width} if cache.joined or cache.latent else {
         "head_dim": request.head_dim, "value_head_dim": request.value_head_dim
     }  # fmt: skip
-    wider = f"width={-(-least // LANES) * LANES}, or with " if cache.tokens_per_line == 1 else ""
+    itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
+    by_token = cache.scales == "token_head"
+    F, rows = cache.tokens_per_line, _SUBLANES * 4 // itemsize
+    unit = unit_of(cache.page_size, request.slots, F)
+    what = ("page_size", cache.page_size) if cache.page_size else ("length", request.slots)
+    wider = f"create the cache with width={-(-least // LANES) * LANES}"
+    wider += "" if F == 1 else " in place of tokens_per_line"
     for name, dim in dims.items():
         if dim % LANES:
             # Of such arrays the compiler keeps another axis in the lanes: each call would copy all of the cache.
+            lines = LANES // math.gcd(least, LANES)
+            fits = lines > 1 and what[1] % (rows * lines) == 0 and not by_token and cache.storage != "WindowCache"
             yield Reason(name, dim, f"must be a multiple of {LANES} to be read in place",
-                         f"create the cache with {wider}tokens_per_line={LANES // math.gcd(least, LANES)}")  # fmt: skip
-    itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
-    by_token = cache.scales == "token_head"
-    F = cache.tokens_per_line
-    rows, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, request.slots, F)
-    what = ("page_size", cache.page_size) if cache.page_size else ("length", request.slots)
+                         f"{wider}, or with tokens_per_line={lines}" if fits else wider)  # fmt: skip
     if unit % rows or math.lcm(unit, LANES) > 8 * max(unit, LANES):
-        todo = "" if F == 1 else "create the cache with fewer tokens_per_line"
-        yield Reason(*what, f"must be a multiple of {rows * F} to be read in place", todo)
+        yield Reason(*what, f"must be a multiple of {rows * F} to be read in place", "" if F == 1 else wider)
     elif by_token and unit % LANES:
         # A transfer of fewer scales would begin between lanes.
         yield Reason(*what, f"must be a multiple of {LANES} for scales by token and head to be read in place",

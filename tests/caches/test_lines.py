@@ -46,7 +46,7 @@ def test_a_line_has_keys_and_then_values() -> None:
 
 
 def test_lines_that_pages_do_not_hold_are_refused() -> None:
-    with pytest.raises(ValueError, match="must divide them"):
+    with pytest.raises(ValueError, match="the first must divide the second"):
         paged(3)
     with pytest.raises(ValueError, match="no zeros: leave width out"):
         DenseCache.create(batch=1, length=4, kv_heads=1, head_dim=6, tokens_per_line=2, width=16)

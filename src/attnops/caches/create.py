@@ -63,7 +63,10 @@ def create_store(
                 f"width={width} and tokens_per_line={F}, but a line of several tokens has no zeros: leave width out"
             )
         if slots % F:
-            raise ValueError(f"{slots} slots in lines of tokens_per_line={F}: it must divide them")
+            raise ValueError(
+                f"tokens_per_line={F}, but page_size, or length without pages, is {slots}: the first must divide the "
+                f"second"
+            )
         width = F * least
     stored = bits_dtype(dtype if codec is None else codec.stored_dtype)
 

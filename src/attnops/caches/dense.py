@@ -70,14 +70,15 @@ class DenseCache(Cache):
             layers: L, for a layer axis in front of every array; None for none.
             width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
                 key and zeros. None: keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
-                products on CPUs read where they are.
-            tokens_per_line: see `PagedCache.create`.
+                products on CPUs read where they are; with ``tokens_per_line`` above 1 they are one array of lines.
+            tokens_per_line: see `PagedCache.create`; S takes the place of ``page_size``.
 
         Memory: B · S tokens of ``bytes_per_token``, times L.
 
         Raises:
             ValueError: a size below 1; another dtype or codec; a latent larger than D; scales that are missing, or that
-                the codec computes itself, or that are known not to be above 0; starts that are known to be negative.
+                the codec computes itself, or that are known not to be above 0; starts that are known to be negative;
+                ``tokens_per_line`` that does not divide the slots, or with a ``width``.
         """
         check_size("batch", batch)
         store = create_store(

@@ -93,7 +93,8 @@ class CacheRequest:
     def __str__(self) -> str:
         codec = f" {self.codec} by {self.scales}" if self.codec else ""
         pages = f" of pages of {self.page_size}" if self.page_size else ""
-        return f"{self.storage}{pages}{codec}{' latent' * self.latent}{' packed' * self.is_packed}"
+        lines = f" in lines of {self.tokens_per_line}" if self.tokens_per_line > 1 else ""
+        return f"{self.storage}{pages}{lines}{codec}{' latent' * self.latent}{' packed' * self.is_packed}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

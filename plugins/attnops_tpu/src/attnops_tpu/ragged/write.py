@@ -1,6 +1,6 @@
 """New tokens of a row: written into the tile that they lie in, once it has come, and from there to main memory.
 
-A transfer moves whole *groups* of slots, those of a register's sublanes: 8 of 32 bits, 16 of 16, 32 of 8; of scales,
+A transfer moves whole *groups* of lines, those of a register's sublanes: 8 of 32 bits, 16 of 16, 32 of 8; of scales,
 whose slots are in the lanes, 128. The tokens come as groups that lie as those of the row; the other slots of a group
 keep what was transferred. No other row reads what a call writes: pages that rows share are full.
 

@@ -118,6 +118,18 @@ def test_specs_name_the_axes_of_the_rules_that_divide() -> None:
         _ = create("dense").specs
 
 
+def test_tokens_that_a_kernel_would_write_are_those_of_a_device() -> None:
+    tokens, rows = array(1, 2, K, D), Rows([0, 2], [1])
+    cut, by_row = (sharded(lambda: create("dense"), mesh_of(*names)) for names in (("sp", "tp"), ("dp", "tp")))
+    with pytest.raises(UnsupportedError, match="mesh=sp: shards the context of each row"):
+        cut.pending(array(B, 1, K, D), array(B, 1, K, D))
+    with pytest.raises(UnsupportedError, match="mesh=dp: shards the rows"):
+        by_row.pending(tokens, tokens, rows=rows)
+    after, new = by_row.pending(array(B, 1, K, D), array(B, 1, K, D))
+    with pytest.raises(ValueError, match="the cache is on a mesh"):
+        after.write_new(new, np.ones(B, bool))
+
+
 def test_a_line_of_several_tokens_is_on_one_device() -> None:
     placed = sharded(lambda: create("dense", tokens_per_line=2), mesh_of("dp", "sp", shape=(1, 4)))
     assert placed.specs.store.key == P(None, None, None, None)  # 12 slots, but 6 lines, which 4 does not divide
@@ -355,10 +367,13 @@ def test_explicit_axes_are_those_of_the_results_types(storage: str, is_current: 
         equal(placed.take_rows([3, 1, 1, 0]), single.take_rows([3, 1, 1, 0]))
 
 
-@pytest.mark.parametrize("storage", ["dense", *(pytest.param(x, marks=slow) for x in ("ring", "paged"))])
+@pytest.mark.parametrize(
+    ("storage", "kind"),
+    [("dense", AxisType.Auto), ("ring", AxisType.Auto), ("paged", AxisType.Auto), ("dense", AxisType.Explicit)],
+)
 @slow
-def test_packed_rows_are_merged_over_the_shards_of_rows(storage: str) -> None:
-    mesh = mesh_of("dp", "tp")
+def test_packed_rows_are_merged_over_the_shards_of_rows(storage: str, kind: AxisType) -> None:
+    mesh = mesh_of("dp", "tp", kind=kind)
     caches = pair(storage, mesh)
     tokens = array(1, 7, H, D), array(1, 7, K, D), array(1, 7, K, D)
     rows = Rows([0, 3, 4, 6], [2, 0, 3])  # the last query is padding

@@ -199,7 +199,7 @@ class Cache(abc.ABC):
 
         Raises:
             ValueError: see `append`.
-            UnsupportedError: packed rows, and a mesh that shards the rows or the context.
+            UnsupportedError: a mesh that shards the context, or of packed rows the rows.
         """
         key, value, count, rows = self._new(key, value, lengths, rows)
         placement = None if self.placement is None else self.placement.free()
@@ -233,7 +233,12 @@ class Cache(abc.ABC):
             rows: whose are written, bool [B].
 
         It takes no time for rows without new tokens.
+
+        Raises:
+            ValueError: the cache is on a mesh: a kernel is given each device's part.
         """
+        if self.placement is not None and self.placement.free() is not None:
+            raise ValueError("the cache is on a mesh: write_new is for a device's part of it, inside jax.shard_map")
         before = dataclasses.replace(self, lengths=self.lengths - new.size)
         T, every = new.tokens["key"].shape[2], jnp.arange(self.batch, dtype=jnp.int32)
         pieces, _ = before.place(T, jnp.where(rows, new.size, 0), every)

@@ -258,15 +258,15 @@ def pending(
     placement: Placement, cache: CacheType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
     rows: Rows | None,
 ) -> tuple[CacheType, NewTokens]:  # fmt: skip
-    """`Cache.pending` on a mesh whose axes shard no context: each device's new tokens.
+    """`Cache.pending` on a mesh: each device's new tokens.
 
     Raises:
-        UnsupportedError: packed rows, and rows of the cache on several devices.
+        UnsupportedError: a context that is cut; packed rows, and rows of the cache on several devices.
     """
-    if rows is not None and placement.batch is not None:
-        reason = Reason("rows", "packed", f"the mesh axes {', '.join(names_of(placement.batch))} shard the rows",
-                        "append them: cache.append(key, value, rows=rows)")  # fmt: skip
-        raise UnsupportedError(f"pending tokens of packed rows:\n  - {reason}", [reason])
+    for what, axes in ("context of each row", placement.slots), ("rows", placement.batch if rows else None):
+        if axes is not None:
+            reason = Reason("mesh", ", ".join(names_of(axes)), f"shards the {what}", "append them: cache.append(...)")
+            raise UnsupportedError(f"tokens that a kernel would write:\n  - {reason}", [reason])
     given = cache, key, value, count, rows
     moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
     grown, new = _pending(placement, *moved)

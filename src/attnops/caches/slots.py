@@ -23,6 +23,7 @@ from attnops.masks.packed import Packed, PackedByRow
 from attnops.masks.positions import Full
 from attnops.masks.slots import NO_KEY, NO_QUERY, AtSlots, Held, Slots, segments
 from attnops.masks.tokens import Segments
+from attnops.sharding.placing import whole
 
 if TYPE_CHECKING:
     from attnops.typing import Index, Leaf
@@ -65,7 +66,8 @@ class Scores:
     @functools.cached_property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
         """The position of each slot int32 [B, S], and whether it is held, bool [B, S]."""
-        return self.cache.positions()
+        position, held = self.cache.positions()
+        return (whole(position), whole(held)) if self.is_packed else (position, held)
 
     @property
     def slot_positions(self) -> jax.Array:

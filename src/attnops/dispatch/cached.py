@@ -43,6 +43,7 @@ from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.masks.packed import PackedByRow, by_query
 from attnops.masks.slots import by_arrays
 from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL, MODE_TRAIN, canonicalize_mode
+from attnops.sharding.placing import whole
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -221,9 +222,9 @@ def _scores(
     if rows is None:
         real = cache.row_lengths("query_lengths", query_lengths, T)
         return Scores((B, H, T, S), cache.query_positions(T, real, lengths), None, cache)
-    lengths = cache.lengths if lengths is None else lengths
+    lengths, starts = whole(cache.lengths if lengths is None else lengths), whole(cache.starts)
     row, index = rows.checked(T, B).of_queries(T, lengths)
-    position = index - cache.starts[jnp.maximum(row, 0)]
+    position = index - starts[jnp.maximum(row, 0)]
     position = jnp.where((row >= 0) & (index >= 0) & (position >= 0), position, -1)
     return Scores((B, H, T, S), position[None], row[None], cache)
 

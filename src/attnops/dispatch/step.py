@@ -27,6 +27,7 @@ from attnops.dispatch.over_cache import step_over_cache
 from attnops.dispatch.request import AttentionRequest
 from attnops.kernels.nograd import without_gradient
 from attnops.partition.cached import may_step
+from attnops.sharding.placing import whole
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -77,7 +78,7 @@ def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows:
         return cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
     runs = rows.checked(T, cache.batch)
     slots = jnp.clip(runs.slots, 0, cache.batch - 1)
-    return jnp.asarray(cache.lengths).at[slots].add(runs.first_counts(T, cache.batch))
+    return whole(jnp.asarray(cache.lengths)).at[slots].add(runs.first_counts(T, cache.batch))
 
 
 def _in_bthd(layout: str, key: ArrayLike, value: ArrayLike | None) -> tuple[ArrayLike, ArrayLike | None]:

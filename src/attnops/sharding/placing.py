@@ -35,6 +35,12 @@ def mesh_of_types(arrays: Iterable[Leaf]) -> MeshLike | None:
     return None
 
 
+def whole(x: jax.Array) -> jax.Array:
+    """An array on every device, where its type names explicit axes, whose parts are not indexed by others."""
+    mesh = mesh_of_types([x])
+    return x if mesh is None else placed(x, PartitionSpec(), mesh)
+
+
 def concrete(x: Leaf) -> jax.Array | None:
     """The array that an eager `jax.grad` or `jax.vmap` traces; None under `jax.jit`, where there is none yet."""
     while isinstance(x, jax.core.Tracer):

@@ -292,7 +292,7 @@ def test_rows_that_do_not_fit_scalar_memory_together_are_right(
 ) -> None:
     calls = []
     following = batches.following
-    monkeypatch.setattr(batches, "rows_a_call", lambda nq: 1)
+    monkeypatch.setattr(batches, "rows_a_call", lambda nq, words: 1)
     monkeypatch.setattr(batches, "following", lambda *given: (calls.append(given), following(*given))[1])
     with target("v6e"):
         outcome = check_cache(SUBJECT, features)

@@ -142,6 +142,10 @@ def test_several_tiles_of_queries_a_row(make: Any, T: int, lengths: list[int], r
         # After a ring's end comes its start.
         pytest.param(ring, [44, 4, 46, 90], [0, 12, 13, 19], [3, 2, 0], marks=SLOW),
         pytest.param(dense, [15, 30, 0, 60], [1, 9, 10, 16], [3, 2, 1], marks=SLOW),
+        # Left padding that ends among a row's new tokens, of which one tile has all, or not; and after them.
+        pytest.param(
+            functools.partial(dense, starts=[3, 0, 9, 9]), [0, 30, 0, 0], [1, 7, 8, 20, 22], [0, 1, 2, 3], marks=SLOW
+        ),
     ],
 )
 def test_packed_rows_of_one_tile_are_written_by_the_kernel(
@@ -150,12 +154,12 @@ def test_packed_rows_of_one_tile_are_written_by_the_kernel(
     write_new = Cache.write_new
 
     def written_before(cache: Cache, new: NewTokens, rows: jax.Array) -> Cache:
-        # What the kernel does not write must be of several tiles, of 8 queries here.
-        return write_new(cache, new, rows & (new.size > 8))
+        # What the kernel does not write must be of several tiles, of 8 queries here, or all padding.
+        return write_new(cache, new, rows & ((new.size > 8) | (cache.lengths <= cache.starts)))
 
     monkeypatch.setattr(Cache, "write_new", written_before)
     # One tile a call of the kernel, the schedule of which scalar memory would hold.
-    monkeypatch.setattr(batches, "rows_a_call", lambda nq: 1 if make is dense else 99)
+    monkeypatch.setattr(batches, "rows_a_call", lambda nq, words: 1 if make is dense else 99)
     with detect_races():
         rows = Rows(jnp.asarray(starts), jnp.asarray(slots))
         check(make(), starts[-1] + 2, Causal(), lengths, rows=rows, block_q=8)

@@ -26,7 +26,8 @@ def run_in_batches(
     given: Arrays, items: Schedule, new: Written | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """``run(plan, query, …)``, of all rows together or of some after others; what one writes the next is given."""
-    most = rows_a_call(plan.nq)
+    # Of a row that writes: its first and last slot, and its blocks.
+    most = rows_a_call(plan.nq, 0 if new is None else 2 + new.blocks.shape[0] // plan.B)
     if most >= plan.B:
         return run(plan, query, sources, tables, block, given, items, new)
     together = plan.cores // math.gcd(plan.cores, plan.nq)  # whose items are given to the cores in the same turns

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from attnops.caches import Cache, NewTokens
+from attnops.caches import Cache, NewTokens, PagedCache
 from attnops.kernels import FlashCall
 from attnops.masks import Mask, Packed, PackedByRow
 from attnops_tpu.ragged.tile_sizes import packed_queries_a_tile
@@ -27,7 +27,6 @@ class Unpacked(NamedTuple):
             by key is that of the row; None where there are more rows than tiles.
         row: of the cache, of each tile, int32 [tiles]; any of tiles without queries.
         exists: whether a tile has queries, bool [tiles].
-        queries: of each tile, int32 [tiles, bq]; beyond its last the last one again.
         tile: of each packed query, int32 [N].
         place: in its tile, int32 [N].
         is_real: whether it is no padding, bool [N].
@@ -37,7 +36,6 @@ class Unpacked(NamedTuple):
     of_keys: FlashCall | None
     row: jax.Array
     exists: jax.Array
-    queries: jax.Array
     tile: jax.Array
     place: jax.Array
     is_real: jax.Array
@@ -73,20 +71,27 @@ def unpacked(call: FlashCall, cache: Cache) -> Unpacked:
         )
 
     of_keys = of(jnp.minimum(jnp.arange(tiles, dtype=jnp.int32), cache.batch - 1)) if tiles >= cache.batch else None
-    return Unpacked(of(row), of_keys, row, exists, queries, tile, place, is_real)
+    return Unpacked(of(row), of_keys, row, exists, tile, place, is_real)
 
 
 def new_of_tiles(of: Unpacked, cache: CacheType, new: NewTokens) -> tuple[CacheType, NewTokens]:
     """The new tokens that the kernel writes, as those of a batch of tiles, and the cache with the others.
 
     The kernel writes those of a row of one tile, such as a single token. A tile of a row of several would need the new
-    tokens of the others: those of a prompt are written before, which takes little of the time that its scores do.
+    tokens of the others: those of a prompt are written before, which takes little of the time that its scores do. So
+    are those of a row that has more of them than a tile has queries, since the queries of left padding are in none.
     """
+    assert new.starts is not None
+    bq, N = of.call.query.shape[1], of.tile.shape[0]
     tiles = jnp.zeros((cache.batch,), jnp.int32).at[of.row].add(of.exists.astype(jnp.int32))
-    cache = cache.write_new(new, tiles > 1)
-    size = jnp.where(of.exists & (tiles == 1)[of.row], new.size[of.row], 0)
-    tokens = {name: x[0][:, of.queries].swapaxes(0, 1) for name, x in new.tokens.items()}
-    return cache, NewTokens(tokens, new.first[of.row], size, new.blocks[of.row])
+    is_one = (tiles == 1) & (new.size <= bq)
+    cache = cache.write_new(new, ~is_one)
+    size = jnp.where(of.exists & is_one[of.row], new.size[of.row], 0)
+    token = jnp.minimum(new.starts[of.row][:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1)
+    tokens = {name: x[0][:, token].swapaxes(0, 1) for name, x in new.tokens.items()}
+    # Of the blocks that the tokens of all rows might take, those that a tile's may.
+    most = (bq - 1) // cache.page_size + 1 + (bq > 1) if isinstance(cache, PagedCache) else 1
+    return cache, NewTokens(tokens, new.first[of.row], size, new.blocks[of.row, :most])
 
 
 def has_packed(mask: Mask | None) -> bool:

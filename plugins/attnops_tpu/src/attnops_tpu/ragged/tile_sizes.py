@@ -190,11 +190,12 @@ def choose(
     return Tiles(bq, bk, part, masked, unit, math.lcm(units, PIECE), row.buffers, starts, is_long and row.holds)
 
 
-def rows_a_call(nq: int) -> int:
+def rows_a_call(nq: int, words: int = 0) -> int:
     """The most rows whose schedule fits scalar memory; 0 where that of one row doesn't.
 
     Args:
         nq: tiles of queries a row.
+        words: of what else a row has in scalar memory.
     """
-    bytes_a_row = ITEM_BYTES * nq + ROW_BYTES
+    bytes_a_row = ITEM_BYTES * nq + ROW_BYTES + 4 * words
     return min(MAX_ITEMS // nq, SCALAR_BYTES // bytes_a_row)

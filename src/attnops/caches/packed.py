@@ -72,6 +72,10 @@ class Rows:
         bounds = jnp.clip(starts, 0, N)
         return jnp.where((slots >= 0) & (slots < batch), jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
 
+    def firsts(self, N: int) -> jax.Array:
+        """The first of N tokens of each run, int32 [R]; as in `counts`, of starts beyond them."""
+        return jnp.clip(jnp.asarray(self.starts), 0, N)[:-1]
+
     def is_first(self, counts: jax.Array) -> jax.Array:
         """Whether no run before has the same row, bool [R]; empty runs count as none."""
         slots = jnp.asarray(self.slots)

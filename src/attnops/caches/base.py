@@ -232,7 +232,8 @@ class Cache(abc.ABC):
             new: the tokens.
             rows: whose are written, bool [B].
 
-        It takes no time for rows without new tokens.
+        The loop that writes has a turn for each page of these rows that has new tokens; before it, all pages that the
+        tokens of all rows might lie in are sorted.
 
         Raises:
             ValueError: the cache is on a mesh: a kernel is given each device's part.

@@ -204,7 +204,7 @@ class Store:
         return self._written(self._tokens(key, value), pieces, pieces.row.shape[0])
 
     def write_some(self, tokens: dict[str, jax.Array], pieces: Pieces) -> Store:
-        """`write` of tokens as `NewTokens` has them, where most pieces may be empty: these take no time."""
+        """`write` of tokens as `NewTokens` has them, where most pieces may be empty: the loop leaves them out."""
         is_some = pieces.size > 0
         order = jnp.argsort(~is_some, stable=True)
         return self._written(tokens, Pieces(*(x[order] for x in pieces)), is_some.sum(dtype=jnp.int32))

@@ -195,7 +195,7 @@ def rows_a_call(nq: int, words: int = 0) -> int:
 
     Args:
         nq: tiles of queries a row.
-        words: of what else a row has in scalar memory.
+        words: of 32 bits, of what else a row has in scalar memory.
     """
     bytes_a_row = ITEM_BYTES * nq + ROW_BYTES + 4 * words
     return min(MAX_ITEMS // nq, SCALAR_BYTES // bytes_a_row)

@@ -206,9 +206,15 @@ MISTAKES_OF_FORWARD = {
     "scores are read before they are computed": ("mbarrier.wait(s_ready.index(own), phase)", "pass"),
     "scores are multiplied without keys": ("mbarrier.wait(k_ready.index(stage), phase)", "pass"),
     "weights are multiplied without values": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
-    "weights are multiplied before they are there": ("mbarrier.wait(w_ready.index(1), phase_of_weights)", "pass"),
+    "weights are multiplied before they are there": (
+        "mbarrier.wait(w_ready.index(1), phase_of_weights)", "pass", "weights.store(",
+        "own == 1 and pause(); weights.store(",
+    ),
     "queries are not waited for": ("mbarrier.wait(held.index(1), 0)", "pass"),
-    "sums are scaled before it is known by what": ("mbarrier.wait(alpha_ready.index(half), phase)", "pass"),
+    "sums are scaled before it is known by what": (
+        "mbarrier.wait(alpha_ready.index(half), phase)", "pass", "alpha_tile.index(own).store(alpha)",
+        "pause(); alpha_tile.index(own).store(alpha)",
+    ),
     "weights are multiplied before sums are scaled": (
         "        if t > 0:\n", "        mbarrier.arrive(w_ready.index(half))\n            if t > 0:\n"
     ),

@@ -199,13 +199,7 @@ class Writer:
         return first, jnp.where(self.has(entry, number), stop, first)
 
     def _merge(
-        self,
-        entry: jax.Array,
-        number: jax.Array,
-        buffer: jax.Array,
-        array: int,
-        group: int,
-        index: jax.Array,
+        self, entry: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array,
         turn: int,
     ) -> None:  # fmt: skip
         at = pl.ds(pl.multiple_of(index * group - turn - number * self.plan.bk, group), group)
@@ -231,13 +225,7 @@ class Writer:
             to[buffer, head, at] = pltpu.bitcast(merged, to.dtype)
 
     def _copy(
-        self,
-        entry: jax.Array,
-        number: jax.Array,
-        buffer: jax.Array,
-        array: int,
-        group: int,
-        index: jax.Array,
+        self, entry: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array,
         turn: int,
     ) -> Any:  # fmt: skip
         plan, slot = self.plan, index * group - turn  # counted in lines

@@ -12,7 +12,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
-from attnops.caches.pool import PageCopies
+from attnops.caches.pool import PageCopies, PagePool
 from attnops.masks import Ancestors, Causal
 
 B, T, H, K, D = 2, 3, 4, 2, 4
@@ -63,6 +63,7 @@ def test_where_runs_are_traced_those_that_are_empty_may_have_any_known_slot(flas
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_traced_starts_beyond_the_queries_are_the_queries_there_are(flash: Any) -> None:
     wanted, wanted_lse, _ = stepped(flash, jnp.array([0, 2, 5]), jnp.array([0, 1]))
     out, lse, _ = stepped(flash, jnp.array([0, 2, 9]), jnp.array([0, 1]))
@@ -70,6 +71,7 @@ def test_traced_starts_beyond_the_queries_are_the_queries_there_are(flash: Any) 
     np.testing.assert_array_equal(lse, wanted_lse)
 
 
+@pytest.mark.slow
 def test_traced_integers_that_int32_does_not_hold_do_not_become_others() -> None:
     cache = dense()
     assert cache.truncate(jnp.array([2**32 - 1, 1], jnp.uint32)).lengths.tolist() == [T, 1]
@@ -91,6 +93,7 @@ def test_take_rows_of_traced_rows_that_are_none_gives_empty_rows_that_overflowed
     np.testing.assert_array_equal(taken.read().keys[0], dense().read().keys[1])
 
 
+@pytest.mark.slow
 def test_ancestors_of_drafted_tokens_of_which_the_first_are_left_padding(flash: Any) -> None:
     q, k, v = draw(B, 4, H, seed=2), draw(B, 4, seed=3), draw(B, 4, seed=4)
     cache = DenseCache.create(length=8, starts=[2, 0], **OPTIONS)
@@ -127,6 +130,7 @@ def test_a_step_with_an_option_that_is_none_of_the_call_is_refused(flash: Any) -
 
 
 @pytest.mark.filterwarnings("ignore::attnops.errors.UnsupportedWarning")
+@pytest.mark.slow
 def test_a_step_of_an_operation_that_names_few_options_takes_those_of_every_call() -> None:
     sdpa = OperationRegistry.create("attnops:sdpa")
     out, _ = sdpa.step(draw(B, T, H), draw(B, T), draw(B, T), dense(), return_lse=True)
@@ -207,3 +211,30 @@ def test_refused_with_both_values_and_the_rule(flash: Any, name: str) -> None:
     function, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         function(flash)
+
+
+def test_a_target_that_the_pool_had_no_page_for_never_shows_another_rows_tokens() -> None:
+    pool = PagePool.create(pages=4, page_size=4, rows=3, max_pages=2).reserve(np.array([6, 0, 8]))
+    options = OPTIONS | {"batch": 3, "pages": 4, "page_size": 4, "max_pages": 2}
+    own = np.arange(3, dtype=np.float32)[:, None, None, None] * np.ones(
+        (3, 8, K, D), np.float32
+    )  # a row's tokens are its number
+    cache = PagedCache.create(**options).with_table(pool.table).append(own, own, np.array([6, 0, 8]))
+    pool, copies = pool.fork([0], [1])
+    assert pool.ok.tolist() == [True, False, True]
+    cache = cache.fork([0], [1], pool.table, copies)
+    assert cache.lengths.tolist() == [6, 0, 8]
+    assert cache.overflowed.tolist() == [False, True, False]
+    pool = pool.release(np.array([False, False, True])).reserve(np.array([6, 4, 0]))
+    cache = cache.with_table(pool.table)
+    assert cache.lengths.tolist() == [6, 0, 0]
+    assert not np.asarray(cache.read().held)[1:].any()
+
+
+def test_a_row_has_no_tokens_after_its_last_page() -> None:
+    cache = PagedCache.create(**OPTIONS, pages=4, page_size=4, max_pages=2, table=np.array([[0, 1], [2, 3]]))
+    cache = cache.append(draw(B, 6), draw(B, 6), np.array([6, 3]))
+    fewer = jax.jit(lambda cache, table: cache.with_table(table))(cache, np.array([[0, -1], [2, 3]]))
+    for found in (fewer, cache.with_table(np.array([[0, -1], [2, 3]]))):
+        assert found.lengths.tolist() == [4, 3]
+        assert not found.overflowed.any()

@@ -46,6 +46,7 @@ def tokens(seed: int, heads: int, T: int) -> jax.Array:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pages", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[:5])])
 @pytest.mark.parametrize("operation", ["flash", pytest.param("vanilla", marks=pytest.mark.slow)])
+@pytest.mark.tier(every=6)
 def test_a_scan_over_layers_equals_a_cache_for_each(kind: str, operation: str) -> None:
     op = OperationRegistry.create(operation, OperationMetadata())
     has_value = KINDS[kind].get("latent") is None
@@ -79,6 +80,7 @@ def test_a_scan_over_layers_equals_a_cache_for_each(kind: str, operation: str) -
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("kind", "kv_heads"), [("dense", K), ("ring", K), ("pages", K), ("dense", 1), ("pages", 1)])
+@pytest.mark.tier(quick=["pages-1-float32"])
 def test_a_step_of_all_layers_copies_no_cache(kind: str, kv_heads: int, dtype: str) -> None:
     op = OperationRegistry.create("flash", OperationMetadata(block_k=4))
     options = {"batch": B, "kv_heads": kv_heads, "head_dim": 32, "layers": 8, "dtype": dtype}
@@ -135,3 +137,25 @@ def test_a_fork_is_of_all_layers() -> None:
         np.testing.assert_array_equal(found, np.stack(wanted))
     with pytest.raises(ValueError, match="copy_pages is for all layers together"):
         whole.layer(1).fork(*ids, forked.table, copies)
+
+
+@pytest.mark.tier(quick=["ring"], slow=["dense", "pages"])
+@pytest.mark.parametrize("kind", ["dense", "ring", "pages"])
+def test_rows_of_all_layers_are_emptied_and_shortened_together(kind: str) -> None:
+    k = tokens(0, K, 3)
+
+    @jax.jit
+    def filled(k: jax.Array) -> Cache:
+        cache = create(kind, L)
+        for layer in range(L):
+            cache = cache.with_layer(layer, cache.layer(layer).append(k[layer], k[layer]))
+        return cache
+
+    cache = filled(k)
+    shorter, emptied = cache.truncate([1, 7]), cache.reset(np.array([True, False]))
+    for layer in range(L):
+        one = cache.layer(layer)
+        for all_layers, expected in ((shorter, one.truncate([1, 7])), (emptied, one.reset(np.array([True, False])))):
+            jax.tree.map(np.testing.assert_array_equal, all_layers.layer(layer), expected)
+    assert shorter.lengths.tolist() == [[1, 3]] * L
+    assert emptied.lengths.tolist() == [[0, 3]] * L

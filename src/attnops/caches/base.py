@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
@@ -82,8 +83,8 @@ class Cache(abc.ABC):
     is; where its buffers are donated they are updated in place.
 
     A layer axis may be in front of every array (``create(layers=L)``). Methods are for one layer, see `layer`, and
-    raise a `ValueError` for all together; except ``with_table``, and those that move rows or pages (``take_rows``,
-    ``fork``, ``copy_pages``), which are for all layers.
+    raise a `ValueError` for all together; except those that empty, shorten or move rows or pages (``reset``,
+    ``truncate``, ``with_table``, ``take_rows``, ``fork``, ``copy_pages``), which are for all layers.
 
     Attributes:
         store: the arrays of the tokens.
@@ -269,6 +270,7 @@ class Cache(abc.ABC):
             raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
         return key, value, None, check_rows(rows).checked(T, self.batch)
 
+    @functools.partial(jax.jit, inline=True)  # of eager calls too, one program
     def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
         """`append` on one device, its arguments checked."""
         T = key.shape[1]
@@ -332,7 +334,6 @@ class Cache(abc.ABC):
         Raises:
             ValueError: another shape or dtype.
         """
-        self._check_layer()
         kept = jnp.minimum(self.lengths, jnp.maximum(integers_by_row("lengths", lengths, self.batch), 0))
         return dataclasses.replace(self, lengths=kept)
 
@@ -349,7 +350,7 @@ class Cache(abc.ABC):
         by_token = PartitionSpec(placement.batch, placement.slots, placement.kv_heads)
         by_slot = PartitionSpec(placement.batch, placement.slots)
         specs = Contents(by_token, by_token, by_slot, by_slot)  # type: ignore[arg-type]
-        result: Contents = placement.by_compiler(lambda cache: cache.without_mesh().read(), self, specs)
+        result: Contents = placement.by_compiler(lambda cache: cache.without_mesh().read(), specs, self)
         return result
 
     def layer(self, layer: ArrayLike) -> Self:
@@ -411,7 +412,6 @@ class Cache(abc.ABC):
         Raises:
             ValueError: another shape or dtype.
         """
-        self._check_layer()
         chosen = jnp.asarray(rows)
         if chosen.dtype != np.bool_ or chosen.shape != (self.batch,):
             raise ValueError(f"rows is {chosen.dtype} {chosen.shape}, but must be bool [B]=({self.batch},)")

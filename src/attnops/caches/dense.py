@@ -142,10 +142,9 @@ def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
     if isinstance(array, np.ndarray) and not 0 <= array.min() <= array.max() < cache.batch:
         raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {cache.batch - 1}")
     given, axis = int32(array), cache.lengths.ndim - 1
-    exists = (given >= 0) & (given < cache.batch)
-    index = jnp.clip(given, 0, cache.batch - 1)
 
-    def taken(cache: CacheType) -> CacheType:
+    def taken(cache: CacheType, given: jax.Array) -> CacheType:
+        exists, index = (given >= 0) & (given < cache.batch), jnp.clip(given, 0, cache.batch - 1)
         blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
         fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
         fields = {name: jnp.where(exists, x, jnp.zeros((), x.dtype)) for name, x in fields.items()}
@@ -154,8 +153,12 @@ def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
 
     placement = None if cache.placement is None else cache.placement.free()
     if cache.placement is None or placement is None:
-        return taken(cache)
-    changed = {"placement": cache.placement.for_rows(index.shape[0])}
-    specs = placement.for_rows(index.shape[0]).specs(dataclasses.replace(cache, **changed))  # type: ignore[arg-type]
-    result: CacheType = placement.by_compiler(lambda cache: dataclasses.replace(taken(cache), **changed), cache, specs)  # type: ignore[arg-type]
+        return taken(cache, given)
+    changed = {"placement": cache.placement.for_rows(given.shape[0])}
+    specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(cache, **changed))  # type: ignore[arg-type]
+
+    def moved(cache: CacheType, given: jax.Array) -> CacheType:
+        return dataclasses.replace(taken(cache, given), **changed)  # type: ignore[arg-type]
+
+    result: CacheType = placement.by_compiler(moved, specs, cache, given)
     return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from attnops.caches.base import Cache, Contents
 from attnops.caches.codec import Quantized
@@ -19,6 +20,7 @@ from attnops.errors import Reason, UnsupportedError
 from attnops.exported import serialised
 from attnops.masks.slots import Slots
 from attnops.sharding.mesh import names_of
+from attnops.sharding.placing import placed, whole
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -39,9 +41,11 @@ class PagedCache(Cache):
 
     Attributes:
         table: the pages of each row, int32 [B, M]; −1 where there is none.
+        copied: of each page, which one it was copied from since the last `with_table`, int32 [P]; −1 where it was not.
     """
 
     table: jax.Array
+    copied: jax.Array
 
     storage: ClassVar[str] = "PagedCache"
 
@@ -110,7 +114,8 @@ class PagedCache(Cache):
         )  # fmt: skip
         lead = () if layers is None else (layers,)
         empty = jnp.full((*lead, check_size("batch", batch), check_size("max_pages", max_pages)), -1, jnp.int32)
-        cache = cls(store=store, **create_rows(batch, starts, layers), table=empty)
+        copied = jnp.full((pages,), -1, jnp.int32)
+        cache = cls(store=store, **create_rows(batch, starts, layers), table=empty, copied=copied)
         return cache if table is None else cache.with_table(table)
 
     @property
@@ -129,12 +134,20 @@ class PagedCache(Cache):
         return 1 if placement is None else placement.shards(placement.batch)
 
     def without_mesh(self) -> Self:
-        table = self.table
-        if self._shards > 1:
-            row = jnp.arange(self.batch, dtype=jnp.int32)[:, None]
-            first = row // (self.batch // self._shards) * self.pages_of_row
-            table = jnp.where((table >= 0) & (table < self.pages_of_row), table + first, -1)
-        return dataclasses.replace(super().without_mesh(), table=table)
+        found = super().without_mesh()
+        if self._shards == 1:
+            return found
+        copied = self.copied.reshape(self._shards, -1)
+        first = self.pages_of_row * np.arange(self._shards, dtype=np.int32)[:, None]
+        copied = jnp.where(copied >= 0, copied + first, -1).reshape(-1)
+        exists = (self.table >= 0) & (self.table < self.pages_of_row)
+        return dataclasses.replace(found, table=jnp.where(exists, self.table + self._first_pages, -1), copied=copied)
+
+    @property
+    def _first_pages(self) -> np.ndarray:
+        """The page of the store that each row's table calls 0, int32 [B, 1]."""
+        shard = np.arange(self.batch, dtype=np.int32)[:, None] // (self.batch // self._shards)
+        return shard * np.int32(self.pages_of_row)
 
     @property
     def page_size(self) -> int:
@@ -157,6 +170,11 @@ class PagedCache(Cache):
             table: integers [B, M]; −1 where there is no page. Known values are checked; of traced ones a token whose
                 page is out of range does not fit, and is not read.
 
+        A row keeps its tokens up to the first page that is not the one that it had there, nor was copied from it by
+        `copy_pages` since the last table, and none after the last of its pages: the others went with their pages, as by
+        `PagePool.release`, and a page that comes in their place shows nothing of whoever had it before. This sets
+        ``overflowed`` for no row.
+
         Raises:
             ValueError: another shape or dtype, or a known page that the cache has not.
         """
@@ -174,7 +192,32 @@ class PagedCache(Cache):
             )
         # A buffer of its own, which can be donated.
         own = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
-        return dataclasses.replace(self, table=own)
+        if self.placement is not None and (placement := self.placement.free()) is not None:
+            own = placed(own, placement.specs(self).table, placement.mesh)  # type: ignore[arg-type]
+        exists = (own >= 0) & (own < self.pages_of_row)
+        copied = self._copied_from(own)
+        is_other = exists & (jnp.where(copied >= 0, copied, own) != self.table)
+        number = jnp.arange(1, self.max_pages + 1, dtype=jnp.int32)
+        kept = jnp.minimum(
+            jnp.where(exists, number, 0).max(-1), jnp.where(is_other, number - 1, self.max_pages).min(-1)
+        )
+        lengths = jnp.minimum(self.lengths, kept * self.page_size)
+        starts = jnp.where(lengths < self.lengths, jnp.minimum(self.starts, lengths), self.starts)
+        forgotten = jnp.full_like(self.copied, -1)
+        return dataclasses.replace(self, table=own, lengths=lengths, starts=starts, copied=forgotten)
+
+    def _copied_from(self, table: jax.Array) -> jax.Array:
+        """``copied`` of the pages of a table."""
+        first = self._first_pages
+
+        def taken(copied: jax.Array, table: jax.Array) -> jax.Array:
+            return copied[jnp.clip(table, 0, self.pages_of_row - 1) + first]
+
+        placement = None if self.placement is None else self.placement.free()
+        if placement is None:
+            return taken(self.copied, table)
+        found: jax.Array = placement.by_compiler(taken, placement.specs(self).table, self.copied, table)
+        return found
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         p, lengths, run = self.page_size, self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
@@ -204,8 +247,8 @@ class PagedCache(Cache):
         self._check_layer()
         if self.placement is not None:
             return self._read_placed()
-        store, table = self.store.flat(), jnp.clip(self.table, 0, self.pages - 1) + self.store.base
-        taken = {name: x[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
+        store, table = self.store.flat(), whole(jnp.clip(self.table, 0, self.pages - 1) + self.store.base)
+        taken = {name: whole(x)[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
         scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | taken
         key, value = store.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])
 
@@ -217,7 +260,7 @@ class PagedCache(Cache):
     def fork(self, source: ArrayLike, target: ArrayLike, table: ArrayLike, copies: PageCopies) -> Self:
         """Rows that become copies of others, as `PagePool.fork` decided: their pages are shared, the last one copied.
 
-        With a layer axis, of every layer.
+        With a layer axis, of every layer. A target that the pool had no page for has no tokens, and is ``overflowed``.
 
         Args:
             source: integers [N], the rows to copy; −1, or no row, for an entry that does nothing.
@@ -232,15 +275,19 @@ class PagedCache(Cache):
         """
         moved = self.copy_pages(copies)
         source, target = _pairs(source, target)
-        fields: dict[str, Any] = {"lengths": self.lengths, "starts": self.starts, "overflowed": self.overflowed}
+        fields: dict[str, Any] = self._rows()
+        is_target = jnp.zeros((self.batch,), bool)
+        row = jnp.arange(self.batch, dtype=jnp.int32)
         for i in range(source.shape[0]):  # in order: a target may be a later source
             is_copied = (source[i] >= 0) & (source[i] < self.batch) & (target[i] >= 0)
-            to = jnp.where(is_copied, target[i], self.batch)
-            fields = {
-                name: jnp.asarray(x).at[..., to].set(x[..., jnp.maximum(source[i], 0)], mode="drop")
-                for name, x in fields.items()
-            }
-        return dataclasses.replace(moved.with_table(table), **fields)
+            to = is_copied & (row == target[i])
+            axis, is_target = self.lengths.ndim - 1, is_target | to
+            for name, x in fields.items():
+                given = lax.dynamic_index_in_dim(x, jnp.clip(source[i], 0, self.batch - 1), axis)
+                fields[name] = jnp.where(to[:, None] if name == "table" else to, given, x)
+        found = dataclasses.replace(moved, **fields).with_table(table)
+        failed = is_target & (found.lengths < fields["lengths"])
+        return dataclasses.replace(found, overflowed=found.overflowed | failed)
 
     def copy_pages(self, copies: PageCopies) -> Self:
         """The cache with pages copied, all read before any is written; with a layer axis, of every layer.
@@ -260,11 +307,14 @@ class PagedCache(Cache):
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
         lead = (slice(None),) * (self.lengths.ndim - 1)
-        copied = {
+        copied: Any = {
             name: jnp.asarray(x).at[(*lead, target)].set(x[(*lead, source)], mode="drop")
             for name, x in self.store._blocks().items()
         }
-        return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied))  # type: ignore[arg-type]
+        # What was copied before holds what it was copied from.
+        origin = jnp.where(self.copied[source] >= 0, self.copied[source], source)
+        store = dataclasses.replace(self.store, **copied)
+        return dataclasses.replace(self, store=store, copied=self.copied.at[target].set(origin, mode="drop"))
 
     def _check_whole(self) -> None:
         """Raise an `UnsupportedError` where a mesh shards the pages."""

@@ -20,7 +20,7 @@ from attnops.errors import Reason, UnsupportedError
 from attnops.sharding.axes import BATCH, KV_HEAD, KV_LENGTH
 from attnops.sharding.mesh import entry_of, manual_axes, mesh_arguments, names_of
 from attnops.sharding.modes import MODE_DECODE
-from attnops.sharding.placing import explicit_names, placed
+from attnops.sharding.placing import explicit_names, of_axes, placed
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
 
@@ -86,6 +86,7 @@ class Placement:
         by_scale = {"tensor": (), "head": (self.kv_heads,), "token_head": (self.batch, self.kv_heads, self.slots)}
         scale = () if cache.codec is None else by_scale[cache.codec.scales]
         last |= {"key_scale": scale, "value_scale": scale, "first": (), "table": (self.batch, None)}
+        last["copied"] = (self.batch,)
 
         def spec(path: tuple[Any, ...], x: Leaf) -> PartitionSpec:
             entries = last.get(getattr(path[-1], "name", ""), (self.batch,))
@@ -102,12 +103,16 @@ class Placement:
         tokens: Any = dict.fromkeys(cache.store._blocks(), by_head)
         return NewTokens(tokens, by_row, by_row, by_row, by_row if is_packed else None)  # type: ignore[arg-type]
 
-    def by_compiler(self, function: Callable[[CacheType], Any], cache: CacheType, out_specs: Any) -> Any:
-        """``function(cache)`` with JAX's compiler to exchange what it gathers, which explicit axes do not allow."""
-        if not explicit_names(self.mesh):
-            return function(cache)
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), out_specs)
-        return jax.sharding.auto_axes(function, out_sharding=shardings)(cache)
+    def by_compiler(self, function: Callable[..., Any], out_specs: Any, *args: Any) -> Any:
+        """``function(*args)`` with JAX's compiler to exchange what it gathers, which explicit axes do not allow.
+
+        The function closes over no array: those are of explicit axes where a mesh is set.
+        """
+        names = explicit_names(self.mesh)
+        if not names:
+            return function(*args)
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, of_axes(spec, names)), out_specs)
+        return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
 
     def local(self, cache: CacheType) -> CacheType:
         """This device's part of a cache, inside a `jax.shard_map`, as a cache of its own.

@@ -8,6 +8,7 @@ a TPU's lanes are full where D alone would not fill them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -191,6 +192,7 @@ class Store:
         """Tokens as `NewTokens` has them, [..., n, d], as lines of the array of keys, [..., n / F, W]."""
         return to_lines(x, self.tokens_per_line, self.head_dim)
 
+    @functools.partial(jax.jit, inline=True)
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces) -> Store:
         """This store with new tokens; every other slot is unchanged.
 
@@ -203,6 +205,7 @@ class Store:
         """
         return self._written(self._tokens(key, value), pieces, pieces.row.shape[0])
 
+    @functools.partial(jax.jit, inline=True)  # else its loop would be compiled in each eager call
     def write_some(self, tokens: dict[str, jax.Array], pieces: Pieces) -> Store:
         """`write` of tokens as `NewTokens` has them, where most pieces may be empty: the loop leaves them out."""
         is_some = pieces.size > 0

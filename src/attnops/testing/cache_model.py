@@ -201,7 +201,7 @@ class Model:
             table = np.full(shapes.table.shape, -1, np.int32)  # type: ignore[attr-defined]
             for row, pages in enumerate(self.layout.table):
                 table[row, : len(pages)] = pages
-            fields["table"] = table
+            fields |= {"table": table, "copied": np.full(self.layout.pages, -1, np.int32)}
         return dataclasses.replace(shapes, **fields)
 
     def _put(self, name: str, array: Array, place: tuple[int, int], x: Array) -> None:

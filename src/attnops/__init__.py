@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         UnsupportedWarning,
     )
+    from attnops.functional import attention
     from attnops.models.dtypes import canonicalize_dtype
     from attnops.models.heads import repeat_kv_bnsh, repeat_kv_bsnh, repeat_kv_heads
     from attnops.models.remat import get_gradient_checkpoint_policy
@@ -56,6 +57,7 @@ __all__ = [
     "UnsupportedError",
     "UnsupportedWarning",
     "__version__",
+    "attention",
     "canonicalize_dtype",
     "explain",
     "forward_for",
@@ -87,6 +89,7 @@ _HOMES: Final = {
         "UnsupportedError",
         "UnsupportedWarning",
     ),
+    "functional": ("attention",),
     "models.dtypes": ("canonicalize_dtype",),
     "models.heads": ("repeat_kv_bnsh", "repeat_kv_bsnh", "repeat_kv_heads"),
     "models.remat": ("get_gradient_checkpoint_policy",),

@@ -73,9 +73,20 @@ class PluginWarning(UserWarning):
     """A distribution that provides the requested operation can't be used; another one is."""
 
 
+def pass_interrupt(error: BaseException) -> None:
+    """Raise a `KeyboardInterrupt` again.
+
+    For whoever catches what a plugin raises, whatever that is: it may exit, be cancelled, or raise the exception of
+    another language (pyo3's PanicException), none of which is an `Exception`.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+
+
 def printable(value: Any) -> str:
     """``str(value)``, or a description of the value where that raises."""
     try:
         return str(value)
-    except Exception as error:
+    except BaseException as error:
+        pass_interrupt(error)
         return f"<a {type(value).__name__}, whose printing raised {type(error).__name__}>"

@@ -40,7 +40,7 @@ from attnops.adapters.arrays import boolean, flattened, flattened_scores, mapped
 from attnops.adapters.precision import precision_of
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.registry import OperationRegistry
-from attnops.masks import Causal, Dense, Mask
+from attnops.masks import And, Causal, Dense, Full, Mask, Or
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike, DTypeLike
@@ -206,7 +206,7 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
 
 def _check_mask(mask: Mask, T: int, S: int, is_mapped: bool) -> None:
     """Raise a `ValueError` where a layer's mask would not mean what it means elsewhere."""
-    if T == 1 < S and not mask.kinds() <= {"Causal", "Full", "&", "|"}:
+    if T == 1 < S and not _holds_at_any_index(mask):
         raise ValueError(
             f"mask={mask!r} of a layer, with T=1 query and S={S} keys: in Flax's cache the query is not the last key,"
             " and only its index knows where it is; give the call an array mask, or decode over attnops.caches"
@@ -216,6 +216,13 @@ def _check_mask(mask: Mask, T: int, S: int, is_mapped: bool) -> None:
             f"mask={mask!r} of a layer with broadcast_dropout=True, which computes each head by itself, so that the"
             " function would see head 0 and row 0 alone; set broadcast_dropout=False, or give the call an array mask"
         )
+
+
+def _holds_at_any_index(mask: Mask) -> bool:
+    """Whether the last query of a sequence may see the same keys wherever in a cache it is: all that came before."""
+    if isinstance(mask, And | Or):
+        return _holds_at_any_index(mask.left) and _holds_at_any_index(mask.right)
+    return isinstance(mask, Full) or (isinstance(mask, Causal) and mask.offset is None)
 
 
 def _causal(T: int, S: int) -> Mask:

@@ -16,6 +16,7 @@ Where the two differ:
 | head dim of ``value`` | the key's | any |
 | ``query_seq_lengths``, ``key_value_seq_lengths`` | int32 | any integers |
 | ``implementation`` | "xla", "cudnn" | also the name of an operation; None for that of `use`, else ``"auto"`` |
+| ``local_window_size`` with a negative number, as (-1, 2) | a band beside the diagonal | refused |
 | a bias of +inf or NaN | NaN in all rows that share its softmax | NaN in its row alone |
 | float64, complex numbers, integers; a batch or length of 0; a traced ``scale`` | computed | refused |
 | forward-mode and second derivatives | computed | by `vanilla` and `sdpa`; refused by `flash` |

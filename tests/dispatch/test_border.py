@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from attnops import (
+    Limits,
     OperationMetadata,
     OperationOutput,
     OperationRegistry,
@@ -19,7 +21,7 @@ from attnops import (
     UnsupportedError,
     explain,
 )
-from attnops.dispatch.explain import find_faults
+from attnops.dispatch.explain import find_details, find_faults, find_reasons
 from attnops.operations.vanilla import VanillaAttention
 
 Q = jnp.ones((1, 4, 2, 8))
@@ -60,6 +62,29 @@ def raising(*args: Any) -> Any:
     raise KeyError("oops")
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException, an exception of another language."""
+
+
+def panicking(*args: Any) -> Any:
+    raise Panic("at the disco")
+
+
+def cancelled(*args: Any) -> Any:
+    raise asyncio.CancelledError("late")
+
+
+def leaving(*args: Any) -> Any:
+    raise GeneratorExit("gone")
+
+
+class Panicking:
+    """A key, or a limit, that raises wherever it is used."""
+
+    __hash__ = panicking
+    reasons = panicking
+
+
 def yields_text(self: Any, request: Any) -> Any:
     yield "too long"
 
@@ -78,6 +103,12 @@ FAULTS = {
     "no metadata": ({"__init__": sets_nothing}, "__init__ left metadata unset; it must call super().__init__(metadata"),
     "no argument": ({"__init__": lambda self: None}, "__init__ raised TypeError: "),
     "exits": ({"unsupported": lambda self, request: (_ for _ in ()).throw(SystemExit(3))}, "unsupported raised System"),
+    "panics": ({"unsupported": panicking}, "unsupported raised Panic: at the disco"),
+    "is cancelled": ({"unsupported": cancelled}, "unsupported raised CancelledError: late"),
+    "leaves": ({"unsupported": leaving}, "unsupported raised GeneratorExit: gone"),
+    "key panics": ({"environment_key": panicking}, "environment_key raised Panic: at the disco"),
+    "key can't be hashed": ({"environment_key": lambda self: Panicking()}, "environment_key returned a Panicking, but"),
+    "init panics": ({"__init__": panicking}, "__init__ raised Panic: at the disco"),
 }  # fmt: skip
 
 
@@ -103,6 +134,7 @@ def test_a_fault_is_named_and_harms_no_other(members: dict[str, Any], text: str)
     ("rank", "text"),
     [
         (classmethod(raising), "rank raised KeyError: 'oops'"),
+        (classmethod(panicking), "rank raised Panic: at the disco"),
         (
             classmethod(lambda cls, request: 9.0),
             "rank returned 9.0, but must return an attnops.Rank, or None for never",
@@ -127,6 +159,7 @@ def test_a_faulty_rank_is_named_and_harms_no_other(rank: Any, text: str) -> None
     ("details", "text"),
     [
         (raising, "details raised"),
+        (panicking, "details raised Panic: at the disco"),
         (lambda self, request: "a line", "details returned a line, but must return or yield strings"),
         (lambda self, request: [1], "details returned [1], but must return or yield strings"),
         (lambda self, request: None, "details returned None, but must return or yield strings"),
@@ -161,6 +194,28 @@ def test_an_operation_that_cannot_be_compared_runs(method: str) -> None:
         assert (OperationRegistry.create("zeta", metadata)(Q, Q, Q).attention_outputs == 7).all()
         assert (OperationRegistry.create("auto", metadata)(Q, Q, Q).attention_outputs == 7).all()
     assert (cls(metadata)(Q, Q, Q).attention_outputs == 7).all()
+
+
+class PanickingLimits(Limits):
+    reasons = panicking
+
+
+def test_limits_that_panic_harm_no_other() -> None:
+    cls = register(limits={"tt": PanickingLimits()})
+    metadata = OperationMetadata(platform="tt")
+    assert OperationRegistry.create("auto", metadata)(Q, Q, 3 * Q).attention_outputs.max() < 3.1
+    (plugin,) = (p for p in OperationRegistry.plugins() if p.operation_class is cls)
+    assert find_faults(plugin) == ["asking it raised Panic: at the disco"]
+    assert (find_reasons(plugin, "tt"), find_details(plugin, "tt")) == ([], ())
+
+
+def test_control_c_is_not_caught() -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    register(unsupported=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        OperationRegistry.create("auto", OperationMetadata(platform="tt"))(Q, Q, Q)
 
 
 def test_an_init_may_refuse_its_metadata() -> None:

@@ -83,6 +83,7 @@ def cached(self: Any, query: Any, cache: Any, *, mask: Any) -> OperationOutput:
     return OperationOutput(jnp.zeros_like(query))
 
 
+@pytest.mark.slow
 def test_a_class_that_declares_a_storage_reads_it_in_place() -> None:
     vanilla = OperationRegistry.get("vanilla", "cpu")
     limits = {"native": Limits(caches={"PagedCache"}, codecs={"int8"})}

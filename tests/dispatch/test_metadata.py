@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.sharding import MODE_DECODE, MODE_PREFILL, MODE_TRAIN
+from attnops.sharding import MODE_DECODE, MODE_PREFILL, MODE_TRAIN, AxisRules
 
 
 def test_metadata_is_frozen_and_hashable():
@@ -127,6 +127,23 @@ def test_the_cap_of_a_language_model_head_is_not_attentions():
     assert OperationMetadata.from_config(RecurrentGemmaConfig()) == OperationMetadata(dropout_prob=0.1)
     assert OperationMetadata.from_config({"logits_soft_cap": 30.0, "vocab_size": 9}) == OperationMetadata()
     assert OperationMetadata.from_config({"logits_soft_cap": 30.0}).logits_soft_cap == 30.0
+
+
+@pytest.mark.parametrize("mesh", [3, "dp", ("dp", "tp"), jax.devices])
+def test_a_mesh_is_a_mesh(mesh):
+    with pytest.raises(ValueError, match=r"mesh=.* must be a jax\.sharding\.Mesh; None for the current one"):
+        OperationMetadata(mesh=mesh)
+
+
+def test_an_abstract_mesh_may_be_stated():
+    mesh = jax.sharding.AbstractMesh((2,), ("dp",))
+    assert OperationMetadata(mesh=mesh).mesh == mesh
+
+
+@pytest.mark.parametrize("rules", [{}, None, "dp", AxisRules])
+def test_axis_rules_are_axis_rules(rules):
+    with pytest.raises(ValueError, match=r"axis_rules=.* must be an attnops\.sharding\.AxisRules"):
+        OperationMetadata(axis_rules=rules)
 
 
 def test_a_multimodal_config_is_read_through_its_text_config():

@@ -341,6 +341,7 @@ class TestWithoutBackward:
 
 
 class TestAutoAndExplain:
+    @pytest.mark.slow
     def test_auto_picks_what_serves(self):
         operation = OperationRegistry.create("auto")
         request = operation.request(Q, Q, Q)

@@ -78,6 +78,7 @@ class TestMode:
         assert "without gradients, call it with mode='prefill'" in str(reason)
         assert "can't serve train on tpu:" in str(caught.value)
 
+    @pytest.mark.slow
     def test_what_the_message_advises_works(self) -> None:
         operation = rms_norm(limits=self.LIMITS)(on_tpu())
         with pytest.raises(NotDifferentiableError, match="call it with mode='train'"):

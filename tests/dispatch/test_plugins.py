@@ -5,6 +5,7 @@ The distributions are written into a folder of sys.path.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import warnings
@@ -59,6 +60,10 @@ def test_listed_without_import_and_imported_when_asked_for(install: Install) -> 
         ("raise RuntimeError('oops')", None, "failed", "importing broken:Operation raised RuntimeError: oops",
          RuntimeError),
         ("raise SystemExit(3)", None, "failed", "importing broken:Operation raised SystemExit: 3", SystemExit),
+        ("import asyncio; raise asyncio.CancelledError('late')", None, "failed",
+         "importing broken:Operation raised CancelledError: late", asyncio.CancelledError),
+        ("raise GeneratorExit('gone')", None, "failed", "importing broken:Operation raised GeneratorExit: gone",
+         GeneratorExit),
         ("import libacme_that_is_not_there", None, "failed", "No module named 'libacme_that_is_not_there'",
          ModuleNotFoundError),
         ("", None, "failed", "raised AttributeError: module 'broken' has no attribute 'Operation'", AttributeError),
@@ -250,3 +255,16 @@ def test_a_package_that_registers_a_re_exported_class_is_listed_once(install: In
     (package / "inner.py").write_text(OPERATION + "\nOperationRegistry.register(Operation)\n")
     assert OperationRegistry.get("zeta", "cpu").__module__ == "acme.inner"
     assert plugin("acme:zeta").target == "acme:Operation"
+
+
+def test_auto_imports_plugins_when_created_and_not_in_a_call_that_may_be_traced(install: Install) -> None:
+    install("acme-attention")
+    OperationRegistry.create("vanilla")
+    assert imported() == []
+    OperationRegistry.create("auto")
+    assert imported() == ["acme_attention"]
+
+
+def test_a_plugin_may_create_auto_while_it_is_imported(install: Install) -> None:
+    install("acme-attention", OPERATION + "\n\nAUTO = OperationRegistry.create('auto')\n")
+    assert plugin("acme-attention:zeta").load() is not None

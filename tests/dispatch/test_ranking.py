@@ -107,6 +107,7 @@ def test_a_subclass_with_a_forward_for_the_platform_ranks_as_a_kernel_there_alon
 
 
 @pytest.mark.usefixtures("_registered")
+@pytest.mark.slow
 def test_a_pick_of_auto_follows_the_environment_key() -> None:
     target = ["sm_70"]
 

@@ -163,6 +163,7 @@ class TestEntryPoints:
         write(text)
         assert texts() == []
 
+    @pytest.mark.slow
     def test_a_folder_that_another_name_stands_in_harms_no_other(self, write: Write) -> None:
         write("[attnops.operations]\nzeta = acme:Zeta\n", name="emca")
         (found,) = texts()

@@ -42,6 +42,7 @@ def test_the_higher_priority_wins(install: Install) -> None:
     assert OperationRegistry.get("zeta", "tpu").__module__ == "acme_two"
 
 
+@pytest.mark.slow
 def test_the_core_serves_where_no_other_has_a_forward_of_its_own(install: Install) -> None:
     install(
         "acme-attention",

@@ -81,6 +81,7 @@ def test_it_is_checked_while_it_is_traced(wrap: Any) -> None:
         wrap(lambda *x: operation(*x))(*arrays)
 
 
+@pytest.mark.slow
 def test_under_a_mesh_each_devices_part_is_checked() -> None:
     class Kernel(VanillaAttention):
         def forward_native(self, query: Any, key: Any, value: Any, **_: Any) -> OperationOutput:

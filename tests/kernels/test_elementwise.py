@@ -55,6 +55,7 @@ def score(scores: Any, b: Any, h: Any, q: Any, kv: Any, table: Any, factors: Any
     return scores * table[q] + jnp.where(q > kv, factors[b, h], 0.0) * (kv % 3).astype(scores.dtype)
 
 
+@pytest.mark.slow
 def test_a_score_function_and_its_gradients() -> None:
     rng = np.random.default_rng(0)
     table, factors, scores = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((T,), (B, H), SHAPE))
@@ -180,6 +181,7 @@ def test_requests_name_the_primitives() -> None:
     assert any("fails on scalars" in name for name in operation.request(x, x, x, mask=ranked).mask_primitives)
 
 
+@pytest.mark.slow
 def test_each_function_is_blamed_for_its_own_primitives() -> None:
     operation = OperationRegistry.create("flash", OperationMetadata())
     x = jnp.ones((1, 8, 1, 4))

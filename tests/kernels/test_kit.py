@@ -63,11 +63,13 @@ SUBJECT = Subject(operation=Wrapped)
      ("KeyPadding",)],
     ids="+".join,
 )  # fmt: skip
+@pytest.mark.tier(quick=["T < S+Causal+logsumexp", "SlidingWindow+T > S"])
 def test_a_plain_kernel_with_the_kit_keeps_the_contract(names):
     outcome = SUBJECT.check(names)
     assert outcome.status is Status.RIGHT, outcome.detail
 
 
+@pytest.mark.slow
 def test_hidden_tokens_may_hold_nan_and_empty_rows_are_zero():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 16, 2, 4)), jnp.float32) for _ in range(3))
@@ -109,6 +111,7 @@ def test_padding_is_in_a_segment_of_its_own(traced):
         pad_to_multiple(x, x, x, 0)
 
 
+@pytest.mark.slow
 def test_a_second_derivative_is_refused_and_the_first_is_kept():
     @jax.custom_vjp
     def square(x):

@@ -15,6 +15,7 @@ from attnops.bench.caches import CacheCase
 from attnops.bench.case import Case, Refused
 from attnops.bench.program import Contender, Ready
 from attnops.bench.truth import Truth
+from attnops.errors import pass_interrupt
 
 # A timing lasts at least this many seconds, so that the clock's cost and resolution are negligible.
 _SHORTEST: Final = 0.01
@@ -124,7 +125,8 @@ def _prepare(measurement: Measurement, contender: Contender, truth: Truth | Cach
     except Refused as error:
         measurement.status, measurement.reason = "refused", str(error)
         return None
-    except Exception as error:  # whatever another library raises
+    except BaseException as error:  # whatever another library raises
+        pass_interrupt(error)
         first_line = next(iter(str(error).splitlines()), "")
         measurement.status, measurement.reason = "failed", f"{type(error).__name__}: {first_line}"
         return None

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import typer
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from attnops.caches import Rows
 from attnops.cli.caches import Codec, Latent, PageSize, Scales, Storage, check_without_cache, make_cache
@@ -64,6 +65,9 @@ def command(
     scales: Scales = None,
     latent: Latent = None,
     packed: Annotated[bool, typer.Option("--packed", help="T queries of all rows are packed.")] = False,
+    mesh: Annotated[
+        str | None, typer.Option(help="dp=4,tp=2: the axes of a mesh; prints the partition specs of the call.")
+    ] = None,
     interpret: Annotated[bool, typer.Option("--interpret", help="Run kernels in their interpreter.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse rather than run the native forward.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every field.")] = False,
@@ -88,9 +92,10 @@ def command(
             metadata, shapes, _dtype(dtype), mask, bias, heads if sinks else 0, (cache, packed, of_cache),
             softmax_scale=scale, logits_soft_cap=soft_cap, return_lse=return_lse, return_weights=return_weights,
         )  # fmt: skip
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        on_mesh = contextlib.nullcontext() if mesh is None else use_abstract_mesh(_mesh(mesh))
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr), on_mesh:
             warnings.simplefilter("ignore", PluginWarning)  # they are among the others, with their cause
-            explanation = explain(request, operation, metadata)
+            explanation = explain(request, operation, metadata, shardings=mesh is not None)
     except UnsupportedError as error:
         _print_refusal(request, error, _alternatives(request, metadata), json)
         raise typer.Exit(1) from None
@@ -144,6 +149,16 @@ def _request(
     return found[0]
 
 
+def _mesh(text: str) -> AbstractMesh:
+    try:
+        axes = {name.strip(): int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+    except ValueError:
+        axes = {}
+    if not all(name and size > 0 for name, size in axes.items()) or not axes:
+        raise ValueError(f"mesh={text!r} must be the names and sizes of its axes, such as dp=4,tp=2")
+    return AbstractMesh(tuple(axes.values()), tuple(axes))
+
+
 def _dtype(name: str) -> Any:
     try:
         dtype = jnp.dtype(name)
@@ -183,10 +198,13 @@ def _print_refusal(
 
 
 def _describe(explanation: Explanation) -> dict[str, Any]:
+    names = ("query", "key", "value", "output", "logsumexp")
+    specs = explanation.shardings
     return {
         "request": _request_fields(explanation.request),
         "chosen": _candidate(explanation.chosen),
         "others": [_candidate(other) for other in explanation.others],
+        "shardings": None if specs is None else {name: list(getattr(specs, name)) for name in names},
         "error": None,
         "reasons": [],
     }

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import jax.numpy as jnp
 
+from attnops.errors import pass_interrupt
 from attnops.masks import Mask
 from attnops.testing.features import FEATURES, Spec, combine
 from attnops.testing.fit import Fit
@@ -113,7 +114,8 @@ class _Search:
             operation = subject.make(problem.metadata)
             if problem.reasons(operation):
                 return None
-        except Exception:
+        except BaseException as error:
+            pass_interrupt(error)
             return None
         gradients = subject.gradients and not self._kind.startswith(("attention_", "logsumexp"))
         outcome = attempt("", lambda: problem.check(operation, gradients, subject.compiler_options))

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from attnops.caches.base import Cache, CacheType
-from attnops.dispatch import border
+from attnops.dispatch import border, on_mesh
 from attnops.dispatch.binding import Call, bind_attention, resolve_mode
 from attnops.dispatch.cached import bind_cached, shapes_of
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import BaseOperation, decide, forward_for, keyword_options, warn_gathers
+from attnops.dispatch.operation import BaseOperation, decide, forward_for, keyword_options
 from attnops.dispatch.over_cache import run_over_cache
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
 from attnops.dispatch.step import fused, grow
-from attnops.errors import Reason, UnsupportedError
+from attnops.errors import Reason
 from attnops.kernels.rules import inexact_vjp
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
@@ -59,10 +59,13 @@ class OperationImpl(BaseOperation):
             the batch, "h" for query heads, "k" for kv heads, "-" for anything else; ``""`` for an array that is the
             same on every device. A dimension has the size of its axis, or 1. Under a mesh the arrays are sharded
             along these axes, and an array option that is missing here is refused. ``{"decay": "h"}`` is for decays [H].
+        is_partitioned: whether XLA, left to itself, computes on each device the batch and heads that are there. A call
+            on a mesh that no axis rule names an axis of has a warning where it is not so.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
     option_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    is_partitioned: ClassVar[bool] = False
 
     @classmethod
     def rank(cls, request: Request) -> Rank | None:
@@ -285,13 +288,15 @@ class OperationImpl(BaseOperation):
         """Run a forward on a call; under a mesh each device runs it on its shard, see `attnops.partition`."""
         assert isinstance(call.request, AttentionRequest)
         boundary = call.boundary
+        if boundary is not None or not self.is_partitioned:
+            on_mesh.repeats(self, call.request.mode, boundary)
         if boundary is None:
             return super().invoke(forward, function, call, options)
         # JAX has no gradient of a `jax.shard_map` in another; plain JAX can be left to its compiler.
         if boundary.is_nested and self.is_plain(forward):
             return boundary.typed(run_unsharded(boundary, function, call.args, options))
         if boundary.sequence:
-            self._gathers(boundary.sequence)
+            on_mesh.gathers(self, boundary.sequence)
 
         def checked(query: jax.Array, key: jax.Array, value: jax.Array, **rest: object) -> OperationOutput:
             output = function(query, key, value, **rest)
@@ -450,14 +455,6 @@ class OperationImpl(BaseOperation):
             BTHD: whether the layout is the former.
         """
         return resolve_mode(self.metadata, query.shape[1 if BTHD else 2])
-
-    def _gathers(self, axes: tuple[str, ...]) -> None:
-        reason = Reason("mesh", ", ".join(axes), "shards the sequence, which every device then gathers",
-                        "create 'ring', of attnops-ring; or AxisRules(query_length=None, kv_length=None)")  # fmt: skip
-        name = type(self).__name__
-        if self.metadata.on_unsupported == "error":
-            raise UnsupportedError(f"{name} exchanges no keys between devices:\n  - {reason}", [reason])
-        warn_gathers(name, str(reason))
 
     repeat_kv_heads = staticmethod(repeat_kv_heads)
 

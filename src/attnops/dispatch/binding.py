@@ -248,6 +248,8 @@ def _check_floating(name: str, x: Aval, hint: str) -> None:
 def bind_mask(mask: object, scores: tuple[int, int, int, int]) -> Mask:
     if isinstance(mask, Mask):
         return mask.bind(*scores)
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        raise ValueError(f"mask is the class {mask.__name__}, but must be an instance: mask={mask.__name__}(...)")
     if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
         raise ValueError(f"mask is a {type(mask).__name__}, but must be a boolean array or an attnops.masks.Mask")
     check_own_array("mask", mask)

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import Request
-from attnops.errors import PluginError, Reason, UnsupportedError, printable
+from attnops.errors import PluginError, Reason, UnsupportedError, pass_interrupt, printable
 
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.operation import BaseOperation
-
-# What a plugin's methods may raise; a plugin that calls sys.exit must not end the program.
-RAISED = (Exception, SystemExit)
 
 
 def make(cls: type[BaseOperation], metadata: OperationMetadata) -> BaseOperation:
@@ -30,7 +27,7 @@ def make(cls: type[BaseOperation], metadata: OperationMetadata) -> BaseOperation
         kept = getattr(operation, "metadata", None)
     except (ValueError, UnsupportedError):
         raise
-    except RAISED as error:
+    except BaseException as error:
         raise _raised(cls, "__init__", error) from error
     if not isinstance(kept, OperationMetadata):
         raise _fault(cls, "__init__ left metadata unset; it must call super().__init__(metadata)")
@@ -46,11 +43,12 @@ def environment_key(operation: BaseOperation) -> Hashable:
     cls = type(operation)
     try:
         key = operation.environment_key()
-    except RAISED as error:
+    except BaseException as error:
         raise _raised(cls, "environment_key", error) from error
     try:
         hash(key)
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         what = f"environment_key returned a {type(key).__name__}, but must return a hashable value"
         raise _fault(cls, what) from error
     return key
@@ -76,7 +74,7 @@ def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
             str(reason)
     except PluginError:
         raise
-    except RAISED as error:
+    except BaseException as error:
         raise _raised(cls, "unsupported", error) from error
     return reasons
 
@@ -91,7 +89,7 @@ def details(operation: BaseOperation, request: Request) -> tuple[str, ...]:
     try:
         given: object = operation.details(request)
         lines = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
-    except RAISED as error:
+    except BaseException as error:
         raise _raised(cls, "details", error) from error
     found = tuple(line for line in lines if isinstance(line, str))
     if len(found) < len(lines):
@@ -107,7 +105,7 @@ def rank(cls: type[OperationImpl], request: Request) -> Rank | None:
     """
     try:
         found: object = cls.rank(request)
-    except RAISED as error:
+    except BaseException as error:
         raise _raised(cls, "rank", error) from error
     if found is not None and not isinstance(found, Rank):
         raise _fault(cls, f"rank returned {printable(found)}, but must return an attnops.Rank, or None for never")
@@ -115,6 +113,7 @@ def rank(cls: type[OperationImpl], request: Request) -> Rank | None:
 
 
 def _raised(cls: type, method: str, error: BaseException) -> PluginError:
+    pass_interrupt(error)
     return _fault(cls, f"{method} raised {type(error).__name__}: {printable(error)}")
 
 

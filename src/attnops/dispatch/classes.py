@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from attnops.dispatch.attention import OperationImpl
-from attnops.dispatch.border import RAISED
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import API_VERSION, ATTENTION, BaseOperation, has_forward, named_options
 from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.dispatch.plugins import check_name
-from attnops.errors import printable
+from attnops.errors import pass_interrupt, printable
 from attnops.partition.options import CONTRACT
 
 FORWARDS: Final = frozenset().union(*FORWARD_CHAIN.values())
@@ -32,7 +31,8 @@ def check_class(loaded: object) -> tuple[str, str]:
             return wrong_version
         hash(loaded)
         return _wrong_names(loaded) or _wrong_attributes(loaded) or _wrong_limits(loaded), ""
-    except RAISED as error:  # such as a property of a metaclass
+    except BaseException as error:  # such as a property of a metaclass
+        pass_interrupt(error)
         return f"can't be examined: it raised {type(error).__name__}: {printable(error)}", ""
 
 
@@ -45,7 +45,8 @@ def names_of(cls: type[BaseOperation]) -> tuple[str, ...]:
     try:
         given: str | tuple[str, ...] = cls.get_impl_name()
         names = (given,) if isinstance(given, str) else tuple(given)
-    except RAISED as error:
+    except BaseException as error:
+        pass_interrupt(error)
         text = printable(error)
         raise ValueError(f"has a get_impl_name that gave no name, but {type(error).__name__}: {text}") from error
     if not names:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterator
+
+import jax
+import jax.numpy as jnp
 
 from attnops.dispatch import border
 from attnops.dispatch.attention import OperationImpl
@@ -17,7 +19,8 @@ from attnops.dispatch.plugins import CORE, Plugin, State
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, Request
-from attnops.errors import PluginError, Reason, UnsupportedError, printable
+from attnops.errors import PluginError, Reason, UnsupportedError, pass_interrupt, printable
+from attnops.sharding.call import AttentionShardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +90,19 @@ class Explanation:
         request: the request.
         chosen: what would run.
         others: all other implementations that declare that they compute attention, in `auto`'s order.
+        shardings: the partition specs that the axis rules give the call, if asked for.
     """
 
     request: AttentionRequest
     chosen: Candidate
     others: tuple[Candidate, ...]
+    shardings: AttentionShardings | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.request}", f"runs {self.chosen.name} (forward_{self.chosen.forward})"]
         lines += [f"  although {reason}" for reason in self.chosen.reasons]
         lines += [f"  {line}" for line in (self.chosen.ranked, *self.chosen.details)]
+        lines += [] if self.shardings is None else [f"  {self.shardings}"]
         over_cache = self.request.cache is not None
         lines += [f"  {self.chosen.reads}", f"  {self.chosen.steps}"] if over_cache else []
         for other in self.others:
@@ -108,7 +114,11 @@ class Explanation:
 
 
 def explain(
-    request: AttentionRequest, operation: str = "auto", metadata: OperationMetadata | None = None
+    request: AttentionRequest,
+    operation: str = "auto",
+    metadata: OperationMetadata | None = None,
+    *,
+    shardings: bool = False,
 ) -> Explanation:
     """What ``OperationRegistry.create(operation, metadata)`` would run for a request, and why not the others.
 
@@ -119,6 +129,7 @@ def explain(
         request: from an operation's ``request(query, key, value, ...)``, or made by hand.
         operation: the name given to `OperationRegistry.create`.
         metadata: its metadata; the request's platform replaces its own.
+        shardings: whether to give the partition specs of the call too, on the metadata's mesh or the current one.
 
     Raises:
         UnsupportedError: nothing can serve the request.
@@ -144,7 +155,15 @@ def explain(
     if not chosen.forward:
         problem = f": {chosen.problem}" if chosen.problem else ""
         raise UnsupportedError(f"{name} can't serve {request}{problem}", chosen.reasons)
-    return Explanation(request, chosen, tuple(sorted(candidates.values(), key=_order)))
+    specs = _shardings(request, metadata) if shardings else None
+    return Explanation(request, chosen, tuple(sorted(candidates.values(), key=_order)), specs)
+
+
+def _shardings(request: AttentionRequest, metadata: OperationMetadata) -> AttentionShardings:
+    B, T, S, K = request.batch, request.query_length, request.key_length, request.kv_heads
+    shapes = (B, T, request.heads, request.head_dim), (B, S, K, request.head_dim), (B, S, K, request.value_head_dim)
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return metadata.replace(layout="BTHD").get_shardings(*arrays, mode=request.mode)
 
 
 def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
@@ -214,8 +233,10 @@ def _operations(metadata: OperationMetadata, generation: int) -> tuple[BaseOpera
     found = []
     for _, cls in _considered():
         if cls is not None:
-            with contextlib.suppress(*border.RAISED):
+            try:
                 found.append(border.make(cls, metadata))
+            except BaseException as error:
+                pass_interrupt(error)
     return tuple(found)
 
 
@@ -224,7 +245,8 @@ def _ask(plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, me
         return _candidate(plugin, cls, request, metadata)
     except PluginError as error:
         return Candidate(plugin.name, "", problem=f"failed: {error}")
-    except border.RAISED as error:  # a class that raises must not keep the others from serving
+    except BaseException as error:  # a class that raises must not keep the others from serving
+        pass_interrupt(error)
         problem = f"failed: asking whether it serves raised {type(error).__name__}: {printable(error)}"
         return Candidate(plugin.name, "", problem=problem)
 
@@ -239,7 +261,8 @@ def find_faults(plugin: Plugin) -> list[str]:
                 _ask_all(cls, platform)
         except PluginError as error:
             faults[str(error)] = None
-        except border.RAISED as error:
+        except BaseException as error:
+            pass_interrupt(error)
             faults[f"asking it raised {type(error).__name__}: {printable(error)}"] = None
     return list(faults)
 
@@ -249,7 +272,11 @@ def find_reasons(plugin: Plugin, platform: str) -> list[Reason]:
     cls = plugin.operation_class
     if cls is None or not issubclass(cls, OperationImpl):
         return []
-    return border.make(cls, OperationMetadata(platform=platform)).reasons(_small_request(platform))
+    try:
+        return border.make(cls, OperationMetadata(platform=platform)).reasons(_small_request(platform))
+    except BaseException as error:  # `find_faults` has it
+        pass_interrupt(error)
+        return []
 
 
 def find_details(plugin: Plugin, platform: str) -> tuple[str, ...]:
@@ -258,8 +285,12 @@ def find_details(plugin: Plugin, platform: str) -> tuple[str, ...]:
     if cls is None or not issubclass(cls, OperationImpl):
         return ()
     request = _small_request(platform).replace(query_length=4096, key_length=4096, head_dim=128, value_head_dim=128)
-    operation = border.make(cls, OperationMetadata(platform=platform))
-    return () if operation.reasons(request) else border.details(operation, request)
+    try:
+        operation = border.make(cls, OperationMetadata(platform=platform))
+        return () if operation.reasons(request) else border.details(operation, request)
+    except BaseException as error:  # `find_faults` has it
+        pass_interrupt(error)
+        return ()
 
 
 def _ask_all(cls: type[BaseOperation], platform: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, SupportsFloat
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from attnops.dispatch.platforms import canonicalize_platform
 from attnops.models.configs import read, text_config
@@ -87,6 +87,10 @@ class OperationMetadata:
             set_field("mode", canonicalize_mode(self.mode))
         if self.platform is not None:
             set_field("platform", canonicalize_platform(self.platform))
+        if self.mesh is not None and not isinstance(self.mesh, (Mesh, AbstractMesh)):
+            raise ValueError(f"mesh={self.mesh!r} must be a jax.sharding.Mesh; None for the current one")
+        if not isinstance(self.axis_rules, AxisRules):
+            raise ValueError(f"axis_rules={self.axis_rules!r} must be an attnops.sharding.AxisRules")
         if self.precision is not None:
             set_field("precision", _check_precision(self.precision))
         if self.on_unsupported not in ("native", "error"):

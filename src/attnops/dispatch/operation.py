@@ -19,6 +19,7 @@ from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
 from attnops.dispatch.request import AttentionRequest, Request, dtype_name
+from attnops.dispatch.vocabulary import hint
 from attnops.errors import Reason, UnsupportedError, UnsupportedWarning
 from attnops.kernels.nograd import not_differentiable
 
@@ -293,7 +294,10 @@ class BaseOperation(abc.ABC):
         for option in options:
             if option not in known:
                 listed = sorted(known | {"mode"})
-                raise TypeError(f"{type(self).__name__} has no option {option!r}; it has {listed}")
+                advice = hint(option, listed)
+                raise TypeError(
+                    f"{type(self).__name__} has no option {option!r}; it has {listed}{advice and f'; {advice}'}"
+                )
 
 
 def forward_for(cls: type[BaseOperation], platform: str) -> str:
@@ -398,11 +402,6 @@ def _decide(asked: _Asked, request: Request, environment_key: Hashable) -> str:
         ]
     listed = "".join(f"\n  - {reason}" for reason in reasons)
     raise UnsupportedError(f"{name} can't serve {request}:{listed}", reasons)
-
-
-@functools.cache
-def warn_gathers(name: str, reason: str) -> None:
-    warnings.warn(f"{name} exchanges no keys between devices: {reason}", UnsupportedWarning, stacklevel=6)
 
 
 @functools.cache

@@ -98,6 +98,8 @@ def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
         count = jnp.einsum("kgts,skd->tkgd", sees.astype(jnp.float32), (~finite[0]).astype(jnp.float32))
         return jnp.where(count.reshape(out.shape) > 0, jnp.array(jnp.nan, out.dtype), out)
 
+    if not isinstance(finite, jax.core.Tracer):  # `lax.cond` would compile `poisoned` in each call
+        return out if finite.all() else poisoned(out)
     poisoned_out: jax.Array = lax.cond(finite.all(), lambda out: out, poisoned, out)
     return poisoned_out
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from attnops.errors import printable
+from attnops.errors import pass_interrupt, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -112,7 +112,8 @@ class Plugin:
         token = _loading.set((self.distribution, _package(self.target)))
         try:
             loaded = entry_point.load()
-        except (Exception, SystemExit) as error:  # a plugin that exits on import must not end the program
+        except BaseException as error:
+            pass_interrupt(error)
             return (
                 None,
                 f"importing {self.target} raised {type(error).__name__}: {printable(error)}",
@@ -214,6 +215,11 @@ def distribution_of(cls: type) -> str:
     """The distribution that a class belongs to: the one being loaded, else named like its top-level package."""
     distribution, package = _loading.get()
     return distribution if _package(cls.__module__) == package else normalize(_package(cls.__module__)).strip("-")
+
+
+def is_loading() -> bool:
+    """Whether this is called while a plugin is being imported."""
+    return bool(_loading.get()[0])
 
 
 def _package(target: str) -> str:

@@ -83,7 +83,7 @@ class OperationRegistry:
             try:
                 for name in names:
                     cls._register(impl_cls, distribution, name, override)
-            except Exception:  # all of its names, or none
+            except BaseException:  # all of its names, or none
                 cls._registered[:] = before
                 raise
             cls._forget()
@@ -152,7 +152,11 @@ class OperationRegistry:
 
     @classmethod
     def create(cls, impl_name: str, metadata: OperationMetadata | None = None) -> BaseOperation:
-        """Create an operation by name.
+        """Create an operation by name. Imports the distributions that have it; for ``"auto"`` all that have operations.
+
+        Create operations outside of `jax.jit`: a plugin whose import makes a context of JAX, as
+        `attnops.kernels.TraceContext` does not, has functions that were traced before, or are being traced, traced and
+        compiled again.
 
         Args:
             impl_name: the operation's name, or a canonical name.

@@ -77,8 +77,9 @@ def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows:
     if rows is None:
         return cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
     runs = rows.checked(T, cache.batch)
-    slots = jnp.clip(runs.slots, 0, cache.batch - 1)
-    return whole(jnp.asarray(cache.lengths)).at[slots].add(runs.first_counts(T, cache.batch))
+    # Not a scatter, which explicit mesh axes do not allow.
+    own = jnp.arange(cache.batch, dtype=jnp.int32)[:, None] == runs.slots
+    return whole(cache.lengths) + jnp.where(own, runs.first_counts(T, cache.batch), 0).sum(1, dtype=jnp.int32)
 
 
 def _in_bthd(layout: str, key: ArrayLike, value: ArrayLike | None) -> tuple[ArrayLike, ArrayLike | None]:

@@ -14,13 +14,15 @@ To write a kernel for the contract: `of_mask` and `of_bias` split masks and bias
 of scores, `describe` returns what is done to scores, `ragged` and `merged` adapt block maps to tiles, `folds_batch` and
 `one_by_one` are rules of `jax.vmap`, `is_differentiated` and `cotangents` are for rules of `jax.custom_vjp`.
 `FlashBackend` is the skeleton of flash attention: a kernel that implements it has the derivative and partial softmaxes
-(`attnops.softmax`).
+(`attnops.softmax`). `TraceContext` is for values of a ``with`` block that a trace depends on.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any, Final
+
+from attnops.kernels.context import TraceContext  # at once: what it makes must be there before the first trace
 
 if TYPE_CHECKING:
     from attnops.kernels.coverage import map_shape, merged, ragged
@@ -47,6 +49,7 @@ __all__ = [
     "Operands",
     "Padded",
     "Scoring",
+    "TraceContext",
     "cotangents",
     "describe",
     "elementwise_bias",

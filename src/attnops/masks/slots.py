@@ -111,9 +111,9 @@ class Slots(Mask):
 
     def arrays(self) -> tuple[jax.Array, jax.Array]:
         """The position of each slot int32 [B, S], and whether it holds a token, bool [B, S]."""
-        b = jnp.arange(self.shift.shape[0], dtype=jnp.int32)[:, None]
-        slot = jnp.arange(self.length, dtype=jnp.int32)[None]
-        number = self._number(b, slot)
+        number = jnp.arange(self.length, dtype=jnp.int32)[None]
+        if self.newest is not None:  # not indexed by row, which explicit mesh axes do not allow
+            number = jnp.where(number > self.newest[:, None], number - self.length, number)
         held = (number >= self.start[:, None]) & (number < self.stop[:, None])
         if self.exists is not None:
             held &= jnp.repeat(self.exists, self.page_size, axis=1)

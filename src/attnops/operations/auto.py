@@ -12,6 +12,7 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
 from attnops.dispatch.explain import environment_keys, pick
 from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.plugins import is_loading
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, Request
@@ -28,6 +29,12 @@ class AutoAttention(VanillaAttention):
     platform are considered. Each states by ``rank`` how good a choice it is,
     see `attnops.dispatch.ranking`.
     """
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        if not is_loading():  # a plugin's own import, which is not done
+            # Now, and not in the first call, which may be traced: an import may change what JAX's caches are keyed by.
+            OperationRegistry.plugins(load=True)
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:

@@ -34,6 +34,7 @@ class VanillaAttention(OperationImpl):
     """
 
     computes: ClassVar[str | None] = ATTENTION
+    is_partitioned: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None, linear_memory=False, symbolic=SYMBOLIC)}
 
     @classmethod

@@ -21,7 +21,7 @@ from attnops.sharding.placing import (
     explicit_names,
     mapped_names,
     mesh_of_types,
-    own_entry,
+    placed_entry,
     resharded,
 )
 from attnops.sharding.rules import AxisRules, MeshAxes
@@ -91,7 +91,8 @@ def find_boundary(
     """How a call is sharded; None without a mesh, or where it shards nothing.
 
     A forward can't compute with arrays whose types name mesh axes, so that with explicit axes there is always a
-    boundary. Explicit axes that the rules don't name shard batch and heads as they do those of the query.
+    boundary. Axes that the rules don't name shard batch and heads as they do those of the query, where its type or,
+    outside of `jax.jit`, its placement says so.
 
     Args:
         mesh: the metadata's; None for the current mesh, or else that of the arrays' types.
@@ -120,9 +121,10 @@ def find_boundary(
     spec = rules.spec([BATCH, HEAD], mode=request.mode)
     batch, heads = dividing(spec[0], request.batch), dividing(spec[1], request.heads)
     kv_heads = dividing(rules.spec([BATCH, KV_HEAD], mode=request.mode)[1], request.kv_heads)
-    if is_explicit and arrays:
-        known = {name for axis in (BATCH, HEAD, KV_HEAD, QUERY_LENGTH, KV_LENGTH) for name in of(axis)}
-        of_batch, of_heads = (tuple(x for x in own_entry(arrays[0], axis) if x not in known) for axis in (0, 2))
+    known = {name for axis in (BATCH, HEAD, KV_HEAD, QUERY_LENGTH, KV_LENGTH) for name in of(axis)}
+    if arrays:
+        entries = (placed_entry(arrays[0], axis, chosen) for axis in (0, 2))
+        of_batch, of_heads = (tuple(name for name in entry if name not in known) for entry in entries)
         batch = batch or dividing(of_batch, request.batch)
         if heads is None:
             heads, kv_heads = dividing(of_heads, request.heads), dividing(of_heads, request.kv_heads)
@@ -142,6 +144,25 @@ def find_boundary(
         lengths=lengths,
         results=_results(dividing, of, request, batch, heads) if is_explicit else {},
     )
+
+
+def unnamed_axes(mesh: MeshLike | None, rules: AxisRules, mode: str, boundary: Boundary | None) -> dict[str, int]:
+    """The axes of a call's mesh, and their sizes, that shard nothing and that no rule names.
+
+    Args:
+        mesh: see `find_boundary`.
+        rules: see `find_boundary`.
+        mode: the runtime mode.
+        boundary: of the call.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    chosen = boundary.mesh if boundary is not None else mesh if ambient.empty else ambient
+    if chosen is None:
+        return {}
+    known = manual_axes() | rules.names(mode)
+    if boundary is not None:
+        known |= {*get_names_from_partition_spec((boundary.batch, boundary.heads))}
+    return {name: size for name, size in chosen.shape.items() if size > 1 and name not in known}
 
 
 def find_cached_boundary(

@@ -33,6 +33,11 @@ class AttentionShardings:
     layout: str = "BTHD"
     mesh: MeshLike | None = None
 
+    def __str__(self) -> str:
+        names = ("query", "key", "value", "output", "logsumexp")
+        specs = ", ".join(f"{name} {tuple(getattr(self, name))}" for name in names)
+        return f"sharded over the mesh {None if self.mesh is None else dict(self.mesh.shape)}: {specs}"
+
     @property
     def output(self) -> PartitionSpec:
         """[B, T, H, Dv]; with ``layout="BHTD"`` [B, H, T, Dv]."""

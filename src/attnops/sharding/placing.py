@@ -63,7 +63,7 @@ def placed(x: Leaf, spec: PartitionSpec, mesh: MeshLike) -> Leaf:
 
 def resharded(x: jax.Array, spec: PartitionSpec, mesh: MeshLike) -> jax.Array:
     """An array resharded to the explicit axes of ``spec``."""
-    return jax.sharding.reshard(x, NamedSharding(mesh, _of_axes(spec, explicit_names(mesh))))  # type: ignore[no-any-return]
+    return jax.sharding.reshard(x, NamedSharding(mesh, of_axes(spec, explicit_names(mesh))))  # type: ignore[no-any-return]
 
 
 def own_entry(x: Leaf, axis: int) -> tuple[str, ...]:
@@ -72,6 +72,19 @@ def own_entry(x: Leaf, axis: int) -> tuple[str, ...]:
         return ()
     spec = jax.typeof(x).sharding.spec
     entry = spec[axis] if axis < len(spec) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def placed_entry(x: Leaf, axis: int, mesh: MeshLike) -> tuple[str, ...]:
+    """The axes of a mesh that shard a dimension: by the array's type, else by its placement."""
+    if found := own_entry(x, axis):
+        return found
+    array = concrete(x)
+    if array is None or array.shape != x.shape or not isinstance(sharding := array.sharding, NamedSharding):
+        return ()
+    if dict(sharding.mesh.shape) != dict(mesh.shape) or axis >= len(sharding.spec):
+        return ()
+    entry = sharding.spec[axis]
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -97,7 +110,7 @@ def mapped_names(arrays: Iterable[Leaf]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _of_axes(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+def of_axes(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     """``spec`` restricted to some mesh axes."""
     entries = []
     for entry in spec:

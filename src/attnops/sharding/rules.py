@@ -115,6 +115,10 @@ class AxisRules:
             return rule if isinstance(override, Override) else override
         return rule
 
+    def names(self, mode: str = MODE_TRAIN) -> frozenset[str]:
+        """All mesh axes that a rule names, in a runtime mode."""
+        return frozenset(name for axis in _FIELDS for name in _names(self.mesh_axes(axis, mode)))
+
     def spec(
         self,
         axes: ShardingAxes | Sequence[SemanticAxis],

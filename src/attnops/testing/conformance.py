@@ -45,8 +45,9 @@ class OperationConformance:
         platform: see `OperationMetadata`; None for this machine's.
         interpret: whether to run kernels in their language's interpreter.
         mode: the runtime mode; gradients are checked in "train" only.
-        block: queries and keys a tile, small so that small problems have several. Lengths are 2.5 times it, except
-            in features that change lengths, and for kernels whose lengths must be multiples of a larger number.
+        block: queries and keys a tile, small so that small problems have several. Lengths are 2.5 times it,
+            1.5 times in quick tests of interpreted kernels, except in features that change lengths, and for kernels
+            whose lengths must be multiples of a larger number.
         dtype: of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
         metadata: further fields of the metadata; features that set the same field take precedence.
         refuses: the names of the features and behaviours ("export", "second derivative") that it refuses, and no

@@ -150,6 +150,16 @@ def _ancestors_at(B: int, H: int, T: int, S: int) -> ExpectedMask:
     return ExpectedMask(mask, _descends(parents, committed, S))
 
 
+def both_masks(a: MaskCase, b: MaskCase) -> MaskCase:
+    """The case whose mask is ``a & b``."""
+
+    def both(B: int, H: int, T: int, S: int) -> ExpectedMask:
+        (one, x), (other, y) = a(B, H, T, S), b(B, H, T, S)
+        return ExpectedMask(one & other, x & y)
+
+    return both
+
+
 def _third(b: Array, h: Array, q: Array, kv: Array) -> Array:
     return (b + h + q + 2 * kv) % 3 != 0
 
@@ -158,9 +168,7 @@ def _function(B: int, H: int, T: int, S: int) -> ExpectedMask:
     return ExpectedMask(MaskFn(_third), _third(*np.ogrid[:B, :H, :T, :S]))
 
 
-def _and(B: int, H: int, T: int, S: int) -> ExpectedMask:
-    (a, x), (b, y) = _causal(B, H, T, S), _segments(B, H, T, S)
-    return ExpectedMask(a & b, x & y)
+_and = both_masks(_causal, _segments)
 
 
 def _or(B: int, H: int, T: int, S: int) -> ExpectedMask:

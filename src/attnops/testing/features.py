@@ -14,7 +14,7 @@ import numpy as np
 from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.masks import Mask
-from attnops.testing.feature_masks import MASKS, PADDINGS, TRACED_MASKS, MaskCase, Padding
+from attnops.testing.feature_masks import MASKS, PADDINGS, TRACED_MASKS, MaskCase, Padding, both_masks
 from attnops.testing.fit import Fit
 from attnops.testing.problem import Problem
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Array biases, by the dimensions that they have: the others are 1.
 ARRAY_BIASES: Final = ("BHTS", "HTS", "TS", "S", "T", "BS")
 # Fields of `Spec` that a feature may derive from those of the plain problem.
-_DERIVED: Final = frozenset({"K", "Dv"})
+_DERIVED: Final = frozenset({"K", "Dv", "T", "S"})
 # exp of it overflows float32, but the softmax is still accurate.
 _LARGE: Final = 150
 
@@ -189,7 +189,7 @@ class Feature:
 
     Attributes:
         name: in tables.
-        group: features of one group exclude each other.
+        group: features of one group exclude each other, except masks, which are joined by ``&``.
         changes: fields of `Spec`; a function gives a field for the plain problem.
         trivial: whether other features hold trivially with it, so that a problem with it does not test pairs of others.
         cost: its time in a kernel language's interpreter, as a multiple of the plain problem's.
@@ -208,10 +208,10 @@ def _features() -> Iterable[Feature]:
     yield Feature("mixed dtypes", "runtime_dtype", {"mixed": True})
     yield Feature("GQA", "heads", {"K": lambda plain: max(1, plain.H // 2)})
     yield Feature("MQA", "heads", {"K": 1})
-    yield Feature("T < S", "lengths", {"T": (1, 0.35), "S": (2, 0.85)})
-    yield Feature("T > S", "lengths", {"T": (2, 0.85), "S": (1, 0.35)})
-    yield Feature("T = 1", "lengths", {"T": (0, 1), "S": (2, 0.5)}, trivial=True)
-    yield Feature("odd lengths", "lengths", {"T": (2, 5)})
+    yield Feature("T < S", "lengths", {"T": (1, 0.35), "S": lambda plain: (plain.T[0], 0.85)})
+    yield Feature("T > S", "lengths", {"T": lambda plain: (plain.T[0], 0.85), "S": (1, 0.35)})
+    yield Feature("T = 1", "lengths", {"T": (0, 1), "S": lambda plain: plain.T}, trivial=True)
+    yield Feature("odd lengths", "lengths", {"T": lambda plain: (plain.T[0], 5)})
     yield Feature("D ≠ Dv", "head_dim", {"Dv": lambda plain: plain.D * 3 // 2 if plain.D < 128 else plain.D // 2})
     yield Feature("head_dim 80", "head_dim", {"D": 80})
     yield Feature("head_dim 256", "head_dim", {"D": 256}, cost=2)
@@ -249,10 +249,12 @@ def combine(names: Iterable[str], block: int = 16, fit: Fit | None = None) -> Sp
         fit: the plain problem, whose block is used. None: the default one, in tiles of ``block``.
 
     Raises:
-        ValueError: a name is unknown, or two features are of one group.
+        ValueError: a name is unknown, or two features are of one group that is not "mask".
     """
     fit = Fit(block=block) if fit is None else fit
-    plain = Spec(block=fit.block, multiple=fit.multiple, B=fit.B, H=fit.H, K=fit.H, D=fit.D, dtype=fit.dtype)
+    plain = Spec(
+        block=fit.block, multiple=fit.multiple, T=(fit.tiles, 0.5), B=fit.B, H=fit.H, K=fit.H, D=fit.D, dtype=fit.dtype
+    )
     changes: dict[str, Any] = {}
     groups: dict[str, str] = {}
     for name in names:
@@ -261,9 +263,12 @@ def combine(names: Iterable[str], block: int = 16, fit: Fit | None = None) -> Sp
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the features are {list(FEATURES)}"
             raise ValueError(f"feature {name!r} is unknown; {hint}")
         feature = FEATURES[name]
-        if feature.group in groups:
+        new = dict(feature.changes)
+        if feature.group == "mask" and "mask" in changes:
+            new["mask"] = both_masks(changes["mask"], new["mask"])
+        elif feature.group in groups:
             other = groups[feature.group]
             raise ValueError(f"features {other!r} and {name!r} exclude each other: both set the {feature.group}")
         groups[feature.group] = name
-        changes |= {field: x(plain) if callable(x) and field in _DERIVED else x for field, x in feature.changes.items()}
+        changes |= {field: x(plain) if callable(x) and field in _DERIVED else x for field, x in new.items()}
     return dataclasses.replace(plain, **changes)

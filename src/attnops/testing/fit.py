@@ -22,8 +22,10 @@ class Fit:
     """The plain problem of a kernel.
 
     Attributes:
-        block: queries, and keys, a tile; lengths are 2.5 times it, rounded down to a multiple of ``multiple``.
+        block: queries, and keys, a tile.
         multiple: of which lengths must be multiples.
+        tiles: whole tiles of queries, and of keys; half a tile more is the length, rounded down to a multiple of
+            ``multiple``.
         B: batch.
         H: heads, as many as kv heads.
         D: head_dim of query, key and value.
@@ -32,6 +34,7 @@ class Fit:
 
     block: int = 16
     multiple: int = 1
+    tiles: int = 2
     B: int = 2
     H: int = 4
     D: int = 16

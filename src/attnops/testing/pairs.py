@@ -10,7 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from attnops.testing.features import FEATURES, Feature, combine
+from attnops.testing.feature_masks import TRACED_MASKS
+from attnops.testing.features import FEATURES, combine
 from attnops.testing.fit import Fit
 
 # The most features in one problem, so that each still has an effect.
@@ -59,18 +60,20 @@ def all_pairs(names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
 def rows_of_each() -> tuple[tuple[str, ...], ...]:
     """Combinations in which every feature occurs once, as few as the largest group allows and equally costly.
 
-    Features that make others hold trivially have a row of their own.
+    A row has at most two masks, joined by ``&``, either of which hides what the other shows. Features that make others
+    hold trivially have a row of their own.
     """
     order = list(FEATURES)
     sizes = collections.Counter(feature.group for feature in FEATURES.values())
+    sizes["mask"] = -(-sizes["mask"] // 2)
     rows: list[list[str]] = [[] for _ in range(max(sizes.values()))]
-    # The largest group first, one a row; of the others, the costliest first.
+    # The largest group first; of the others, the costliest first.
     for name in sorted(changing(), key=lambda name: (-sizes[FEATURES[name].group], -FEATURES[name].cost)):
         if FEATURES[name].trivial:
             rows.append([name])
             continue
         shown = [row for row in rows if COMPANIONS.get(name) in row]
-        free = (row for row in shown or rows if all(_combine(FEATURES[name], FEATURES[other]) for other in row))
+        free = (row for row in shown or rows if _combine([*row, name]))
         row = min(free, key=lambda row: sum(FEATURES[other].cost for other in row), default=None)
         if row is None:
             rows.append(row := [])
@@ -78,19 +81,35 @@ def rows_of_each() -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(sorted(row, key=order.index)) for row in rows)
 
 
-def _combine(a: Feature, b: Feature) -> bool:
-    """Whether both still act in one problem."""
-    if a.group == b.group or a.trivial or b.trivial:
+def _combine(row: Sequence[str]) -> bool:
+    """Whether the last of these features may join the others in one problem, in which all still act."""
+    *others, new = (FEATURES[name] for name in row)
+    groups = collections.Counter(feature.group for feature in others)
+    masks = [feature for feature in (*others, new) if feature.group == "mask"]
+    if (
+        new.trivial
+        or any(feature.trivial for feature in others)
+        or groups[new.group] >= (2 if new.group == "mask" else 1)
+    ):
         return False
-    if any(x.name in EXTREME and y.group in OF_SCORES for x, y in ((a, b), (b, a))):
+    # A mask whose arrays are arguments of the program would make another's arguments too.
+    if len({feature.name in TRACED_MASKS for feature in masks}) > 1:
         return False
-    if {a.group, b.group} != {"mask", "padding"}:
+    if any(x.name in EXTREME and y.group in OF_SCORES for other in others for x, y in ((other, new), (new, other))):
+        return False
+    if new.group not in ("mask", "padding"):
         return True
-    # Neither may hide all that the other hides.
-    shape = 2, 2, 40, 40
-    one, other = (np.broadcast_to(x.changes[x.group](*shape).visible, shape) for x in (a, b))
-    seen = one & other
-    return bool(seen.any() and (one != seen).any() and (other != seen).any())
+    # None may hide all that the others hide.
+    shape = 2, 2, 24, 24
+    seen = [
+        np.broadcast_to(feature.changes[feature.group](*shape).visible, shape)
+        for feature in (*others, new)
+        if feature.group in ("mask", "padding")
+    ]
+    without = [np.logical_and.reduce([x for x in seen if x is not one] or [np.ones(shape, bool)]) for one in seen]
+    return bool(
+        np.logical_and.reduce(seen).any() and all((x & ~one).any() for x, one in zip(without, seen, strict=True))
+    )
 
 
 def sampled_pairs(names: Iterable[str] | None = None) -> list[tuple[str, str]]:

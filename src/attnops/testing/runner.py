@@ -20,7 +20,7 @@ from attnops.dispatch.platforms import find_platform
 from attnops.dispatch.plugins import CORE
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest
-from attnops.errors import Reason, UnsupportedError
+from attnops.errors import Reason, UnsupportedError, pass_interrupt
 from attnops.sharding.modes import MODE_TRAIN
 from attnops.testing.features import combine
 from attnops.testing.fit import DTYPES, Fit, find_fit
@@ -70,7 +70,8 @@ def attempt(name: str, check: Callable[[], None]) -> Outcome:
         return Outcome(name, Status.NOT_RUN, str(error))
     except AssertionError as error:
         return Outcome(name, Status.WRONG, str(error) or "an assertion failed")
-    except Exception as error:
+    except BaseException as error:
+        pass_interrupt(error)
         return Outcome(name, Status.WRONG, f"{type(error).__name__}: {error}", type(error).__name__)
     return Outcome(name, Status.RIGHT)
 
@@ -232,9 +233,13 @@ class Subject:
         return copy
 
     def small(self, heads: int) -> Subject:
-        """The same with fewer heads, where the operation serves any number of them."""
+        """The same with fewer heads, where the operation serves any number of them, and fewer tiles if interpreted.
+
+        An interpreter's time grows with heads and tiles; 1.5 tiles have empty, partial and full ones and a ragged end.
+        """
         copy = dataclasses.replace(self)
-        vars(copy)["fit"] = dataclasses.replace(self.fit, H=heads) if self.fit.H == Fit.H else self.fit
+        H = heads if self.fit.H == Fit.H else self.fit.H
+        vars(copy)["fit"] = dataclasses.replace(self.fit, H=H, tiles=1 if self.interpret else self.fit.tiles)
         return copy
 
     @property

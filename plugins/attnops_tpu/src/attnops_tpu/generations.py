@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 
 import jax
 
+from attnops.kernels import TraceContext
+
 
 class Generation(NamedTuple):
     """The properties of a generation that tile sizes depend on.
@@ -55,7 +57,7 @@ _KINDS: Final = {
 }
 
 # Part of the key of JAX's cache of compiled functions.
-_TARGET = jax.make_user_context(default_value=None)
+_TARGET: TraceContext[str | None] = TraceContext("attnops-tpu:target", None)
 
 
 @contextlib.contextmanager

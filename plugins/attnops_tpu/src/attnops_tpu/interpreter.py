@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 
+from attnops.kernels import TraceContext
+
 # Part of the key of JAX's cache of compiled functions.
-_RACES = jax.make_user_context(default_value=False)
+_RACES: TraceContext[bool] = TraceContext("attnops-tpu:races", False)
 
 
 def interpret_params(interpret: bool) -> Any:
@@ -20,6 +22,7 @@ def interpret_params(interpret: bool) -> Any:
     from jax.experimental.pallas import tpu as pltpu
 
     _allow_in_checkpoint()
+    jax.monitoring.record_event("/attnops/kernel/interpreted")
     return pltpu.InterpretParams(detect_races=_RACES.value, uninitialized_memory="nan", out_of_bounds_reads="raise")
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-import jax
+from attnops.kernels import TraceContext
 
 # The targets for which every entry of the table of tile sizes was compiled, and the bytes of shared memory that one
 # program may use.
@@ -41,7 +41,7 @@ CDNA: Final = ("gfx90a", "gfx942", "gfx950")
 TENSOR_MEMORY: Final = ("sm_100", "sm_103")
 
 # Part of the key of JAX's cache of traced functions.
-_TARGET = jax.make_user_context(default_value="")
+_TARGET: TraceContext[str] = TraceContext("attnops-triton:target", "")
 
 
 def current() -> str:

@@ -7,9 +7,8 @@ import os
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Final
 
-import jax
-
 from attnops import AttentionRequest
+from attnops.kernels import TraceContext
 from attnops_triton import tuned
 from attnops_triton.flash.plan import Tiles
 from attnops_triton.language import compat
@@ -21,7 +20,7 @@ CALLS: Final = {True: "attnops-triton:flash, backward", False: "attnops-triton:f
 OF_CUDNN: Final = {True: "attnops:sdpa, backward", False: "attnops:sdpa, forward"}
 
 # Part of the key of JAX's cache of traced functions.
-_TRIED = jax.make_user_context(default_value=())
+_TRIED: TraceContext[tuple[()] | tuple[str, Tiles]] = TraceContext("attnops-triton:tiles", ())
 
 
 def environment() -> Hashable:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import jax
+from attnops.kernels import TraceContext
 
 # Part of the key of JAX's cache of traced functions.
-_UNORDERED = jax.make_user_context(default_value=False)
+_UNORDERED: TraceContext[bool] = TraceContext("attnops-triton:unordered", False)
 
 
 def is_unordered() -> bool:

@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Any, Final
 
+import jax
+
 from attnops_triton import versions
 from attnops_triton.language import store
 from attnops_triton.language.source import Kernel
@@ -168,6 +170,7 @@ def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
 
     from attnops_triton.language.compat import jit
 
+    jax.monitoring.record_event("/attnops/kernel/compiled")
     kernel, arch = recipe.kernel, recipe.arch
     if kernel.gluon:
         from triton.experimental.gluon._runtime import GluonASTSource

@@ -108,6 +108,14 @@ def _lower(
     return rule(context, *operands, opaque=opaque)
 
 
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "a kernel for GPUs was compiled for the CPU: OperationMetadata(interpret=True) runs it in an interpreter, "
+        "platform=None takes this machine's kernels, and jax.export compiles for a GPU that is elsewhere"
+    )
+
+
+mlir.register_lowering(_call, _refuse, platform="cpu")
 for _platform in _WARP:
     mlir.register_lowering(_call, functools.partial(_lower, _platform), platform=_platform)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from attnops.kernels import equally_varying
+from attnops.kernels import TraceContext, equally_varying
 from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import Plan, Tiles
 from attnops_triton.flash.sizes import divisible
@@ -28,7 +28,7 @@ AnyPlan: TypeAlias = Plan | RaggedPlan
 AnyTiles: TypeAlias = Tiles | RaggedTiles
 
 # Part of the key of JAX's cache of traced functions, so that each recording traces again.
-_RECORD = jax.make_user_context(default_value=None)
+_RECORD: TraceContext[Recording | None] = TraceContext("attnops-triton:recording", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +108,7 @@ def launch_any(
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
     run: Function
     if plan.interpret:
+        jax.monitoring.record_event("/attnops/kernel/interpreted")
         run = functools.partial(interpreted, kernel, integers, shapes, programs, dtypes, aliases=pairs)
     else:
         run = functools.partial(triton_call, recipe, integers, shapes, programs, aliases=pairs)

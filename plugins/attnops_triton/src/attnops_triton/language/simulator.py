@@ -3,8 +3,8 @@
 It has the parts of Gluon that kernels of `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell` use.
 Products and copies run when they are waited for, so that a buffer that is read before it is ready or written before it
 is free gives wrong numbers. Products in tensor memory run in the order in which they were issued, and raise if what
-they read was not there yet; what they write is NaN from when they are issued. A partition that waits for a barrier in
-vain raises after a while. Shared memory and tensor memory are NaN at first.
+they read was not there yet; what they write is NaN from when they are issued. When all partitions wait for barriers,
+which none can arrive at any more, they raise. Shared memory and tensor memory are NaN at first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from attnops_triton.language.source import Kernel
 if TYPE_CHECKING:
     from attnops.typing import NumpyArray
 
-# Seconds that a partition waits for another before it is taken for blocked.
-PATIENCE: Final = 60.0
 # Whether products in tensor memory run when they are issued, as they may too, rather than when they are waited for.
 EAGER: Final = False
 _DTYPES: Final = {
@@ -178,7 +176,33 @@ class Machine:
         self.changed = threading.Condition()
         self.running = threading.local()
         self.failures: list[BaseException] = []
+        # How many partitions have not ended, and those that wait, as nothing has changed since they looked.
+        self.partitions = 1
+        self.waiting: set[int] = set()
         self.issued: list[TensorProduct] = []
+
+    def wake(self) -> None:
+        """Let those that wait look again; the caller holds the lock."""
+        self.waiting.clear()
+        self.changed.notify_all()
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Wait until something is over.
+
+        Raises:
+            TimeoutError: all other partitions wait too, or have ended.
+            RuntimeError: another partition failed.
+        """
+        with self.changed:
+            while not is_over():
+                if self.failures:
+                    raise RuntimeError("another partition failed")
+                self.waiting.add(threading.get_ident())
+                if len(self.waiting) == self.partitions:
+                    raise TimeoutError("a partition waits for a barrier that no other arrives at")
+                self.changed.wait()
+            if self.failures:
+                raise RuntimeError("another partition failed")
 
     def products(self) -> list[Product]:
         """Those of this partition that were not waited for."""
@@ -218,13 +242,18 @@ class Machine:
             except BaseException as error:
                 with self.changed:
                     self.failures.append(error)
-                    self.changed.notify_all()
+            finally:
+                with self.changed:
+                    self.partitions -= 1
+                    self.wake()
 
+        self.partitions = len(calls)
         threads = [threading.Thread(target=run, args=call) for call in calls]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        self.partitions = 1
         if self.failures:
             raise self.failures[0]
 
@@ -278,7 +307,7 @@ class Machine:
         if EAGER:
             while barrier[1].copies:
                 barrier[1].copies.pop(0)()
-        self.changed.notify_all()
+        self.wake()
 
     def language(self) -> dict[str, Any]:
         """What the text of kernels refers to, with the names of Gluon."""
@@ -377,7 +406,7 @@ def _async_load(source: _Map, corner: list[Any], barrier: tuple[Machine, SimpleN
 
     with machine.changed:
         state.copies.append(copy)
-        machine.changed.notify_all()
+        machine.wake()
 
 
 def _copy(target: _Map, corner: list[Any], source: Shared, add: bool) -> None:
@@ -409,7 +438,7 @@ def _settle(machine: Machine, state: SimpleNamespace) -> None:
         raise RuntimeError("a barrier had more arrivals than it counts in a phase")
     if state.pending == 0 and state.bytes == 0 and not state.copies:
         state.phase, state.pending = state.phase + 1, state.count
-        machine.changed.notify_all()
+        machine.wake()
 
 
 def _wait(barrier: tuple[Machine, SimpleNamespace], parity: Any) -> None:
@@ -419,14 +448,9 @@ def _wait(barrier: tuple[Machine, SimpleNamespace], parity: Any) -> None:
     def is_over() -> bool:
         while state.copies:
             state.copies.pop(0)()
-        return bool(machine.failures) or state.phase % 2 != int(parity)
+        return bool(state.phase % 2 != int(parity))
 
-    with machine.changed:
-        over = machine.changed.wait_for(is_over, PATIENCE)
-        if machine.failures:
-            raise RuntimeError("another partition failed")
-        if not over:
-            raise TimeoutError("a partition waits for a barrier that no other arrives at")
+    machine.wait(is_over)
 
 
 def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Tensor:

@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-import jax
-
+from attnops.kernels import TraceContext
 from attnops_triton.flash.plan import cdiv
 from attnops_triton.flash.tile_sizes import known
 from attnops_triton.ragged.plan import RaggedTiles
@@ -27,7 +26,7 @@ _LEAST_ROWS: Final = 16
 _SMALL: Final = 100 << 10
 
 # Part of the key of JAX's cache of traced functions.
-_SPLITS = jax.make_user_context(default_value=0)
+_SPLITS: TraceContext[int] = TraceContext("attnops-triton:splits", 0)
 
 
 def current_splits() -> int:

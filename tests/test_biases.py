@@ -42,6 +42,7 @@ def test_alibi_equals_the_oracle(T, S):
     assert expected[0, 0, -1, -1] == 0  # the last query stands at the last key
 
 
+@pytest.mark.slow
 def test_buckets_are_those_of_t5():
     """Made by transformers 5.23: T5Attention._relative_position_bucket(distance, bidirectional, 8, 16)."""
     distance = np.array([-40, -16, -9, -6, -5, -3, -2, -1, 0, 1, 2, 3, 5, 6, 9, 16, 40])
@@ -58,6 +59,7 @@ BEHIND = [7, 7, 6, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 @pytest.mark.parametrize(("T", "S"), [(40, 40), (20, 150), (150, 20)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("buckets", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.tier(quick=["8-False-40-40", "8-False-20-150", "8-False-150-20"])
 def test_relative_position_equals_the_oracle(T, S, bidirectional, buckets):
     table = np.random.default_rng(0).normal(size=(buckets, 3)).astype(np.float32)
     bias = RelativePosition(jnp.asarray(table), bidirectional=bidirectional, max_distance=64)
@@ -71,6 +73,8 @@ def test_relative_position_equals_the_oracle(T, S, bidirectional, buckets):
 @pytest.mark.parametrize(
     ("T", "S"), [(17, 53), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((40, 40), (53, 17)))]
 )
+@pytest.mark.slow
+@pytest.mark.tier(every=2)
 def test_gradients_of_structured_biases_equal_the_oracle(operation, kind, T, S):
     rng = np.random.default_rng(T)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
@@ -90,6 +94,7 @@ def test_a_bias_is_a_pytree_of_its_arrays():
     assert jax.tree.unflatten(*reversed(jax.tree.flatten(RelativePosition(0.0, max_distance=9)))).max_distance == 9
 
 
+@pytest.mark.slow
 def test_parameters_may_be_lists():
     q = jnp.ones((1, 4, 2, 8))
     slopes, table = [0.5, 0.25], [[0.1 * i, 0.2] for i in range(8)]
@@ -99,6 +104,7 @@ def test_parameters_may_be_lists():
         np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.slow
 def test_a_bias_may_be_subclassed():
     class Named(ALiBi):
         """Neither a dataclass of its own, nor with fields of its own."""
@@ -157,6 +163,7 @@ def test_impossible_biases_are_refused_with_a_reason():
         strict(q, q, q, bias=ALiBi(jnp.ones(2)))
 
 
+@pytest.mark.slow
 def test_relative_position_under_strict_promotion():
     table = jnp.arange(8, dtype=jnp.float32).reshape(8, 1)
     expected = RelativePosition(table).bind(1, 1, 3, 3).by_distance(1, 3, 3)

@@ -13,6 +13,7 @@ PAGES = {page.name: re.findall(r"^```python\n(.*?)^```", page.read_text(encoding
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
+@pytest.mark.tier(every=5)
 def test_the_examples_of_a_page_run_from_top_to_bottom(page: str) -> None:
     names = {"__name__": page}
     for block in PAGES[page]:
@@ -34,6 +35,7 @@ def test_pages_name_sections_that_are_there(monkeypatch) -> None:
         assert re.search(rf"^#+ {re.escape(m['title'])}$", document, re.MULTILINE), m[0]
 
 
+@pytest.mark.slow
 def test_every_picture_is_of_a_mask() -> None:
     pictures = runpy.run_path(str(DOCS / "pictures.py"))
     assert len({str(pictures["mask_of"](expression)) for expression in pictures["MASKS"].values()}) == 10

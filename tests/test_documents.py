@@ -126,6 +126,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("title", [title for title, (_, package) in PATHS.items() if importlib.util.find_spec(package)])
+@pytest.mark.tier(every=2, quick=["`flash` on a TPU"])
 def test_a_call_takes_the_steps_in_the_order_that_contributing_says(title: str) -> None:
     op = PATHS[title][0]()
     x = jax.ShapeDtypeStruct((2, 72, 2, 8), jnp.float32)
@@ -146,6 +147,7 @@ def test_a_call_takes_the_steps_in_the_order_that_contributing_says(title: str) 
 @pytest.mark.parametrize(
     ("title", "name"), [("A call over a cache", "vanilla"), ("`flash` over a cache, in place", "flash")]
 )
+@pytest.mark.slow
 def test_a_call_over_a_cache_takes_the_steps_in_the_order_that_contributing_says(title: str, name: str) -> None:
     op = OperationRegistry.create(f"attnops:{name}", OperationMetadata(platform="cpu"))
     table = np.arange(8).reshape(2, 4)
@@ -178,6 +180,7 @@ def test_the_plugin_api_is_one_list() -> None:
     assert f"api_version = {operation.API_VERSION}`" in section("The plugin API")
 
 
+@pytest.mark.slow
 def test_plugins_import_names_of_the_list_alone() -> None:
     sources = [*ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("examples/plugin/*.py")]
     found = {

@@ -19,6 +19,7 @@ def test_equals_the_oracles_arithmetic(impl):
     np.testing.assert_array_equal(dropout_mask(raw, 0.3, shape), dropout_mask(key, 0.3, shape))
 
 
+@pytest.mark.slow
 def test_a_tile_is_a_part_of_the_whole():
     key = jax.random.key(1)
     whole = dropout_mask(key, 0.5, (2, 4, 32, 64))
@@ -27,6 +28,7 @@ def test_a_tile_is_a_part_of_the_whole():
     np.testing.assert_array_equal(tile, whole[1, 3, 8:16, 48:])
 
 
+@pytest.mark.slow
 def test_a_shifted_key_is_of_a_part():
     key = jax.random.key(1)
     whole = dropout_mask(key, 0.5, (3, 4, 32, 64))
@@ -36,6 +38,7 @@ def test_a_shifted_key_is_of_a_part():
     np.testing.assert_array_equal(apart, whole[:, :, 1:29:4, 2:62:3])
 
 
+@pytest.mark.slow
 def test_the_mask_is_the_same_in_every_version():
     """The mask must never change between versions: models that are trained on would diverge from their past."""
     mask = np.asarray(dropout_mask(jax.random.key(0), 0.5, (1, 1, 4, 8)))[0, 0]
@@ -84,6 +87,7 @@ def test_under_vmap_each_slice_draws_by_its_own_key():
 
 
 @pytest.mark.parametrize("mode", ["decode", "prefill", "insert"])
+@pytest.mark.tier(quick=["prefill"])
 def test_outside_training_a_key_is_optional_and_counts(mode):
     operation = OperationRegistry.create("vanilla", OperationMetadata(dropout_prob=0.5, mode=mode))
     q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 64, 2, 4))

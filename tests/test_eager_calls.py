@@ -78,6 +78,8 @@ def check(out: jax.Array, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+@pytest.mark.tier(every=4)
 def test_flash_compiles_once_for_all_numbers_of_a_kind(kind: str, compiled: list[str]) -> None:
     operation = OperationRegistry.create("attnops:flash", OperationMetadata(block_q=16, block_k=16))
     calls = [KINDS[kind](i) for i in range(CALLS)]
@@ -90,6 +92,7 @@ def test_flash_compiles_once_for_all_numbers_of_a_kind(kind: str, compiled: list
             check(outs[i], **calls[i][1])
 
 
+@pytest.mark.slow
 def test_what_scores_become_by_functions_with_other_numbers(compiled: list[str]) -> None:
     operation = OperationRegistry.create("attnops:flash", OperationMetadata())
     q, k, _ = operands()
@@ -99,6 +102,7 @@ def test_what_scores_become_by_functions_with_other_numbers(compiled: list[str])
         check(out, bias=scores * (i / 100) - scores + J * (i / 1000))
 
 
+@pytest.mark.slow
 def test_gradients_share_programs_too(compiled: list[str]) -> None:
     operation = OperationRegistry.create("attnops:flash", OperationMetadata())
     q, k, v = operands()
@@ -128,6 +132,9 @@ def test_bfloat16_is_the_same_to_the_bit_eager_and_compiled(scale: float) -> Non
 
 @pytest.mark.parametrize("name", ["vanilla", "sdpa"])
 @pytest.mark.parametrize("kind", ["softmax scale", "soft cap", "window", "offset", "function of a mask"])
+@pytest.mark.tier(
+    quick=["soft cap-vanilla", "soft cap-sdpa", "offset-vanilla", "offset-sdpa", "function of a mask-sdpa"]
+)
 def test_operations_that_are_not_compiled_compile_no_number(name: str, kind: str, compiled: list[str]) -> None:
     if (name, kind) == ("sdpa", "soft cap"):
         return
@@ -179,6 +186,7 @@ def test_under_a_mesh_a_call_with_other_arrays_compiles_nothing(name: str, kind:
         np.testing.assert_allclose(out.attention_outputs, reference.attention_outputs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_under_a_mesh_gradients_of_other_arrays_compile_nothing(compiled: list[str]) -> None:
     operation, (q, k, v) = of_two("vanilla"), operands()
 
@@ -211,6 +219,7 @@ def test_under_a_mesh_other_numbers_and_structures_are_other_programs(options: l
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_is_set_runs_on_its_own_devices_after_another_of_its_shape() -> None:
     operation, x = OperationRegistry.create("attnops:vanilla"), [np.asarray(x) for x in operands()]
     expected = operation(*x).attention_outputs
@@ -221,6 +230,7 @@ def test_a_mesh_that_is_set_runs_on_its_own_devices_after_another_of_its_shape()
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_under_a_mesh_no_cache_keeps_what_a_call_was_given() -> None:
     """Functions, those that have no program too, and arrays."""
     operation, (q, k, v) = of_two(), operands()
@@ -269,6 +279,7 @@ def test_under_a_mesh_programs_follow_the_environment_key(monkeypatch: pytest.Mo
         assert (operation(*x).attention_outputs == environment).all()
 
 
+@pytest.mark.slow
 def test_under_a_mesh_programs_follow_the_registry() -> None:
     """A forward that looks up another operation by name runs what the name stands for now."""
 

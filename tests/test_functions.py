@@ -79,6 +79,7 @@ def dense(kind: str, width: Any) -> dict[str, np.ndarray]:
 class TestWhatIsClosedOver:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("backend", ["flash", "auto", "vanilla", "tpu", *TRITON])
+    @pytest.mark.tier(quick=["auto-mask", "auto-bias", "vanilla-bias"])
     def test_a_fresh_jit_sees_what_a_bound_method_holds_by_then(self, backend: str, kind: str) -> None:
         layer, operation = Layer(1), make(backend)
         for width in (1, 5):
@@ -88,6 +89,7 @@ class TestWhatIsClosedOver:
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.tier(quick=["auto-mask", "auto-bias"])
     def test_a_fresh_jit_sees_a_table_that_was_changed_in_place(self, backend: str, kind: str) -> None:
         table, operation = np.zeros(T, np.float32), make(backend)
 
@@ -106,6 +108,7 @@ class TestWhatIsClosedOver:
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.tier(quick=["auto-mask", "auto-bias"])
     def test_traced_attributes_work_in_every_trace_and_eager(self, backend: str, kind: str) -> None:
         layer, operation = Layer(1), make(backend)
 
@@ -118,6 +121,7 @@ class TestWhatIsClosedOver:
         check(run(3, *operands()), **dense(kind, 3))
 
     @pytest.mark.parametrize("backend", ["flash", "vanilla"])
+    @pytest.mark.slow
     def test_a_mapped_attribute_belongs_to_its_slice(self, backend: str) -> None:
         operation = make(backend)
 
@@ -129,6 +133,7 @@ class TestWhatIsClosedOver:
             check(out, **dense("mask", width))
 
     @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.tier(quick=["auto", "vanilla"])
     def test_a_traced_float_that_a_bias_closes_over_has_a_gradient(self, backend: str) -> None:
         operation = make(backend)
         d_out = operands()[1]
@@ -230,6 +235,7 @@ class TestArguments:
 class TestOffsets:
     @pytest.mark.parametrize("kind", ["ALiBi", "RelativePosition"])
     @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.tier(slow=["flash-ALiBi", "flash-RelativePosition", "triton-RelativePosition"])
     def test_the_offset_of_a_bias_may_be_traced(self, backend: str, kind: str) -> None:
         operation = make(backend)
         slopes, table = np.array([0.5, 0.25], np.float32), np.linspace(-1, 1, 16, dtype=np.float32).reshape(8, H)
@@ -267,6 +273,7 @@ def functions_over(table: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "backend", ["flash", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vanilla", "auto"))]
 )
+@pytest.mark.tier(every=4)
 def test_nothing_keeps_what_a_function_closed_over(backend: str, staged: bool) -> None:
     operation, x = make(backend), jnp.ones((1, 4, 1, 4))
     alive = []
@@ -288,6 +295,7 @@ def resident_memory() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.tier(every=2)
 def test_eager_calls_over_fresh_tables_keep_neither_tables_nor_memory(kept: bool) -> None:
     """800 MB of tables; with ``kept`` the test itself keeps them, which the measurement must show."""
     operation, x, size = make("flash"), jnp.ones((1, 4, 1, 4)), 1 << 22
@@ -316,6 +324,7 @@ def test_eager_calls_over_fresh_tables_keep_neither_tables_nor_memory(kept: bool
 
 
 @pytest.mark.parametrize("backend", ["flash", "vanilla"])
+@pytest.mark.slow
 def test_nothing_keeps_what_a_function_of_whole_arrays_closed_over(backend: str) -> None:
     operation, x = make(backend), jnp.ones((1, 4, 1, 4))
     alive = []
@@ -334,6 +343,7 @@ class TestWhatHasNoProgram:
 
     @pytest.mark.parametrize("staged", [False, True])
     @pytest.mark.parametrize("backend", ["flash", "vanilla", *TRITON])
+    @pytest.mark.tier(quick=["vanilla-False", "vanilla-True", "triton-True"])
     def test_a_mask_of_whole_arrays(self, backend: str, staged: bool) -> None:
         operation, width = make(backend), [1]
 
@@ -344,6 +354,7 @@ class TestWhatHasNoProgram:
             run = lambda *x: operation(*x, mask=MaskFn(seen)).attention_outputs  # noqa: E731
             check((jax.jit(run) if staged else run)(*operands()), mask=(width[0] >= I - J)[None, None])
 
+    @pytest.mark.slow
     def test_a_derivative_that_closes_over_an_index(self) -> None:
         """Where the function itself is differentiated, the index is at hand."""
 
@@ -362,6 +373,7 @@ class TestWhatHasNoProgram:
         assert np.abs(d_q[:, :6]).max() == 0
         np.testing.assert_allclose(d_q[:, 6:], exact[:, 6:], atol=2e-6)
 
+    @pytest.mark.slow
     def test_a_sum_over_scores_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"but must give float32 of the scores' shape"):
             make("flash")(*operands(), bias=ScoreFn(lambda s, b, h, q, kv: s.sum()))

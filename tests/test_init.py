@@ -31,6 +31,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         from attnops import nothing  # noqa: F401
 
 
+@pytest.mark.slow
 def test_importing_attnops_loads_nothing_of_it_and_using_it_no_kernel_language() -> None:
     code = (
         "import sys, attnops; loaded = sorted(m for m in sys.modules if m.startswith('attnops')); "

@@ -16,6 +16,7 @@ def code(after: str, language: str = "python") -> str:
     return re.search(rf"```{language}\n(.*?)```", README[README.index(after) :], re.DOTALL)[1]
 
 
+@pytest.mark.slow
 def test_the_examples_print_what_the_readme_says(capsys, monkeypatch):
     plugins = OperationRegistry.plugins
 
@@ -29,6 +30,7 @@ def test_the_examples_print_what_the_readme_says(capsys, monkeypatch):
         assert capsys.readouterr().out == code(title, "text")
 
 
+@pytest.mark.slow
 def test_caches_work_as_printed():
     import jax.numpy as jnp
     import numpy as np
@@ -50,8 +52,12 @@ def test_caches_work_as_printed():
     plain = names["op"](query, key, value, mask=Causal()).attention_outputs
     np.testing.assert_allclose(names["out"].attention_outputs[0], plain[0], atol=0.05)
     assert not names["out"].attention_outputs[1, 3:].any()
+    names |= {"jnp": jnp, "L": 3}
+    exec(compile(code("A model has one cache of all its layers"), "README.md", "exec"), names)
+    assert names["cache"].lengths.tolist() == [[0, 3]] * 3
 
 
+@pytest.mark.slow
 def test_frameworks_work_as_printed():
     import jax
     import jax.numpy as jnp
@@ -65,14 +71,15 @@ def test_caches_on_a_mesh_work_as_printed():
     import numpy as np
 
     from attnops import OperationMetadata
+    from attnops.masks import Causal
 
     B, T, H, K, D = 2, 5, 4, 2, 8
     q, key, value = (jnp.asarray(np.eye(B * T * h, D).reshape(B, T, h, D), jnp.bfloat16) for h in (H, K, K))
     names = {"B": B, "K": K, "D": D, "q": q, "k": key, "query": q, "key": key, "value": value}
-    names |= {"OperationMetadata": OperationMetadata, "OperationRegistry": OperationRegistry}
+    names |= {"OperationMetadata": OperationMetadata, "OperationRegistry": OperationRegistry, "Causal": Causal}
     exec(compile(code("## On a mesh"), "README.md", "exec"), names)
     exec(compile(code("A cache is created on the mesh"), "README.md", "exec"), names)
-    plain = OperationRegistry.create("auto", OperationMetadata())(q, key, value).attention_outputs
+    plain = OperationRegistry.create("auto", OperationMetadata())(q, key, value, mask=Causal()).attention_outputs
     np.testing.assert_allclose(names["out"].attention_outputs, plain, atol=0.01)
     assert names["cache"].lengths.tolist() == [T, T]
 
@@ -133,5 +140,6 @@ def test_the_mesh_is_cut_as_printed():
 
 
 @pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"])
+@pytest.mark.tier(slow=["LICENSE"])
 def test_the_house_is_complete(name):
     assert (ROOT / name).stat().st_size > 500

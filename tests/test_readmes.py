@@ -33,6 +33,7 @@ def blocks(path: str) -> list[str]:
     ],
     ids=["ring", "tpu", "triton"],
 )
+@pytest.mark.tier(every=3)
 def test_a_plugins_example_runs(plugin: str, printed: str) -> None:
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     block = "\n".join(blocks(f"plugins/{plugin}/README.md"))
@@ -42,6 +43,7 @@ def test_a_plugins_example_runs(plugin: str, printed: str) -> None:
 
 
 @pytest.mark.parametrize("example", ["byte_language_model", "decoding", "sentence_embeddings"])
+@pytest.mark.tier(quick=["sentence_embeddings"])
 def test_an_examples_fragment_runs(example: str) -> None:
     x = jnp.ones((1, 4, 2, 8))
     names = {
@@ -56,6 +58,7 @@ def test_an_examples_fragment_runs(example: str) -> None:
     np.testing.assert_allclose(np.asarray(out)[:, :3], 1.0, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_masks_of_the_readme_are_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (block for block in blocks("README.md") if "cu_seqlens" in block)
     names = {

@@ -25,6 +25,7 @@ from attnops.testing.partial import check_partial
         *(("attnops:vanilla", features) for features in ("plain", "bias", "dropout")),
     ],
 )
+@pytest.mark.tier(every=4)
 def test_partial_softmaxes_merge_to_vanilla_over_all_keys(operation: str, features: str) -> None:
     check_partial(operation, "cpu", features)
 
@@ -52,6 +53,7 @@ def test_results_are_not_rounded() -> None:
     assert abs(d_query - expected).max() < 5e-3 * abs(expected).max()
 
 
+@pytest.mark.slow
 def test_partial_vjp_runs_no_forward_pass() -> None:
     x = jax.ShapeDtypeStruct((1, 256, 2, 32), jnp.float32)
     lse = jax.ShapeDtypeStruct((1, 2, 256), jnp.float32)
@@ -144,6 +146,7 @@ def test_a_derivative_of_partial_vjp_is_refused() -> None:
         jax.grad(lambda lse: flash.partial_vjp(x, x, x, lse, ROWS, D)[0].sum())(ROWS)
 
 
+@pytest.mark.slow
 def test_gradients_through_partial_have_the_dtypes_of_their_arguments() -> None:
     x = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
     flash: Any = OperationRegistry.create("attnops:flash")

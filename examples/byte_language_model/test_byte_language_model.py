@@ -112,6 +112,7 @@ def test_a_python_without_licence_and_sources_has_the_help_topics(
 # The model
 
 
+@pytest.mark.slow
 def test_a_document_is_scored_as_if_it_were_alone() -> None:
     params, attention = init(SMALL.model, 0), packed(create_operation("vanilla"))
     together, alone = pack(["some words", "and others", "that follow"], 34), pack(["and others"], 11)
@@ -125,11 +126,13 @@ def test_a_document_is_scored_as_if_it_were_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sdpa", "ring", "flash"])
+@pytest.mark.tier(every=3)
 def test_operation_gives_the_curve_of_vanilla(name: str) -> None:
     comparison = compare_small(small_losses(name))
     assert comparison.agrees, comparison
 
 
+@pytest.mark.slow
 def test_loss_falls() -> None:
     losses = small_losses("vanilla")
     assert losses[0] > 5.5, "at first all bytes are about equally likely, or worse: ln(256) is 5.55"
@@ -141,6 +144,7 @@ def test_control_differs_by_rounding() -> None:
     assert compare_small(small_control()).agrees
 
 
+@pytest.mark.slow
 def test_leaving_out_segments_is_noticed() -> None:
     # All of a row in one segment: Causal() alone. Targets and positions stay as they are.
     rows = dataclasses.replace(small_rows(), segments=np.zeros_like(small_rows().segments))
@@ -173,6 +177,7 @@ def test_comparison_allows_what_the_control_explains(late: float, rounding: floa
 # What is shown
 
 
+@pytest.mark.slow
 def test_generation_ends_with_the_document() -> None:
     def end_of_text(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
         return jnp.zeros_like(query)
@@ -227,6 +232,7 @@ def test_arguments_that_mean_nothing_are_refused(arguments: list[str]) -> None:
     assert exit_.value.code == 2
 
 
+@pytest.mark.slow
 def test_script_runs_by_its_path_and_refuses_an_unknown_operation(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--operations", "no_such_operation"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -7,9 +7,11 @@ the same choices are the same text.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +47,15 @@ class Result(NamedTuple):
     likelihood: float  # the mean log likelihood of the tokens of transformers
     nbytes: int  # of all layers
     tokens_per_second: float
+
+
+class Program(NamedTuple):
+    """`answer` with one operation over one kind of cache, which is being compiled."""
+
+    operation: str
+    cache: str
+    arguments: list[Any]
+    compiled: futures.Future[Any]
 
 
 def make_caches(model: CausalLM, length: int) -> dict[str, Callable[[], Caches]]:
@@ -109,28 +120,42 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
     names = attnops.OperationRegistry.list_implementations() if operations is None else list(operations)
     reference = dict(np.load(Path(__file__).with_name("reference.npz")))
     results: list[Result] = []
+    programs: list[Program] = []
     failed = False
     loaded = None
-    for name in names:
+
+    @contextlib.contextmanager
+    def shown(name: str) -> Iterator[None]:
+        """Show why an operation does not run; one that is broken must not hide the others, and is exit 1."""
+        nonlocal failed
         try:
-            attnops.OperationRegistry.get(name)
-            if loaded is None:
-                loaded, tokenizer = load_smollm2(operation="vanilla")
-                console.print(f"SmolLM2-135M-Instruct, float32, asked: {reference['question']}")
-            model = with_operation(loaded, name)
-            caches = make_caches(model, len(reference["prompt"]) + N)
-            for label in caches if not results else list(caches)[:1]:
-                results.append(_measure(name, label, model, caches[label], reference, tokenizer.decode))
-        except attnops.UnknownOperationError:
+            yield
+        except (attnops.UnknownOperationError, ModuleNotFoundError):
             raise
         except REFUSALS as error:
             failed |= operations is not None
             console.print(f"{escape(name)} [yellow]did not run:[/] {escape(str(error))}")
-        except ModuleNotFoundError:
-            raise
-        except Exception as error:  # one broken operation must not hide the others; it is shown, and is exit 1
+        except Exception as error:
             failed = True
             console.print(f"{escape(name)} [bold red]failed:[/] {escape(f'{type(error).__name__}: {error}')}")
+
+    # Most of the time is compiling, each program on one core: several at once, while the next are traced.
+    with futures.ThreadPoolExecutor() as pool:
+        for name in names:
+            with shown(name):
+                attnops.OperationRegistry.get(name)
+                if loaded is None:
+                    loaded, tokenizer = load_smollm2(operation="vanilla")
+                    console.print(f"SmolLM2-135M-Instruct, float32, asked: {reference['question']}")
+                model = with_operation(loaded, name)
+                caches = make_caches(model, len(reference["prompt"]) + N)
+                for label in caches if not programs else list(caches)[:1]:
+                    graphdef, *arguments = arguments_of(model, caches[label], reference)
+                    lowered = answer.lower(graphdef, *arguments)
+                    programs.append(Program(name, label, arguments, pool.submit(lowered.compile)))
+    for program in programs:
+        with shown(program.operation):
+            results.append(_measure(program, reference, tokenizer.decode))
     if results:
         console.print(escape(results[0].text), style="italic")
         console.print(_table(results, reference))
@@ -145,21 +170,22 @@ def with_operation(model: CausalLM, name: str, **metadata: Any) -> CausalLM:
     return other
 
 
-def _measure(
-    name: str, label: str, model: CausalLM, make: Callable[[], Caches], reference: dict[str, np.ndarray], decode: Any
-) -> Result:
+def arguments_of(model: CausalLM, make: Callable[[], Caches], reference: dict[str, np.ndarray]) -> tuple[Any, ...]:
+    """The arguments of `answer`."""
     graphdef, state = nnx.split(model)
-    given = reference["generated"][:N]
-    caches = make()
-    arguments = graphdef, state, caches, jnp.asarray(reference["prompt"]), jnp.asarray(given)
-    tokens, likelihood = jax.block_until_ready(answer(*arguments))
+    return graphdef, state, make(), jnp.asarray(reference["prompt"]), jnp.asarray(reference["generated"][:N])
+
+
+def _measure(program: Program, reference: dict[str, np.ndarray], decode: Any) -> Result:
+    compiled = program.compiled.result()
     start = time.perf_counter()
-    jax.block_until_ready(answer(*arguments))
+    tokens, likelihood = jax.block_until_ready(compiled(*program.arguments))
     seconds = time.perf_counter() - start
-    count = len(reference["prompt"]) + N - 1
+    _, caches, prompt, given = program.arguments
     return Result(
-        name, label, decode(np.asarray(tokens).tolist()), int((np.asarray(tokens) == given).sum()),
-        float(likelihood.mean()), sum(x.nbytes for x in jax.tree.leaves(caches)), count / seconds,
+        program.operation, program.cache, decode(np.asarray(tokens).tolist()),
+        int((np.asarray(tokens) == np.asarray(given)).sum()), float(likelihood.mean()),
+        sum(x.nbytes for x in jax.tree.leaves(caches)), (len(prompt) + N - 1) / seconds,
     )  # fmt: skip
 
 

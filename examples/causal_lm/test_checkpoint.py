@@ -62,6 +62,7 @@ def test_a_copy_of_a_tied_head_and_tables_of_rotations_are_passed_over(saved: Pa
     assert CausalLM.from_pretrained(changed(saved, tmp_path, change)).head is None
 
 
+@pytest.mark.slow
 def test_a_bfloat16_checkpoint_is_read_in_the_dtype_of_the_model(saved: Path, tmp_path: Path) -> None:
     small(num_hidden_layers=1).save_pretrained(tmp_path, float_dtype=jnp.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
@@ -92,6 +93,7 @@ def test_a_checkpoint_of_several_files_is_read_until_one_is_saved_over_it(saved:
     assert jnp.array_equal(CausalLM.from_pretrained(directory).embed[...], other.embed[...])
 
 
+@pytest.mark.slow
 def test_a_classifier_is_written_and_read_with_its_classes(saved: Path, tmp_path: Path) -> None:
     model = SequenceClassifier(small(num_hidden_layers=1).config, 5, rngs=nnx.Rngs(3))
     model.save_pretrained(tmp_path)
@@ -110,6 +112,7 @@ def test_a_classifier_is_written_and_read_with_its_classes(saved: Path, tmp_path
         SequenceClassifier.from_pretrained(saved)
 
 
+@pytest.mark.slow
 def test_end_tokens_are_those_of_the_generation_config(saved: Path, tmp_path: Path) -> None:
     directory = changed(saved, tmp_path, lambda weights: None)
     (directory / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')

@@ -56,6 +56,7 @@ def test_fine_tuned_its_loss_falls_and_merged_it_is_the_same() -> None:
     close(call(tuned, ids).logits, expected)
 
 
+@pytest.mark.slow
 def test_the_pattern_chooses_layers() -> None:
     model = small("gpt_oss").apply_lora_to_layers(2, r"attention\.(q|v)$", rngs=nnx.Rngs(5))
     split = model.split_lora_params()
@@ -69,6 +70,7 @@ def test_the_pattern_chooses_layers() -> None:
     assert small().split_lora_params() == {}
 
 
+@pytest.mark.slow
 def test_over_quantised_layers_only_the_matrices_are_trained() -> None:
     ids = tokens((2, 10))
     base = small().quantize(QuantizationConfig(bits=4))
@@ -80,6 +82,7 @@ def test_over_quantised_layers_only_the_matrices_are_trained() -> None:
     assert again.layers[0].mlp.up.base_module.qvalue.dtype == jnp.int8
 
 
+@pytest.mark.slow
 def test_matrices_are_computed_in_the_dtype_of_the_model() -> None:
     model = small().apply_lora_to_layers(2).to_dtype(jnp.bfloat16)
     x = jnp.ones((1, 32), jnp.bfloat16)
@@ -105,6 +108,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Any) -> None:
         model.merge_lora_params(wrapped.split_lora_params())
 
 
+@pytest.mark.slow
 def test_layers_are_logged_if_asked(caplog: Any) -> None:
     model = small().apply_lora_to_layers(3, r"\.o$", verbose=True)
     assert "layers.1.attention.o: LoRA of rank 3 on [32, 32]" in caplog.text

@@ -58,6 +58,7 @@ def test_each_token_is_predicted_by_the_one_before() -> None:
     check(aligned, output.logits, some)
 
 
+@pytest.mark.slow
 def test_padding_and_borders_of_documents_count_nothing() -> None:
     model, ids = small(), tokens((B, T))
     real = np.ones((B, T), bool)
@@ -73,6 +74,7 @@ def test_padding_and_borders_of_documents_count_nothing() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_classes_of_rows() -> None:
     model, ids = SequenceClassifier(small().config, 5), tokens((B, T))
     mask = np.arange(T) < np.array([[12], [3], [7]])
@@ -92,6 +94,7 @@ def test_no_label_at_all_is_zero_with_zero_gradients() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.tier(every=2)
 def test_gradients_through_flash_are_the_slopes(family: str) -> None:
     model, ids = small(family), tokens((2, T))
     mask = jnp.asarray(np.arange(T) >= np.array([[0], [3]]))
@@ -111,6 +114,7 @@ def test_gradients_through_flash_are_the_slopes(family: str) -> None:
     assert abs(slope - measured) < 0.02 * abs(measured) + 0.02
 
 
+@pytest.mark.slow
 def test_what_is_not_served_is_refused() -> None:
     model, ids = small(), tokens((1, 4))
     with pytest.raises(ValueError, match="output_attentions=True is not supported"):

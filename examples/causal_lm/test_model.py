@@ -53,6 +53,7 @@ def close(actual: jax.Array, expected: jax.Array) -> None:
 @pytest.mark.parametrize(
     ("family", "ring"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
+@pytest.mark.tier(every=4)
 def test_a_prompt_in_chunks_over_caches_is_the_prompt_without(family: str, ring: bool) -> None:
     model, ids = small(family), tokens()
     expected = call(model, ids).logits
@@ -115,6 +116,7 @@ def test_logits_at_some_tokens_and_packed_documents() -> None:
     close(out[10:], full[1, :11])
 
 
+@pytest.mark.slow
 def test_a_classifier_reads_the_last_token_that_is_not_padding() -> None:
     model = SequenceClassifier(small().config, 5)
     ids = tokens()
@@ -126,6 +128,7 @@ def test_a_classifier_reads_the_last_token_that_is_not_padding() -> None:
         close(out[b], model.score(full[b, length - 1]))
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_it_is_the_same(tmp_path: object) -> None:
     model, ids = small("gemma2"), tokens()
     model.save_pretrained(tmp_path)  # type: ignore[arg-type]
@@ -187,6 +190,7 @@ def test_lists_are_taken_and_other_shapes_and_dtypes_refused() -> None:
             model(**options)
 
 
+@pytest.mark.slow
 def test_logits_of_no_tokens_are_empty() -> None:
     none = jnp.zeros((B, 0), jnp.int32)
     for tied in (True, False):
@@ -194,12 +198,14 @@ def test_logits_of_no_tokens_are_empty() -> None:
         assert model(tokens(), logits_at=none).logits.shape == (B, 0, 96)
 
 
+@pytest.mark.slow
 def test_embeddings_are_taken_as_they_are_given_where_a_family_scales_its_own() -> None:
     model = small("gemma2", num_hidden_layers=1)
     embeds = model.embed[...][tokens()] * model.config.embedding_scale
     close(call(model, inputs_embeds=embeds).logits, call(model, tokens()).logits)
 
 
+@pytest.mark.slow
 def test_a_classifier_refuses_caches() -> None:
     model = SequenceClassifier(small(num_hidden_layers=1).config, 3)
     with pytest.raises(ValueError, match="past_key_values are given, but a classifier"):

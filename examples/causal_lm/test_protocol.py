@@ -15,6 +15,7 @@ from .test_model import call, close, tokens
 from .testing import small
 
 
+@pytest.mark.slow
 def test_graphdef_and_states_are_split_and_merged() -> None:
     model, other, ids = small(), small(seed=1), tokens((1, 5))
     assert hash(model.graphdef) == hash(small(seed=1).graphdef)
@@ -82,6 +83,7 @@ def test_arguments_of_a_call_are_prepared() -> None:
         classifier.prepare_inputs_for_call(logits_at=[1])
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_by_functions_as_they_are_saved(tmp_path: Path) -> None:
     model = small()
     path = "layers.1.mlp.up.kernel"

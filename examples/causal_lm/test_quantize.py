@@ -38,6 +38,7 @@ def loss_of(logits: jax.Array, ids: jax.Array) -> float:
         (QuantizationConfig(bits=4), 0.5),
     ],
 )
+@pytest.mark.slow
 def test_logits_and_perplexity_are_near(config: QuantizationConfig | None, bound: float) -> None:
     model, ids = plain(), tokens((4, 24))
     expected = call(model, ids).logits
@@ -50,6 +51,7 @@ def test_logits_and_perplexity_are_near(config: QuantizationConfig | None, bound
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_of_smollm2_the_perplexity_is_within_two_percent() -> None:
     model, tokenizer = load_smollm2()
     text = (Path(__file__).parents[2] / "README.md").read_text()
@@ -114,6 +116,7 @@ def test_a_product_of_any_dimensions_and_its_gradients_are_near(mode: Any) -> No
         assert (1e-3 if quantized else 0) <= error < (0.02 if quantized else 1e-6)
 
 
+@pytest.mark.slow
 def test_flax_takes_it() -> None:
     given = get_dot_general_by_bits(8)
     x = jax.random.normal(jax.random.key(0), (3, 16))
@@ -126,6 +129,7 @@ def test_flax_takes_it() -> None:
     assert get_dot_general_by_bits() == {}
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="bits=9 must be an int, 2 to 8"):
         get_dot_general_by_bits(9)

@@ -86,6 +86,7 @@ def blocks(title: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", section(title), re.DOTALL))
 
 
+@pytest.mark.slow
 def test_the_protocols_members_are_there_as_the_table_says() -> None:
     said = {name: status for names, status in rows("The module protocol") for name in names}
     assert sorted(said) == sorted(MEMBERS)
@@ -118,6 +119,7 @@ def after_the_first_block() -> dict[str, Any]:
     return {"model": small(), "tokenizer": Characters(), "prompt": "Hello"}
 
 
+@pytest.mark.slow
 def test_it_shards_and_saves_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = after_the_first_block()
     exec(blocks("Shard"), names)

@@ -121,6 +121,7 @@ def serve(engine: Engine, *requests: Request, until: Callable[[], bool] = lambda
     return [request.tokens[request.prompt_length :] for request in requests]
 
 
+@pytest.mark.slow
 def test_a_prompt_in_chunks_equals_the_whole_prompt(engine: Engine, alone: Any):
     prompt = make_prompts(1, most=2)[0] * 3 * CHUNK
     assert serve(engine, Request(list(prompt), 10)) == [alone(prompt, 10)]
@@ -277,6 +278,7 @@ def test_an_engine_that_fails_tells_all_requests_and_takes_no_more(model: Causal
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@pytest.mark.tier(every=2)
 def test_windows_and_sinks_over_shared_pages_equal_each_alone(family: str):
     model = small(family)
     engine, prompts = make_engine(model), make_prompts(8, seed=9)

@@ -48,6 +48,7 @@ def shards(model: nnx.Module) -> dict[str, tuple[int, ...]]:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", True), ("gemma2", False))),
     ],
 )
+@pytest.mark.tier(every=3)
 def test_logits_over_eight_devices_are_those_of_one(mesh: Mesh, family: str, ring: bool) -> None:
     model, ids = small(family), tokens((B, T))
     sharded = model.shard_model(mesh=mesh)
@@ -66,6 +67,7 @@ def test_logits_over_eight_devices_are_those_of_one(mesh: Mesh, family: str, rin
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "paged", "page_size": 4}, {"num_beams": 2}])
+@pytest.mark.tier(every=3)
 def test_over_eight_devices_the_same_tokens_are_generated(mesh: Mesh, options: dict[str, Any]) -> None:
     model, ids = small(), tokens((B, T))
     expected, found = (m.generate(ids, max_new_tokens=6, **options) for m in (model, model.shard_model(mesh=mesh)))
@@ -74,6 +76,7 @@ def test_over_eight_devices_the_same_tokens_are_generated(mesh: Mesh, options: d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [(2, 2, 2), (1, 1, 8)])  # 8: kv heads and heads do not divide
+@pytest.mark.tier(every=2)
 def test_quantised_with_lora_over_three_axes_logits_are_those_of_one(dims: tuple[int, ...]) -> None:
     model, ids = small().quantize().apply_lora_to_layers(2), tokens((B, T))
     model = model.merge_lora_params(jax.tree.map(lambda x: x + 0.02, model.split_lora_params()))
@@ -107,6 +110,7 @@ def test_default_rules_shard_each_weight_as_documented() -> None:
     assert lora["layers.0.mlp.up.base_module.scale"] == (1, 12)
 
 
+@pytest.mark.slow
 def test_rules_of_ones_own(mesh: Mesh) -> None:
     model = small()
     rules = {r"up\.kernel$": lambda x: P(*[None] * (x.ndim - 1), ("dp", "tp")), ".*": P()}
@@ -144,6 +148,7 @@ def test_gathered_it_is_whole_and_can_be_saved(mesh: Mesh, tmp_path: Any) -> Non
         assert np.array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_classifier_and_a_model_of_shapes_are_sharded(mesh: Mesh) -> None:
     model, ids = SequenceClassifier(small().config, 6), tokens((B, T))
     close(call(model.shard_model(mesh=mesh), ids).logits, call(model, ids).logits)

@@ -24,8 +24,9 @@ from .model import Caches, CausalLM
 
 pytestmark = pytest.mark.slow
 
-# Of logits up to 42, over the columns that the reference has.
-LOGITS = 1e-4
+# Of logits up to 42, over the columns that the reference has: 50 units in the last place of the largest. Products are
+# summed in another order on a processor with AVX-512, where 4 of 49,152 logits differ by 1.2e-4.
+LOGITS = 2e-4
 # The most that a 16-bit model or a cache with a codec may change the perplexity.
 PERPLEXITY = 0.005
 CHUNK, PAGE = 32, 16
@@ -96,6 +97,7 @@ def caches_of(model: CausalLM, kind: str, length: int, codec: Quantized | None =
 
 
 @pytest.mark.parametrize("operation", ["flash", "vanilla"])
+@pytest.mark.tier(every=2)
 def test_logits_are_those_of_transformers(model: CausalLM, reference: dict[str, np.ndarray], operation: str) -> None:
     other = with_operation(model, operation)
     graphdef, state = nnx.split(other)
@@ -108,6 +110,7 @@ def test_logits_are_those_of_transformers(model: CausalLM, reference: dict[str, 
 
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("ring", marks=pytest.mark.exhaustive), "paged"])
+@pytest.mark.tier(every=2)
 def test_greedy_text_is_that_of_transformers(model: CausalLM, reference: dict[str, np.ndarray], kind: str) -> None:
     prompt, expected = reference["prompt"], reference["generated"]
     caches = caches_of(model, kind, len(prompt) + len(expected))
@@ -123,6 +126,7 @@ def test_greedy_text_is_that_of_transformers(model: CausalLM, reference: dict[st
         ("dense", "bfloat16", Quantized("int8")),
     ],
 )
+@pytest.mark.tier(every=3)
 def test_perplexity_is_that_of_transformers(
     model: CausalLM, reference: dict[str, np.ndarray], kind: str, dtype: str, codec: Quantized | None
 ) -> None:
@@ -142,6 +146,8 @@ def test_perplexity_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.tier(every=2)
+@pytest.mark.exhaustive
 def test_interpreted_kernels_decode_the_same_tokens(
     model: CausalLM, reference: dict[str, np.ndarray], platform: str
 ) -> None:

@@ -24,6 +24,7 @@ def test_texts_are_whole_and_special_tokens_added_on_request_alone(tmp_path: Pat
     assert tokenizer.encode("a b a b", add_special_tokens=True) == [0, 1, 2, 1, 2]
 
 
+@pytest.mark.slow
 def test_chat_templates_have_the_functions_of_transformers() -> None:
     template = (
         "{{ strftime_now('%Y')|length }}{% for m in messages %}{% if m.role != 'user' %}"

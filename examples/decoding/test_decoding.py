@@ -57,6 +57,7 @@ def test_the_tokens_are_those_without_a_cache(
     assert not found.overflowed.any()
 
 
+@pytest.mark.slow
 def test_a_short_prompt_without_padding_gives_the_same(
     params: model.Params, prompt: jax.Array, op: Any, uncached: model.Generated
 ) -> None:
@@ -106,6 +107,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, agrees: bool, operations: list[str] |
 
     monkeypatch.setattr(demo, "_references", lambda *_: ({}, 1.0))
     monkeypatch.setattr(demo, "_measure", measure)
+    monkeypatch.setattr(demo, "_compile", lambda *_: None)
     console = Console(file=io.StringIO(), width=160)
     status = demo.run(console, operations)
     return status, console.file.getvalue()  # type: ignore[attr-defined]
@@ -125,6 +127,7 @@ def test_what_disagrees_or_is_refused_is_shown(monkeypatch: pytest.MonkeyPatch) 
         shown(monkeypatch, True, ["vanila"])
 
 
+@pytest.mark.slow
 def test_a_window_is_another_computation(params: model.Params, prompt: jax.Array, op: Any) -> None:
     """The tolerance of the demonstration would notice a window that is one token too short."""
     found = [

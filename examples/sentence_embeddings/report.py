@@ -56,7 +56,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
     names = attnops.OperationRegistry.list_implementations() if operations is None else operations
     attentions = {name: _create(name) for name in names}
     model, sentences, reference = load_model(), load_sentences(), load_reference()
-    batches = make_batches(model, sentences)
+    batches = make_batches(model, [*sentences, *QUERIES])
     device = jax.devices()[0]
     console.print(
         f"all-MiniLM-L6-v2, {len(sentences)} sentences in {len(batches)} batches, float32, "
@@ -67,8 +67,8 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
     measured = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Measurement)}
     if measured:
         first = next(iter(measured))
-        queries = model.jit(create_attention(first))(model.params, model.tokenize(QUERIES))
-        console.print(_neighbours_table(first, sentences, np.asarray(queries), measured[first].embeddings))
+        corpus, queries = np.split(measured[first].embeddings, [len(sentences)])
+        console.print(_neighbours_table(first, sentences, queries, corpus))
         console.print(_operations_table(measured))
 
     not_run = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, NotRun)}

@@ -36,7 +36,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def batches(model: Model) -> list[Batch]:
-    return make_batches(model, load_sentences(), size=32)  # few, as most of the time is compiling
+    return make_batches(model, load_sentences())
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def without_mask(attention: Attention) -> Attention:
 
 
 @pytest.mark.parametrize("name", attnops.OperationRegistry.list_implementations())
+@pytest.mark.tier(every=4, quick=["ring"])
 def test_operation_agrees_with_the_original(
     name: str, model: Model, batches: list[Batch], reference: Reference
 ) -> None:
@@ -75,6 +76,7 @@ def test_operation_agrees_with_the_original(
     assert measurement.max_difference <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_dropping_the_padding_mask_disagrees(model: Model, batches: list[Batch], reference: Reference) -> None:
     unmasked = without_mask(create_attention("vanilla"))
     measurement = measure(unmasked, model, batches, reference.embeddings, repeats=1)
@@ -94,6 +96,7 @@ def test_tokens_are_the_originals(model: Model, reference: Reference) -> None:
     assert reference.num_tokens.max() == model.config.max_tokens, "no sentence is long enough to be cut"
 
 
+@pytest.mark.slow
 def test_padding_has_no_effect(model: Model) -> None:
     forward = model.jit(create_attention("vanilla"))
     short, long = load_sentences()[0], load_sentences()[37]
@@ -116,6 +119,7 @@ def test_padding_has_no_effect(model: Model) -> None:
         (np.nan, 1, "disagree with the original model: vanilla"),
     ],
 )
+@pytest.mark.slow
 def test_report_succeeds_if_the_operation_agrees(
     difference: float,
     status: int,
@@ -125,7 +129,7 @@ def test_report_succeeds_if_the_operation_agrees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measurement = Measurement(
-        embeddings=reference.embeddings,
+        embeddings=np.concatenate([reference.embeddings, reference.embeddings[: len(report.QUERIES)]]),
         max_difference=difference,
         min_cosine=1.0,
         batch_shape=(8, 256),
@@ -171,6 +175,7 @@ def test_missing_weights_say_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     ],
     ids=["script", "loaded by path"],
 )
+@pytest.mark.slow
 def test_demo_runs_by_its_path_and_refuses_an_unknown_operation(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr

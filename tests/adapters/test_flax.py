@@ -49,6 +49,7 @@ def of_nnx(**options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some("both"))
+@pytest.mark.tier(every=3)
 def test_linen_has_the_same_values_gradients_and_weights(name: str) -> None:
     def attend(layer):
         def run(x):
@@ -62,6 +63,7 @@ def test_linen_has_the_same_values_gradients_and_weights(name: str) -> None:
 
 @pytest.mark.parametrize("kv_heads", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", some())
+@pytest.mark.tier(every=4)
 def test_nnx_has_the_same_values_and_gradients(name: str, kv_heads: int) -> None:
     mask = MASKS[name]
 
@@ -91,6 +93,7 @@ def test_nnx_sows_the_same_weights(causal: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+@pytest.mark.tier(every=2)
 def test_decoding_with_a_cache_has_the_same_values(kind: str) -> None:
     found = []
     for options in ({"attention_fn": attention_fn("flash")}, {}):
@@ -128,6 +131,7 @@ def test_masks_are_no_biases() -> None:
     np.testing.assert_allclose(out, linen.dot_product_attention(q, q, q, mask=mask), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_causal_is_aligned_at_the_start() -> None:
     q, k = normal(1, 3, 2, 8), normal(1, 5, 2, 8)
     expected = nnx.dot_product_attention(q, k, k, is_causal=True)
@@ -160,6 +164,8 @@ def dropped(broadcast: bool, heads: int = 4, kv_heads: int = 4, **options) -> np
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.slow
+@pytest.mark.tier(every=3)
 def test_dropout_is_of_its_rate_and_shared_where_it_is_broadcast(broadcast: bool, kv_heads: int) -> None:
     weights = dropped(broadcast, kv_heads=kv_heads)
     kept = weights > 0
@@ -174,6 +180,7 @@ def test_dropout_is_of_its_rate_and_shared_where_it_is_broadcast(broadcast: bool
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("rows", [(), (2, 3), (1, 3)], ids=str)
+@pytest.mark.tier(quick=["(1, 3)-1", "(1, 3)-4"])
 def test_dropout_that_is_broadcast_has_masks_and_biases_by_row_and_head(rows: tuple[int, ...], heads: int) -> None:
     shape = (*rows, heads, 50, 50)
     mask = np.random.default_rng(0).random(shape) < 0.5
@@ -203,6 +210,7 @@ def test_layers_train_with_dropout() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.slow
 def test_the_softmax_is_float32(dtype) -> None:
     q, k = normal(1, 9, 2, 8), normal(1, 400, 2, 8)
 
@@ -224,6 +232,7 @@ def test_the_dtype_is_the_calls() -> None:
     np.testing.assert_allclose(doubled, OURS(2 * q, 2 * q, 2 * q), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_precision_is_the_calls_then_the_metadatas_then_that_of_jax(monkeypatch) -> None:
     from attnops.dispatch.registry import OperationRegistry
 
@@ -242,6 +251,7 @@ def test_precision_is_the_calls_then_the_metadatas_then_that_of_jax(monkeypatch)
     assert seen == [P.DEFAULT, P.HIGH, P.HIGHEST, P.HIGHEST, P.HIGHEST]
 
 
+@pytest.mark.slow
 def test_a_structured_mask_of_the_layer_holds_in_addition() -> None:
     q = INPUTS[0].reshape(3, 6, 4, 4)
     window = attention_fn("vanilla", mask=Causal() & SlidingWindow(1, 0))
@@ -252,7 +262,7 @@ def test_a_structured_mask_of_the_layer_holds_in_addition() -> None:
     np.testing.assert_allclose(window(q, q, q, mask=padding), both, atol=1e-6)
 
 
-@pytest.mark.parametrize("mask", ["Causal() & SlidingWindow(2, 0)", "Chunked(3)"])
+@pytest.mark.parametrize("mask", ["Causal() & SlidingWindow(2, 0)", "Chunked(3)", "Causal(offset=0)"])
 def test_a_layers_mask_is_refused_for_a_token_of_a_cache_unless_causal(mask: str) -> None:
     q, k = INPUTS[0, :, :1].reshape(3, 1, 4, 4), INPUTS[0].reshape(3, 6, 4, 4)
     seen = jnp.arange(6) <= 2  # the cache's mask
@@ -300,6 +310,7 @@ def test_precisions_of_both_operands_are_compared_by_what_they_mean() -> None:
         OURS(q, q, q)
 
 
+@pytest.mark.slow
 def test_nnx_without_an_attention_fn_is_served_within_use() -> None:
     """NNX looks `jax.nn.dot_product_attention` up at each call; a fully masked row tells whose it is."""
     q, hidden = INPUTS[0].reshape(3, 6, 4, 4), jnp.zeros((1, 1, 6, 6))
@@ -351,6 +362,7 @@ def test_what_is_not_served_is_refused(change, words: str) -> None:
         ({"mask": Segments(jnp.zeros((2, 6), int))}, "has arrays"),
     ],
 )
+@pytest.mark.tier(slow=["options3-has arrays"])
 def test_what_a_function_can_not_have_is_refused(options, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         attention_fn(**options)

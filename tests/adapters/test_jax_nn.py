@@ -55,6 +55,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "all" else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.tier(every=4)
 def test_values_and_gradients_are_those_of_jax(name: str) -> None:
     case = dict(CASES[name])
     arrays = (KEY.repeat(2, 2), QUERY[:, :, :2], VALUE[:, :5]) if case.pop("swapped", False) else (QUERY, KEY, VALUE)
@@ -67,6 +68,7 @@ def test_values_and_gradients_are_those_of_jax(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.tier(every=3)
 def test_flash_has_the_values_and_residuals_of_jax(dtype) -> None:
     def attend(function, **options):
         return lambda *a: function(*a, bias=BIAS.astype(a[0].dtype), is_causal=True, return_residual=True, **options)
@@ -85,6 +87,7 @@ def test_the_gradient_of_a_bias_is_that_of_jax() -> None:
 
 
 @pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.tier(quick=["True"])
 def test_arrays_without_a_batch(residual: bool) -> None:
     given = {"return_residual": residual, "query_seq_lengths": lengths(3)}
     found, expected = (f(QUERY[0], KEY[0], VALUE[0], **given) for f in (dot_product_attention, OF_JAX))
@@ -99,6 +102,7 @@ def test_the_signature_is_that_of_jax() -> None:
 
 
 @pytest.mark.parametrize("hidden", [{"mask": np.zeros((1, 1, 5, 7), bool)}, {"key_value_seq_lengths": lengths(0, 7)}])
+@pytest.mark.slow
 def test_a_fully_masked_row_is_0_where_jax_has_the_mean(hidden) -> None:
     (out, residual), mean = dot_product_attention(QUERY, KEY, VALUE, return_residual=True, **hidden), VALUE[0].mean(0)
     assert (np.asarray(out[0]) == 0).all()
@@ -106,6 +110,7 @@ def test_a_fully_masked_row_is_0_where_jax_has_the_mean(hidden) -> None:
     np.testing.assert_allclose(OF_JAX(QUERY, KEY, VALUE, **hidden)[0, 0], mean.repeat(2, 0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_values_may_have_a_head_dim_of_their_own() -> None:
     out = dot_product_attention(QUERY, KEY, VALUE[..., :3])
     np.testing.assert_allclose(out, OF_JAX(QUERY, KEY, VALUE)[..., :3], atol=1e-6)

@@ -46,6 +46,7 @@ def ours(*arrays, operation: str = "vanilla", **options):
     ],
     ids=["plain", "scale", "causal", "mask", "mask by head", "all"],
 )
+@pytest.mark.tier(every=2)
 def test_values_and_gradients_are_those_of_keras(options) -> None:
     assert_same(lambda *a: ours(*a, **options), lambda *a: OF_KERAS(*a, **options), QUERY, KEY, VALUE)
 

@@ -77,6 +77,7 @@ def test_the_error_is_within_its_bound(dtype: str, magnitude: float) -> None:
     assert (np.abs(found - x) <= allowed).all()
 
 
+@pytest.mark.slow
 def test_scales_are_data() -> None:
     """One program serves any, and none is a constant of it."""
     traces = 0
@@ -95,6 +96,7 @@ def test_scales_are_data() -> None:
     assert traces == 1
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_not_quantised_again() -> None:
     """Appending keeps the bits of all earlier tokens and their scales."""
     cache = DenseCache.create(batch=1, length=8, kv_heads=1, head_dim=4, dtype=jnp.float32, codec=Quantized("int8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -85,6 +86,7 @@ def assert_near(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("codec", [None, INT8], ids=str)
+@pytest.mark.slow
 def test_pages_in_any_order(operation: Any, codec: Quantized | None) -> None:
     other = np.random.default_rng(0).permutation(TABLE.size)[TABLE]
     query = draw(3, heads=H)
@@ -92,6 +94,7 @@ def test_pages_in_any_order(operation: Any, codec: Quantized | None) -> None:
 
 
 @pytest.mark.parametrize("page", [1, 2, 12])
+@pytest.mark.slow
 def test_pages_of_any_size_equal_a_dense_cache(operation: Any, page: int) -> None:
     most = SLOTS // page
     table = np.random.default_rng(1).permutation(B * most).reshape(B, most)
@@ -101,6 +104,7 @@ def test_pages_of_any_size_equal_a_dense_cache(operation: Any, page: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [dense, paged, lambda: WindowCache.create(window=6, max_append=12, **OPTIONS)])
+@pytest.mark.tier(every=4)
 def test_one_prompt_equals_its_chunks(operation: Any, make: Any) -> None:
     query, key, value = draw(12, 3, H), draw(12, 4), draw(12, 5)
     out, lse, whole = step(operation, make(), query, key, value)
@@ -147,15 +151,14 @@ def test_rows_in_any_order(operation: Any, make: Any) -> None:
     order, query = np.array([2, 0, 1]), draw(3, heads=H)
     cache = filled(make())
     if isinstance(cache, PagedCache):
-        moved = cache.with_table(cache.table[order])
-        moved = type(cache)(moved.store, *(x[order] for x in (cache.lengths, cache.starts, cache.overflowed)),
-                            moved.table)  # fmt: skip
+        moved = dataclasses.replace(cache, **{name: x[order] for name, x in cache._rows().items()})
     else:
         moved = cache.take_rows(order)
     assert_same(call(operation, moved, query[order]), (x[order] for x in call(operation, cache, query)))
 
 
 @pytest.mark.parametrize("make", [dense, paged])
+@pytest.mark.slow
 def test_rows_without_queries_change_no_other(operation: Any, make: Any) -> None:
     arrays = draw(3, 6, H), draw(3, 7), draw(3, 8)
     out, lse, cache = step(operation, filled(make()), *arrays, np.array([3, 0, 2]))
@@ -168,6 +171,8 @@ def test_rows_without_queries_change_no_other(operation: Any, make: Any) -> None
 
 @pytest.mark.parametrize("codec", [None, INT8], ids=str)
 @pytest.mark.parametrize("make", [dense, paged])
+@pytest.mark.slow
+@pytest.mark.tier(every=2)
 def test_a_step_appends_and_then_calls(operation: Any, make: Any, codec: Quantized | None) -> None:
     query, key, value, lengths = draw(3, 6, H), draw(3, 7), draw(3, 8), np.array([3, 1, 2])
     *found, stepped = step(operation, filled(make(codec=codec)), query, key, value, lengths)
@@ -178,6 +183,7 @@ def test_a_step_appends_and_then_calls(operation: Any, make: Any, codec: Quantiz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [dense, paged])
+@pytest.mark.tier(every=2)
 def test_packed_rows_equal_padded_ones(operation: Any, make: Any) -> None:
     query, key, value = draw(4, 6, H), draw(4, 7), draw(4, 8)
     out, lse, padded = step(operation, filled(make()), query, key, value, np.array([1, 0, 4]))
@@ -189,6 +195,7 @@ def test_packed_rows_equal_padded_ones(operation: Any, make: Any) -> None:
     assert_same(jax.tree.leaves(cache), jax.tree.leaves(padded))
 
 
+@pytest.mark.slow
 def test_runs_in_any_order(operation: Any) -> None:
     query, key, value = (x.reshape(1, -1, *x.shape[2:]) for x in (draw(2, 6, H), draw(2, 7), draw(2, 8)))
     one, lse, cache = step(operation, filled(paged()), query, key, value, rows=Rows([0, 2, 4, 6], [0, 1, 2]))
@@ -223,6 +230,7 @@ def test_left_padding_is_as_if_it_were_not_there(operation: Any, make: Any) -> N
 
 
 @pytest.mark.parametrize("block_k", [4, 12, 24])
+@pytest.mark.slow
 def test_tiles_of_any_size(block_k: int) -> None:
     query, cache = draw(3, heads=H), filled(paged())
     found, wanted = (

@@ -25,6 +25,8 @@ def dense(F: int, latent: int | None = None) -> Cache:
 @pytest.mark.parametrize("make", [paged, dense])
 @pytest.mark.parametrize("latent", [None, 4])
 @pytest.mark.parametrize("F", [2, 4])
+@pytest.mark.slow
+@pytest.mark.tier(every=4)
 def test_what_is_appended_in_pieces_is_read(make: object, latent: int | None, F: int) -> None:
     cache, plain = make(F, latent), make(1, latent)  # type: ignore[operator]
     first = 0
@@ -38,6 +40,7 @@ def test_what_is_appended_in_pieces_is_read(make: object, latent: int | None, F:
         np.testing.assert_array_equal(x[:, :first], y[:, :first])
 
 
+@pytest.mark.slow
 def test_a_line_has_keys_and_then_values() -> None:
     key = jnp.arange(12.0).reshape(1, 2, 1, 6)
     cache = DenseCache.create(batch=1, length=2, kv_heads=1, head_dim=6, dtype=jnp.float32, tokens_per_line=2)
@@ -61,6 +64,7 @@ def test_bytes_are_those_of_tokens() -> None:
     assert bytes_per_page(**sizes) == 8 * 64 * 256 * 2  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_a_kernel_does_not_declare_is_not_read_in_place() -> None:
     operation = OperationRegistry.create("vanilla", OperationMetadata())
     query = jnp.ones((1, 1, 2, 6))

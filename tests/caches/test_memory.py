@@ -72,6 +72,7 @@ def check_memory(program: Any, cache: Cache, *arrays: Any) -> None:
         for T in (1, 3)
     ],
 )
+@pytest.mark.tier(every=6)
 def test_steps_in_a_scan_copy_no_cache(storage: str, codec: str, T: int) -> None:
     op = flash(block_k=32)
 
@@ -87,6 +88,8 @@ def test_steps_in_a_scan_copy_no_cache(storage: str, codec: str, T: int) -> None
 
 
 @pytest.mark.parametrize("storage", ["pages", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", "ring"))])
+@pytest.mark.slow
+@pytest.mark.tier(every=3)
 def test_steps_in_a_while_loop_copy_no_cache(storage: str) -> None:
     op = flash(block_k=32)
 

@@ -16,6 +16,21 @@ READS = ("caches.paged:PagedCache.read", "caches.store:Store.decoded", "caches.s
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.tier(
+    quick=[
+        "left padding is seen",
+        "a ring's window is forgotten",
+        "a ring's window is one too small",
+        "values are dequantised with the keys' scales",
+        "a latent value is the key's last features",
+        "int8 holds -128",
+        "windows of rows are those of the first when packed",
+        "sinks is dropped when the cache is read",
+        "softmax_scale is dropped when the cache is read",
+        "bias is dropped when the cache is read",
+        "mask is dropped when the cache is read",
+    ]
+)
 def test_a_mistake_is_wrong_in_its_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name].apply(monkeypatch)
     outcome = check_cache(VANILLA, MUTANTS[name].found_by.split(" + "))
@@ -39,6 +54,7 @@ def test_a_mistake_is_wrong_in_place_too(name: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.slow
 def test_a_mistake_of_flash_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     IN_PLACE[name].apply(monkeypatch)
     cached._compiled.clear_cache()

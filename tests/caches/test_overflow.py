@@ -47,6 +47,7 @@ def same_but(found: Cache, wanted: Cache, *names: str) -> bool:
 
 @pytest.mark.parametrize("codec", [None, Quantized("int8")], ids=str)
 @pytest.mark.parametrize("make", [dense, paged])
+@pytest.mark.slow
 def test_a_full_row_drops_all_and_changes_nothing_else(make: Any, codec: Quantized | None) -> None:
     cache = append(make(codec=codec), tokens(6, 1), tokens(6, 2), np.array([6, 4]))
     if make is dense:
@@ -58,6 +59,7 @@ def test_a_full_row_drops_all_and_changes_nothing_else(make: Any, codec: Quantiz
 
 
 @pytest.mark.parametrize("make", [dense, paged])
+@pytest.mark.slow
 def test_the_first_tokens_that_fit_are_kept(make: Any) -> None:
     cache = append(make(), tokens(5, 1), tokens(5, 2), np.array([5, 3]))
     more = append(cache, tokens(4, 3), tokens(4, 4), np.array([4, 1]))
@@ -75,6 +77,7 @@ def test_a_page_that_is_missing_in_the_middle_ends_what_fits() -> None:
     assert not np.asarray(cache.store.key)[[1, 2, 4, 5]].any()
 
 
+@pytest.mark.slow
 def test_overflow_is_kept_until_the_row_is_reset() -> None:
     cache = append(dense(2), tokens(3), tokens(3), np.array([3, 1])).truncate([0, 0])
     assert cache.overflowed.tolist() == [True, False]
@@ -108,6 +111,7 @@ def test_a_ring_refuses_a_prompt() -> None:
         cache.append(tokens(3), tokens(3))
 
 
+@pytest.mark.slow
 def test_a_ring_that_lost_what_the_next_query_sees_says_so() -> None:
     cache = WindowCache.create(window=3, max_append=2, **OPTIONS)
     for i in range(4):
@@ -153,6 +157,7 @@ def test_a_ring_is_full_at_the_last_index_of_int32() -> None:
     lambda: PagedCache.create(pages=40, page_size=1000, max_pages=40, table=np.arange(40)[::-1][None].copy(),
                               **OPTIONS | {"batch": 1}),
 ], ids=["dense", "paged"])  # fmt: skip
+@pytest.mark.slow
 def test_positions_beyond_int16(make: Any) -> None:
     """The window of a query at 35,000 has what was appended last."""
     from attnops.masks import SlidingWindow
@@ -215,6 +220,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.tier(quick=["pages after one that is missing are written"])
 def test_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
     mutant, test = MISTAKES[name]

@@ -98,6 +98,7 @@ def check_steps(name: str, mesh: Mesh, caches: tuple[Any, Any], mask: Mask, T: i
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 def test_specs_name_the_axes_of_the_rules_that_divide() -> None:
     mesh = mesh_of("dp", "tp", "sp", shape=(2, 2, 2))
     cache = sharded(lambda: create("dense", codec=INT8, layers=3), mesh)
@@ -137,6 +138,7 @@ def test_a_line_of_several_tokens_is_on_one_device() -> None:
 
 
 @pytest.mark.parametrize("name", ["vanilla", pytest.param("attnops:flash", marks=slow)])
+@pytest.mark.slow
 def test_a_cache_without_placement_is_not_cut_by_the_rules(name: str) -> None:
     cache, query = pair("dense", mesh_of("sp", shape=(4,)))[1], array(B, 1, H, D)
     found, wanted = (
@@ -158,6 +160,7 @@ def test_a_cache_without_placement_is_not_cut_by_the_rules(name: str) -> None:
         pytest.param("paged", ("dp", "tp"), INT8, AxisType.Explicit, marks=slow),
     ],
 )
+@pytest.mark.tier(every=7)
 def test_tokens_are_appended_where_they_lie_and_nothing_is_exchanged(
     storage: str, names: tuple[str, ...], codec: Quantized | None, kind: AxisType
 ) -> None:
@@ -187,6 +190,7 @@ def test_tokens_are_appended_where_they_lie_and_nothing_is_exchanged(
         pytest.param("auto", "ring", None, 1, marks=slow),
     ],
 )
+@pytest.mark.tier(every=4)
 def test_rows_and_heads_attend_without_exchange(name: str, storage: str, codec: Quantized | None, T: int) -> None:
     mesh = mesh_of("dp", "tp")
     varied = Causal() & SlidingWindow(jnp.array([[4], [1], [9], [3]]), None)
@@ -205,6 +209,7 @@ def test_rows_and_heads_attend_without_exchange(name: str, storage: str, codec: 
         pytest.param("attnops:flash", INT8, 3, ["all-gather"], marks=slow),
     ],
 )
+@pytest.mark.tier(every=3)
 def test_a_context_that_is_cut_is_merged_in_one_exchange(
     name: str, codec: Quantized | None, T: int, found: list[str]
 ) -> None:
@@ -232,6 +237,7 @@ def test_a_context_that_is_cut_is_merged_in_one_exchange(
         pytest.param([3, 0, 1], AxisType.Auto, marks=slow),
     ],
 )
+@pytest.mark.tier(every=4)
 def test_another_number_of_rows_is_taken_and_sharded_where_it_divides(rows: list[int], kind: AxisType) -> None:
     mesh = mesh_of("dp", "tp", kind=kind)
     placed, single = (cache.take_rows(rows) for cache in pair("dense", mesh))
@@ -246,6 +252,7 @@ def test_another_number_of_rows_is_taken_and_sharded_where_it_divides(rows: list
 @slow
 @pytest.mark.parametrize("names", [("dp", "sp"), ("dp", "tp")])
 @pytest.mark.parametrize("name", ["attnops:flash", "attnops:vanilla"])
+@pytest.mark.tier(every=4)
 def test_masks_and_biases_act_at_positions_on_every_device(name: str, names: tuple[str, ...]) -> None:
     parents = np.array([[-1, 0, 0], [-1, 0, 1], [-1, -1, 0], [-1, 0, 1]], np.int32)
     factors, table = jnp.asarray(np.abs(array(B, H))), array(32, H)
@@ -297,6 +304,7 @@ def test_many_queries_over_a_cut_context_are_merged_by_two_reductions() -> None:
     ],
 )
 @slow
+@pytest.mark.tier(every=3)
 def test_a_layer_of_a_cache_on_a_mesh_is_taken_where_it_lies(
     storage: str, names: tuple[str, ...], codec: Quantized | None
 ) -> None:
@@ -329,6 +337,7 @@ def test_a_layer_of_a_cache_on_a_mesh_is_taken_where_it_lies(
 )
 @pytest.mark.parametrize("codec", [Quantized("int8", "head"), pytest.param(INT8, marks=slow)])
 @slow
+@pytest.mark.tier(every=6)
 def test_kv_heads_that_the_mesh_does_not_divide_are_selected(
     kv_heads: int, heads: int, devices: int, codec: Quantized
 ) -> None:
@@ -343,6 +352,7 @@ def test_kv_heads_that_the_mesh_does_not_divide_are_selected(
 @pytest.mark.parametrize("storage", ["dense", *(pytest.param(x, marks=slow) for x in ("ring", "paged"))])
 @pytest.mark.parametrize("is_current", [False, pytest.param(True, marks=slow)])
 @slow
+@pytest.mark.tier(every=4)
 def test_explicit_axes_are_those_of_the_results_types(storage: str, is_current: bool) -> None:
     mesh = mesh_of("dp", "tp", kind=AxisType.Explicit)
     placed, single = pair(storage, mesh)
@@ -373,6 +383,7 @@ def test_explicit_axes_are_those_of_the_results_types(storage: str, is_current: 
     [("dense", AxisType.Auto), ("ring", AxisType.Auto), ("paged", AxisType.Auto), ("dense", AxisType.Explicit)],
 )
 @slow
+@pytest.mark.tier(every=4)
 def test_packed_rows_are_merged_over_the_shards_of_rows(storage: str, kind: AxisType) -> None:
     mesh = mesh_of("dp", "tp", kind=kind)
     caches = pair(storage, mesh)

@@ -82,6 +82,7 @@ def check_invariants(states: Any) -> None:
     assert (shared[states.lengths % PAGE > 0] == 1).all()
 
 
+@pytest.mark.slow
 def test_every_state_agrees_with_the_model() -> None:
     refused = check(2_000)
     assert min(refused[name] for name in ("reserve", "truncate", "fork")) > 20
@@ -93,6 +94,7 @@ def test_every_state_of_100_000_operations_agrees_with_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in MUTANTS])
+@pytest.mark.slow
 def test_the_model_catches_a_mutant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = mutant(*MUTANTS[name], monkeypatch)
     with pytest.raises((AssertionError, IndexError)):
@@ -105,6 +107,7 @@ def pool_of(pages: int, rows: int, *lengths: int) -> PagePool:
     return pool.reserve(np.array(lengths))
 
 
+@pytest.mark.slow
 def test_a_new_pool_is_free_and_gives_page_0_first() -> None:
     pool = PagePool.create(pages=3, page_size=4, rows=2, max_pages=5)
     assert (pool.pages, pool.rows, pool.max_pages, int(pool.available)) == (3, 2, 5, 3)
@@ -116,6 +119,7 @@ def test_a_new_pool_is_free_and_gives_page_0_first() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_full_pool_serves_no_more_until_a_row_is_released() -> None:
     pool = pool_of(4, 3, 8, 8, 0)
     assert int(pool.available) == 0
@@ -142,6 +146,7 @@ def test_a_row_gets_no_more_than_its_pages_though_there_are_enough() -> None:
     assert pool.reserve([2**31 - 1, 2**31 - 1]).ok.tolist() == [False, False]
 
 
+@pytest.mark.slow
 def test_a_fork_at_a_page_boundary_copies_nothing_and_needs_no_page() -> None:
     pool, copies = pool_of(2, 2, 8, 0).fork([0], [1])
     assert (copies.source.tolist(), copies.target.tolist()) == ([-1], [-1])
@@ -150,6 +155,7 @@ def test_a_fork_at_a_page_boundary_copies_nothing_and_needs_no_page() -> None:
     assert pool.references.tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_fork_copies_a_partial_page_and_is_refused_without_one() -> None:
     pool, copies = pool_of(3, 3, 7, 0, 0).fork([0, 0], [1, 2])
     assert (copies.source.tolist(), copies.target.tolist()) == ([1, -1], [2, -1])
@@ -159,6 +165,7 @@ def test_a_fork_copies_a_partial_page_and_is_refused_without_one() -> None:
     assert pool.references.tolist() == [2, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_fork_of_an_empty_row_empties_its_target() -> None:
     pool, copies = pool_of(3, 2, 0, 7).fork([0], [1])
     assert (copies.source.tolist(), copies.target.tolist()) == ([-1], [-1])
@@ -167,6 +174,7 @@ def test_a_fork_of_an_empty_row_empties_its_target() -> None:
     assert pool.lengths.tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_fork_copies_from_the_first_source() -> None:
     _, copies = pool_of(4, 3, 2, 0, 0).fork([0, 1], [1, 2])
     assert (copies.source.tolist(), copies.target.tolist()) == ([0, 0], [1, 2])
@@ -179,6 +187,7 @@ def test_a_fork_of_no_entries_changes_nothing() -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, pool, forked))
 
 
+@pytest.mark.slow
 def test_releasing_a_row_again_changes_nothing() -> None:
     once = pool_of(4, 2, 5, 7).release([True, False])
     again = once.release([True, False])
@@ -186,6 +195,7 @@ def test_releasing_a_row_again_changes_nothing() -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, once, again))
 
 
+@pytest.mark.slow
 def test_a_truncated_row_copies_the_shared_page_that_it_will_write_to() -> None:
     pool, _ = pool_of(4, 2, 8, 0).fork([0], [1])
     pool, copies = pool.truncate([16, 6])
@@ -287,6 +297,7 @@ def test_numbers_that_int32_does_not_hold_do_not_wrap(dtype: Any) -> None:
     assert {x.dtype.name for x in jax.tree.leaves(traced)} == {"int32", "bool"}
 
 
+@pytest.mark.slow
 def test_dtypes_are_the_same_with_64_bits_enabled() -> None:
     before = PagePool.create(pages=3, page_size=4, rows=2, max_pages=4)
     with jax.enable_x64(True):
@@ -298,6 +309,7 @@ def test_dtypes_are_the_same_with_64_bits_enabled() -> None:
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(pool)] == [(x.shape, x.dtype) for x in jax.tree.leaves(before)]
 
 
+@pytest.mark.slow
 def test_one_trace_serves_all_values() -> None:
     traces = []
 
@@ -316,6 +328,7 @@ def test_one_trace_serves_all_values() -> None:
     assert pool.references.sum() == (pool.table >= 0).sum()
 
 
+@pytest.mark.slow
 def test_a_donated_pool_is_the_carry_of_a_scan() -> None:
     def serve(pool: PagePool, length: Any) -> Any:
         pool = pool.reserve(jnp.stack([length, length]))
@@ -354,6 +367,7 @@ def test_each_device_has_a_pool_of_its_own_in_a_shard_map() -> None:
 
 
 @pytest.mark.parametrize("method", ["reserve", "release", "truncate", "fork"])
+@pytest.mark.tier(quick=["release"])
 def test_a_pool_made_in_a_shard_map_serves_numbers_that_differ_by_device(method: str) -> None:
     def serve(numbers: Any) -> Any:
         pool = PagePool.create(pages=5, page_size=2, rows=2, max_pages=4)

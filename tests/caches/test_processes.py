@@ -18,6 +18,7 @@ FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (i > 0)) for i, x in enumerate(CASES)])
+@pytest.mark.tier(every=2)
 def test_steps_over_two_processes_are_those_of_one_device(case: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -47,6 +47,7 @@ def tokens(T: int = 3, seed: int = 0, dtype: Any = jnp.float32) -> list[jax.Arra
 
 
 @pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.tier(quick=["ring"])
 def test_one_trace_serves_all_lengths_tables_and_fill_states(storage: str) -> None:
     traces = 0
 
@@ -67,6 +68,7 @@ def test_one_trace_serves_all_lengths_tables_and_fill_states(storage: str) -> No
     assert traces == 1
 
 
+@pytest.mark.slow
 def test_one_trace_serves_all_packed_rows() -> None:
     traces = 0
 
@@ -86,6 +88,7 @@ def test_one_trace_serves_all_packed_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", PAGES_QUICK)
+@pytest.mark.tier(every=3)
 def test_vmap_is_a_call_for_each(storage: str) -> None:
     caches = [create(storage).append(*tokens(3, seed)[1:], [3, seed]) for seed in (1, 2)]
     stacked: Any = jax.tree.map(lambda *x: jnp.stack(x), *caches)
@@ -191,6 +194,7 @@ def test_a_step_that_another_process_loads_gives_the_values_of_the_oracle(tmp_pa
         assert found[1] == right[1]
 
 
+@pytest.mark.slow
 def test_a_cache_is_a_pytree_of_arrays_with_paths() -> None:
     cache = create("pages", codec=Quantized("int8"), layers=2)
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)}

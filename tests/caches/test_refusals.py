@@ -232,6 +232,7 @@ def test_a_gradient_is_refused(name: str, of: str) -> None:
         jax.grad(function)(given)
 
 
+@pytest.mark.slow
 def test_a_full_pool_is_told_by_ok_and_its_tokens_by_overflowed() -> None:
     pool = PagePool.create(pages=3, page_size=2, rows=B, max_pages=3).reserve(np.array([4, 4]))
     assert pool.ok.tolist() == [True, False]

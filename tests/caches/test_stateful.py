@@ -228,6 +228,7 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, pytest.param(Codec("int8", "token_head"), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("storage", ["paged", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", "ring"))])
+@pytest.mark.tier(every=6)
 def test_a_cache_holds_what_a_list_holds(storage: str, codec: Codec | None) -> None:
     machine = type(storage, (Machine,), {"storage": storage, "codec": codec})
     run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=20))
@@ -235,6 +236,7 @@ def test_a_cache_holds_what_a_list_holds(storage: str, codec: Codec | None) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", LAYOUTS)
+@pytest.mark.tier(every=3)
 def test_a_cache_holds_what_a_list_holds_for_long(storage: str) -> None:
     machine = type(storage, (Machine,), {"storage": storage, "codec": Codec("float8_e4m3fn", "token_head")})
     run_state_machine_as_test(machine, settings=settings(max_examples=30, stateful_step_count=50))

@@ -11,6 +11,13 @@ from attnops.testing.runner import Status, Subject
 
 
 @pytest.mark.parametrize("row", cache_rows(), ids=cache_name)
+@pytest.mark.tier(
+    every=3,
+    quick=[
+        "SlidingWindow + float8_e5m2 by token_head + ring + ScoreFn + joined + MQA + float16 + left padding + sinks + softmax_scale + logsumexp",  # noqa: E501
+        "mask & mask + float8_e5m2 by tensor + array bias + latent + bfloat16 + sinks",
+    ],
+)
 def test_an_operation_that_knows_no_caches_serves_them(row: tuple[str, ...]) -> None:
     assert not [name for name in vars(Reference) if name.startswith("cached_")]
     outcomes = check_cache_row(Subject(operation=Reference), row)

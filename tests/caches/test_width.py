@@ -48,6 +48,7 @@ def ring(**options: Any) -> Cache:
         pytest.param(ring, {"value_head_dim": DV}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_joined_tokens_are_those_of_separate_arrays(make: Any, options: dict[str, Any]) -> None:
     (joined, found), (separate, wanted) = contents(make, **options, width=16), contents(make, **options)
     for x, y in zip(found, wanted, strict=True):

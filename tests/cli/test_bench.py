@@ -118,6 +118,7 @@ def test_by_default_nothing_that_declares_no_attention_takes_part() -> None:
         (without_gradient_of_keys, "--backward", "gradient of key["),
     ],
 )
+@pytest.mark.tier(quick=["slightly_off---forward-output["])
 def test_what_is_wrong_is_said_and_not_timed(tmp_path: Path, change: Any, backward: str, where: str) -> None:
     register(change)
     figures = tmp_path / "figures.json"
@@ -195,6 +196,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkey
     assert "pip install 'attnops[plot]'" in result.stderr
 
 
+@pytest.mark.slow
 def test_nothing_of_it_is_imported_unasked() -> None:
     code = (
         "import sys, attnops; assert not any(m.startswith('attnops.bench') for m in sys.modules); "
@@ -224,6 +226,7 @@ MASKS: dict[str, Mask | None] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vanilla", *PEERS])
+@pytest.mark.tier(every=2)
 def test_everybody_is_given_the_same_problem(name: str) -> None:
     if name in PEERS and not PEERS[name].installed:
         pytest.skip(f"{name} is not installed")
@@ -236,6 +239,7 @@ def test_everybody_is_given_the_same_problem(name: str) -> None:
 
 @pytest.mark.parametrize("mask", ["causal window", "causal documents"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.tier(quick=["float32-causal window"])
 def test_of_a_long_case_some_queries_are_checked(monkeypatch: pytest.MonkeyPatch, mask: str, dtype: str) -> None:
     monkeypatch.setattr(truth, "_SCORES", 5 * 32)
     register(off_in_the_last_row)
@@ -289,6 +293,7 @@ def test_documents_are_traced_and_as_many_as_asked() -> None:
     assert not Case(length=64, mask=Causal()).traced_mask
 
 
+@pytest.mark.slow
 def test_peak_memory_grows_with_what_is_held() -> None:
     before = bench.peak_rss()
     held = np.ones(1 << 26, np.uint8)

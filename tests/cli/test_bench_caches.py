@@ -139,6 +139,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.tier(every=4)
 def test_operations_and_peers_are_given_the_same_problem_over_a_cache(name: str) -> None:
     own = case(**CASES[name])
     contenders = find(["flash", "vanilla", "jax.nn", "flax.nnx"])

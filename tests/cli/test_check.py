@@ -57,6 +57,7 @@ def test_right_and_refused_features_succeed():
     assert result.stdout.endswith("6 right, 2 refused, 0 wrong, 1 not run\n")
 
 
+@pytest.mark.slow
 def test_a_wrong_operation_is_reported_and_fails():
     class Zeta(VanillaAttention):
         @classmethod
@@ -93,6 +94,7 @@ def test_what_raises_is_wrong_and_the_rest_goes_on():
     assert result.stdout.count("wrong   RuntimeError: no such kernel\n") == len(FEW) + 2  # and its memory
 
 
+@pytest.mark.slow
 def test_a_named_feature_is_checked_in_long_problems_too(monkeypatch):
     class Zeta(VanillaAttention):
         @classmethod
@@ -159,6 +161,7 @@ def test_every_pair_is_proven_by_a_row():
     assert {name for pair in sampled_pairs() for name in pair} | {"float32"} == set(FEATURES)
 
 
+@pytest.mark.slow
 def test_needs_neither_pytest_nor_hypothesis():
     block = "import sys; sys.modules['pytest'] = sys.modules['hypothesis'] = None"
     subprocess.run([sys.executable, "-c", f"{block}; import attnops.testing, attnops.cli.check"], check=True)

@@ -87,6 +87,7 @@ def test_a_kernel_of_another_platform_is_status_2():
     Subject(operation="zeta", platform="tpu").require_kernel()
 
 
+@pytest.mark.slow
 def test_problems_fit_the_kernel():
     subject = Subject(operation=register(Zeta), platform="tpu")
     fit = subject.fit
@@ -131,6 +132,7 @@ def test_json_names_the_subject_and_low_coverage_warns(monkeypatch):
     assert "attnops: only 1 of 7 features are served" in result.stderr
 
 
+@pytest.mark.slow
 def test_single_features_are_checked_by_name():
     result = run("attnops:vanilla", "--feature", "GQA + Segments", "--feature", "Causal")
     assert result.exit_code == 0, result.output
@@ -160,6 +162,7 @@ class Planted(VanillaAttention):
         return self.forward_native(query, key, value, mask=mask)
 
 
+@pytest.mark.slow
 def test_a_window_wrong_beyond_one_tile_is_found_in_long_problems():
     subject = Subject(operation=Planted)
     assert subject.check(["SlidingWindow"]).status is Status.RIGHT
@@ -174,6 +177,7 @@ def test_segments_ignored_under_gqa_are_found_by_the_sample():
     assert [x.status for x in subject.check_pairs(("GQA", "Segments"))] == [Status.WRONG]
 
 
+@pytest.mark.slow
 def test_fields_of_the_metadata_are_honoured_or_refused():
     subject = Subject(
         operation="attnops:vanilla", metadata=OperationMetadata(runtime_dtype="bfloat16", softmax_scale=0.3)

@@ -52,6 +52,7 @@ def test_without_its_libraries_one_sentence_names_what_to_install(
     assert caught.value.code == "The attnops command needs typer, which is not installed: pip install 'attnops[cli]'"
 
 
+@pytest.mark.slow
 def test_python_m_attnops_and_what_import_needs() -> None:
     code = (
         "import sys, attnops; "

@@ -70,6 +70,7 @@ def test_what_the_environment_disables_in_vain_is_reported(run: Any, monkeypatch
     assert f"- {text}\n    write distribution:operation, attnops:vanilla" in run("doctor").stdout
 
 
+@pytest.mark.slow
 def test_show_in_an_ascii_locale() -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
     command = [sys.executable, "-m", "attnops", "show", "causal", "--T", "4", "--block-q", "2"]

@@ -54,6 +54,7 @@ def test_h_is_help_everywhere_and_no_letter_has_two_dashes(command: str) -> None
     assert not re.search(r"--\w\b(?!-)", result.output)
 
 
+@pytest.mark.slow
 def test_with_block_sizes_the_tiles_are_printed() -> None:
     shown = lines("Causal() & Segments([0, 0, 0, 0, 0, 0, 1, 1])", "-T", "8", "--block-q", "2", "--block-k", "4")
     assert shown[-6:] == [
@@ -81,6 +82,7 @@ def test_of_a_long_mask_the_tiles_alone_are_printed() -> None:
         ("Segments([0, 0, 1, 1])", "-T", "4", "--block-k", "2"),
     ],
 )
+@pytest.mark.tier(quick=["arguments0"])
 def test_a_mask_is_drawn_as_an_image(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     from matplotlib.image import imread
 
@@ -120,6 +122,7 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], sentence: str) -> No
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_an_image_without_matplotlib_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run("Causal()", "--output", "mask.png")

@@ -66,6 +66,7 @@ def test_the_same_exception_is_looked_for():
     assert found.problem == "B1 T3 S1 H1 K1 D1 Dv1 float32"
 
 
+@pytest.mark.slow
 def test_it_ends_when_it_is_late():
     found = explained(Swapped, "GQA", "Causal", seconds=3, clock=itertools.count().__next__)
     assert (found.features, found.complete) == (("GQA",), False)
@@ -87,6 +88,7 @@ def test_the_command_prints_it(register, run):
     assert text in result.stdout, result.stdout
 
 
+@pytest.mark.slow
 def test_without_time_the_command_explains_nothing(register, run_json):
     register("forward_tpu", base=Swapped)
     found = run_json("check", "zeta", "--mode", "prefill", "--feature", "GQA", "--shrink", "0", status=1)

@@ -44,6 +44,7 @@ def trees(rng: np.random.Generator, B: int, T: int) -> Array:
 
 
 @pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.slow
 def test_a_query_sees_itself_its_ancestors_and_what_is_committed(xp: Any) -> None:
     for S in (8, 13, 5):  # of the latter, the first drafts are no keys
         for parents in (BRANCHED, [-1] * 8, [-1, *[0] * 7], np.arange(8) - 1):
@@ -53,6 +54,7 @@ def test_a_query_sees_itself_its_ancestors_and_what_is_committed(xp: Any) -> Non
     np.testing.assert_array_equal(dense(Ancestors([-1, 0, 0]), 1, 3, 5)[0], literal)
 
 
+@pytest.mark.slow
 def test_a_tree_is_not_the_causal_mask_and_a_chain_is() -> None:
     chain, causal = Ancestors(np.arange(6) - 1), Causal()
     for S in (6, 9, 4):
@@ -153,6 +155,7 @@ def test_of_positions_only_a_rows_first_counts_for_queries() -> None:
         Ancestors(parents).bind(2, 1, 8, 16).at(q)
 
 
+@pytest.mark.slow
 def test_a_tree_combines_with_other_masks() -> None:
     tree, window = Ancestors(BRANCHED), SlidingWindow(4, 0)
     a, w = walk(BRANCHED, 12), dense(window, 1, 8, 12)
@@ -224,12 +227,14 @@ def test_calls_with_other_trees_and_offsets_compile_once() -> None:
     assert jax.tree.structure(one) == jax.tree.structure(other)
 
 
+@pytest.mark.slow
 def test_as_many_drafts_as_a_node_can_have() -> None:
     """Deeper than any draft: 300 in a chain, and 300 roots."""
     for parents in (np.arange(300) - 1, np.full(300, -1), (np.arange(300) - 1) // 2):
         np.testing.assert_array_equal(dense(Ancestors(parents), 1, 300, 301), walk(parents, 301))
 
 
+@pytest.mark.slow
 def test_verifying_a_tree_equals_decoding_each_branch() -> None:
     """Each drafted token's attention is that of its branch alone, appended to what is committed."""
     rng = np.random.default_rng(0)

@@ -43,6 +43,7 @@ def check(mask, expected):
         (np.array([FAR + 7, 7]), jnp.array([7, 3], jnp.int32)),
     ],
 )
+@pytest.mark.tier(quick=["q_ids1-None", "q_ids4-kv_ids4", "q_ids6-kv_ids6"])
 def test_segments_compare_by_value(q_ids, kv_ids):
     q, kv = (np.asarray(x).astype(object) for x in (q_ids, q_ids if kv_ids is None else kv_ids))
     check(Segments(q_ids, kv_ids), q[:, None] == kv[None])
@@ -73,6 +74,7 @@ def test_traced_segments_of_64_bits():
             jax.jit(lambda ids: Segments(ids, ids.astype(int)).dense(1, 1, 3, 3))(ids.astype(jnp.uint64))
 
 
+@pytest.mark.slow
 def test_segments_of_several_dtypes_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         mask = Segments(jnp.array([0, 1], jnp.int8), jnp.array([0, 1], jnp.int32))
@@ -95,6 +97,7 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.tier(slow=["seconds", "concrete"])
 def test_positions_of_any_size(name):
     t = POSITIONS[name]
     p = [int(x) for x in np.asarray(t)]
@@ -125,6 +128,7 @@ def test_positions_that_are_far_apart():
     np.testing.assert_array_equal(found[0, 0], difference >= 0)
 
 
+@pytest.mark.slow
 def test_an_offset_is_a_position_too():
     keys = np.arange(5) + 1000 * NOW
     check(Causal(offset=1000 * NOW + 2).at(kv_positions=keys), np.arange(3)[:, None] + 2 >= np.arange(5))
@@ -169,6 +173,7 @@ def test_windows_that_are_not_below_the_end_of_int32_are_no_limit():
             check(mask, np.arange(3)[:, None] + 2 >= np.arange(5))
 
 
+@pytest.mark.slow
 def test_a_window_of_some_batches_at_offsets_of_others():
     mask = SlidingWindow(np.array([[END, 2**40]]), None, np.array([[3], [2**40 - 1]]))
     found = np.broadcast_to(mask.dense(2, 2, 3, 5), (2, 2, 3, 5))
@@ -217,6 +222,7 @@ def test_positions_that_can_not_be_moved_are_refused():
         jax.jit(lambda t: Causal().at(t, t).dense(1, 1, 2, 2))(jnp.zeros(2, jnp.int64))
 
 
+@pytest.mark.slow
 def test_an_operation_computes_with_them():
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 1, 6, 2, 8), np.float32)

@@ -46,6 +46,7 @@ def index_of(cache: Cache, row: int, slot: int) -> int:
 
 
 @pytest.mark.parametrize("make", [dense, paged, ring])
+@pytest.mark.slow
 def test_positions_and_what_is_held(make: object) -> None:
     cache = filled(make())  # type: ignore[operator]
     index = np.array([[index_of(cache, b, s) for s in range(cache.length)] for b in range(4)])
@@ -57,6 +58,7 @@ def test_positions_and_what_is_held(make: object) -> None:
 
 @pytest.mark.parametrize("make", [dense, paged, ring])
 @pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.tier(every=3, quick=["4-paged"])
 def test_coverage_of_tiles_is_that_of_arrays_and_exact_for_what_is_held(make: object, size: int) -> None:
     cache = filled(make())  # type: ignore[operator]
     shape = 4, 1, 2, cache.length
@@ -74,6 +76,7 @@ def test_coverage_of_tiles_is_that_of_arrays_and_exact_for_what_is_held(make: ob
         np.testing.assert_array_equal(bound.dense(*shape), by_arrays(bound).dense(*shape))
 
 
+@pytest.mark.slow
 def test_numbers_of_keys_are_computed_on_tiles_of_one_row() -> None:
     def axes(mask: Mask, by_row: bool) -> list[set[str]]:
         return [set(x) for x in of_mask(mask, by_row).function.values if "kv" in x]

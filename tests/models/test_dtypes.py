@@ -59,6 +59,7 @@ def test_nothing_to_infer_from_is_refused():
         canonicalize_dtype(None, None)
 
 
+@pytest.mark.slow
 def test_only_dtypes_are_read():
     big = np.ones(4)
     with jax.transfer_guard("disallow_explicit"):

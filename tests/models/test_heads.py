@@ -64,6 +64,7 @@ def test_other_ranks_are_refused_even_where_nothing_is_to_be_repeated():
         repeat_kv_heads(jnp.ones((1, 5, 3, 4)), jnp.ones((5, 3, 4)), 2)
 
 
+@pytest.mark.slow
 def test_a_value_of_other_tokens_or_heads_is_refused():
     with pytest.raises(ValueError, match=r"k of shape \(2, 5, 3, 4\) and v of shape \(2, 5, 1, 4\) must agree"):
         repeat_kv_heads(jnp.asarray(BSKD), jnp.ones((2, 5, 1, 4)), 1)

@@ -110,6 +110,7 @@ def test_a_tag_outside_the_forward_rule_names_another_value():
     )
 
 
+@pytest.mark.slow
 def test_a_policy_does_not_change_the_gradient():
     expected = jax.grad(lambda w: (jax.nn.softmax(jnp.tanh(X @ w) @ X.T) @ X).__pow__(2).sum())(W)
     for name in ("nothing_saveable", "save_attention", "everything_saveable"):

@@ -136,6 +136,7 @@ def test_one_row_of_positions_serves_the_batch_and_jit_takes_the_config_as_stati
     np.testing.assert_array_equal(shared, rotate(replace(config, base=10000.0), X, POSITIONS[1:]))
 
 
+@pytest.mark.slow
 def test_gradients_turn_back():
     sin, cos = rotary_tables(RotaryConfig(head_dim=D, rotary_dim=8), POSITIONS)
     _, vjp = jax.vjp(lambda x: apply_rotary(x, sin, cos), jnp.asarray(X))
@@ -210,6 +211,7 @@ def test_other_layouts_and_positions_are_refused():
         rotary_tables(RotaryConfig(head_dim=D), jnp.int32(3))
 
 
+@pytest.mark.slow
 def test_dynamic_scaling_asks_for_the_length():
     config = RotaryConfig(head_dim=D, scaling=DYNAMIC)
     with pytest.raises(ValueError, match=r"seq_len=None must be a static int .* \(up to 2048 the base is unchanged\)"):

@@ -104,6 +104,8 @@ def test_a_window_reads_the_tiles_that_it_spans(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("codec", [None, "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("pages", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.tier(every=2)
 def test_no_temporary_is_as_large_as_the_cache(codec: str | None, pages: bool):
     options: dict[str, Any] = {"kv_heads": K, "head_dim": 64, "codec": codec and Quantized(codec)}
     cache: Cache = DenseCache.create(batch=2, length=8192, **options)

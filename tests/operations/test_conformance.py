@@ -14,14 +14,16 @@ from attnops.testing.strategies import requests
 class TestVanilla(OperationConformance):
     operation = "vanilla"
     refuses = frozenset()
+    slow = frozenset({"test_caches"})  # through read(), with flash's masks
     exhaustive = frozenset({"test_feature", "test_all_pairs", "test_cache_pairs"})
+    every: ClassVar = {"test_sampled_pair": 3}
 
 
 class TestFlash(OperationConformance):
     operation = "flash"
     refuses = frozenset()
     exhaustive = frozenset({"test_sampled_pair"})  # each is one of all pairs
-    every: ClassVar = {"test_all_pairs": 6, "test_cache_pairs": 4}
+    every: ClassVar = {"test_all_pairs": 12, "test_cache_pairs": 8}
 
 
 class TestScaledDotProduct(OperationConformance):
@@ -32,6 +34,7 @@ class TestScaledDotProduct(OperationConformance):
     )  # fmt: skip
     slow = frozenset({"test_caches"})  # through read(), as vanilla's
     exhaustive = frozenset({"test_feature", "test_all_pairs", "test_cache_pairs"})
+    every: ClassVar = {"test_sampled_pair": 3, "test_caches": 3}
 
 
 @pytest.mark.parametrize("block", [4, 16, 64])
@@ -43,6 +46,7 @@ def test_lengths_are_counted_in_tiles(block):
 
 @settings(max_examples=30)
 @given(requests())
+@pytest.mark.slow
 def test_every_request_is_served_by_someone_or_has_reasons(request):
     metadata = OperationMetadata(platform=request.platform)
     for name in ("attnops:vanilla", "attnops:flash"):

@@ -83,6 +83,7 @@ def temporaries(operation, T, options, gradient=True):
         ),
     ],
 )
+@pytest.mark.tier(every=5)
 def test_memory_grows_with_the_length(options):
     operation = flash(block_q=64, block_k=64)
     small, large = (temporaries(operation, T, options) for T in (1024, 4096))
@@ -90,6 +91,7 @@ def test_memory_grows_with_the_length(options):
     assert large < 4096 * 4096  # one byte a score would be more
 
 
+@pytest.mark.slow
 def test_memory_of_vanilla_grows_with_the_square():
     """The measure above can fail."""
     small, large = (temporaries(OperationRegistry.create("vanilla"), T, {}) for T in (512, 2048))
@@ -132,6 +134,7 @@ def test_a_prompt_in_one_tile_multiplies_twice():
     assert text.count("stablehlo.dot_general") == 2
 
 
+@pytest.mark.slow
 def test_empty_tiles_are_not_read():
     """NaN in keys of empty tiles has no effect, though the mask hides no token as padding."""
     q, k, v = qkv(T=64, S=64)
@@ -144,6 +147,7 @@ def test_empty_tiles_are_not_read():
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", ["vanilla", "flash", "sdpa"])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.tier(every=6)
 def test_padding_may_hold_anything(operation, dtype):
     q, k, v = qkv(B=2, T=40, S=40, dtype=dtype)
     lengths = np.array([23, 40])
@@ -174,6 +178,8 @@ def test_traced_masks_equal_known_ones():
 
 @pytest.mark.parametrize("blocks", [(1, 3), (5, 1)])
 @pytest.mark.parametrize("shape", [(1, 1, 7, 1), (1, 1, 1, 11), (1, 4, 7, 11)])
+@pytest.mark.slow
+@pytest.mark.tier(every=3)
 def test_tiles_of_one_query_or_key_agree_with_the_oracle(blocks, shape):
     """A tile of one query or key is no axis that the bias broadcasts over."""
     q, k, v = qkv(T=7, S=11)
@@ -183,6 +189,7 @@ def test_tiles_of_one_query_or_key_agree_with_the_oracle(blocks, shape):
 
 
 @pytest.mark.parametrize("sink", [None, -np.inf, 1.0])
+@pytest.mark.tier(quick=["1.0"])
 def test_scores_of_any_finite_size_count(sink):
     """A row that model code hides by a bias of finfo.min is a mean of values; one of −inf, a row that sees nothing."""
     q, k, v = qkv(B=3, T=20, S=20)
@@ -197,6 +204,7 @@ def test_scores_of_any_finite_size_count(sink):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("learnt", [True, False])
+@pytest.mark.tier(every=2)
 def test_score_fn_has_the_values_and_gradients_of_vanilla(learnt):
     q, k, v = qkv(T=40, S=50)
 
@@ -238,6 +246,7 @@ def test_score_fn_must_keep_shape_and_dtype():
         flash()(q, k, v, bias=ScoreFn(lambda s, b, h, q, kv: s.sum()))
 
 
+@pytest.mark.slow
 def test_a_bias_given_as_data_costs_the_backward_pass_nothing():
     q = jax.ShapeDtypeStruct((1, 256, 2, 16), jnp.float32)
     bias = jax.ShapeDtypeStruct((1, 2, 256, 256), jnp.float32)
@@ -269,6 +278,7 @@ def test_save_attention_does_not_run_the_forward_again():
     assert loops("save_attention") < loops("nothing_saveable")
 
 
+@pytest.mark.slow
 def test_equal_shapes_are_compiled_once():
     operation = flash()
     before = _attend._cache_size()
@@ -278,6 +288,7 @@ def test_equal_shapes_are_compiled_once():
     assert _attend._cache_size() == before + 1
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_vanilla():
     q, k, v = qkv()
     out = flash()(q, k, v, mask=Causal(), return_weights=True, return_lse=True)
@@ -287,6 +298,7 @@ def test_weights_are_those_of_vanilla():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", ["array", "alibi", "score"])
+@pytest.mark.tier(every=3)
 def test_results_are_float32_and_those_of_vanilla_where_x64_is_on(bias):
     with jax.enable_x64(True):
         q, k, v = map(jnp.asarray, qkv())
@@ -334,6 +346,7 @@ def test_chosen_tiles_are_multiples_of_16_and_pad_little():
     assert choose_problems_per_tile(4, 6, 1, by_batch=True, by_head=True, by_kv_head=True) == 1
 
 
+@pytest.mark.slow
 def test_no_warning_is_given():
     q, k, v = map(jnp.asarray, qkv())
     with warnings.catch_warnings():
@@ -355,6 +368,7 @@ def test_forward_mode_is_refused_with_a_reason(transform):
         run[transform]()
 
 
+@pytest.mark.slow
 def test_reverse_mode_is_as_without_the_refusal_of_forward_mode():
     from attnops.kernels.reverse import reverse_mode_only
 

@@ -109,6 +109,7 @@ def test_lowers_to_cudnn():
     assert calls == [("cudnn", True, True, True), ("cudnn", False, True, False)]
 
 
+@pytest.mark.slow
 def test_any_expression_that_is_plain_causal_is_jax_nns_causal(monkeypatch):
     import jax
     import jax.numpy as jnp
@@ -134,6 +135,7 @@ def test_any_expression_that_is_plain_causal_is_jax_nns_causal(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.slow
 def test_a_bias_of_another_dtype_agrees_with_vanilla_where_promotion_is_strict(dtype):
     q = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
     bias = jax.random.normal(jax.random.key(1), (1, 2, 4, 4)).astype(dtype)

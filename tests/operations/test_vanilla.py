@@ -40,6 +40,7 @@ def test_longer_problems_agree_with_the_oracle(problem):
     problem.check(vanilla(problem.metadata), compiler_options=FAST_COMPILE)
 
 
+@pytest.mark.slow
 def test_the_check_can_fail():
     """Negative controls: a wrong scale, a gradient that is zero, and a missing output are each caught."""
     q, k, v = normal(1, 4, 2, 8), normal(1, 5, 1, 8, seed=1), normal(1, 5, 1, 8, seed=2)
@@ -65,6 +66,17 @@ def test_a_limit_that_is_no_limit_is_refused():
 
 
 @pytest.mark.parametrize("dims", list(itertools.product((False, True), repeat=4)), ids=str)
+@pytest.mark.tier(
+    quick=[
+        "(False, False, False, False)",
+        "(False, False, False, True)",
+        "(False, False, True, True)",
+        "(False, True, False, False)",
+        "(False, True, True, False)",
+        "(True, False, False, True)",
+        "(True, True, True, True)",
+    ]
+)
 def test_bias_of_every_broadcastable_shape(dims):
     full = (2, 4, 3, 5)
     shape = [size if whole else 1 for size, whole in zip(full, dims, strict=True)]
@@ -107,6 +119,7 @@ def test_oracle_gradients_are_those_of_finite_differences():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("through", ["mask", "bias", "causal"])
+@pytest.mark.tier(slow=["mask-float32", "mask-bfloat16", "mask-float16"])
 def test_fully_masked_rows_are_0_with_gradients_0(dtype, through):
     q, k, v = (jnp.asarray(normal(1, n, 2, 4, seed=n), dtype) for n in (5, 3, 3))
     mask = np.ones((1, 1, 5, 3), bool)
@@ -133,6 +146,7 @@ def test_fully_masked_rows_are_0_with_gradients_0(dtype, through):
         assert all(jnp.isfinite(g).all() for g in (dq, dk, dv))
 
 
+@pytest.mark.slow
 def test_second_derivatives_with_sinks_and_an_empty_row_are_those_of_the_formula():
     q, k, v = (jnp.asarray(normal(1, n, 2, 3, seed=n)) for n in (4, 3, 3))
     sinks, cotangent = jnp.array([0.5, -1.0]), jnp.asarray(normal(1, 4, 2, 3, seed=9))
@@ -178,6 +192,7 @@ def test_causal_is_aligned_at_the_end():
     np.testing.assert_array_equal(mask, [[1, 0, 0, 0], [1, 1, 1, 1]])
 
 
+@pytest.mark.slow
 def test_runtime_dtype_and_metadata_defaults():
     q, k, v = normal(1, 4, 2, 8), normal(1, 5, 2, 8, seed=1), normal(1, 5, 2, 8, seed=2)
     metadata = OperationMetadata(runtime_dtype=jnp.bfloat16, softmax_scale=0.2, logits_soft_cap=3.0)
@@ -198,6 +213,7 @@ def test_runtime_dtype_and_metadata_defaults():
     )
 
 
+@pytest.mark.slow
 def test_mixed_dtypes_compute_in_float32():
     q, k, v = normal(1, 4, 2, 8), normal(1, 5, 2, 8, seed=1).astype(jnp.bfloat16), normal(1, 5, 2, 8, seed=2)
     problem = Problem(query=q, key=k, value=v.astype(np.float16))
@@ -236,6 +252,7 @@ def test_export_for_every_platform_that_jax_lowers_to():
 @pytest.mark.parametrize(
     "name", ["vanilla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sdpa", "auto"))]
 )
+@pytest.mark.slow
 def test_float32_stays_float32_where_x64_is_on(name):
     with jax.enable_x64(True):
         q, bias = jnp.asarray(normal(1, 4, 2, 8)), jnp.zeros((1, 1, 4, 4), jnp.float32)

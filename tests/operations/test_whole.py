@@ -102,12 +102,14 @@ def test_most_tiles_must_be_active(lengths: list[int], by: str, called: list[str
 
 
 @pytest.mark.parametrize("hidden", [np.nan, np.inf])
+@pytest.mark.tier(quick=["inf"])
 def test_what_is_not_finite_in_a_slot_that_nothing_sees_is_left_out(hidden: float, called: list[str]):
     found, exact = over([60, 64], hidden)
     assert called == ["tiles"]
     np.testing.assert_allclose(found, exact, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_biases_and_many_queries_are_computed_in_tiles(called: list[str]):
     for dtype, T, options in (("bfloat16", 1, {}), ("float32", 12, {}), ("float32", 1, {"bias": True})):
         cache = DenseCache.create(batch=1, length=64, kv_heads=2, head_dim=16, dtype=dtype)

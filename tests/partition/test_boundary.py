@@ -59,6 +59,7 @@ def check(name: str, problem: Problem) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(CASES)]
 )
+@pytest.mark.tier(every=6, quick=["rows that see nothing"])
 def test_flash_on_three_axes_agrees_with_the_oracle(case: str) -> None:
     check("attnops:flash", problem_of(CASES[case], mesh_of(*AXES)))
 
@@ -66,6 +67,7 @@ def test_flash_on_three_axes_agrees_with_the_oracle(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [x for n in (1, 2, 3) for x in itertools.combinations(AXES, n)], ids="-".join)
 @pytest.mark.parametrize("name", ["attnops:vanilla", "attnops:flash", "sdpa"])
+@pytest.mark.tier(every=6)
 def test_every_combination_of_axes(name: str, axes: tuple[str, ...]) -> None:
     for case in ("documents, sinks", "window per batch") if name != "sdpa" else ("traced documents", "dense"):
         names = tuple(x for x in CASES[case] if name != "sdpa" or x != "D ≠ Dv")
@@ -82,6 +84,7 @@ def test_every_combination_of_axes(name: str, axes: tuple[str, ...]) -> None:
         *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((4, 2, 4), (8, 2, 2), (12, 6, 4), (8, 8, 4))),
     ],
 )
+@pytest.mark.tier(every=3)
 def test_heads_that_do_not_divide_agree_with_the_oracle(H: int, K: int, tp: int) -> None:
     mesh = create_mesh((tp,), ("tp",), devices=jax.devices()[:tp])
     check("attnops:flash", problem_of(("sinks", "mask per head"), mesh, H=H, K=K, B=1))
@@ -93,6 +96,7 @@ def test_a_batch_that_does_not_divide_agrees_with_the_oracle() -> None:
     check("attnops:flash", problem_of(CASES["documents, sinks"], mesh_of("dp", "tp"), B=3))
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_to_the_bit() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(4, 40, heads, 16)), jnp.float32) for heads in (4, 2, 2))
@@ -126,6 +130,7 @@ def test_a_mesh_that_is_set_is_used(kind: AxisType) -> None:
     assert found[0].sharding.spec[:3] == ("dp", None, "tp")
 
 
+@pytest.mark.slow
 def test_inside_a_shard_map_of_ones_own() -> None:
     """What it cut already is not cut again; the other axes are."""
     problem = problem_of(("Causal", "GQA"), None)
@@ -157,6 +162,7 @@ def test_a_sharded_sequence_is_gathered_with_a_warning() -> None:
         check("attnops:flash", problem)  # said once
 
 
+@pytest.mark.slow
 def test_what_is_known_when_tracing_stays_known() -> None:
     """A causal mask's tiles are still static on a mesh, and so are documents that every row shares."""
     seen = []
@@ -201,6 +207,7 @@ def test_vmap_without_jit_gives_the_values_of_one_device() -> None:
 
 
 @pytest.mark.parametrize("name", ["vanilla", "flash"])
+@pytest.mark.slow
 def test_a_bias_whose_offset_is_an_array_agrees_with_the_oracle(name: str) -> None:
     slopes = alibi_slopes(2)
     run = OperationRegistry.create(name, OperationMetadata(mesh=mesh_of("dp", "tp"), on_unsupported="error"))

@@ -72,6 +72,7 @@ def test_each_device_has_its_own_part(mesh, K, kind):
     np.testing.assert_allclose(found, exact(q, k, v, decay, start, gain, table), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_options_are_those_without_a_mesh(mesh):
     q, k, v, decay, start, gain, table = map(jnp.asarray, draw(2))
 
@@ -97,6 +98,7 @@ def test_an_array_without_declared_axes_is_refused_with_what_to_declare(mesh):
     Decayed(OperationMetadata(mesh=mesh))(q, k, v, decay=jnp.asarray(decay), undeclared=3)
 
 
+@pytest.mark.slow
 def test_an_array_of_another_shape_than_is_declared_is_impossible(mesh):
     q, k, v, *_ = draw(4)
     with pytest.raises(ValueError, match=r"decay has shape \(3,\), but option_axes declares 'h'"):

@@ -85,16 +85,19 @@ def some(quick: set[Any], given: Any) -> list[Any]:
 FEW = {"one device", "unknown axes"}
 
 
+@pytest.mark.filterwarnings("ignore:.*is not sharded:attnops.errors.UnsupportedWarning")
 @pytest.mark.parametrize(
     ("case", "name"),
     [*some({*CASES}, ((case, "attnops:flash") for case in CASES)),
      *some(FEW, ((case, name) for case in CASES for name in ("attnops:vanilla", "sdpa")))],
 )  # fmt: skip
+@pytest.mark.tier(every=3, quick=["one device-attnops:vanilla", "one device-sdpa"])
 def test_the_metadatas_mesh(case: str, name: str) -> None:
     mesh, spec = CASES[case]
     check(with_gradients(causal(name, mesh))(*placed(mesh, spec)))
 
 
+@pytest.mark.filterwarnings("ignore:.*is not sharded:attnops.errors.UnsupportedWarning")
 @pytest.mark.parametrize("case", some(FEW | {"explicit, auto"}, ((case,) for case in CASES)))
 def test_a_mesh_that_is_set(case: str) -> None:
     mesh, spec = CASES[case]
@@ -109,6 +112,8 @@ def test_the_mesh_that_types_name(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", some({"one device", "auto"}, ((case,) for case in CASES)))
+@pytest.mark.slow
+@pytest.mark.tier(every=2)
 def test_without_jit(case: str) -> None:
     """Arrays of the mesh, and those of one device, move by themselves; under `jax.vmap` and `jax.vjp` too."""
     mesh, spec = CASES[case]
@@ -120,6 +125,7 @@ def test_without_jit(case: str) -> None:
         close(jax.vmap(of)(*mapped), np.stack([expected, expected]))
 
 
+@pytest.mark.slow
 def test_gradients_without_jit_of_arrays_that_lie_otherwise() -> None:
     mesh, spec = CASES["auto"]
     of = causal("attnops:flash", mesh)
@@ -167,6 +173,7 @@ def test_masks_biases_and_sinks_with_types(shape: tuple[int, ...], names: tuple[
         assert jax.typeof(getattr(found, spec)).sharding.spec == getattr(specs, name)
 
 
+@pytest.mark.slow
 def test_dropout_with_a_key_that_has_a_type() -> None:
     mesh = CASES["batch and heads"][0]
     key = jax.random.key(3)
@@ -185,6 +192,7 @@ def test_an_array_that_alone_has_a_type() -> None:
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "x"])
+@pytest.mark.slow
 def test_what_vmap_maps_may_be_cut(axis: str) -> None:
     """A mesh axis that cuts the mapped dimension cuts no other."""
     mesh = mesh_of((2, 2), ("x", "y") if axis == "x" else ("dp", "tp"))
@@ -238,6 +246,7 @@ def test_layers_in_a_scan_with_checkpoints(batch: str, heads: str) -> None:
     close(found, expected)
 
 
+@pytest.mark.slow
 def test_another_mesh_than_the_one_that_is_set_is_refused() -> None:
     mesh, other = mesh_of((2, 2), ("dp", "tp"), AUTO, AUTO), mesh_of((4,), ("dp",), AUTO)
     with (

@@ -72,6 +72,7 @@ def test_create_stable_sharding():
     assert create_stable_sharding(spec, [0, 2], tensor=tensor, mesh=MESH) == P(None, None, "tp", None)
 
 
+@pytest.mark.slow
 def test_as_a_method_the_mesh_is_the_metadatas():
     mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
     operation = OperationRegistry.create("vanilla", OperationMetadata(mesh=mesh))

@@ -65,6 +65,7 @@ def test_a_callback_is_not_exported_and_nothing_else_is_wrong():
     suite(operation=OnTheHost, mode="prefill", refuses=frozenset({"export"})).test_behaviour("export")
 
 
+@pytest.mark.slow
 def test_a_behaviour_that_is_refused_may_raise_and_must_not_be_right(monkeypatch):
     monkeypatch.setitem(globals(), "exporting", [True])
     suite(operation=Raises, refuses=frozenset({"export"})).test_behaviour("export")
@@ -75,6 +76,7 @@ def test_a_behaviour_that_is_refused_may_raise_and_must_not_be_right(monkeypatch
         suite(operation=Raises, refuses=frozenset({"export"})).test_behaviour("export")
 
 
+@pytest.mark.slow
 def test_a_wrong_value_is_wrong_though_the_behaviour_is_refused():
     class Wrong(VanillaAttention):
         def forward_cpu(self, query, key, value, *, mask=None):

@@ -75,6 +75,7 @@ def statuses(operation, reference=rms_norm, problems=PROBLEMS, **options):
     return {outcome.name.partition("float32 ")[2]: outcome for outcome in outcomes}
 
 
+@pytest.mark.slow
 def test_every_check_is_right_for_a_right_operation():
     assert {x.status for x in statuses(RMSNorm).values()} == {Status.RIGHT}
     assert list(statuses(RMSNorm)) == list(CHECKS)
@@ -105,6 +106,7 @@ wrong_gradient.defvjp(
     ],
     ids=["eps dropped", "weight ignored", "gradient", "dtype", "outputs"],
 )
+@pytest.mark.tier(quick=["outputs"])
 def test_what_is_wrong_is_found(forward, text):
     found = statuses(planted(forward))["jit"]
     assert (found.status, text in found.detail) == (Status.WRONG, True), found
@@ -124,6 +126,7 @@ def test_what_is_wrong_under_vmap_alone_is_found():
     assert wrong == ["vmap"]
 
 
+@pytest.mark.slow
 def test_a_problem_that_can_not_fail_is_found():
     blind = {"blind": lambda rng: ((np.zeros((2, 8)) + 0 * rng.normal(size=(2, 8)), rng.normal(size=8)), {"eps": 0.25})}
     found = statuses(RMSNorm, problems=blind)["negative control"]
@@ -136,6 +139,7 @@ def test_a_reference_that_casts_is_refused():
     assert "must compute in the dtype of its arguments" in found["jit"].detail
 
 
+@pytest.mark.slow
 def test_what_the_operation_refuses_is_refused():
     subject = ReferenceSubject(operation=Linear, reference=lambda *x, **o: linear_attention(*x, o["decay"]))
 

@@ -33,6 +33,7 @@ def registered():
     OperationRegistry.refresh()
 
 
+@pytest.mark.slow
 def test_some_features_from_its_sources(registered):
     features = ("GQA + SlidingWindow", "bfloat16 + NaN behind a window", "odd lengths")
     options = (part for feature in features for part in ("--feature", feature))

@@ -247,6 +247,7 @@ def test_the_demo_is_in_the_wheel_and_names_what_it_needs(full: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("project", FIRST_PARTY, ids=["attnops", *(x.name for x in FIRST_PARTY[1:])])
+@pytest.mark.tier(every=6)
 def test_wheels_are_reproducible(tmp_path: Path, project: Path) -> None:
     """The same sources give the same bytes, wherever they lie and whenever they were written."""
     ignored = shutil.ignore_patterns(".*_cache", ".venv*", "__pycache__", ".git", "docs", "tests", "plugins")

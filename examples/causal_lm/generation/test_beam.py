@@ -108,6 +108,7 @@ def test_with_a_beam_for_each_sequence_the_best_of_all_is_found(model: CausalLM,
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["static", "paged"])
 @pytest.mark.parametrize(("penalty", "early"), [(1.0, False), (2.0, "never"), (0.0, True), (-1.0, False)])
+@pytest.mark.tier(every=2)
 def test_beams_are_those_of_a_search_with_lists(
     model: CausalLM, scores: Scores, penalty: float, early: Any, storage: Any
 ) -> None:
@@ -125,6 +126,7 @@ def test_beams_are_those_of_a_search_with_lists(
             np.testing.assert_allclose(found.scores[row], score, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_penalties_and_the_best_of_beams_is_not_the_greedy_one(
     model: CausalLM, scores: Scores
 ) -> None:

@@ -73,6 +73,7 @@ def left_padded() -> np.ndarray:
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.slow
 def test_greedy_tokens_are_the_argmax_without_a_cache(model: CausalLM, chunk: int | None) -> None:
     found = greedy(model, chunk=chunk)
     np.testing.assert_array_equal(found.tokens, uncached(model))
@@ -95,6 +96,7 @@ def test_padded_prompts_are_continued_as_each_alone(model: CausalLM, drafts: int
 
 
 @pytest.mark.parametrize("storage", ["paged", "sliding_window"])
+@pytest.mark.slow
 def test_storages_give_the_same_tokens(windowed: CausalLM, storage: str) -> None:
     found = greedy(windowed, attention_mask=mask_of(left=False), chunk=4, cache_implementation=storage)
     np.testing.assert_array_equal(found.tokens, uncached(windowed, ragged=True))
@@ -104,6 +106,7 @@ def test_storages_give_the_same_tokens(windowed: CausalLM, storage: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["static", "paged", "sliding_window"])
+@pytest.mark.tier(every=3)
 def test_drafts_give_the_tokens_of_plain_decoding_in_fewer_steps(windowed: CausalLM, storage: str) -> None:
     # A prompt that repeats itself, with a bias to go on so: a token's successor in the prompt gets a higher score.
     prompt = np.tile(PROMPT[:, :5], 2)
@@ -128,6 +131,7 @@ def test_drafts_give_the_tokens_of_plain_decoding_in_fewer_steps(windowed: Causa
     np.testing.assert_array_equal(found.past_key_values[0].lengths, np.full(3, 10 + 12 - 1))
 
 
+@pytest.mark.slow
 def test_sampled_rows_do_not_depend_on_batch_chunks_or_drafts(model: CausalLM) -> None:
     options: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 20, "top_p": 0.95}
     keys = jax.random.split(jax.random.key(3), 3)
@@ -161,6 +165,7 @@ def test_the_penalty_is_that_of_seen_tokens(model: CausalLM) -> None:
         assert not set(row) & set(prompt[:n])
 
 
+@pytest.mark.slow
 def test_a_cache_is_continued(model: CausalLM) -> None:
     caches = model.init_cache(3, 32)
     first = greedy(model, PROMPT[:, :4], max_new_tokens=1, past_key_values=caches)
@@ -170,6 +175,7 @@ def test_a_cache_is_continued(model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("drafts", [None, 3])
+@pytest.mark.tier(quick=["None"])
 def test_a_stop_string_ends_a_row_with_the_token_that_completes_it(model: CausalLM, drafts: int | None) -> None:
     wanted = uncached(model)
     stop = f"{wanted[0, 1]:02d},{wanted[0, 2]:02d}"[1:]  # from within one token to within the next
@@ -251,6 +257,7 @@ def test_the_documented_loop_gives_the_same_tokens(model: CausalLM) -> None:
     np.testing.assert_array_equal(np.stack(tokens, axis=1), uncached(model, ragged=True)[:, :3])
 
 
+@pytest.mark.slow
 def test_chunks_of_a_prompt_are_padded_little_and_have_few_sizes() -> None:
     sizes = {n: chunk_size(None, n, None) for n in range(1, 3000)}
     assert len(set(sizes.values())) == 16

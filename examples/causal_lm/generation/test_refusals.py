@@ -81,6 +81,7 @@ def test_what_does_not_fit_is_refused(model: CausalLM, options: dict[str, Any], 
         model.generate(**arguments)
 
 
+@pytest.mark.slow
 def test_beams_over_pages_of_the_caller_are_refused(model: CausalLM) -> None:
     caches, pool = model.init_ragged_pages(page_size=4, max_model_length=16, batch_size=2, pages=8)
     caches = tuple(cache.with_table(pool.reserve(np.array([8, 8])).table) for cache in caches)
@@ -99,6 +100,7 @@ def test_prepare_inputs_refuses_what_no_model_has(model: CausalLM, name: str) ->
         model.prepare_inputs_for_generation(IDS, 8, **{name: IDS})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_prepare_inputs_refuses_a_prompt_that_is_too_long(model: CausalLM) -> None:
     with pytest.raises(ValueError, match="input_ids has 5 tokens, but max_length=4 is less"):
         model.prepare_inputs_for_generation(IDS, 4)

@@ -46,6 +46,7 @@ def test_limits_are_those_of_a_sort(temperature: float, k: int, p: float, m: flo
     np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_draws_have_the_frequencies_of_the_distribution() -> None:
     N = 20_000
     scores = np.random.default_rng(1).normal(0, 2, 16).astype(np.float32)
@@ -57,6 +58,7 @@ def test_draws_have_the_frequencies_of_the_distribution() -> None:
     np.testing.assert_allclose(found, wanted, atol=4 * np.sqrt(0.25 / N))
 
 
+@pytest.mark.slow
 def test_rows_have_their_own_limits_and_temperature_0_takes_the_largest() -> None:
     scores = jnp.asarray(np.random.default_rng(2).normal(size=(64, 32)), jnp.float32)
     k = np.where(np.arange(64) < 32, 1, 0)
@@ -68,6 +70,7 @@ def test_rows_have_their_own_limits_and_temperature_0_takes_the_largest() -> Non
     assert (tokens[~fixed] != largest[~fixed]).sum() > 8
 
 
+@pytest.mark.slow
 def test_forbidden_tokens_are_never_drawn_and_ties_are_kept() -> None:
     scores = jnp.asarray([[0.0, -jnp.inf, 1.0, 1.0, 1.0]] * 500)
     tokens = np.asarray(sample(scores, row_keys(jax.random.key(0), 500), Sampling.create(1.0, top_k=2)))
@@ -87,6 +90,7 @@ def test_a_temperature_near_zero_draws_the_largest_score(options: dict[str, floa
     assert sample(scores, keys, Sampling.create(1e-37, **options)).tolist() == [2]
 
 
+@pytest.mark.slow
 def test_a_top_p_near_zero_draws_the_largest_score() -> None:
     scores, keys = jnp.array([[1.0, 3.0, 3.5, -2.0]]), row_keys(jax.random.key(0), 1)
     assert sample(scores, keys, Sampling.create(1.0, top_p=1e-300)).tolist() == [2]

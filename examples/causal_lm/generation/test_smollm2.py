@@ -30,6 +30,7 @@ def answer(model: CausalLM, tokenizer: Tokenizer, **options: Any) -> Generated:
     return model.generate(np.array([ids]), max_new_tokens=NEW, tokenizer=tokenizer, chunk=32, **options)
 
 
+@pytest.mark.exhaustive
 def test_drafts_give_the_same_text_in_fewer_steps(loaded: tuple[CausalLM, Tokenizer]) -> None:
     plain, drafted = answer(*loaded), answer(*loaded, prompt_lookup_num_tokens=4)
     assert plain.texts is not None
@@ -39,10 +40,12 @@ def test_drafts_give_the_same_text_in_fewer_steps(loaded: tuple[CausalLM, Tokeni
     assert drafted.steps < 0.75 * plain.steps
 
 
+@pytest.mark.exhaustive
 def test_pages_give_the_same_text(loaded: tuple[CausalLM, Tokenizer]) -> None:
     np.testing.assert_array_equal(answer(*loaded, cache_implementation="paged").tokens, answer(*loaded).tokens)
 
 
+@pytest.mark.exhaustive
 def test_what_is_streamed_is_the_text(loaded: tuple[CausalLM, Tokenizer]) -> None:
     model, tokenizer = loaded
     shown: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from .speculative import accepted, look_up
 
@@ -32,6 +33,7 @@ def test_drafts_are_those_of_a_search_of_every_place() -> None:
     assert 0 < (np.asarray(found) == 0).sum() < 100
 
 
+@pytest.mark.slow
 def test_drafts_count_up_to_the_first_that_is_wrong() -> None:
     drafts, picked = jnp.asarray([[1, 2, 3], [1, 9, 3], [1, 2, 3]]), jnp.asarray([[1, 2, 3, 4]] * 3)
     assert accepted(drafts, jnp.asarray([3, 3, 1]), picked).tolist() == [3, 1, 1]

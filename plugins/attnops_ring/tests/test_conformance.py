@@ -1,6 +1,7 @@
 """The conformance suite over four devices along the sequence."""
 
 import functools
+from typing import ClassVar
 
 import jax
 
@@ -18,8 +19,9 @@ def over_four_devices() -> OperationMetadata:
 class TestRing(OperationConformance):
     operation = "ring"
     refuses = frozenset({"weights", "caches"})
-    slow = frozenset({"test_behaviour"})
+    slow = frozenset({"test_behaviour", "test_caches", "test_memory_growth"})
     exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs", "test_cache_pairs"})
+    every: ClassVar = {"test_behaviour": 2}
 
     @classmethod
     def subject(cls) -> Subject:

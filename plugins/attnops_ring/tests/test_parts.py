@@ -131,6 +131,8 @@ QUICK = {"documents"}
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES]
 )
+@pytest.mark.slow
+@pytest.mark.tier(every=5)
 def test_values_and_gradients_are_the_oracles(case: str) -> None:
     names, strategy, order, are_parts, check_vma = CASES[case]
     check(names, strategy, order, are_parts, check_vma)
@@ -173,6 +175,7 @@ def same(found: Any, expected: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.tier(every=2)
 def test_layers_in_a_scan_with_checkpoints_train_inside_the_map(check_vma: bool) -> None:
     """The gradients are taken inside `jax.shard_map`, as hand-written loops do, and summed by the loop."""
     mesh = mesh_of(4, names=("sp",))
@@ -325,6 +328,7 @@ def test_a_map_over_other_axes_has_gradients_without_its_check() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.tier(quick=["False"])
 def test_one_token_a_device_is_of_a_sequence(check_vma: bool) -> None:
     """No decoding, whose query all devices would have."""
     q, k, v = draw(1, 4, 2, 8), draw(1, 8, 2, 8), draw(1, 8, 2, 8)
@@ -337,6 +341,7 @@ def test_one_token_a_device_is_of_a_sequence(check_vma: bool) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.tier(quick=["False"])
 def test_a_functions_arrays_must_be_whole(check_vma: bool) -> None:
     x, ids, cut = draw(1, 8, 2, 4), jnp.arange(8)[None] // 3, P(None, "sp")
     ring, mesh = ring_of(), mesh_of(2, names=("sp",))

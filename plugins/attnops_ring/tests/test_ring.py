@@ -105,15 +105,22 @@ def cases() -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "order", "name"), cases())
+@pytest.mark.tier(every=6)
 def test_each_strategy_and_order_agrees_with_the_oracle_on_four_devices(strategy: str, order: str, name: str) -> None:
     check((FEATURES | CONTIGUOUS)[name], 4, strategy, order)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("feature", list(FEATURES_OF_THE_SUITE))
+@pytest.mark.parametrize(
+    ("feature", "strategy", "order"),
+    [
+        (feature, *each)
+        for i, feature in enumerate(FEATURES_OF_THE_SUITE)
+        for j, each in enumerate(itertools.product(STRATEGIES, ORDERS))
+        if (i + j) % 6 == 0  # each feature twice
+    ],
+)
 def test_every_feature_of_the_suite(feature: str, strategy: str, order: str) -> None:
     """On 1, 2, 4 and 8 devices in turn; features with lengths of their own in contiguous order, which accepts any."""
     sizes = (1, 2, 4, 4) if strategy == "ulysses" else (1, 2, 4, 8)  # of 4 heads
@@ -130,6 +137,7 @@ def test_every_feature_of_the_suite(feature: str, strategy: str, order: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("cp", [1, 2, 8])
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.tier(every=6)
 def test_right_on_other_numbers_of_devices(cp: int, order: str) -> None:
     check(("Causal", "GQA", "sinks", "logsumexp"), cp, "ring", order, T=(3, 0), block=16)
 
@@ -141,12 +149,15 @@ def test_batch_and_heads_are_cut_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "order"), [*(("ring", order) for order in ORDERS), ("ulysses", "striped")])
+@pytest.mark.tier(every=4)
 def test_dropout_is_the_unsharded_ones(strategy: str, order: str) -> None:
     check(("Causal", "dropout", "GQA"), 4, strategy, order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.slow
+@pytest.mark.tier(every=6)
 def test_queries_over_keys_that_devices_share(T: int, order: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, h, 16)), jnp.float32) for n, h in ((T, 4), (40, 2), (40, 2)))
@@ -169,6 +180,7 @@ def test_auto_takes_the_ring_where_the_sequence_is_cut() -> None:
         assert explain(request, metadata=metadata).chosen.name == chosen
 
 
+@pytest.mark.slow
 def test_an_eager_call_with_other_arrays_compiles_nothing() -> None:
     compiled: list[str] = []
 
@@ -301,6 +313,7 @@ def same(found: Any, expected: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.tier(every=2)
 def test_queries_beyond_the_last_see_nothing_of_their_own(strategy: str) -> None:
     """They would see keys that no query sees, and that may hold NaN."""
     rng = np.random.default_rng(0)
@@ -316,6 +329,7 @@ def test_queries_beyond_the_last_see_nothing_of_their_own(strategy: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.tier(every=3)
 def test_masks_of_mapped_arrays_give_the_values_of_vanilla(strategy: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(3, 1, 16, 4, 8)), jnp.float32) for _ in range(3))
@@ -358,6 +372,7 @@ def test_a_single_key_that_may_be_padding_gives_the_values_of_vanilla() -> None:
         same(ring(q, k, v, mask=mask, strategy=strategy).attention_outputs, expected)
 
 
+@pytest.mark.slow
 def test_chunks_that_a_mask_of_positions_hides_are_skipped() -> None:
     mask = Causal().at(np.arange(64)).bind(1, 1, 64, 64)
     early, late = (Chunk(first, 16, 1, 64) for first in (0, 48))
@@ -379,6 +394,7 @@ def test_a_row_that_is_nan_is_alone(case: str) -> None:
     [((1, 1), (EXPLICIT, EXPLICIT), 8), ((2, 2), (EXPLICIT, EXPLICIT), 8), ((2, 2), (EXPLICIT, AUTO), 7),
      pytest.param((2, 2), (AUTO, EXPLICIT), 7, marks=pytest.mark.slow)],
 )  # fmt: skip
+@pytest.mark.tier(every=3, quick=["shape0-kinds0-8"])
 def test_meshes_that_types_name(shape: tuple[int, int], kinds: tuple[AxisType, AxisType], T: int) -> None:
     """A program taken to one device, documents with types, and lengths that such axes can't cut."""
     rng = np.random.default_rng(0)
@@ -409,6 +425,7 @@ def test_meshes_that_types_name(shape: tuple[int, int], kinds: tuple[AxisType, A
 
 
 @pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.tier(quick=["1"])
 def test_reordering_keeps_types(axis: int) -> None:
     mesh = jax.make_mesh((2, 2), ("dp", "sp"), axis_types=(EXPLICIT, EXPLICIT), devices=jax.devices()[:4])
     tokens = np.arange(16).reshape(2, 8)

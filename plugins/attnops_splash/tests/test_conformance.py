@@ -1,5 +1,6 @@
 """JAX's splash attention is held to the contract, by the suite of three lines that every plugin has."""
 
+import pytest
 from attnops_splash import SplashAttention
 
 from attnops.testing import OperationConformance
@@ -23,6 +24,7 @@ class TestSplash(OperationConformance):
     })  # fmt: skip
 
 
+@pytest.mark.slow
 def test_it_serves_these_features_and_no_others():
     subject = TestSplash.subject()
     assert {name for name in FEATURES if subject.refusal([name]) is None} == SERVED

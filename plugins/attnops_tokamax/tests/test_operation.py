@@ -54,6 +54,7 @@ def tokamax(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_what_it_serves_is_right():
     assert {name for name in FEATURES if SUBJECT.refusal([name]) is None} == SERVED
     outcomes = [SUBJECT.check([name]) for name in sorted(SERVED)]
@@ -83,6 +84,7 @@ def test_refusals_have_reasons(mask, options, rule):
     assert rule in str(reason)
 
 
+@pytest.mark.slow
 def test_keys_that_no_query_sees_may_hold_nan():
     q, k = jnp.ones((1, 3, 2, 64), jnp.bfloat16), jnp.ones((1, 5, 1, 64), jnp.bfloat16).at[:, 3:].set(jnp.nan)
     op = MosaicAttention(CUDA)

@@ -55,6 +55,7 @@ def test_only_arrays_in_main_memory_are_moved() -> None:
         pytest.param({}, 40, marks=pytest.mark.exhaustive, id="2048"),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_program_keeps_its_arrays_in_vector_memory(tiles: dict[str, int], most: int) -> None:
     """Each input is read and each output written once; a kernel that withholds vector memory makes it several times."""
     attention = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", **tiles))  # type: ignore[arg-type]

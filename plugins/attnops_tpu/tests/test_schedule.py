@@ -51,6 +51,7 @@ compile_for(lambda q, k, v, d: jax.vjp(lambda *qkv: flash(*qkv).attention_output
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stores_of_the_backward_pass_are_not_forwarded_to_loads() -> None:
     """Buffers are read at an offset of 0 that the compiler does not know; at a known one it spills 1,230 registers."""
     schedule, _ = measure(["-c", BACKWARD], "attnops_flash_backward")

@@ -142,12 +142,14 @@ def test_tuning_writes_the_fastest_tiles_that_fit_and_the_times_of_both_operatio
     assert all(not one or (one[1].stages < 3 and one[1].warps == 8) for one in tried), "what does not fit is not timed"
 
 
+@pytest.mark.slow
 def test_sm_103_is_tuned_with_its_specialised_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "compile_for", lambda launched, arch: SimpleNamespace(shared=1, spilled=0))
     found = [(x.kernel, x.tiles) for x in tune.candidates(tune.Shape("bfloat16", 64, 1024, "causal"), "sm_103")]
     assert ("forward", SPECIALISED["sm_100"][64][0]) in found
 
 
+@pytest.mark.slow
 def test_without_a_gpu_tuning_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "device_arch", lambda: "")
     with pytest.raises(ValueError, match=r"this machine has none; dry compiles without one"):

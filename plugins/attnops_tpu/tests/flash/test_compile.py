@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -49,8 +50,13 @@ def temporaries(case: CompileCase, generation: str) -> int:
 
 @pytest.mark.parametrize(
     ("name", "generation"),
-    [pytest.param(name, generation, marks=marks(name, generation)) for generation in TOPOLOGIES for name in CASES],
+    [
+        pytest.param(name, generation, marks=marks(name, generation))
+        for (i, generation), (j, name) in itertools.product(enumerate(TOPOLOGIES), enumerate(CASES))
+        if (name, generation) in QUICK or SLOW.get(name) == generation or (i + j) % 3 == 0
+    ],
 )
+@pytest.mark.tier(every=7, quick=["D 576, Dv 512-v4"])
 def test_a_case_compiles_with_temporaries_linear_in_tokens(name: str, generation: str) -> None:
     case = CASES[name]
     S, Dv = case.S or case.T, case.Dv or case.D
@@ -72,6 +78,7 @@ def test_a_case_compiles_with_temporaries_linear_in_tokens(name: str, generation
         ),
     ],
 )
+@pytest.mark.exhaustive
 def test_temporaries_grow_linearly(name: str) -> None:
     """On v4: of short sequences the compiler keeps arrays in the larger vector memory of others, outside of kernels."""
     case = CASES[name]
@@ -84,6 +91,7 @@ def test_temporaries_grow_linearly(name: str) -> None:
     assert large <= 4.5 * small + 2**20, f"{small} bytes at 16,384 tokens, {large} at 65,536"
 
 
+@pytest.mark.slow
 def test_an_unknown_generation_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"v9.*use one of"):
         compile_for(lambda x: x, (), "v9")

@@ -33,7 +33,7 @@ class TestFlashOnTPU(OperationConformance):
     interpret = True
     refuses = frozenset({"float16", "weights"})
     exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs", "test_cache_pairs"})
-    every: ClassVar = {"test_behaviour": 2, "test_caches": 2}
+    every: ClassVar = {"test_behaviour": 2, "test_caches": 5}
 
 
 @pytest.mark.slow
@@ -45,6 +45,7 @@ class TestFlashOnTPU(OperationConformance):
         pytest.param(["fully masked tiles"], marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.tier(every=2)
 def test_several_cores_without_strided_rotation(features: list[str]) -> None:
     assert UNKNOWN.cores > 1
     assert not UNKNOWN.strided_rotation
@@ -83,6 +84,7 @@ def test_a_missing_wait_is_caught() -> None:
         copy(wait=False)
 
 
+@pytest.mark.slow
 def test_uninitialised_memory_is_nan() -> None:
     def kernel(out: object, buffer: object) -> None:
         out[...] = buffer[...]

@@ -48,6 +48,7 @@ def test_a_custom_vjp_is_refused_for_each_score() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("features", [["MQA", "Causal"], ["GQA", "mask per head", "D ≠ Dv"]])
+@pytest.mark.tier(every=2)
 def test_heads_that_take_turns(features: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = tile_sizes._candidates
     monkeypatch.setattr(
@@ -79,6 +80,7 @@ def test_more_tiles_than_scalar_memory_holds(traced: bool, monkeypatch: pytest.M
     problem.check(OperationRegistry.create("attnops-tpu:flash", problem.metadata))
 
 
+@pytest.mark.slow
 def test_rows_that_fit_scalar_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_schedule, "MAX_ENTRIES", 10)
     causal = np.tril(np.ones((1, 2, 6, 6), np.int8))
@@ -90,6 +92,7 @@ def test_rows_that_fit_scalar_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("B", "entries", "most"), [(1, 10, 2), pytest.param(2, 40, 4, marks=pytest.mark.slow)], ids=["one", "joined"]
 )
+@pytest.mark.tier(every=2)
 def test_slices_that_scalar_memory_does_not_hold_take_turns(
     B: int, entries: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def test_the_limit_is_what_is_needed_and_a_margin_but_never_more_than_the_most(n
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
+@pytest.mark.slow
 def test_the_environment_switches_bounds_checks_of_all_kernels(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of calls like one that was traced under the other value."""
     flash = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))

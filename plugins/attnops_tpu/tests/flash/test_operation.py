@@ -30,6 +30,7 @@ def make(**fields: object) -> object:
     return OperationRegistry.create(NAME, OperationMetadata(platform="tpu", on_unsupported="error", **fields))
 
 
+@pytest.mark.slow
 def test_exported_from_a_host_without_a_tpu() -> None:
     operation = make()
     x = jax.ShapeDtypeStruct((2, 300, 4, 64), jnp.bfloat16)
@@ -45,6 +46,7 @@ def test_exported_from_a_host_without_a_tpu() -> None:
     assert "attnops_flash_backward" in module
 
 
+@pytest.mark.slow
 def test_importing_imports_no_pallas() -> None:
     code = "import attnops_tpu, sys; sys.exit('jax.experimental.pallas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -154,6 +156,7 @@ def test_kernels_are_traced_where_x64_is_on() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.tier(every=2)
 def test_values_and_gradients_where_x64_is_on(dtype: jax.typing.DTypeLike) -> None:
     problem = dataclasses.replace(combine(["Causal", "GQA"]), dtype=dtype).problem(make(interpret=True).metadata)
     with jax.enable_x64(True):

@@ -69,6 +69,7 @@ MASKS = {
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", [name if name == "documents" else pytest.param(name, marks=pytest.mark.slow)
                                   for name in MASKS])  # fmt: skip
+@pytest.mark.tier(every=4)
 def test_only_tiles_that_are_not_empty_are_computed(name: str, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: collections.Counter[tuple[str, int, int]] = collections.Counter()
 
@@ -121,6 +122,7 @@ def test_maps_of_very_different_lengths_are_drained_once_each(traced: bool, monk
     np.testing.assert_allclose(found, expected, atol=5e-6)
 
 
+@pytest.mark.slow
 def test_an_empty_row_is_zero_after_a_row_of_nan() -> None:
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 48, 1, 8)).astype(np.float32)
     q[:, :16] = np.nan
@@ -165,6 +167,7 @@ def test_joined_batches_are_not_padded(traced: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.tier(every=2)
 def test_gradients_of_joined_batches_are_written_once_each(traced: bool) -> None:
     """In bfloat16, gradients of queries are accumulated in float32 and written after the last tile of a batch."""
     ids = np.stack([np.zeros(32, np.int32), np.arange(32, dtype=np.int32) // 8])
@@ -190,6 +193,7 @@ def test_kinds_of_several_schedules_have_one_order() -> None:
     assert kinds_of(schedules[:2]) == tuple(kind for kind in KINDS if kind in KINDS[1:])
 
 
+@pytest.mark.slow
 def test_what_is_not_joined() -> None:
     coverage = np.array([[[1, 0], [2, 1]], [[1, 0], [0, 0]]], np.int8)
     assert tile_schedule(coverage[:, None]).joined == 1
@@ -201,6 +205,7 @@ def test_what_is_not_joined() -> None:
 @pytest.mark.parametrize(
     "name", ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window", "documents", "per head"))]
 )
+@pytest.mark.tier(every=4)
 def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and gradients are those of the contract, and the hidden sub-tiles are not computed."""
     monkeypatch.setattr(tile_sizes, "_sub_tile", lambda block, most: 8)

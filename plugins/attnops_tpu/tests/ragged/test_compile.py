@@ -83,6 +83,7 @@ SMALL = 4 << 20
         for case in CASES
     ],
 )
+@pytest.mark.tier(every=4)
 def test_pages_are_read_where_they_are(generation: str, page: int, K: int, G: int, D: int) -> None:
     cache = pages(page, K, D)
     assert temporaries(cache, generation, G, mask=Causal()) <= SMALL < 2 * cache.store.key.size
@@ -112,6 +113,7 @@ def test_lines_of_several_tokens_are_read_where_they_are(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, Causal() & SlidingWindow(1000, 0), Chunked(4096)], ids=repr)
+@pytest.mark.tier(every=3)
 def test_many_long_rows_have_no_array_by_slot(mask: Mask | None) -> None:
     def make() -> Cache:
         return PagedCache.create(batch=1024, pages=4096, page_size=64, max_pages=2048, kv_heads=1, head_dim=128)
@@ -137,6 +139,7 @@ def test_a_mask_with_an_array_by_key_compiles() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.tier(every=5)
 def test_a_prompt_with_all_that_scores_have_compiles(generation: str) -> None:
     cache = pages(64, 2, 128, batch=2)
     mask = SlidingWindow(jnp.array([[1000], [50]]), 0)
@@ -165,6 +168,7 @@ CODECS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "scales", "page", "K", "generation"), CODECS)
+@pytest.mark.tier(every=5)
 def test_quantised_pages_are_read_where_they_are(dtype: str, scales: str, page: int, K: int, generation: str) -> None:
     given: Any = {} if scales == "token_head" else {"key_scale": 0.1, "value_scale": 0.1}
     given = {name: [x] * K if scales == "head" else x for name, x in given.items()}
@@ -188,6 +192,7 @@ def test_rows_without_pages_compile(dtype: Any) -> None:
     [pytest.param(name, T, marks=[] if name == "v6e" else pytest.mark.exhaustive)
      for name in GENERATIONS for T in (1, 5)],
 )  # fmt: skip
+@pytest.mark.tier(every=2)
 def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None:
     def ring() -> Cache:
         return WindowCache.create(batch=8, window=1009, max_append=16, kv_heads=4, head_dim=128, layers=8).layer(7)

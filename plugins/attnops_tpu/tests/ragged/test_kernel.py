@@ -71,6 +71,8 @@ def races() -> Iterator[None]:
     [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW),
      *(pytest.param(x, marks=pytest.mark.exhaustive) for x in EXHAUSTIVE)], ids="+".join,
 )  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.tier(every=6)
 def test_features_are_read_in_place_and_right(features: tuple[str, ...]) -> None:
     assert not reasons(SUBJECT, features)
     outcome = check_cache(SUBJECT, features)
@@ -105,6 +107,7 @@ def test_16_bit_tokens_that_are_wider_than_the_lanes_are_interpreted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("features", [QUICK[0], ("paged", "float8_e4m3fn by head", "GQA", "bfloat16", "19 queries")])
+@pytest.mark.tier(every=2)
 def test_three_buffers_of_a_tile_and_products_of_e4m3_are_right(features: tuple[str, ...]) -> None:
     """The interpreter has the plan of `UNKNOWN`, which has neither."""
     with target("v6e"):
@@ -132,6 +135,7 @@ def test_products_that_are_left_to_the_next_tile_are_right() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [Causal(), Lengths([20, 20])], ids=repr)
+@pytest.mark.tier(every=2)
 def test_tokens_of_pages_that_are_not_in_the_table_are_not_seen(mask: Mask) -> None:
     table = np.array([[1, -1, 3, -1, 5, 7], [-1, 2, 4, 6, 99, -1]])
     cache = PagedCache.create(batch=2, pages=8, page_size=4, max_pages=6, kv_heads=1, head_dim=8, dtype=jnp.float32,
@@ -161,6 +165,7 @@ def reasons(subject: Subject, features: tuple[str, ...]) -> list[Reason]:
     return operation.in_place_reasons("tpu", request)
 
 
+@pytest.mark.slow
 def test_what_is_an_array_by_query_and_key_is_not_read_in_place() -> None:
     assert {r.argument for r in reasons(SUBJECT, ("paged", "Dense", "4 queries"))} == {"mask"}
     assert {r.argument for r in reasons(SUBJECT, ("paged", "RelativePosition"))} == {"bias"}
@@ -287,6 +292,7 @@ def test_a_row_of_more_tiles_of_queries_than_scalar_memory_holds_is_not_read_in_
         ("packed rows", "KeyPadding", "19 queries"),
     ],
 )
+@pytest.mark.tier(every=2)
 def test_rows_that_do_not_fit_scalar_memory_together_are_right(
     features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +306,7 @@ def test_rows_that_do_not_fit_scalar_memory_together_are_right(
     assert outcome.status is Status.RIGHT, outcome.detail
 
 
+@pytest.mark.slow
 def test_a_dense_mask_of_one_query_is_an_array_by_key() -> None:
     cache = DenseCache.create(batch=2, length=16, kv_heads=2, head_dim=128)
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))

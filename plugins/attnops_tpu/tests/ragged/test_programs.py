@@ -50,6 +50,7 @@ def test_a_step_is_exported_without_a_tpu() -> None:
 
 
 @pytest.mark.parametrize(("generation", "is_packed"), [("v5p", False), ("v6e", False), ("v6e", True)])
+@pytest.mark.tier(every=3)
 def test_a_step_updates_a_donated_cache_and_copies_none(generation: str, is_packed: bool) -> None:
     place = jax.sharding.SingleDeviceSharding(devices(generation)[0])
     given = arguments()
@@ -111,6 +112,7 @@ def exchanges(
 
 
 @pytest.mark.parametrize(("topology", "axes"), [("v5p:2x2x1", {"dp": 2, "tp": 2}), ("v5p:2x2x2", {"dp": 2, "tp": 4})])
+@pytest.mark.tier(every=2)
 def test_pages_over_rows_and_heads_are_read_without_an_exchange(topology: str, axes: dict[str, int]) -> None:
     def make() -> Cache:
         return PagedCache.create(batch=8, pages=1024, page_size=PAGE, max_pages=128, kv_heads=K, head_dim=128)
@@ -127,6 +129,7 @@ def test_a_step_on_a_mesh_is_one_kernel_that_copies_nothing(topology: str, axes:
 
 
 @pytest.mark.parametrize(("topology", "axes"), [("v6e:2x2", {"dp": 2, "sp": 2}), ("v6e:2x4", {"dp": 2, "sp": 4})])
+@pytest.mark.tier(every=2)
 def test_a_context_that_is_cut_is_merged_in_one_exchange(topology: str, axes: dict[str, int]) -> None:
     def make() -> Cache:
         return DenseCache.create(batch=8, length=8192, kv_heads=K, head_dim=128)

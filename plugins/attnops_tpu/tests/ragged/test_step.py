@@ -99,6 +99,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert found
 
 
+@pytest.mark.slow
 def test_what_is_written_and_attended_to_is_that_of_append() -> None:
     # In one page and in two; of row 1 one token fits, of row 2 none.
     check(paged(), 3, Causal(), [15, 31, 0, 33], [3, 3, 3, 2])
@@ -114,6 +115,7 @@ def test_what_is_written_and_attended_to_is_that_of_append() -> None:
      (dense, 1, ~Causal(), [31, 8, 0, 15]), (paged, 19, Causal(), [0, 17, 0, 40]), (dense, 40, None, [20, 0, 0, 63])],
     ids=lambda x: getattr(x, "__name__", repr(x)),
 )  # fmt: skip
+@pytest.mark.tier(every=7)
 def test_tokens_that_lie_in_any_way(make: Any, T: int, mask: Mask | None, lengths: list[int]) -> None:
     with detect_races():
         check(make(), T, mask, lengths)
@@ -126,6 +128,7 @@ def test_tokens_that_lie_in_any_way(make: Any, T: int, mask: Mask | None, length
      (ring, 14, [44, 4, 0, 90], [14, 3, 0, 14])],
     ids=lambda x: getattr(x, "__name__", repr(x)),
 )  # fmt: skip
+@pytest.mark.tier(every=3)
 def test_several_tiles_of_queries_a_row(make: Any, T: int, lengths: list[int], real: list[int]) -> None:
     """The last one writes, also where it has no query."""
     with target("v6e"), detect_races():
@@ -148,6 +151,7 @@ def test_several_tiles_of_queries_a_row(make: Any, T: int, lengths: list[int], r
         ),
     ],
 )
+@pytest.mark.tier(every=4)
 def test_packed_rows_of_one_tile_are_written_by_the_kernel(
     make: Any, lengths: list[int], starts: list[int], slots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,12 +178,14 @@ def test_packed_rows_of_one_tile_are_written_by_the_kernel(
     ids=lambda x: next(iter(x)),
 )  # fmt: skip
 @pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.tier(every=4)
 def test_packed_numbers(options: dict[str, Any], T: int) -> None:
     check(paged(**options), T, Causal(), [15, 30, 0, 33])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [dense, ring])
+@pytest.mark.tier(every=2)
 def test_scales_beside_keys_and_values_in_arrays_of_their_own(make: Any) -> None:
     check(make(codec=Quantized("int8", "token_head")), 1, Causal(), [15, 30, 0, 33])
 
@@ -204,6 +210,7 @@ def test_a_layer_of_all_is_written() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", ["paged", "dense", "ring"])
+@pytest.mark.tier(every=3)
 def test_each_device_of_a_mesh_writes_to_its_part(storage: str, steps: list[int]) -> None:
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=axes, devices=jax.devices()[:4])

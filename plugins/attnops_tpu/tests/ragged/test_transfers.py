@@ -78,10 +78,12 @@ def expected(pages: list[int], by_key: int = 0) -> list[int]:
     return sorted(n for n in (sum(n > 0 for n in pages), sum(pages) + by_key) if n)
 
 
+@pytest.mark.slow
 def test_each_page_that_is_seen_is_transferred_once(started: collections.Counter[str]) -> None:
     assert count(started, [33, 1, 16], Causal()) == expected([9, 1, 4])
 
 
+@pytest.mark.slow
 def test_a_row_of_length_0_starts_no_transfer(started: collections.Counter[str]) -> None:
     assert count(started, [0, 5, 0], Causal()) == expected([0, 2, 0])
 
@@ -103,6 +105,7 @@ def test_no_tokens_start_no_transfer(started: collections.Counter[str]) -> None:
     assert count(started, [0, 0, 0], Causal()) == []
 
 
+@pytest.mark.slow
 def test_a_window_transfers_the_pages_that_it_spans(started: collections.Counter[str]) -> None:
     # Positions 27 to 32 lie in pages 6 to 8, in two tiles.
     assert count(started, [33], SlidingWindow(5, 0)) == expected([3])
@@ -117,6 +120,7 @@ def test_segments_are_transferred_with_the_tiles_that_they_mask(started: collect
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("generation", "heads"), [("tpu7x", 4), ("v6e", 128)])
+@pytest.mark.tier(every=2)
 def test_starts_between_loads_are_as_many(
     generation: str, heads: int, started: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +163,7 @@ def test_a_unit_too_many_is_counted(started: collections.Counter[str], monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wait", "length"), [("_wait_whole", 40), ("_each_unit", 5)])
+@pytest.mark.tier(every=2)
 def test_a_missing_wait_is_caught(wait: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(Stream, wait)
 

@@ -52,6 +52,7 @@ def inputs() -> list[jax.Array]:
 @pytest.mark.parametrize(
     "name", ["by batch and head", *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x != "by batch and head")]
 )
+@pytest.mark.tier(every=6)
 def test_a_mask_as_bits_gives_the_values_of_vanilla(name: str) -> None:
     mask = MASKS[name]
     assert not is_translatable(mask.bind(B, H, T, S))
@@ -71,6 +72,7 @@ def test_a_mask_as_bits_of_traced_coverage_gives_the_values_of_vanilla() -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["array", "distance"])
+@pytest.mark.tier(every=2)
 def test_gradients_of_biases_with_an_element_for_each_score(kind: str) -> None:
     bias = draw(1, H, T, S) if kind == "array" else draw(32, H)
 

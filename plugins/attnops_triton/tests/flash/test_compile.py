@@ -94,6 +94,7 @@ def compiled(case: CompileCase, arch: str, assemblers: tuple[Path, ...] = ASSEMB
         if (variant, arch) not in REFUSED
     ],
 )
+@pytest.mark.tier(every=7, quick=["64-64-bfloat16-gfx942"])
 def test_variants_of_the_table_fit_and_use_tensor_cores(D: int, Dv: int, dtype: str, arch: str) -> None:
     assemblers = ASSEMBLERS[: 1 if ((D, Dv, dtype), arch) in QUICK else 2]
     binaries = compiled(CompileCase(D=D, Dv=Dv, dtype=jnp.dtype(dtype), mask=Causal), arch, assemblers)
@@ -121,8 +122,13 @@ def test_variants_of_the_table_fit_and_use_tensor_cores(D: int, Dv: int, dtype: 
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [pytest.param(name, arch, marks=marks(name, arch)) for arch in SHARED_MEMORY for name in CASES],
+    [
+        pytest.param(name, arch, marks=marks(name, arch))
+        for (i, arch), (j, name) in itertools.product(enumerate(SHARED_MEMORY), enumerate(CASES))
+        if SLOW.get(name) == arch or (i + j) % 4 == 0  # each for a quarter of the architectures
+    ],
 )
+@pytest.mark.tier(every=7)
 def test_a_case_compiles_within_shared_memory(name: str, arch: str) -> None:
     for launched, binary in compiled(CASES[name], arch):
         assert binary.shared <= SHARED_MEMORY[arch], (
@@ -159,10 +165,12 @@ def partial_softmax(case: CompileCase) -> Callable[..., Any]:
     ("arch", "D", "dtype", "mask", "B", "K"),
     [
         pytest.param(*x, marks=[] if x in IN_SLOW else [pytest.mark.exhaustive])
-        for x in itertools.product(KINDS, (64, 128), ("bfloat16", "float16"), PLAIN, (1, 8), (8, 2))
+        for i, x in enumerate(itertools.product(KINDS, (64, 128), ("bfloat16", "float16"), PLAIN, (1, 8), (8, 2)))
         if x[4:] != (8, 8) and (x[0], x[1], x[3], x[4]) != SPILLING
+        if x in IN_SLOW or i % 5 == 0  # five divides no dimension of the product
     ],
 )
+@pytest.mark.tier(every=2)
 def test_kernels_of_all_architectures_spill_nothing(
     arch: str, D: int, dtype: str, mask: str, B: int, K: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +219,7 @@ def test_an_architecture_is_part_of_what_is_cached() -> None:
     assert [x[0].plan.arch for x in seen] == ["sm_80", "sm_90", "sm_80"]
 
 
+@pytest.mark.slow
 def test_kernels_compile_after_jax_triton_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "")  # which its import does
     case = CompileCase(T=64, H=1, K=1, D=16)
@@ -225,6 +234,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         compile_for(launched, "sm_12")
 
 
+@pytest.mark.slow
 def test_kernels_are_the_same_text_in_every_process() -> None:
     case = CASES["causal"]
     texts = [

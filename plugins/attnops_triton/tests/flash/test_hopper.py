@@ -54,6 +54,8 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("sizes", "options"), PROBLEMS)
+@pytest.mark.slow
+@pytest.mark.tier(every=5)
 def test_simulated_they_are_right(
     sizes: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +88,7 @@ def test_simulated_they_are_right(
 
 @pytest.mark.parametrize("D", [pytest.param(16, id="ordinary"), pytest.param(64, id="specialised", marks=SLOW)])
 @pytest.mark.parametrize("multiprocessors", [1, 132])
+@pytest.mark.slow
 def test_groups_are_split_where_programs_are_few(D: int, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "multiprocessors", lambda arch: multiprocessors)
     rng = np.random.default_rng(0)
@@ -122,8 +125,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "PATIENCE", 2.0)
+def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None) -> None:
     assert is_noticed("sm_90", 640, *MISTAKES.get(mistake or "", ())) is (mistake is not None)
 
 
@@ -142,7 +144,6 @@ MISTAKES_OF_DQ = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", [None, *MISTAKES_OF_DQ])
 def test_the_simulator_notices_mistakes_with_dq(mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulator, "PATIENCE", 2.0)
     replaced: list[str] = []
     real = simulator.simulate
 
@@ -185,6 +186,7 @@ def test_dq_is_added_in_any_order_only_if_asked_to() -> None:
         assert names(T=256) == apart, "groups are split"
 
 
+@pytest.mark.slow
 def test_scratch_memory_is_the_last_pointer() -> None:
     (forward, *_) = launched(64, None)
     program, kernel = build(forward.recipe), forward.recipe.kernel
@@ -221,6 +223,7 @@ def test_the_others_serve_what_they_do_not(
     assert [("Gluon" in part) for part in told(D, mask, **options)] == expected
 
 
+@pytest.mark.slow
 def test_old_versions_and_assemblers_have_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(versions, "version_of", {"triton": "3.8.0", "jax": "0.10.2"}.get)

@@ -40,6 +40,7 @@ def make(**fields: object) -> object:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.tier(every=2)
 def test_exported_from_a_host_without_a_gpu(arch: str) -> None:
     operation = make(block_q=32, block_k=32)  # compiled sooner than larger tiles
     x = jax.ShapeDtypeStruct((2, 300, 4, 16), jnp.bfloat16)
@@ -57,6 +58,7 @@ def test_exported_from_a_host_without_a_gpu(arch: str) -> None:
     assert again.mlir_module().count("custom_call @triton_kernel_call") == 3
 
 
+@pytest.mark.slow
 def test_importing_imports_no_triton() -> None:
     code = "import attnops_triton, sys; sys.exit(bool({'triton', 'jax_triton'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -85,6 +87,7 @@ def test_versions_that_do_not_work_are_reasons_with_what_to_install(
         assert "pip install" in reason
 
 
+@pytest.mark.slow
 def test_without_triton_it_serves_natively_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version_of", {"jax": "0.10.2"}.get)
     rng = np.random.default_rng(0)
@@ -162,6 +165,7 @@ def test_a_second_derivative_is_refused() -> None:
         jax.grad(lambda y: jax.grad(lambda z: operation(z, x, x).attention_outputs.sum())(y).sum())(x)
 
 
+@pytest.mark.slow
 def test_small_cotangents_in_float16() -> None:
     """Gradients of single scores lie below what float16 holds."""
     rng = np.random.default_rng(0)
@@ -181,6 +185,7 @@ def test_small_cotangents_in_float16() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+@pytest.mark.tier(quick=["shape0"])
 def test_on_a_mesh_that_types_name(shape: tuple[int, int]) -> None:
     mesh = jax.make_mesh(
         shape, ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: math.prod(shape)]

@@ -12,5 +12,6 @@ from attnops.testing.partial import check_partial
     "features",
     ["low", "plain", "bias", "dropout"],
 )
+@pytest.mark.tier(every=4)
 def test_partial_softmaxes_merge_to_vanilla_over_all_keys(features: str) -> None:
     check_partial("attnops-triton:flash", "cuda", features, interpret=True, block_q=16, block_k=16)

@@ -50,6 +50,7 @@ def programs(mask: Callable[[int], Mask | None], lengths: tuple[int, ...], **opt
 
 
 @pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.slow
 def test_ten_lengths_have_at_most_two_programs_a_kernel_and_kind_of_mask(kind: str) -> None:
     found = programs(MASKS[kind], LENGTHS)
     assert {name: len(recipes) for name, recipes in found.items()} == {
@@ -81,6 +82,7 @@ def test_differences_of_lengths_are_data() -> None:
     assert [len(recipes) for recipes in texts.values()] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_rows_of_a_bias_that_are_aligned_are_one_more_program() -> None:
     found = programs(MASKS["causal"], (64, 128, 100, 112, 176, 301), bias=lambda n: (1, 1, n, n))
     assert {len(recipes) for recipes in found.values()} == {3}

@@ -61,6 +61,7 @@ def test_the_schedule_of_a_mask_are_its_tiles_that_are_not_empty(name: str) -> N
     assert listed(tile_schedule(transposed, layout_of(mask))) == expected(transposed)
 
 
+@pytest.mark.slow
 def test_only_masks_other_than_causal_have_a_list() -> None:
     def of(mask: Mask | None) -> TileSchedule:
         return tile_schedule(block_map(mask, (1, 1, 4096, 4096), 64, 64).coverage, layout_of(mask))

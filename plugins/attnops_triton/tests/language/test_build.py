@@ -120,6 +120,7 @@ def test_writers_of_one_program_leave_it_whole(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
+@pytest.mark.slow
 def test_a_process_forked_while_a_thread_compiles_can_compile(folder: Path) -> None:
     with build._LOCK:
         child = os.fork()

@@ -71,6 +71,12 @@ def test_export_for_amd_is_refused_with_what_to_export_instead() -> None:
         jax.export.export(copy, platforms=["rocm"])(X)
 
 
+def test_on_a_cpu_the_error_says_how_to_run_it_there() -> None:
+    copy = jax.jit(lambda x: call.triton_call(recipe("sm_90"), (3,), (X,), 1, x))
+    with pytest.raises(NotImplementedError, match=r"compiled for the CPU: OperationMetadata\(interpret=True\)"):
+        copy.lower(X)
+
+
 def test_without_a_gpu_or_a_target_the_error_names_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "device_arch", lambda: "")
     with pytest.raises(ValueError, match=r"this machine has none: use `with attnops_triton.targets.target"):

@@ -45,6 +45,7 @@ QUICK = ("rounding", "select", "integers", "own derivative", "unsigned")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FUNCTIONS]
 )
+@pytest.mark.tier(every=7, quick=["own derivative"])
 def test_a_score_function_has_the_value_and_gradients_of_vanilla(name: str) -> None:
     function = FUNCTIONS[name]
     rng = np.random.default_rng(1)

@@ -61,6 +61,7 @@ def test_a_step_of_decoding_loads_each_key_once(codec: Quantized | None) -> None
     assert least <= moved <= 1.05 * least
 
 
+@pytest.mark.slow
 def test_a_window_loads_its_own_pages() -> None:
     window = 40
     lengths = [MOST * PAGE, 130, 17]

@@ -123,6 +123,8 @@ def marks(case: Case, arch: str) -> list[pytest.MarkDecorator]:
     ("case", "arch"),
     [pytest.param(*x, marks=marks(*x), id=f"{x[0]}-{x[1]}") for x in dict.fromkeys([*QUICK, *SLOW, *TABLE])],
 )
+@pytest.mark.slow
+@pytest.mark.tier(every=6)
 def test_a_case_compiles_without_spills_within_shared_memory(case: Case, arch: str) -> None:
     launched = case.kernels(arch)
     assert launched[0].recipe.kernel.name == "attnops_ragged"

@@ -54,6 +54,7 @@ def reasons(subject: Subject, features: tuple[str, ...]) -> list[Reason]:
 
 
 @pytest.mark.parametrize("features", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids="+".join)
+@pytest.mark.tier(every=7, quick=["paged+int8 by token_head+Causal+GQA+3 queries+packed rows+float16+logsumexp"])
 def test_features_are_read_in_place_and_right(features: tuple[str, ...]) -> None:
     if "packed rows" not in features:
         assert not reasons(SUBJECT, features)
@@ -62,6 +63,8 @@ def test_features_are_read_in_place_and_right(features: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("features", [pytest.param(QUICK[0], marks=pytest.mark.slow), QUICK[1]], ids="+".join)
+@pytest.mark.slow
+@pytest.mark.tier(every=2)
 def test_splits_that_have_no_keys_are_merged(features: tuple[str, ...]) -> None:
     with splits(3):
         outcome = check_cache(SUBJECT, features)
@@ -90,12 +93,15 @@ def attend(cache: Cache, count: int, query: jax.Array) -> tuple[np.ndarray, np.n
 @pytest.mark.parametrize(
     "count", [2, pytest.param(7, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
+@pytest.mark.tier(every=3)
 def test_splits_agree_with_one(count: int) -> None:
     cache, query = filled(2), jax.random.normal(jax.random.key(2), (2, 1, 2, 16))
     for got, right in zip(attend(cache, count, query), attend(cache, 1, query), strict=True):
         np.testing.assert_allclose(got, right, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_with_a_fixed_number_of_splits_a_row_is_the_same_in_any_batch() -> None:
     cache, query = filled(2), jax.random.normal(jax.random.key(2), (2, 1, 2, 16))
     rows = {name: getattr(cache, name)[1:] for name in ("table", "lengths", "starts", "overflowed")}
@@ -110,6 +116,7 @@ def test_with_a_fixed_number_of_splits_a_row_is_the_same_in_any_batch() -> None:
     ("mask", "count"), [(Causal(), 11), (SlidingWindow(50, 0), 1), (SlidingWindow(50, 0), 3)],
     ids=["causal", "window, one split", "window"],
 )  # fmt: skip
+@pytest.mark.tier(every=3)
 def test_with_a_fixed_number_of_splits_a_packed_row_is_the_same_among_any_others(mask: Mask, count: int) -> None:
     cache, n = filled(3), 40
     query, others = (jax.random.normal(jax.random.key(i), (1, T, 2, 16)) for i, T in ((2, n), (3, 20)))
@@ -162,6 +169,7 @@ def test_tokens_of_pages_that_are_not_in_the_table_are_not_seen(mask: Mask) -> N
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scales_of_values_below_the_normal_float16_numbers_lose_nothing() -> None:
     """Weights are multiplied by them in float16."""
     cache = DenseCache.create(batch=1, length=48, kv_heads=1, head_dim=16, dtype=jnp.float16,
@@ -179,6 +187,7 @@ def test_scales_of_values_below_the_normal_float16_numbers_lose_nothing() -> Non
     np.testing.assert_allclose(out[0, 0], expected, rtol=2e-3, atol=1e-3 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_bfloat16_is_not_interpreted() -> None:
     cache = DenseCache.create(batch=1, length=16, kv_heads=1, head_dim=16)
     operation = OperationRegistry.create("attnops-triton:flash", OperationMetadata(platform="cuda", interpret=True))

@@ -39,6 +39,7 @@ def step(q: Any, k: Any, cache: Cache) -> Any:
     return out.attention_outputs, cache
 
 
+@pytest.mark.slow
 def test_calls_and_steps_are_exported_from_a_host_without_a_gpu() -> None:
     arguments = (*arrays(), paged())
 

@@ -82,6 +82,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert found
 
 
+@pytest.mark.slow
 def test_what_is_written_and_attended_to_is_that_of_append() -> None:
     # In one page and in two; of row 1 one token fits, of row 2 none.
     check(paged(), 3, Causal(), [15, 31, 0, 33], [3, 3, 3, 2])
@@ -95,6 +96,7 @@ def test_what_is_written_and_attended_to_is_that_of_append() -> None:
      (dense, 1, ~Causal(), [31, 8, 0, 15]), (paged, 19, Causal(), [0, 17, 0, 40]), (dense, 25, None, [20, 0, 0, 63])],
     ids=lambda x: getattr(x, "__name__", repr(x)),
 )  # fmt: skip
+@pytest.mark.tier(every=5)
 def test_tokens_that_lie_in_any_way(make: Any, T: int, mask: Mask | None, lengths: list[int]) -> None:
     check(make(), T, mask, lengths)
 

@@ -22,7 +22,8 @@ _cache = Path(os.environ.get("ATTNOPS_TEST_CACHE", Path(__file__).parent / ".tes
 # A machine of eight devices, for meshes; what runs on one of them is none the slower.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(_cache))
-os.environ.setdefault("ATTNOPS_TRITON_CACHE", str(_cache / "triton"))
+for name in ("ATTNOPS_TRITON_CACHE", "KERAS_HOME", "MPLCONFIGDIR"):  # else in the home directory
+    os.environ.setdefault(name, str(_cache / name.lower()))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

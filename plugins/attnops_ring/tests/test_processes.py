@@ -43,8 +43,9 @@ def start(n: int, indices: list[int], devices: int = 1, runs: int = 1) -> list[s
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("processes", "devices"), [(2, 2), pytest.param(4, 1, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
 def test_processes_agree_with_one(processes: int, devices: int) -> None:
     started = start(processes, list(range(processes)), devices)
     for i, process in enumerate(started):

@@ -376,7 +376,7 @@ class Cache(abc.ABC):
         if self.lengths.ndim != 2:
             raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
         check_layer(layer, self.lengths.shape[0])
-        fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._rows().items()}
+        fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._of_layer().items()}
         return dataclasses.replace(self, store=self.store.layer(layer), **fields)  # type: ignore[arg-type]
 
     def with_layer(self, layer: ArrayLike, one: Self) -> Self:
@@ -392,14 +392,18 @@ class Cache(abc.ABC):
         if self.lengths.ndim != 2 or not isinstance(one, Cache) or one.store.first is None:
             raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
         check_layer(layer, self.lengths.shape[0])
-        new = one._rows()
-        fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._rows().items()}
+        new = one._of_layer()
+        fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
         return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
 
     def _rows(self) -> dict[str, jax.Array]:
         """The arrays by row."""
         names = ("lengths", "starts", "overflowed", "written", "table")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    def _of_layer(self) -> dict[str, jax.Array]:
+        """The arrays outside the store that have the layer axis."""
+        return self._rows()
 
     def reset(self, rows: ArrayLike) -> Self:
         """The cache with some rows emptied, for new sequences: no tokens, no padding, not overflowed.

@@ -114,7 +114,7 @@ class PagedCache(Cache):
         )  # fmt: skip
         lead = () if layers is None else (layers,)
         empty = jnp.full((*lead, check_size("batch", batch), check_size("max_pages", max_pages)), -1, jnp.int32)
-        copied = jnp.full((pages,), -1, jnp.int32)
+        copied = jnp.full((*lead, pages), -1, jnp.int32)
         cache = cls(store=store, **create_rows(batch, starts, layers), table=empty, copied=copied)
         return cache if table is None else cache.with_table(table)
 
@@ -137,9 +137,8 @@ class PagedCache(Cache):
         found = super().without_mesh()
         if self._shards == 1:
             return found
-        copied = self.copied.reshape(self._shards, -1)
-        first = self.pages_of_row * np.arange(self._shards, dtype=np.int32)[:, None]
-        copied = jnp.where(copied >= 0, copied + first, -1).reshape(-1)
+        first = np.repeat(self.pages_of_row * np.arange(self._shards, dtype=np.int32), self.pages_of_row)
+        copied = jnp.where(self.copied >= 0, self.copied + first, -1)
         exists = (self.table >= 0) & (self.table < self.pages_of_row)
         return dataclasses.replace(found, table=jnp.where(exists, self.table + self._first_pages, -1), copied=copied)
 
@@ -211,7 +210,9 @@ class PagedCache(Cache):
         first = self._first_pages
 
         def taken(copied: jax.Array, table: jax.Array) -> jax.Array:
-            return copied[jnp.clip(table, 0, self.pages_of_row - 1) + first]
+            page = jnp.clip(table, 0, self.pages_of_row - 1) + first
+            lead = copied.shape[:-1]
+            return jnp.take_along_axis(copied, page.reshape(*lead, -1), -1).reshape(table.shape)
 
         placement = None if self.placement is None else self.placement.free()
         if placement is None:
@@ -312,9 +313,12 @@ class PagedCache(Cache):
             for name, x in self.store._blocks().items()
         }
         # What was copied before holds what it was copied from.
-        origin = jnp.where(self.copied[source] >= 0, self.copied[source], source)
-        store = dataclasses.replace(self.store, **copied)
-        return dataclasses.replace(self, store=store, copied=self.copied.at[target].set(origin, mode="drop"))
+        before = self.copied[(*lead, source)]
+        origins = self.copied.at[(*lead, target)].set(jnp.where(before >= 0, before, source), mode="drop")
+        return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied), copied=origins)
+
+    def _of_layer(self) -> dict[str, jax.Array]:
+        return self._rows() | {"copied": self.copied}
 
     def _check_whole(self) -> None:
         """Raise an `UnsupportedError` where a mesh shards the pages."""

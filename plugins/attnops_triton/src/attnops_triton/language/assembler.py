@@ -84,9 +84,9 @@ def _candidates(path: str, plugin: Path | None) -> Iterator[Path]:
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:
-    if not path.is_file():
-        return None
     try:
+        if not path.is_file():  # raises for a folder that this user may not read
+            return None
         text = subprocess.run([str(path), "--version"], check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -11,6 +11,10 @@ A model's mask becomes an expression such as ``Causal() & SlidingWindow(4095, 0)
 array, where it is one of transformers' own mask functions or is put together from them; a function of the caller's own
 becomes an array. PyTorch differentiates the model, and JAX each attention layer. Tensors are copied to JAX and back.
 
+A program is compiled for each kind of layer and bucket of lengths, and one more for its derivative: queries and keys
+are padded to a power of 2 up to 64, to multiples of 64 up to 512, then by at most an eighth, and no query sees the
+padding. ``generate`` with its growing cache compiles 3 programs for 64 tokens.
+
 Where it differs from ``attn_implementation="eager"``:
 
 | | eager | here |
@@ -24,13 +28,13 @@ Where it differs from ``attn_implementation="eager"``:
 | keywords of a model's layers that are not known here, such as ``indices`` | used | refused |
 | an additive mask of integers or booleans that a caller makes | added to the scores | True may be seen |
 | float64; second derivatives; a learned ``scaling`` | computed | refused |
-| models that call no attention interface, such as MPT and BLOOM | | unchanged: they don't use it, in silence |
+| models that call no attention interface, such as MPT and BLOOM | | unchanged, in silence: ask `uses` |
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
 from typing import Any, Final
 
 import jax
@@ -38,18 +42,15 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import TransformersKwargs
 
-from attnops.adapters.torch_arrays import Differentiable, to_jax
+from attnops.adapters.buckets import pad_mask
+from attnops.adapters.torch_arrays import to_jax
+from attnops.adapters.torch_call import Attend, Call, run
 from attnops.adapters.transformers_masks import ExpressionTensor, create_mask
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.registry import OperationRegistry
 from attnops.masks import Causal, Dense, Full, Mask, SlidingWindow
 
-__all__ = ["Attend", "attend_with", "attention", "register"]
-
-# Of query, key, value, and the keywords mask, bias, softmax_scale, logits_soft_cap, sinks, dropout_prob and
-# dropout_key: [B, H, T, Dv].
-Attend = Callable[..., jax.Array]
-
+__all__ = ["Attend", "attend_with", "attention", "register", "uses"]
 
 # What models pass on that does not change what a layer computes from its mask.
 _HARMLESS: Final = frozenset(TransformersKwargs.__annotations__) | {
@@ -74,6 +75,16 @@ def register(name: str = "attnops", operation: str | Attend = "flash", **metadat
     attend = attend_with(operation, **metadata) if isinstance(operation, str) else operation
     AttentionInterface.register(name, functools.partial(attention, attend))
     AttentionMaskInterface.register(name, create_mask)
+
+
+def uses(model: torch.nn.Module) -> bool:
+    """Whether some layer of a model looks its attention up where `register` puts one, as most of transformers' do.
+
+    MPT, BLOOM and DeBERTa-v2 ignore ``attn_implementation="attnops"``, of which transformers warns at most; Falcon ends
+    in a `KeyError`.
+    """
+    forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
+    return any("ALL_ATTENTION_FUNCTIONS" in getattr(getattr(f, "__code__", None), "co_names", ()) for f in forwards)
 
 
 def attend_with(operation: str = "flash", **metadata: Any) -> Attend:
@@ -147,33 +158,28 @@ def attention(
         scaling = float(scaling)
     if query.dtype == torch.float64:
         raise ValueError("query of dtype float64 must be float32, bfloat16 or float16; convert the model")
+    B, H, T, S = (int(n) for n in (*query.shape[:3], key.shape[2]))
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = _without_a_mask(bool(causal), query.shape[2], key.shape[2], sliding_window)
+        mask = _without_a_mask(bool(causal), T, S, sliding_window)
+        mask = pad_mask(mask, B, H, T, S)
     else:
-        mask = _mask(attention_mask, query.shape[2], key.shape[2])
-    options: dict[str, Any] = {"mask": mask, "softmax_scale": scaling, "logits_soft_cap": softcap}
-    if dropout:
-        seed = int(torch.randint(2**31 - 1, ()))
-        options |= {"dropout_prob": dropout, "dropout_key": jax.random.key(seed)}
-    call = functools.partial(attend, **{name: value for name, value in options.items() if value is not None})
-
-    def run(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> jax.Array:
-        given = {name: x for name, x in (("bias", bias), ("sinks", sinks)) if x is not None}
-        return call(query, key, value, **given)
-
-    out: torch.Tensor = Differentiable.apply(run, query, key, value, position_bias, s_aux)
+        mask = _mask(attention_mask, B, H, T, S)
+    numbers = {"softmax_scale": scaling, "logits_soft_cap": softcap, "dropout_prob": dropout or None}
+    call = Call(attend, tuple((name, float(x)) for name, x in numbers.items() if x is not None))
+    seed = int(torch.randint(2**31 - 1, ())) if dropout else None
+    out = run(call, (query, key, value, position_bias, s_aux), mask, seed)
     return out.transpose(1, 2), None
 
 
-def _mask(mask: torch.Tensor, T: int, S: int) -> Mask:
+def _mask(mask: torch.Tensor, B: int, H: int, T: int, S: int) -> Mask:
     if tuple(mask.shape[-2:]) != (T, S):
         raise ValueError(f"a mask of shape {tuple(mask.shape)} must end with T and S={(T, S)}")
     if isinstance(mask, ExpressionTensor):
-        return mask.mask
+        return mask.padded(B, H)
     if mask.dtype != torch.bool:
         raise ValueError(f"a mask of dtype {mask.dtype} must be boolean: an additive one is a bias")
-    return Dense(to_jax(mask))
+    return pad_mask(Dense(to_jax(mask)), B, H, T, S)
 
 
 def _without_a_mask(causal: bool, T: int, S: int, window: int | None) -> Mask:

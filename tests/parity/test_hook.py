@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from program_budget import compiled
 from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
@@ -23,6 +24,8 @@ from transformers.masking_utils import (
 )
 from transformers_models import ARCHITECTURES, left_padded
 
+from attnops.adapters import torch_call
+from attnops.adapters.buckets import bucket, bucket_lengths
 from attnops.adapters.torch_arrays import to_jax, to_torch
 from attnops.adapters.transformers_masks import ExpressionTensor, create_mask
 from attnops.transformers import attend_with, attention, register
@@ -85,6 +88,42 @@ def test_the_expression_is_the_function(name: str, q: range, kv: range) -> None:
     expected = masking_utils.sdpa_mask(*grid, is_token, allow_is_causal_skip=False, use_vmap=True)
     actual = mask.bind(B, 1, len(q), len(kv)).dense(B, 1, len(q), len(kv))
     np.testing.assert_array_equal(np.broadcast_to(actual, expected.shape), expected.numpy())
+
+
+@pytest.mark.parametrize(("q", "kv"), [*RANGES, (range(11, TOKENS), range(TOKENS))])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_padded_mask_is_the_mask_and_hides_the_padding(name: str, q: range, kv: range, is_padded: bool) -> None:
+    T, S = len(q), len(kv)
+    given = torch.arange(TOKENS) >= STARTS[:, None] if is_padded else None
+    tensor = create_mask(B, T, S, q.start, kv.start, FUNCTIONS[name][0], given)
+    T_, S_ = bucket_lengths(T, S)
+    actual = np.broadcast_to(tensor.padded(B, 1).dense(B, 1, T_, S_), (B, 1, T_, S_))[:, :, :T]
+    np.testing.assert_array_equal(actual[..., :S], np.broadcast_to(tensor.mask.dense(B, 1, T, S), (B, 1, T, S)))
+    assert not actual[..., S:].any()
+
+
+@pytest.mark.parametrize(("length", "padded"), [(1, 1), (2, 2), (3, 4), (33, 64), (65, 128), (500, 512), (1025, 1152)])
+def test_lengths_are_padded_by_an_eighth_at_most_once_they_are_long(length: int, padded: int) -> None:
+    assert bucket(length) == padded
+
+
+def test_generating_and_training_compile_a_program_for_a_bucket() -> None:
+    """A growing cache has as many keys as tokens so far, and each batch of a training loop another length."""
+    model = ARCHITECTURES["llama"].build()
+    register("attnops", attend_with())
+    model.set_attn_implementation("attnops")
+    ids = left_padded()["input_ids"][:1, :10]
+    forward, training, backward = torch_call._forward, torch_call._forward_for_backward, torch_call._backward
+    for function in (forward, training, backward):
+        function.clear_cache()
+    before = compiled()
+    model.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None)
+    assert (forward._cache_size(), compiled() - before) == (3, 3)  # the prompt, up to 64 keys, and up to 128
+    before = compiled()
+    for length in (10, 9):
+        model(ids[:, :length], labels=ids[:, :length]).loss.backward()
+    assert (training._cache_size(), backward._cache_size(), compiled() - before) == (1, 1, 2)
 
 
 def test_a_mask_has_a_shape_but_no_values() -> None:

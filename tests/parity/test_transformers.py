@@ -11,7 +11,7 @@ import torch
 from transformers_faults import faulty
 from transformers_models import ARCHITECTURES, Architecture
 
-from attnops.transformers import Attend, attend_with, register
+from attnops.transformers import Attend, attend_with, register, uses
 
 # float32 against float32, each some 5e-6 off float64; the largest logits are from 1 to 10.
 LOGITS = 2e-5
@@ -89,16 +89,11 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_gradients_are_those_of_eager_attention(name: str) -> None:
-    attend, calls = attend_with("flash"), []
-
-    def counted(*arrays, **options):
-        calls.append(options["mask"].kinds() - {"&"})
-        return attend(*arrays, **options)
-
+def test_logits_and_gradients_are_those_of_eager_attention(name: str, calls: list[set[str]]) -> None:
     expected = eager(name)[1]
-    actual = run_with(name, counted)
+    actual = run_with(name, attend_with("flash"))
     architecture = ARCHITECTURES[name]
+    assert uses(eager(name)[0]) is (architecture.forward is None)
     assert len(calls) == architecture.layers
     assert calls == list(architecture.masks)  # none is an array
     assert expected.logits.abs().max() > 1
@@ -113,11 +108,11 @@ def test_a_fault_is_outside_the_tolerance(name: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mpt", "bloom"])
-def test_a_model_that_ignores_the_interface_is_known_to(name: str) -> None:
+def test_a_model_that_ignores_the_interface_is_known_to(name: str, calls: list[set[str]]) -> None:
     """Were one of these models to use the interface, its layers would not need a forward of their own."""
-    calls = []
-    register("attnops", lambda *arrays, **options: calls.append(options))
+    register("attnops", attend_with("flash"))
     model = ARCHITECTURES[name].build()
+    assert not uses(model)
     model.set_attn_implementation("attnops")  # which warns
     assert model.config._attn_implementation == "eager"
     run(ARCHITECTURES[name], model, backward=False)

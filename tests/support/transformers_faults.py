@@ -32,7 +32,8 @@ def _with_masks(change: Callable[[Mask], Mask]) -> Callable[[Options], Options]:
         if isinstance(mask, And):
             return changed(mask.left) & changed(mask.right)
         if isinstance(mask, At):
-            return changed(mask.mask).at(mask.q_positions, mask.kv_positions)
+            inner = changed(mask.mask)
+            return inner if isinstance(inner, Full) else dataclasses.replace(mask, mask=inner)
         return change(mask)
 
     return lambda options: options | {"mask": changed(options["mask"])}

@@ -14,7 +14,8 @@ import transformers as hf
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from attnops.adapters.torch_arrays import Differentiable
+from attnops.adapters.buckets import pad_mask
+from attnops.adapters.torch_call import Call, run
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, KeyPadding
 from attnops.transformers import Attend
@@ -170,9 +171,9 @@ def _with_alibi(attend: Attend, states: tuple[torch.Tensor, ...], allowed: torch
     mask = Causal() & KeyPadding(allowed[:, 0, -1].numpy())
 
     heads, head_dim = query.shape[1], query.shape[3]
-    options = {"mask": mask, "bias": ALiBi(alibi_slopes(heads)), "softmax_scale": head_dim**-0.5}
-    call = functools.partial(attend, **options)
-    return Differentiable.apply(call, query, key, value).transpose(1, 2).flatten(2)
+    call = Call(functools.partial(attend, bias=ALiBi(alibi_slopes(heads))), (("softmax_scale", head_dim**-0.5),))
+    mask = pad_mask(mask, *query.shape[:3], key.shape[2])
+    return run(call, (query, key, value, None, None), mask).transpose(1, 2).flatten(2)
 
 
 # Architectures

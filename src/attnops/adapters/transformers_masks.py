@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import masking_utils
 
+from attnops.adapters.buckets import pad_mask
 from attnops.adapters.torch_arrays import to_jax
 from attnops.masks import Causal, Chunked, Dense, Full, KeyPadding, Mask, PrefixLM, Segments, SlidingWindow
 
@@ -29,13 +30,22 @@ class ExpressionTensor(torch.Tensor):
     """
 
     mask: Mask
+    _padded: dict[tuple[int, int], Mask]
 
     @classmethod
     def of(cls, mask: Mask, shape: tuple[int, int, int]) -> ExpressionTensor:
         B, T, S = shape
         self = torch.zeros((), dtype=torch.bool).expand(B, 1, T, S).as_subclass(cls)
         self.mask = mask
+        self._padded = {}
         return self
+
+    def padded(self, B: int, H: int) -> Mask:
+        """The mask of `pad_mask`, made once for all layers of H heads."""
+        if (B, H) not in self._padded:
+            T, S = self.shape[2:]
+            self._padded[B, H] = pad_mask(self.mask, B, H, T, S)
+        return self._padded[B, H]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

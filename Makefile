@@ -87,8 +87,9 @@ bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part i
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/tpu_schedule.py
 
-$(VENV)/.docs: $(VENV)/.test
-	$(PIP) $(EDITABLE) ".[docs]"
+$(VENV)/.docs: $(VENV)/.created pyproject.toml
+	$(PIP) "hatchling>=1.26" editables
+	$(PIP) $(EDITABLE) ".[docs,flax]"
 	@touch $@
 
 docs: $(VENV)/.docs  ## docs/_build/html/index.html; a warning, such as a broken reference, is an error

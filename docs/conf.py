@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from pictures import MASKS, draw_all  # noqa: E402
 
 import attnops  # noqa: E402
 from attnops.dispatch.ranking import Rank  # noqa: E402
+
+for module in (attnops, attnops.kernels, importlib.import_module("attnops.testing")):
+    for public in module.__all__:  # autodoc sees a name that is imported when it is first used only afterwards
+        getattr(module, public)
 
 project = "attnops"
 version = release = attnops.__version__

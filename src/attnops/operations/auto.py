@@ -34,7 +34,7 @@ class AutoAttention(VanillaAttention):
         super().__init__(metadata)
         if not is_loading():  # a plugin's own import, which is not done
             # Now, and not in the first call, which may be traced: an import may change what JAX's caches are keyed by.
-            OperationRegistry.plugins(load=True)
+            environment_keys(self.metadata, OperationRegistry.generation())  # has each operation made
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:

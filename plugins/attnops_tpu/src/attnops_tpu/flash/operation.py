@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
-from attnops import AttentionRequest, Limits, OperationOutput, Reason, Request
+from attnops import AttentionRequest, Limits, OperationMetadata, OperationOutput, Reason, Request
 from attnops.biases import Bias
 from attnops.caches import Cache, NewTokens
 from attnops.kernels import FlashBackend, FlashCall
@@ -45,6 +45,13 @@ class TPUFlashAttention(FlashAttention):
             lines=True,
         )
     }
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        if (self.metadata.platform or self.current_backend()) == "tpu":
+            # Now, and not in the first call, which may be traced: from JAX 0.12 on Pallas makes contexts of its own, and
+            # what is traced before that is traced again.
+            import jax.experimental.pallas.tpu  # noqa: F401
 
     def unsupported(self, request: Request) -> Iterable[Reason]:
         """See `attnops.BaseOperation.unsupported`."""

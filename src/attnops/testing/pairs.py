@@ -26,6 +26,9 @@ COMPANIONS: Final = {"bfloat16": "float32 bias"}
 # Features whose scores are so far apart that changes by features of `OF_SCORES` hardly show.
 EXTREME: Final = frozenset({"rising bias", "bias near finfo.min", "large logits"})
 OF_SCORES: Final = frozenset({"bias", "scale", "logits", "cap", "sinks"})
+# A float32 sum of so many products of large logits is off by more than numpy's, which the tolerance goes by: XLA's CPU
+# backend sums small products one after the other (4.4 ulp of the largest for numpy's 1.8, at 24 × 24 × 256, JAX 0.12).
+INEXACT: Final = {"large logits": frozenset({"head_dim 256", "head dims 576/512"})}
 
 
 def joined(names: Sequence[str]) -> str:
@@ -96,6 +99,9 @@ def _combine(row: Sequence[str]) -> bool:
     if len({feature.name in TRACED_MASKS for feature in masks}) > 1:
         return False
     if any(x.name in EXTREME and y.group in OF_SCORES for other in others for x, y in ((other, new), (new, other))):
+        return False
+    names = set(row)
+    if any(name in names and not many.isdisjoint(names) for name, many in INEXACT.items()):
         return False
     if new.group not in ("mask", "padding"):
         return True

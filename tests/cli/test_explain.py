@@ -9,6 +9,7 @@ import pytest
 
 import attnops
 from attnops import OperationMetadata, OperationRegistry
+from attnops.cli.installed import FOR_PLATFORM
 from attnops.cli.masks import parse_mask, parse_shape
 from attnops.masks import Causal, Dense
 
@@ -184,3 +185,15 @@ def test_masks_are_read_as_expressions() -> None:
     for text in ("Causal(", "__import__('os')", "Causal(print)", "1 + 2", "Causal(1, 2, 3, 4)"):
         with pytest.raises(ValueError, match=r"^mask="):
             parse_mask(text)
+
+
+def test_explain_names_what_has_kernels_for_a_platform_and_is_not_installed(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FOR_PLATFORM, "cuda", "acme-kernels")
+    hint = "acme-kernels has kernels for cuda: pip install acme-kernels"
+    lines = run("explain", "sdpa", "--platform", "cuda", "--soft-cap", "30").output.splitlines()
+    assert lines[-1] == hint
+    assert "although" in lines[2]
+    assert "rank" not in lines[3]  # of a forward that does not run
+    assert hint not in run("explain", "--platform", "cpu").output

@@ -11,7 +11,7 @@ import importlib_metadata
 import jax
 import typer
 
-from attnops.cli.installed import Installed, describe, find
+from attnops.cli.installed import FOR_PLATFORM, Installed, describe, find
 from attnops.cli.known_bad import Problem, known_problems
 from attnops.cli.output import print_heading, print_json, print_table, print_text
 from attnops.dispatch import plugins
@@ -22,8 +22,6 @@ from attnops.dispatch.plugins import CORE, Plugin, State
 # The distributions whose versions matter; JAX's own plugins are found through their entry points.
 SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "numpy")
 
-# The distribution with kernels for a platform, in addition to the core.
-FOR_PLATFORM: Final = {"tpu": "attnops-tpu", "cuda": "attnops-triton", "rocm": "attnops-triton"}
 FOR_SEVERAL_DEVICES: Final = "attnops-ring"
 
 # Where the kernel shows an accelerator: the JAX platform it should be seen as, what it is, what makes JAX see it.

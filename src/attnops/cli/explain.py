@@ -15,10 +15,12 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from attnops.caches import Rows
 from attnops.cli.caches import Codec, Latent, PageSize, Scales, Storage, check_without_cache, make_cache
+from attnops.cli.installed import FOR_PLATFORM
 from attnops.cli.masks import parse_mask, parse_shape
 from attnops.cli.output import fail, print_json, print_text
 from attnops.dispatch.explain import Candidate, Explanation, explain
 from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest
 from attnops.errors import PluginError, PluginWarning, Reason, UnsupportedError
 from attnops.operations.vanilla import VanillaAttention
@@ -105,6 +107,9 @@ def command(
         print_json(_describe(explanation))
     else:
         print_text(str(explanation))
+        kernels = FOR_PLATFORM.get(request.platform)
+        if kernels and not any(plugin.distribution == kernels for plugin in OperationRegistry.plugins()):
+            print_text(f"{kernels} has kernels for {request.platform}: pip install {kernels}")
 
 
 def _request(
@@ -193,7 +198,9 @@ def _print_refusal(
             }
         )
     else:
-        able = [f"{other.name}: could serve it\n  {other.ranked}" for other in others if other.serves]
+        able = [
+            f"{other.name}: could serve it\n  {other.ranked}" for other in others if other.serves and not other.inherits
+        ]
         print_text("\n".join([sentence, *(f"  - {reason}" for reason in error.reasons), *able]))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import warnings
-from typing import Any
+from typing import Any, Final
 
 from attnops.cli.noise import quiet
 from attnops.dispatch.explain import find_faults
@@ -14,6 +14,9 @@ from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.plugins import CORE, Plugin, State, Trouble
 from attnops.dispatch.registry import OperationRegistry, served_platforms
 from attnops.errors import AmbiguousOperationError, DuplicateOperationError, PluginError, PluginWarning
+
+# The distribution with kernels for a platform, in addition to the core.
+FOR_PLATFORM: Final = {"tpu": "attnops-tpu", "cuda": "attnops-triton", "rocm": "attnops-triton"}
 
 
 @dataclasses.dataclass(frozen=True)

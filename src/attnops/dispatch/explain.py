@@ -59,8 +59,16 @@ class Candidate:
         return not self.reasons and not self.problem
 
     @property
+    def inherits(self) -> bool:
+        """Whether it runs the core's native forward, which a plugin's class has for platforms without its kernels."""
+        return self.forward == "native" and self.name.partition(":")[0] != CORE
+
+    @property
     def ranked(self) -> str:
-        """Its rank and the reason for it, such as ``"rank 3 of 10: the vendor's fused kernel"``."""
+        """Its rank and the reason for it, such as ``"rank 3 of 10: the vendor's fused kernel"``.
+
+        It is that of the forward for the platform, which may not be the one that runs.
+        """
         return "no rank: auto never picks it" if self.rank is None else str(self.rank)
 
     @property
@@ -101,11 +109,15 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{self.request}", f"runs {self.chosen.name} (forward_{self.chosen.forward})"]
         lines += [f"  although {reason}" for reason in self.chosen.reasons]
-        lines += [f"  {line}" for line in (self.chosen.ranked, *self.chosen.details)]
+        lines += [f"  {self.chosen.ranked}"] if self.chosen.serves else []
+        lines += [f"  {line}" for line in self.chosen.details]
         lines += [] if self.shardings is None else [f"  {self.shardings}"]
         over_cache = self.request.cache is not None
         lines += [f"  {self.chosen.reads}", f"  {self.chosen.steps}"] if over_cache else []
         for other in self.others:
+            if other.serves and other.inherits:
+                lines.append(f"{other.name}: has no kernel for {self.request.platform}, and could run forward_native")
+                continue
             lines.append(f"{other.name}: " + ("could serve it" if other.serves else "can't serve it"))
             lines += [f"  {other.ranked}"] if other.serves else []
             lines += [f"  {other.reads}"] if other.serves and over_cache else []
@@ -184,9 +196,8 @@ def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
 
 def _order(candidate: Candidate) -> tuple[bool, int, bool, int, str]:
     place = len(Rank) + 1 if candidate.rank is None else candidate.rank.place
-    # The native forward that a plugin's class inherits is the core's, so the core's class comes first.
-    inherits = candidate.forward == "native" and candidate.name.partition(":")[0] != CORE
-    return not candidate.serves, place, inherits, -candidate.priority, candidate.name
+    # The core's class comes before those that inherit its native forward.
+    return not candidate.serves, place, candidate.inherits, -candidate.priority, candidate.name
 
 
 def _candidates(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Candidate]:

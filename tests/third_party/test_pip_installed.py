@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +89,15 @@ class Environment:
         done = self.run("python", "-m", "pip", "--disable-pip-version-check", *arguments)
         assert done.returncode == 0, done.stderr
 
+    def link(self, names: Iterable[str]) -> None:
+        """Install distributions by links to those of this interpreter, for which no network is needed."""
+        (site,) = self.folder.glob("lib/python*/site-packages")
+        for name in names:
+            distribution = importlib.metadata.distribution(name)
+            for entry in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
+                if not (site / entry).exists():
+                    (site / entry).symlink_to(str(distribution.locate_file(entry)))
+
     def examine(self) -> dict[str, Any]:
         done = self.run("python", "-c", EXAMINE)
         assert done.returncode == 0, done.stderr
@@ -95,6 +107,16 @@ class Environment:
     def imported(self) -> list[str]:
         """The third-party modules that the last program imported."""
         return sorted(os.listdir(self.folder / "imports"))
+
+
+def required(name: str, *extras: str) -> set[str]:
+    """The distributions that one requires with these extras, and those that they require."""
+    found: set[str] = set()
+    for text in importlib.metadata.requires(name) or ():
+        one = Requirement(text)
+        if one.name not in found and (not one.marker or any(one.marker.evaluate({"extra": x}) for x in ("", *extras))):
+            found |= {one.name, *required(one.name, *one.extras)}
+    return found
 
 
 def build(folder: Path, *projects: Path) -> list[Path]:
@@ -117,7 +139,8 @@ def fresh(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """An environment with the core and what it requires, and nothing else."""
     environment = Environment(tmp_path_factory.mktemp("environment"))
     subprocess.run([sys.executable, "-m", "venv", environment.folder], check=True)
-    environment.pip("install", "--quiet", str(wheels["attnops"]))
+    environment.link(required("attnops"))
+    environment.pip("install", "--quiet", "--no-index", str(wheels["attnops"]))
     return environment
 
 
@@ -131,8 +154,9 @@ def clean(fresh: Environment) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def full(fresh: Environment, clean: dict[str, Any], wheels: dict[str, Path]) -> dict[str, Any]:
     """What there is to know of the environment with everything installed, and once one is uninstalled again."""
-    fresh.pip("install", "--quiet", f"{wheels['attnops']}[cli]")
-    fresh.pip("install", "--quiet", "--no-deps", *(str(wheels[name]) for name in DISTRIBUTIONS))
+    fresh.link(required("attnops", "cli"))
+    fresh.pip("install", "--quiet", "--no-index", f"{wheels['attnops']}[cli]")
+    fresh.pip("install", "--quiet", "--no-index", "--no-deps", *(str(wheels[name]) for name in DISTRIBUTIONS))
     found = fresh.examine()
     for name, arguments in {
         "list": ["list", "--no-load", "--json"],

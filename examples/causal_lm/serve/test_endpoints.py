@@ -18,10 +18,10 @@ import openai
 import pytest
 import uvicorn
 
-from . import load_test
-from .serve import Engine, application, load_model
-from .test_serve import CHUNK, LENGTH, PAGE, PAGES, Characters, check_pages
-from .testing import small
+from .. import load_test
+from ..testing import Characters, small
+from . import Engine, application, load_model
+from .test_engine import CHUNK, LENGTH, PAGE, PAGES, check_pages
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,26 +14,11 @@ from flax import nnx
 
 from attnops.caches import Quantized
 
-from .model import CausalLM
-from .serve import Delta, Engine, Pages, QueueFullError, Request, StoppedError
-from .testing import small
+from ..model import CausalLM
+from ..testing import Characters, small
+from . import Delta, Engine, Pages, QueueFullError, Request, StoppedError
 
 PAGE, PAGES, LENGTH, CHUNK = 4, 20, 64, 12  # a request alone may take 16 pages of the 20
-
-
-class Characters:
-    """A token a character, from the space on."""
-
-    eos_ids: Sequence[int] = ()
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return [ord(x) - 32 for x in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(32 + x) for x in ids)
-
-    def chat(self, messages: Sequence[Any]) -> str:
-        return "".join(f"<{x['role']}>{x['content']}" for x in messages)
 
 
 def make_engine(model: CausalLM, **options: Any) -> Engine:

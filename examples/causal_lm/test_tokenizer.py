@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
+from .origin import Origin
 from .tokenizer import Tokenizer
 
 
@@ -34,3 +35,46 @@ def test_chat_templates_have_the_functions_of_transformers() -> None:
     assert tokenizer.chat([{"role": "user", "content": "a<é"}] * 2) == '4"a<é"'
     with pytest.raises(jinja2.TemplateError, match="only users"):
         tokenizer.chat([{"role": "system", "content": "a"}])
+
+
+def words() -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "é": 3}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unknown_token": "a"}
+    return Tokenizer(backend, "{% for m in messages %}{{ m.content }} é {% endfor %}", special, [1])
+
+
+def check_equal(found: Tokenizer, expected: Tokenizer) -> None:
+    assert found.encode("a é a") == expected.encode("a é a") == [2, 3, 2]
+    turns = [{"role": "user", "content": "a"}]
+    assert found.chat(turns) == expected.chat(turns) == "a é "
+    assert found.eos_ids == expected.eos_ids
+
+
+def test_what_a_tokenizer_writes_it_reads_again(tmp_path: Path) -> None:
+    words().save_pretrained(tmp_path)
+    check_equal(Tokenizer.from_pretrained(tmp_path), words())
+
+
+def test_a_directory_without_a_tokenizer_is_told_which_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=f"{tmp_path} has no tokenizer.json: copy it, and tokenizer_config.json"
+    ):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_tokenizer_goes_from_the_directory_of_a_model_to_where_it_is_saved(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
+    Origin(old).write_tokenizer(new)  # which has none
+    assert not list(new.iterdir())
+    words().save_pretrained(old)
+    (old / "chat_template.jinja").write_text("{{ messages[0].content }} é ", encoding="utf-8")
+    (old / "weights").write_text("")
+    for target in (new, old):
+        Origin(old).write_tokenizer(target)
+        check_equal(Tokenizer.from_pretrained(target), words())
+    assert not (new / "weights").exists()
+    with pytest.warns(UserWarning, match="is written without a tokenizer: .*gone, where the model was loaded from, is"):
+        Origin(tmp_path / "gone").write_tokenizer(new)

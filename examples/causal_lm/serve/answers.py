@@ -34,7 +34,7 @@ class Answer:
         while left:
             i, delta = await self.queue.get()
             if delta.finish_reason == "error":
-                raise APIError(500, delta.text)
+                raise APIError(503 if self.server.engine.failure is None else 500, delta.text)
             left -= delta.finish_reason is not None
             yield i, delta
 
@@ -74,9 +74,9 @@ class Answer:
                     yield _event(self.envelope([self.choice(i, [delta], True)], True) | empty)
             if has_usage:
                 yield _event(self.envelope([], True) | {"usage": self.usage()})
-            yield "data: [DONE]\n\n"
         except APIError as error:
             yield _event(error.content)
+        yield "data: [DONE]\n\n"
 
     def envelope(self, choices: list[Any], is_part: bool) -> dict[str, Any]:
         """What is around the choices."""

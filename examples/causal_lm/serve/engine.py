@@ -88,6 +88,7 @@ class Engine:
         self.counts: collections.Counter[str] = collections.Counter()  # traces, steps, preempted, copied, ...
         self.changed = threading.Condition()
         self.is_stopped = False
+        self.failure: BaseException | None = None  # what ended `run`, if `stop` did not
         self.numbers = itertools.count()
         graph, self.state = nnx.split(model)
         self.caches, _ = model.init_ragged_pages(
@@ -105,15 +106,22 @@ class Engine:
         Raises:
             QueueFullError: too many wait.
             StoppedError: the engine has stopped.
-            ValueError: one can never be served.
+            ValueError: one can never be served, or so many never together.
         """
+        if len(requests) > self.max_waiting:
+            raise ValueError(
+                f"{len(requests)} requests at a time must be at most max_waiting={self.max_waiting}; submit fewer"
+            )
         for request in requests:
             self._check(request)
         with self.changed:
             if self.is_stopped:
                 raise StoppedError("the engine has stopped")
             if len(self.waiting) + len(requests) > self.max_waiting:
-                raise QueueFullError(f"{len(self.waiting)} requests wait, and at most {self.max_waiting} may")
+                raise QueueFullError(
+                    f"{len(self.waiting)} requests wait, and {len(requests)} more would be above "
+                    f"max_waiting={self.max_waiting}; send them again later"
+                )
             for request in requests:
                 request.number = next(self.numbers)
                 request.text = TextOfRow(self.tokenizer, request.stop, request.tokens[-CONTEXT:])
@@ -159,7 +167,8 @@ class Engine:
                 if not self.step():
                     with self.changed:
                         self.changed.wait_for(lambda: self.is_stopped or self.waiting)
-            except Exception as error:
+            except BaseException as error:
+                self.failure = error
                 self.stop(f"{type(error).__name__}: {error}")  # the caches may be gone: donated, and not returned
                 raise
 

@@ -6,6 +6,8 @@ import itertools
 
 from pydantic import ValidationError
 
+from .bodies import NOT_SERVED
+
 
 class APIError(Exception):
     """An error in that API's format."""
@@ -25,10 +27,13 @@ class APIError(Exception):
             return "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in path).lstrip(".") or None
 
         errors = error.errors()
+        # Of a union all types are tried; what one of them does not serve says more than that another is another.
+        errors.sort(key=lambda x: x["type"] != NOT_SERVED)
         *parents, last = errors[0]["loc"] or ("",)
-        param = name(errors[0]["loc"])
+        param, is_unserved = name(errors[0]["loc"]), errors[0]["type"] == NOT_SERVED
         if errors[0]["type"] == "extra_forbidden":  # whatever the client calls it
             param = f"{name(tuple(parents)) or ''}.{last}".lstrip(".")
             return cls(400, f"{param}: no such field", param, errors[0]["type"])
-        message = ", or ".join(dict.fromkeys(x["msg"] for x in errors if name(x["loc"]) == param))
+        same = [x for x in errors if name(x["loc"]) == param and (x["type"] == NOT_SERVED) == is_unserved]
+        message = ", or ".join(dict.fromkeys(x["msg"] for x in same))
         return cls(400, f"{param}: {message}" if param else message, param, errors[0]["type"])

@@ -221,5 +221,4 @@ def save(
     save_file(found, directory / SINGLE, metadata={"format": "pt"})
     written = config_of(model) | {"dtype": next(iter(found.values())).dtype.name}
     (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    if model.origin is not None:
-        model.origin.write_tokenizer(directory)
+    model.origin.write_tokenizer(directory)

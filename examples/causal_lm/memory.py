@@ -11,8 +11,8 @@ import sys
 def release_memory() -> None:
     """Give memory that nothing uses back to the system.
 
-    XLA's compiler and the reading of weights free hundreds of MB that glibc keeps for later allocations; a server
-    makes none of that size.
+    XLA's compiler frees hundreds of MB a program, and the reading of weights as much; glibc keeps them for later
+    allocations, of which a server makes none of that size.
     """
     gc.collect()
     if sys.platform == "linux":

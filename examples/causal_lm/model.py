@@ -60,7 +60,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.runtime_dtype = floating("dtype", dtype)
         self.operation_name = operation
-        self.origin: Origin | None = None  # of a model that was loaded
+        self.origin = Origin()
         self.metadata = OperationMetadata(on_unsupported="error") if metadata is None else metadata
         op = OperationRegistry.create(operation, self.metadata)
         table = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32)

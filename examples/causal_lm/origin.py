@@ -16,14 +16,14 @@ FILES = (
 
 
 class Origin:
-    """A directory in Hugging Face's format, or a GGUF file.
+    """A directory in Hugging Face's format, a GGUF file, or nothing, of a model that was not loaded.
 
     An attribute of a model, and so a part of what its programs are found by. All are equal, since programs do not
     depend on it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = None if path is None else path.absolute()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origin)
@@ -33,6 +33,8 @@ class Origin:
 
     def write_tokenizer(self, directory: Path) -> None:
         """Write its tokenizer, if it has one, into a directory that exists; warn if the origin is gone."""
+        if self.path is None:
+            return
         if not self.path.exists():
             warnings.warn(
                 f"{directory} is written without a tokenizer: {self.path}, where the model was loaded from, is gone; "

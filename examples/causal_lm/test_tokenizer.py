@@ -67,6 +67,7 @@ def test_a_tokenizer_goes_from_the_directory_of_a_model_to_where_it_is_saved(tmp
     old, new = tmp_path / "old", tmp_path / "new"
     old.mkdir()
     new.mkdir()
+    Origin().write_tokenizer(new)
     Origin(old).write_tokenizer(new)  # which has none
     assert not list(new.iterdir())
     words().save_pretrained(old)

@@ -263,7 +263,7 @@ def test_models_share_programs_unless_they_differ_in_more_than_weights_and_origi
     other.origin = Origin(Path("somewhere"))
     assert split(other)[0] is split(CausalLM.lazy_init(model.config))[0]
     norm = model.norm.scale.get_value()
-    model.norm.scale.set_value(norm * 2)
+    model.norm.scale.set_value(jax.device_put(np.asarray(norm) * 2))
     changed = split(model)
     model.norm.scale.set_value(norm)
     assert changed[0] is network

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from attnops.caches import Quantized
 
 from ..compilation import VARIABLE, default_folder, keep_programs
-from ..memory import release_memory
 from .engine import Engine
 from .process import serve
 
@@ -67,7 +66,6 @@ def _serve(given: argparse.Namespace) -> int:
         print(f"serve: {error}", file=sys.stderr)
         return 2
     engine.warm()
-    release_memory()
     return serve(engine, given.name, host=given.host, port=given.port)
 
 

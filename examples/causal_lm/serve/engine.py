@@ -17,6 +17,7 @@ from flax import nnx
 from attnops.caches import PageCopies, Quantized
 
 from ..generation.text import TextOfRow
+from ..memory import release_memory
 from .pages import Pages
 from .program import Batch, step_program
 from .request import Delta, Request
@@ -176,7 +177,9 @@ class Engine:
         """Compile the programs, by steps without tokens."""
         for size in (self.rows, *self.chunks):
             self._call(self._batch({}, size))
+            release_memory()  # of the compiler, before the next program needs as much
         self._copy_pages([])
+        release_memory()
 
     def step(self) -> bool:
         """Compute one batch. False: there was nothing to compute."""

@@ -38,18 +38,15 @@ def test_an_interrupt_before_the_server_is_up_is_no_traceback(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_programs_are_kept_memory_is_given_back_and_the_servers_status_is_the_commands(
-    monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+def test_programs_are_kept_and_the_servers_status_is_the_commands(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     done: list[Any] = []
     monkeypatch.setattr(command, "keep_programs", lambda folder: done.append(folder))
     monkeypatch.setattr(command, "load_model", lambda *_: (None, None))
     monkeypatch.setattr(command, "Engine", lambda *_, **__: FakeEngine())
     monkeypatch.setattr(FakeEngine, "warm", lambda _: done.append("warm"))
-    monkeypatch.setattr(command, "release_memory", lambda: done.append("release"))
     monkeypatch.setattr(command, "serve", lambda *_, **options: done.append(options["port"]) or status)
     assert command.main(["--compilation-cache", "off", "--port", "0"]) == status
-    assert done == ["off", "warm", "release", 0]
+    assert done == ["off", "warm", 0]
 
 
 @pytest.mark.slow

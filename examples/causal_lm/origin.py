@@ -6,11 +6,10 @@ import shutil
 import warnings
 from pathlib import Path
 
-from . import tokenizer
-
-# What a folder may have of a tokenizer, with the files that other libraries read.
+# What a folder may have of a tokenizer: what `Tokenizer` reads, and the files that other libraries read.
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 FILES = (
-    tokenizer.FILE, tokenizer.CONFIG, tokenizer.TEMPLATE, "special_tokens_map.json", "added_tokens.json",
+    TOKENIZER, CONFIG, TEMPLATE, "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
 
@@ -28,6 +27,9 @@ class Origin:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origin)
 
+    def __repr__(self) -> str:
+        return f"Origin({str(self.path)!r})"
+
     def __hash__(self) -> int:
         return hash(Origin)
 
@@ -38,14 +40,14 @@ class Origin:
         if not self.path.exists():
             warnings.warn(
                 f"{directory} is written without a tokenizer: {self.path}, where the model was loaded from, is gone; "
-                f"copy {tokenizer.FILE} and {tokenizer.CONFIG} of the model there",
+                f"copy {TOKENIZER} and {CONFIG} of the model there",
                 stacklevel=4,
             )
-        elif self.path.suffix == ".gguf":
+        elif self.path.is_file():
             from .gguf_file import tokenizer_of  # which needs gguf
 
             tokenizer_of(self.path).save_pretrained(directory)
-        elif self.path != directory.absolute():
+        elif self.path.resolve() != directory.resolve():
             for name in FILES:
                 if (self.path / name).exists():
                     shutil.copyfile(self.path / name, directory / name)

@@ -13,10 +13,11 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from .origin import CONFIG, TEMPLATE, TOKENIZER
+
 if TYPE_CHECKING:
     import os
 
-FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _CONTROL = 3  # GGUF's token type of special tokens
 
 
@@ -68,12 +69,12 @@ class Tokenizer:
             FileNotFoundError: there is no ``tokenizer.json``.
         """
         directory = Path(directory)
-        if not (directory / FILE).exists():
+        if not (directory / TOKENIZER).exists():
             raise FileNotFoundError(
-                f"{directory} has no {FILE}: copy it, and {CONFIG} with the chat template, from the folder of the "
+                f"{directory} has no {TOKENIZER}: copy it, and {CONFIG} with the chat template, from the folder of the "
                 f"model that this one was made from, or write it by Tokenizer.save_pretrained"
             )
-        backend = tokenizers.Tokenizer.from_file(str(directory / FILE))
+        backend = tokenizers.Tokenizer.from_file(str(directory / TOKENIZER))
         backend.no_truncation()  # a file may have both, for training
         backend.no_padding()
         config_file, template_file = directory / CONFIG, directory / TEMPLATE
@@ -90,7 +91,7 @@ class Tokenizer:
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the files that `from_pretrained` and transformers read, in a directory that exists."""
         directory = Path(directory)
-        self.backend.save(str(directory / FILE))
+        self.backend.save(str(directory / TOKENIZER))
         names = {"unknown_token": "unk_token"}  # GGUF's
         config = {names.get(name, name): text for name, text in self.special.items()}
         if len(self.eos_ids) == 1:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from rich.console import Console
 
-from . import compilation
+from . import compilation, demo
 from .compilation import VARIABLE, default_folder, keep_programs
 
 NAMES = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
@@ -65,6 +67,13 @@ def test_kinds_of_processors_have_a_folder_each(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Path, "exists", lambda _: False)
     monkeypatch.setattr(compilation.platform, "processor", lambda: "another")
     assert compilation._processor() != own
+
+
+def test_the_demo_keeps_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[None] = []
+    monkeypatch.setattr(demo, "keep_programs", lambda: kept.append(None))
+    assert demo.run(Console(file=io.StringIO()), []) == 1  # no operation ran
+    assert kept == [None]
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import jinja2
@@ -23,6 +25,26 @@ def test_texts_are_whole_and_special_tokens_added_on_request_alone(tmp_path: Pat
     tokenizer = Tokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode("a b a b") == [1, 2, 1, 2]
     assert tokenizer.encode("a b a b", add_special_tokens=True) == [0, 1, 2, 1, 2]
+
+
+def test_other_threads_run_while_a_long_text_is_read() -> None:
+    tokenizer, text = words(), "a é " * 300_000
+    began, ended = threading.Event(), threading.Event()
+
+    def read() -> None:
+        began.set()
+        tokenizer.encode(text)
+        ended.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    began.wait()
+    turns = 0
+    while not ended.is_set():
+        time.sleep(0.001)
+        turns += 1
+    thread.join()
+    assert turns > 10  # one, where the tokenizer holds the interpreter's lock
 
 
 @pytest.mark.slow

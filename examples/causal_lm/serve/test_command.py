@@ -13,6 +13,7 @@ from tokenizers import models
 
 from .. import gguf_file
 from ..model import CausalLM
+from ..origin import Origin
 from ..testing import small
 from ..tokenizer import Tokenizer
 from . import command
@@ -44,7 +45,7 @@ def test_programs_are_kept_and_the_servers_status_is_the_commands(monkeypatch: p
     monkeypatch.setattr(command, "load_model", lambda *_: (None, None))
     monkeypatch.setattr(command, "Engine", lambda *_, **__: FakeEngine())
     monkeypatch.setattr(FakeEngine, "warm", lambda _: done.append("warm"))
-    monkeypatch.setattr(command, "serve", lambda *_, **options: done.append(options["port"]) or status)
+    monkeypatch.setattr(command, "serve", lambda *_, **options: (done.append(options["port"]), status)[1])
     assert command.main(["--compilation-cache", "off", "--port", "0"]) == status
     assert done == ["off", "warm", 0]
 
@@ -61,7 +62,7 @@ def test_what_save_pretrained_writes_is_served(tmp_path: Path, monkeypatch: pyte
     assert model.generate([tokenizer.encode("a")], max_new_tokens=2, tokenizer=tokenizer).texts is not None
     # Of a GGUF file too, whose tokenizer is in it.
     again = tmp_path / "again"
-    model.origin = gguf_file.Origin(gguf_file.smollm2_path())
+    model.origin = Origin(gguf_file.smollm2_path())
     model.save_pretrained(again)
     own, found = gguf_file.load_tokenizer(), Tokenizer.from_pretrained(again)
     text = "<|im_start|>user\nWhat is 12 + 30, naïvely?<|im_end|>"

@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,18 @@ def test_a_signal_ends_open_streams_with_an_error_and_then_the_server() -> None:
         thread.join(60)
         assert not thread.is_alive()
         server._captured_signals.clear()
+
+
+def test_an_answer_that_is_not_streamed_is_503_when_the_server_ends() -> None:
+    engine = FakeEngine(seconds=0.01)
+    with running(engine) as (server, url, _), futures.ThreadPoolExecutor() as pool:
+        body = STREAM | {"stream": False}
+        waiting = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        while not engine.counts["steps"]:
+            time.sleep(0.01)
+        server.should_exit = True
+        assert waiting.result().status_code == 503
+        assert waiting.result().json()["error"]["message"] == "the server is shutting down"
 
 
 @pytest.mark.slow

@@ -99,7 +99,9 @@ class Caching:
             shardings = {"mesh": self.metadata.mesh, "rules": self.metadata.axis_rules}
         if starts is not None:
             _check_starts(starts, batch_size, max_length)
-            starts = jnp.broadcast_to(jnp.asarray(starts, jnp.int32), (batch_size,))
+            # Of NumPy's numbers nothing is compiled.
+            array = jnp if isinstance(starts, jax.Array) else np
+            starts = array.broadcast_to(array.asarray(starts, array.int32), (batch_size,))
         sizes = (batch_size, max_length, jnp.dtype(self.dtype), codec, max_append)
         if shardings is None:
             return _compiled_empty(c, *sizes, starts)

@@ -19,6 +19,7 @@ from safetensors.flax import save_file
 
 from .dtypes import floating
 from .families import Weight, config_from_hf, config_to_hf, weights
+from .origin import Origin
 from .params import by_path, placed
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ def load(
             f"tie_word_embeddings=True, but {directory} has a {HEAD} of its own: set it to false in config.json, or "
             f"remove the weight"
         )
+    model.origin = Origin(directory)
     return model
 
 
@@ -187,7 +189,10 @@ def save(
     dtype: Any = None,
     gather_fns: Mapping[str, Callable[[jax.Array], jax.Array]] | None = None,
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``, which `load` and transformers read.
+    """Write ``config.json`` and ``model.safetensors``, which `load` and transformers read, and the tokenizer.
+
+    A model that was loaded has the tokenizer of where it was loaded from; of any other, write it with
+    `Tokenizer.save_pretrained`.
 
     Args:
         model: weights that are sharded over this process's devices are gathered.
@@ -216,3 +221,4 @@ def save(
     save_file(found, directory / SINGLE, metadata={"format": "pt"})
     written = config_of(model) | {"dtype": next(iter(found.values())).dtype.name}
     (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    model.origin.write_tokenizer(directory)

@@ -28,6 +28,7 @@ import attnops
 from attnops.caches import Quantized
 
 from .caching import with_table
+from .compilation import keep_programs
 from .gguf_file import load_smollm2
 from .model import Caches, CausalLM
 
@@ -102,7 +103,7 @@ def answer(
 
 
 def run(console: Console | None = None, operations: Sequence[str] | None = None) -> int:
-    """Run the demonstration and return an exit status.
+    """Run the demonstration and return an exit status. Compiled programs are kept, see `keep_programs`.
 
     Args:
         console: where to print. None: standard output.
@@ -117,6 +118,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
         UnknownOperationError: ``operations`` has a name that no installed distribution has.
     """
     console = Console() if console is None else console
+    keep_programs()
     names = attnops.OperationRegistry.list_implementations() if operations is None else list(operations)
     reference = dict(np.load(Path(__file__).with_name("reference.npz")))
     results: list[Result] = []

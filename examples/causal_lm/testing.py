@@ -1,7 +1,8 @@
-"""A small random model for tests."""
+"""A small random model for tests, and a tokenizer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,3 +38,18 @@ def small(family: str = "llama", operation: str = "flash", seed: int = 0, **chan
     # Far enough from 0 that greedy choices have no near ties, and that attention matters.
     state = jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, state)
     return nnx.merge(graphdef, state)
+
+
+class Characters:
+    """A token a character, from the space on."""
+
+    eos_ids: Sequence[int] = ()
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [ord(x) - 32 for x in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(32 + x) for x in ids)
+
+    def chat(self, messages: Sequence[Any]) -> str:
+        return "".join(f"<{x['role']}>{x['content']}" for x in messages)

@@ -13,6 +13,8 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from .origin import CONFIG, TEMPLATE, TOKENIZER
+
 if TYPE_CHECKING:
     import os
 
@@ -61,14 +63,23 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], eos_ids: Sequence[int] = ()) -> Tokenizer:
-        """From a directory with ``tokenizer.json`` and perhaps ``tokenizer_config.json`` or ``chat_template.jinja``."""
+        """From a directory with ``tokenizer.json`` and perhaps ``tokenizer_config.json`` or ``chat_template.jinja``.
+
+        Raises:
+            FileNotFoundError: there is no ``tokenizer.json``.
+        """
         directory = Path(directory)
-        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        if not (directory / TOKENIZER).exists():
+            raise FileNotFoundError(
+                f"{directory} has no {TOKENIZER}: copy it, and {CONFIG} with the chat template, from the folder of the "
+                f"model that this one was made from, or write it by Tokenizer.save_pretrained"
+            )
+        backend = tokenizers.Tokenizer.from_file(str(directory / TOKENIZER))
         backend.no_truncation()  # a file may have both, for training
         backend.no_padding()
-        config_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-        config = json.loads(config_file.read_text()) if config_file.exists() else {}
-        template = template_file.read_text() if template_file.exists() else config.get("chat_template")
+        config_file, template_file = directory / CONFIG, directory / TEMPLATE
+        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+        template = template_file.read_text(encoding="utf-8") if template_file.exists() else config.get("chat_template")
         special = {}
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             if (value := config.get(name)) is not None:
@@ -77,6 +88,19 @@ class Tokenizer:
             eos_ids = [backend.token_to_id(special["eos_token"])]
         return cls(backend, template, special, eos_ids)
 
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the files that `from_pretrained` and transformers read, in a directory that exists."""
+        directory = Path(directory)
+        self.backend.save(str(directory / TOKENIZER))
+        names = {"unknown_token": "unk_token"}  # GGUF's
+        config = {names.get(name, name): text for name, text in self.special.items()}
+        if len(self.eos_ids) == 1:
+            config["eos_token"] = self.backend.id_to_token(self.eos_ids[0])
+        if self.template is not None:
+            config["chat_template"] = self.template
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (directory / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The tokens of a text; special tokens in it are recognised.
 
@@ -84,7 +108,8 @@ class Tokenizer:
             text: such as a prompt.
             add_special_tokens: whether those are added that the tokenizer begins a text with. Chat templates have them.
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: unlike ``encode`` it lets other threads run.
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; bytes that are not whole characters become U+FFFD."""

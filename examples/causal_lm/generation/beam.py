@@ -94,20 +94,26 @@ class Beams:
     @classmethod
     def create(cls, caches: Caches, pages: Pages | None, tokens: jax.Array, lengths: jax.Array, beams: int) -> Beams:
         """From caches and tokens of B rows, all but the last token of each in the caches."""
-        B = len(lengths)
-        parents = jnp.repeat(jnp.arange(B, dtype=jnp.int32), beams)
-        if pages is None:
-            caches = tuple(_taken(cache, parents) for cache in caches)
-        else:
-            pages, caches = pages.taken(_with_rows(caches, parents), parents * beams)
-        none = jnp.full((B, beams), -jnp.inf, jnp.float32)
-        tokens, lengths = tokens[parents], lengths[parents]
-        return cls(
-            caches=caches, pages=pages, tokens=tokens, lengths=lengths, first=lengths + 0,
-            scores=none.at[:, 0].set(0.0), ended_tokens=tokens.reshape(B, beams, -1) + 0,
-            ended_lengths=lengths.reshape(B, beams) + 0, ended_scores=none + 0, done=jnp.zeros(B, bool),
-            steps=jnp.zeros((), jnp.int32),
-        )  # fmt: skip
+        return _created(caches, pages, tokens, lengths, beams)
+
+
+@functools.partial(jax.jit, static_argnames="beams")
+def _created(caches: Caches, pages: Pages | None, tokens: jax.Array, lengths: jax.Array, beams: int) -> Beams:
+    """`Beams.create` in one program."""
+    B = len(lengths)
+    parents = jnp.repeat(jnp.arange(B, dtype=jnp.int32), beams)
+    if pages is None:
+        caches = tuple(_taken(cache, parents) for cache in caches)
+    else:
+        pages, caches = pages.taken(_with_rows(caches, parents), parents * beams)
+    none = jnp.full((B, beams), -jnp.inf, jnp.float32)
+    tokens, lengths = tokens[parents], lengths[parents]
+    return Beams(
+        caches=caches, pages=pages, tokens=tokens, lengths=lengths, first=lengths + 0,
+        scores=none.at[:, 0].set(0.0), ended_tokens=tokens.reshape(B, beams, -1) + 0,
+        ended_lengths=lengths.reshape(B, beams) + 0, ended_scores=none + 0, done=jnp.zeros(B, bool),
+        steps=jnp.zeros((), jnp.int32),
+    )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass

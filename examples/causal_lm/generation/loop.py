@@ -56,7 +56,7 @@ class Call:
     eos: tuple[int, ...]
     pad: int
     most: int  # tokens to generate
-    key: jax.Array
+    key: jax.Array | None
     trace: bool
     processor: LogitsProcessor | None
     caches: Caches | None
@@ -70,7 +70,7 @@ class Call:
         return self.config.prompt_lookup_num_tokens or 0
 
     def rules(self) -> Rules:
-        """As data of the programs."""
+        """As data of the programs: NumPy's numbers, since each of JAX's made here would be a program of its own."""
         c = self.config
         sampling = Sampling.create()
         if c.do_sample:
@@ -79,8 +79,8 @@ class Call:
         # At least two, so that a model with one end token and a caller with none or two share a program.
         ends = (*self.eos, *(-1,) * (2 - len(self.eos)))
         return Rules(
-            sampling, jnp.float32(c.repetition_penalty), jnp.int32(c.min_new_tokens), jnp.int32(self.most),
-            jnp.asarray(ends, jnp.int32),
+            sampling, np.float32(c.repetition_penalty), np.int32(c.min_new_tokens), np.int32(self.most),
+            np.asarray(ends, np.int32),
         )  # fmt: skip
 
 
@@ -123,9 +123,10 @@ def read_call(
             f"those of the caches; pad right"
         )
     prompt = prompt.repeated(times)
-    drawn = row_keys(jax.random.key(0) if key is None else key, len(prompt.lengths))
+    if key is not None:
+        jax.eval_shape(lambda key: row_keys(key, len(prompt.lengths)), key)  # raises
     return Call(
-        model=model, config=config, prompt=prompt, eos=eos, pad=pad, most=most, key=drawn, trace=trace,
+        model=model, config=config, prompt=prompt, eos=eos, pad=pad, most=most, key=key, trace=trace,
         processor=processor, caches=caches, streamer=streamer, tokenizer=tokenizer,
         chunk=config.prefill_chunk_size if chunk is None else chunk,
     )  # fmt: skip
@@ -147,21 +148,20 @@ def generate(call: Call) -> Generated:
     size = chunk_size(call.chunk, int(call.prompt.lengths.max()) - 1, room.max_append)
     caches = room.caches
     for new, real in call.prompt.chunks(size):
-        caches = append(leaves, caches, jnp.asarray(new), jnp.asarray(real))
-    tokens = jnp.asarray(call.prompt.history(room.used, room.length))
-    lengths = jnp.asarray(room.used + call.prompt.lengths)
+        caches = append(leaves, caches, new, real)
+    tokens, lengths = call.prompt.history(room.used, room.length), room.used + call.prompt.lengths
     if call.config.num_beams > 1:
         search = beam_programs(network, call.processor, call.trace)
         pages = None if room.pool is None else Pages(room.pool)
         beams = Beams.create(caches, pages, tokens, lengths, call.config.num_beams)
         rules = BeamRules(
-            call.rules(), jnp.float32(call.config.length_penalty), jnp.int32(EARLY[call.config.early_stopping])
+            call.rules(), np.float32(call.config.length_penalty), np.int32(EARLY[call.config.early_stopping])
         )
         return _beams_result(call, search.search(leaves, beams, rules))
     rows = Rows.create(caches, tokens, lengths, call.key)
     if call.streamer is None and not call.config.stops:
-        stopped = jnp.zeros(len(call.prompt.lengths), bool)
-        rows, _ = steps.run(leaves, rows, call.rules(), stopped, jnp.int32(call.most))
+        stopped = np.zeros(len(call.prompt.lengths), bool)
+        rows, _ = steps.run(leaves, rows, call.rules(), stopped, np.int32(call.most))
         texts = None
     else:
         rows, texts = _with_host(call, steps, leaves, rows)
@@ -170,12 +170,12 @@ def generate(call: Call) -> Generated:
 
 def _with_host(call: Call, steps: StepProgram, leaves: Leaves, rows: Rows) -> tuple[Rows, list[TextOfRow] | None]:
     """The steps one by one: after each the host has its tokens, and says which rows have a stop string."""
-    B, rules, one = len(call.prompt.lengths), call.rules(), jnp.int32(1)
+    B, rules, one = len(call.prompt.lengths), call.rules(), np.int32(1)
     texts = None if call.tokenizer is None else [TextOfRow(call.tokenizer, call.config.stops) for _ in range(B)]
     columns = _Columns(call, B)
     stopped = np.zeros(B, bool)
     while True:
-        rows, news = steps.run(leaves, rows, rules, jnp.asarray(stopped), one)
+        rows, news = steps.run(leaves, rows, rules, stopped.copy(), one)
         tokens, counts, finished = (on_host(x) for x in news)
         finished = finished.copy()
         for b in range(B):

@@ -69,7 +69,7 @@ class Generation:
         differ).
 
         Raises:
-            ValueError: arguments that don't fit together.
+            ValueError: arguments that don't fit together, or more tokens than the model's context.
         """
         config = (GenerationConfig() if generation_config is None else generation_config).updated(kwargs)
         call = read_call(

@@ -57,10 +57,17 @@ def read_prompt(input_ids: Any, attention_mask: Any, vocab_size: int) -> Prompt:
     """
     if isinstance(input_ids, jax.core.Tracer) or isinstance(attention_mask, jax.core.Tracer):
         raise ValueError("input_ids or attention_mask is traced: generate compiles its own steps; call it outside jit")
+    _refuse_text(input_ids)
     input_ids, attention_mask = _padded(input_ids, attention_mask)
     tokens = np.asarray(input_ids)
+    if tokens.size == 0:
+        raise ValueError(f"input_ids have shape {tokens.shape}, but every row must have a token to start from")
+    if tokens.dtype.kind in "iu" and tokens.ndim == 1:
+        raise ValueError(
+            f"input_ids have shape {tokens.shape}, but must be integers [B, P]; of one prompt give [input_ids]"
+        )
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or 0 in tokens.shape:
-        raise ValueError(f"input_ids are {tokens.dtype} {tokens.shape}, but must be integers [B, P], at least one")
+        raise ValueError(f"input_ids are {tokens.dtype} {tokens.shape}, but must be integers [B, P]")
     B, P = tokens.shape
     if attention_mask is None:
         is_real = np.ones((B, P), bool)
@@ -85,6 +92,19 @@ def read_prompt(input_ids: Any, attention_mask: Any, vocab_size: int) -> Prompt:
         )
     tokens = np.where(is_real, tokens, 0).astype(np.int32)
     return Prompt(tokens, starts.astype(np.int32), lengths.astype(np.int32))
+
+
+def _refuse_text(input_ids: Any) -> None:
+    """Raise for a text, or texts."""
+    is_list = isinstance(input_ids, (list, tuple)) and bool(input_ids)
+    if (
+        isinstance(input_ids[0] if is_list else input_ids, str)
+        or getattr(input_ids, "dtype", np.dtype(int)).kind in "US"
+    ):
+        given = f"[{input_ids[0]!r}, ...]" if is_list else repr(input_ids)
+        raise ValueError(
+            f"input_ids={given} is text, but must be tokens, integers [B, P]; give [tokenizer.encode(text)]"
+        )
 
 
 def _padded(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:

@@ -58,22 +58,40 @@ def make_room(
         chunk: tokens of the prompt at a time, as far as it is given.
 
     Raises:
-        ValueError: the caller's caches have too little room.
+        ValueError: the caller's caches have too little room, or the tokens are more than the model's context.
     """
     if given is not None:
         if len(given) != model.config.num_layers:
             raise ValueError(f"{len(given)} caches given, but the model has {model.config.num_layers} layers")
-        return _checked(given, lengths, most, step)
+        room = _checked(given, lengths, most, step)
+        _check_context(model.config, lengths, room.used - np.asarray(given[0].starts), most)
+        return room
+    _check_context(model.config, lengths - starts, np.zeros_like(lengths), most)
     S = rounded(int(lengths.max()) + most)
     used = np.zeros(len(lengths), np.int32)
-    padding = jnp.asarray(starts)
     if config.cache_implementation == "paged":
         return _paged(model, config, starts, lengths, most, S)
     options = {}
     if config.cache_implementation == "sliding_window":
         options["max_append"] = max(chunk_size(chunk, int(lengths.max()) - 1, None), step)
-    caches = model.init_cache(len(lengths), S, starts=padding, **options)
+    caches = model.init_cache(len(lengths), S, starts=starts, **options)
     return Room(caches, None, used, S, options.get("max_append"))
+
+
+def _check_context(config: Any, tokens: np.ndarray, used: np.ndarray, most: int) -> None:
+    """Raise for more tokens than the model was made for, each row's own, those in the caller's caches included."""
+    context = config.max_position_embeddings
+    longest = int((tokens + used).max())
+    if longest + most > context:
+        held = f"{longest} tokens" + (", those in past_key_values included," if used.any() else "")
+        raise ValueError(
+            f"a prompt of {held} and max_new_tokens={most} are {longest + most}, but must be at most the model's "
+            f"context, {context}: {_rule(context - longest)}"
+        )
+
+
+def _rule(room: int) -> str:
+    return f"ask for at most {room} new ones, or shorten the prompt" if room > 0 else "shorten the prompt"
 
 
 def rounded(length: int) -> int:

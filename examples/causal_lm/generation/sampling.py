@@ -33,10 +33,9 @@ class Sampling:
     def create(
         cls, temperature: ArrayLike = 0.0, top_k: ArrayLike = 0, top_p: ArrayLike = 1.0, min_p: ArrayLike = 0.0
     ) -> Self:
-        """From numbers or arrays [B]; nothing given is the largest score."""
-        reals = (jnp.asarray(np.asarray(x), jnp.float32) for x in (temperature, top_p, min_p))
-        temperature, top_p, min_p = reals
-        return cls(temperature, jnp.asarray(np.asarray(top_k), jnp.int32), top_p, min_p)
+        """From numbers or arrays [B]; nothing given is the largest score. They are NumPy's, which compile nothing."""
+        temperature, top_p, min_p = (np.asarray(x).astype(np.float32) for x in (temperature, top_p, min_p))
+        return cls(temperature, np.asarray(top_k).astype(np.int32), top_p, min_p)  # type: ignore[arg-type]
 
 
 def sample(scores: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:

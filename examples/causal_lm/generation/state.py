@@ -9,10 +9,11 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from attnops.caches import Cache
 
-from .sampling import Sampling, sample
+from .sampling import Sampling, row_keys, sample
 
 # (tokens int32 [B, S] by index, −1 where there is none; scores float32 [B, V]; lengths int32 [B]) -> scores [B, V].
 # Tokens of a row from its length on are undefined.
@@ -47,18 +48,21 @@ class Rows:
     steps: jax.Array
 
     @classmethod
-    def create(cls, caches: tuple[Cache, ...], tokens: jax.Array, lengths: jax.Array, keys: jax.Array) -> Self:
-        """Rows of which nothing is generated yet."""
-        # Each has a buffer of its own, since all are donated.
-        return cls(
-            caches=caches, tokens=tokens, lengths=lengths, first=lengths + 0,
-            finished=jnp.zeros(lengths.shape, bool), keys=jax.random.clone(keys), drafted=jnp.zeros_like(lengths),
-            accepted=jnp.zeros_like(lengths), steps=jnp.zeros((), jnp.int32),
-        )  # fmt: skip
+    def create(cls, caches: tuple[Cache, ...], tokens: ArrayLike, lengths: ArrayLike, key: jax.Array | None) -> Self:
+        """Rows of which nothing is generated yet; ``key`` is for all rows or one a row, None where nothing is drawn."""
+        return cls(caches, *_first(tokens, lengths, key))
 
     def last(self) -> jax.Array:
         """The last token of each row, int32 [B, 1]."""
         return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)
+
+
+@jax.jit
+def _first(tokens: jax.Array, lengths: jax.Array, key: jax.Array | None) -> tuple[jax.Array, ...]:
+    """The fields of `Rows` after the caches, in one program; each has a buffer of its own, since all are donated."""
+    zeros = jnp.zeros_like(lengths)
+    keys = jax.random.clone(row_keys(jax.random.key(0) if key is None else key, len(lengths)))
+    return tokens, lengths, lengths + 0, zeros.astype(bool), keys, zeros + 0, zeros + 0, jnp.zeros((), jnp.int32)
 
 
 @jax.tree_util.register_dataclass

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from program_budget import compiled
 
 from attnops.caches import WindowCache
 
 from ..model import CausalLM
+from ..origin import Origin
 from ..testing import small
 from .config import GenerationConfig
 from .loop import Generated
@@ -242,6 +245,32 @@ def test_two_programs_serve_all_ways_to_draw() -> None:
         model.generate(ids, max_new_tokens=2, tokenizer=Letters(), stop_strings="x")
     assert step_program(network, Settings()).traces == 1
     assert prompt_program(network, True).traces == 1
+
+
+@pytest.mark.slow
+def test_a_first_call_compiles_four_programs_and_a_first_beam_search_two_more() -> None:
+    model = small(num_hidden_layers=1, vocab_size=56)
+    jax.clear_caches()
+    for beams, most in ((1, 4), (3, 2)):
+        before = compiled()
+        model.generate([[1, 2, 3]], max_new_tokens=4, num_beams=beams)
+        assert 1 <= compiled() - before <= most
+
+
+def test_models_share_programs_unless_they_differ_in_more_than_weights_and_origin(model: CausalLM) -> None:
+    network, leaves = split(model)
+    other = CausalLM.lazy_init(model.config)
+    other.origin = Origin(Path("somewhere"))
+    assert split(other)[0] is split(CausalLM.lazy_init(model.config))[0]
+    norm = model.norm.scale.get_value()
+    model.norm.scale.set_value(jax.device_put(np.asarray(norm) * 2))
+    changed = split(model)
+    model.norm.scale.set_value(norm)
+    assert changed[0] is network
+    assert sum(a is not b for a, b in zip(leaves, changed[1], strict=True)) == 1
+    model.norm.eps, eps = 0.5, model.norm.eps
+    assert split(model)[0] is not network
+    model.norm.eps = eps
 
 
 @pytest.mark.slow

@@ -36,7 +36,36 @@ def pages() -> tuple[PagedCache]:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"input_ids": IDS[0]}, "input_ids are int64 (5,), but must be integers [B, P], at least one"),
+        (
+            {"input_ids": IDS[0]},
+            "input_ids have shape (5,), but must be integers [B, P]; of one prompt give [input_ids]",
+        ),
+        (
+            {"input_ids": [1, 2, 3]},
+            "input_ids have shape (3,), but must be integers [B, P]; of one prompt give [input_",
+        ),
+        ({"input_ids": "hello"}, "input_ids='hello' is text, but must be tokens, integers [B, P]; give [tokenizer.enc"),
+        (
+            {"input_ids": ["a", "b"]},
+            "input_ids=['a', ...] is text, but must be tokens, integers [B, P]; give [tokenizer",
+        ),
+        ({"input_ids": np.array(["a"])}, "input_ids=array(['a'], dtype='<U1') is text, but must be tokens"),
+        ({"input_ids": [[]]}, "input_ids have shape (1, 0), but every row must have a token to start from"),
+        ({"input_ids": []}, "input_ids have shape (0,), but every row must have a token to start from"),
+        ({"input_ids": [[0.5]]}, "input_ids are float64 (1, 1), but must be integers [B, P]"),
+        (
+            {"input_ids": IDS, "max_new_tokens": 252},
+            "a prompt of 5 tokens and max_new_tokens=252 are 257, but must be at most the model's context, 256: ask "
+            "for at most 251 new ones, or shorten the prompt",
+        ),
+        (
+            {"input_ids": np.ones((1, 256), int), "max_new_tokens": 1},
+            "a prompt of 256 tokens and max_new_tokens=1 are 257, but must be at most the model's context, 256: short",
+        ),
+        (
+            {"input_ids": np.ones((2, 250), int), "past_key_values": window(4), "max_new_tokens": 7},
+            "a prompt of 250 tokens and max_new_tokens=7 are 257, but must be at most the model's context, 256: ask",
+        ),
         ({"input_ids": IDS * 96}, "input_ids has tokens from 96 to 96, but the vocabulary is 0 to 95"),
         ({"attention_mask": IDS[:, :4]}, "attention_mask has shape (2, 4), but must have that of input_ids, (2, 5)"),
         ({"attention_mask": IDS * [[1], [0]]}, "attention_mask[1] is all 0, but a row must have a token to start from"),

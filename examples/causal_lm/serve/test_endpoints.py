@@ -18,10 +18,10 @@ import openai
 import pytest
 import uvicorn
 
-from . import load_test
-from .serve import Engine, application, load_model
-from .test_serve import CHUNK, LENGTH, PAGE, PAGES, Characters, check_pages
-from .testing import small
+from .. import load_test
+from ..testing import Characters, small
+from . import Engine, Request, application, load_model
+from .test_engine import CHUNK, LENGTH, PAGE, PAGES, check_pages
 
 
 @contextlib.contextmanager
@@ -207,10 +207,19 @@ def test_other_errors_have_the_same_format(client: openai.OpenAI, url: str, engi
     for response, status in ((httpx.get(f"{url}/v1/nothing"), 404), (httpx.get(f"{url}/v1/completions"), 405)):
         assert response.status_code == status
         assert response.json()["error"]["type"] == "invalid_request_error"
-    engine.max_waiting = 1
-    with pytest.raises(openai.RateLimitError, match="0 requests wait, and at most 1 may"):
+    engine.max_waiting = 0
+    with pytest.raises(openai.BadRequestError, match="prompt: 2 prompts in a call must be at most 0"):
         client.completions.create(model="small", prompt=["a", "b"])
+    engine.max_waiting, waiting = 1, Request([1], 1)
+    engine.step = lambda: False  # type: ignore[method-assign]
+    engine.submit(waiting)
+    with pytest.raises(
+        openai.RateLimitError, match="1 requests wait, and 1 more would be above max_waiting=1; send th"
+    ):
+        client.completions.create(model="small", prompt="a")
     engine.max_waiting = 256
+    del engine.step
+    wait_until_empty(url)
 
 
 def test_extreme_options_leave_the_server_running(client: openai.OpenAI, url: str):

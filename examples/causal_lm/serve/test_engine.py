@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,26 +14,11 @@ from flax import nnx
 
 from attnops.caches import Quantized
 
-from .model import CausalLM
-from .serve import Delta, Engine, Pages, QueueFullError, Request, StoppedError
-from .testing import small
+from ..model import CausalLM
+from ..testing import Characters, small
+from . import Delta, Engine, Pages, QueueFullError, Request, StoppedError
 
 PAGE, PAGES, LENGTH, CHUNK = 4, 20, 64, 12  # a request alone may take 16 pages of the 20
-
-
-class Characters:
-    """A token a character, from the space on."""
-
-    eos_ids: Sequence[int] = ()
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        return [ord(x) - 32 for x in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(32 + x) for x in ids)
-
-    def chat(self, messages: Sequence[Any]) -> str:
-        return "".join(f"<{x['role']}>{x['content']}" for x in messages)
 
 
 def make_engine(model: CausalLM, **options: Any) -> Engine:
@@ -248,8 +233,14 @@ def test_what_can_not_be_served_is_refused_when_it_is_submitted(engine: Engine):
         with pytest.raises(ValueError, match="must"):
             engine.submit(Request(tokens, 1, **options))
     engine.max_waiting = 2
-    with pytest.raises(QueueFullError, match="0 requests wait, and at most 2 may"):
+    with pytest.raises(ValueError, match="3 requests at a time must be at most max_waiting=2; submit fewer"):
         engine.submit(*(Request([1], 1) for _ in range(3)))
+    first = Request([1], 1)
+    engine.submit(first)
+    with pytest.raises(QueueFullError, match="1 requests wait, and 2 more would be above max_waiting=2; send them ag"):
+        engine.submit(*(Request([1], 1) for _ in range(2)))
+    engine.cancel(first)
+    assert not engine.step()
     engine.max_waiting = 256
 
 
@@ -272,6 +263,7 @@ def test_an_engine_that_fails_tells_all_requests_and_takes_no_more(model: Causal
     with pytest.raises(RuntimeError, match="no device"):
         engine.run()
     assert found == [Delta("RuntimeError: no device", "error")] * 2
+    assert isinstance(engine.failure, RuntimeError)
     with pytest.raises(StoppedError):
         engine.submit(Request([1], 1))
 

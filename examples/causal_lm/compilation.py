@@ -1,0 +1,58 @@
+"""Compiled programs kept in a folder, so that a process that starts again does not compile them again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import warnings
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+VARIABLE = "ATTNOPS_COMPILATION_CACHE"  # a folder, or "off"
+
+
+def default_folder() -> Path:
+    """``~/.cache/attnops/programs``, or in ``$XDG_CACHE_HOME`` where that is set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnops" / "programs"
+
+
+def keep_programs(folder: str | None = None) -> Path | None:
+    """Use JAX's persistent compilation cache in this process.
+
+    Args:
+        folder: where programs are kept, in a part for this kind of processor; "off" for nowhere; None: what the
+            environment's ``ATTNOPS_COMPILATION_CACHE`` says, else `default_folder`.
+
+    Returns:
+        The folder, or None if nothing is kept: it is "off", it can't be written to (a warning says so), or there are
+        several CPU devices, whose programs jaxlib 0.10 does not load as they were. A folder that JAX has already
+        (``JAX_COMPILATION_CACHE_DIR``) stays.
+    """
+    own: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if own is not None:
+        return Path(own)
+    folder = os.environ.get(VARIABLE) or None if folder is None else folder
+    if folder == "off" or (jax.default_backend() == "cpu" and jax.device_count() > 1):
+        return None
+    path = (default_folder() if folder is None else Path(folder).expanduser()) / _processor()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warnings.warn(f"no compiled program is kept in {path}: {error}; name another folder, or 'off'", stacklevel=2)
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()  # else a process that has compiled something takes no notice of it
+    return path
+
+
+def _processor() -> str:
+    """A name for this kind of processor: programs of another one, in a home that machines share, may not run on it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    names = ("vendor_id", "model name", "flags", "Features", "CPU part")
+    kind = sorted({line for line in lines if line.startswith(names)} or set(lines[:1]))
+    return f"{platform.machine()}-{hashlib.sha256(repr(kind).encode()).hexdigest()[:12]}"

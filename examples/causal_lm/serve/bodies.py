@@ -1,0 +1,153 @@
+"""The bodies of requests in the API of OpenAI's clients."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+NOT_SERVED: Final = "not_served"  # the type of these errors
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # typing takes types with equal annotations as one, and 0 equals False
+class Only:
+    """Of a field that is not served, or not fully: the values that are taken; others are refused in our words."""
+
+    values: tuple[Any, ...] = ()
+
+    def __call__(self, value: Any) -> Any:
+        """The value, if it is one of them; 1 and 1.0 are equal, 1 and True are not."""
+        if any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in self.values):
+            return value
+        shown, taken = json.dumps(value), " or ".join(json.dumps(x) for x in self.values if x is not None)
+        rules = ["leave it out"] * (None in self.values) + [f"send {taken}"] * bool(taken)
+        given = {"value": shown if len(shown) <= 60 else f"{shown[:60]}…", "rule": " or ".join(rules)}
+        raise PydanticCustomError(NOT_SERVED, "{value} is not served; {rule}", given)
+
+
+Label = object  # says something about the request; it is taken, and changes nothing
+Unserved = Annotated[Any, AfterValidator(Only((None,)))]
+One = Annotated[Any, AfterValidator(Only((None, 1)))]
+Zero = Annotated[Any, AfterValidator(Only((None, 0)))]
+Off = Annotated[Any, AfterValidator(Only((None, False)))]
+NoList = Annotated[Any, AfterValidator(Only((None, [])))]
+NoDict = Annotated[Any, AfterValidator(Only((None, {})))]
+
+Stop = Annotated[str, Field(min_length=1)]
+
+
+class Strict(BaseModel):
+    """JSON whose fields have exactly these types, and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    """Whether the last event of a stream has the numbers of tokens."""
+
+    include_usage: bool = False
+    include_obfuscation: Off = None
+
+
+class Part(Strict):
+    """A part of a turn's content; images and sound are not served."""
+
+    type: Annotated[Any, AfterValidator(Only(("text",)))]
+    text: str
+
+
+class Message(Strict):
+    """One turn of a conversation; what an answer of this API has in addition may be sent back."""
+
+    role: Annotated[Any, AfterValidator(Only(("system", "developer", "user", "assistant")))]
+    content: Annotated[str | Annotated[list[Part], Field(min_length=1)] | None, Field(validate_default=True)] = None
+    name: Label = None
+    refusal: Unserved = None
+    audio: Unserved = None
+    annotations: NoList = None
+    tool_calls: NoList = None
+    function_call: Unserved = None
+
+    @field_validator("content")
+    @classmethod
+    def is_there(cls, content: str | list[Part] | None, info: ValidationInfo) -> str | list[Part] | None:
+        """None is an assistant's turn without text."""
+        if content is None and info.data.get("role", "assistant") != "assistant":
+            raise PydanticCustomError("missing", "it must be text or a list of parts; only an assistant's may be null")
+        return content
+
+    def for_template(self) -> dict[str, str]:
+        """With the content as one text, a line a part. Developers are systems, whose name templates know."""
+        content = "\n".join(x.text for x in self.content) if isinstance(self.content, list) else self.content or ""
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class Body(Strict):
+    """What both endpoints take; of an option that is not served, the value that asks for nothing."""
+
+    model: str
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    seed: int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: One = 1
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    logit_bias: NoDict = None
+    user: Label = None
+    metadata: Label = None
+    store: Label = None
+    service_tier: Label = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+    prompt_cache_retention: Label = None
+
+    @property
+    def most(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value."""
+        return "max_tokens", self.max_tokens
+
+
+class CompletionBody(Body):
+    """``/v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: Off = None
+    best_of: One = None
+    logprobs: Unserved = None
+    suffix: Unserved = None
+
+
+class ChatBody(Body):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Off = None
+    top_logprobs: Unserved = None
+    tools: NoList = None
+    tool_choice: Annotated[Any, AfterValidator(Only((None, "none", "auto")))] = None
+    parallel_tool_calls: Annotated[Any, AfterValidator(Only((None, True, False)))] = None
+    functions: NoList = None
+    function_call: Annotated[Any, AfterValidator(Only((None, "none", "auto")))] = None
+    response_format: Annotated[Any, AfterValidator(Only((None, {"type": "text"})))] = None
+    modalities: Annotated[Any, AfterValidator(Only((None, ["text"])))] = None
+    reasoning_effort: Annotated[Any, AfterValidator(Only((None, "none")))] = None
+    audio: Unserved = None
+    prediction: Unserved = None
+    verbosity: Unserved = None
+    web_search_options: Unserved = None
+
+    @property
+    def most(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value."""
+        given = self.max_completion_tokens
+        return super().most if given is None else ("max_completion_tokens", given)

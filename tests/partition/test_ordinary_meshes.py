@@ -61,6 +61,24 @@ def test_with_rules_each_device_computes_its_share_and_gathers_nothing(name):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+@pytest.mark.tier(quick=["dp, tp"], slow=["dp, fsdp, tp", "fsdp", "tp", "data, model"])
+@pytest.mark.parametrize("name", ["dp, tp", "dp, fsdp, tp", "fsdp", "tp", "data, model"])
+def test_the_mesh_that_arrays_are_on_shards_the_call_without_metadata(name):
+    _, sharding, arrays = placed(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnsupportedWarning)
+        program = compiled(None, arrays, rules_of(name))
+    assert not [x for x in ("all-gather", "all-to-all", "collective-permute", "all-reduce") if x in program.as_text()]
+    assert program(*arrays).sharding.is_equivalent_to(sharding, 4)
+
+
+def test_the_mesh_that_arrays_are_on_is_refused_where_no_rule_names_it():
+    _, _, arrays = placed("data, model")
+    flash = OperationRegistry.create("flash", OperationMetadata(on_unsupported="error"))
+    with pytest.raises(UnsupportedError, match=r"FlashAttention is not sharded:.*\n.*AxisRules\(batch='data', head="):
+        jax.jit(flash).trace(*arrays)
+
+
 @pytest.mark.parametrize(
     ("name", "rules"),
     [

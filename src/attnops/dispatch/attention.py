@@ -289,7 +289,7 @@ class OperationImpl(BaseOperation):
         assert isinstance(call.request, AttentionRequest)
         boundary = call.boundary
         if boundary is not None or not self.is_partitioned:
-            on_mesh.repeats(self, call.request.mode, boundary)
+            on_mesh.repeats(self, call, boundary)
         if boundary is None:
             return super().invoke(forward, function, call, options)
         # JAX has no gradient of a `jax.shard_map` in another; plain JAX can be left to its compiler.

@@ -6,6 +6,7 @@ import functools
 import warnings
 from typing import TYPE_CHECKING
 
+from attnops.dispatch.request import AttentionRequest
 from attnops.errors import Reason, UnsupportedError, UnsupportedWarning
 from attnops.partition.boundary import unnamed_axes
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from attnops.dispatch.attention import OperationImpl
+    from attnops.dispatch.binding import Call
     from attnops.partition.boundary import Boundary
 
 # Names that are usual for data parallelism; any other axis is proposed for heads.
@@ -34,19 +36,23 @@ def gathers(operation: OperationImpl, axes: tuple[str, ...]) -> None:
     _tell(operation, "exchanges no keys between devices", reason)
 
 
-def repeats(operation: OperationImpl, mode: str, boundary: Boundary | None) -> None:
+def repeats(operation: OperationImpl, call: Call, boundary: Boundary | None) -> None:
     """Warn, once, that no axis rule names some axes of the call's mesh, so that devices along them compute the same.
 
     Args:
         operation: it runs.
-        mode: the runtime mode.
-        boundary: of the call.
+        call: the call.
+        boundary: how it is sharded.
 
     Raises:
         UnsupportedError: ``on_unsupported`` is "error".
     """
     metadata = operation.metadata
-    axes = unnamed_axes(metadata.mesh, metadata.axis_rules, mode, boundary)
+    # A cache has a placement of its own.
+    request = call.request
+    assert isinstance(request, AttentionRequest)
+    arrays = () if request.cache is not None else call.args
+    axes = unnamed_axes(metadata.mesh, metadata.axis_rules, request.mode, boundary, arrays)
     if not axes:
         return
     data = [] if boundary is not None and boundary.batch else [x for x in axes if x in _DATA] or [next(iter(axes))]

@@ -20,6 +20,7 @@ from attnops.sharding.placing import (
     concrete,
     explicit_names,
     mapped_names,
+    mesh_of_inputs,
     mesh_of_types,
     placed_entry,
     resharded,
@@ -95,7 +96,7 @@ def find_boundary(
     outside of `jax.jit`, its placement says so.
 
     Args:
-        mesh: the metadata's; None for the current mesh, or else that of the arrays' types.
+        mesh: the metadata's; None for the current mesh, or else that of the arrays.
         rules: the metadata's.
         request: of the call.
         arrays: the call's, query [B, T, H, D] first.
@@ -105,7 +106,7 @@ def find_boundary(
     """
     ambient = jax.sharding.get_abstract_mesh()
     typed = mesh_of_types(arrays)
-    chosen = _mesh_of(mesh, ambient, typed)
+    chosen = _mesh_of(mesh, ambient, typed or mesh_of_inputs(arrays))
     if chosen is None:
         return None
     manual = mapped_names(arrays) | set(() if ambient.empty else ambient.manual_axes)
@@ -146,7 +147,9 @@ def find_boundary(
     )
 
 
-def unnamed_axes(mesh: MeshLike | None, rules: AxisRules, mode: str, boundary: Boundary | None) -> dict[str, int]:
+def unnamed_axes(
+    mesh: MeshLike | None, rules: AxisRules, mode: str, boundary: Boundary | None, arrays: Sequence[Leaf]
+) -> dict[str, int]:
     """The axes of a call's mesh, and their sizes, that shard nothing and that no rule names.
 
     Args:
@@ -154,9 +157,11 @@ def unnamed_axes(mesh: MeshLike | None, rules: AxisRules, mode: str, boundary: B
         rules: see `find_boundary`.
         mode: the runtime mode.
         boundary: of the call.
+        arrays: see `find_boundary`.
     """
     ambient = jax.sharding.get_abstract_mesh()
     chosen = boundary.mesh if boundary is not None else mesh if ambient.empty else ambient
+    chosen = chosen or mesh_of_inputs(arrays)
     if chosen is None:
         return {}
     known = manual_axes() | rules.names(mode)

@@ -35,6 +35,16 @@ def mesh_of_types(arrays: Iterable[Leaf]) -> MeshLike | None:
     return None
 
 
+def mesh_of_inputs(arrays: Iterable[Leaf]) -> MeshLike | None:
+    """The mesh without explicit axes that arrays under `jax.jit` are on, though not by which axes; None for no mesh."""
+    for x in arrays:
+        if isinstance(x, jax.core.Tracer) and concrete(x) is None:
+            mesh: MeshLike = jax.typeof(x).sharding.mesh
+            if not mesh.empty and not mesh.manual_axes:  # type: ignore[union-attr]
+                return mesh
+    return None
+
+
 def whole(x: jax.Array) -> jax.Array:
     """An array on every device, where its type names explicit axes, whose parts are not indexed by others."""
     mesh = mesh_of_types([x])

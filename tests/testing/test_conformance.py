@@ -72,7 +72,7 @@ def test_a_behaviour_that_is_refused_may_raise_and_must_not_be_right(monkeypatch
     with pytest.raises(AssertionError, match="RuntimeError: no such target"):
         suite(operation=Raises).test_behaviour("export")
     monkeypatch.setitem(globals(), "exporting", [])
-    with pytest.raises(AssertionError, match="export is in `refuses`, but is right: take it out"):
+    with pytest.raises(AssertionError, match="export: is in `refuses`, but is right: take it out"):
         suite(operation=Raises, refuses=frozenset({"export"})).test_behaviour("export")
 
 

@@ -22,11 +22,16 @@ def run(tmp_path_factory):
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ATTNOPS_"))}
-    env |= {"JAX_PLATFORMS": "cpu", "ATTNOPS_DISABLE": "attnops-ring,attnops-splash,attnops-tpu,attnops-triton"}
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "COLUMNS": "200",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "ATTNOPS_DISABLE": "attnops-ring,attnops-splash,attnops-tpu,attnops-triton",
+    }
 
-    def run(program, *arguments, cwd=folder):
+    def run(program, *arguments, cwd=folder, **changes):
         command = [folder / "bin" / program, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, check=False)
+        return subprocess.run(command, capture_output=True, text=True, env=env | changes, cwd=cwd, check=False)
 
     install(run, "--no-deps", str(ROOT))
     return run
@@ -39,14 +44,17 @@ def install(run, *arguments, cwd=None):
 
 
 @pytest.mark.parametrize(
-    ("platform", "operation"),
-    [("cpu", "flash"), *(pytest.param(name, None, marks=pytest.mark.exhaustive) for name in ("tpu", "cuda"))],
-    ids=["cpu", "tpu", "cuda"],
+    ("platform", "operation", "options"),
+    [
+        ("cpu", "flash", ("--operation", "flash")),
+        ("cpu", None, ("--ffi",)),
+        *(pytest.param(name, None, (), marks=pytest.mark.exhaustive) for name in ("tpu", "cuda")),
+    ],
+    ids=["cpu", "ffi", "tpu", "cuda"],
 )
-def test_a_new_plugin_is_green(run, tmp_path, platform, operation):
+def test_a_new_plugin_is_green(run, tmp_path, platform, operation, options):
     name = f"attnops-acme-{platform}"
-    chosen = () if operation is None else ("--operation", operation)
-    made = run("attnops", "new", name, "--platform", platform, *chosen, cwd=tmp_path)
+    made = run("attnops", "new", name, "--platform", platform, *options, cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     folder = tmp_path / name
     install(run, "--no-deps", "-e", str(folder))
@@ -59,6 +67,15 @@ def test_a_new_plugin_is_green(run, tmp_path, platform, operation):
     assert done.returncode == 0, done.stdout
     assert re.search(r"^\d\d passed, \d+ deselected", done.stdout, re.M)
 
+    if "--ffi" in options:
+        done = run("attnops", "check", f"{name}:acme_cpu", "--platform", "cpu")
+        assert (done.returncode, " 0 wrong, " in done.stdout) == (0, True), done.stdout + done.stderr
+        assert re.search(r"^(vmap|shard_map) +right", done.stdout, re.M)
+        assert re.search(r"^export +refused +exportable=False", done.stdout, re.M)
+        done = run("attnops", "check", f"{name}:acme_cpu", "--feature", "GQA", "--shrink", "0", CXX="no-such-compiler")
+        said = f"RuntimeError: {name} needs a C++ compiler, but there is no no-such-compiler: install g++, or set CXX"
+        assert (done.returncode, said in done.stdout) == (1, True), done.stdout + done.stderr
+        return
     kernel = folder / "src" / f"attnops_acme_{platform}" / "kernel.py"
     kernel.write_text(kernel.read_text().replace(">= band[0]", "> band[0]"))  # without the diagonal
     done = run("attnops", "check", f"{name}:{operation or f'acme_{platform}'}", "--platform", platform, "--interpret",

@@ -116,7 +116,7 @@ def make_app() -> typer.Typer:
 
         def invoke(self, ctx: Any) -> Any:
             if ctx.info_name == "check":
-                from attnops.testing.devices import make_cpu_devices
+                from attnops.testing.suite import make_cpu_devices
 
                 make_cpu_devices()
             if ctx.info_name in ON_DEVICES:

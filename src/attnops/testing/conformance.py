@@ -11,12 +11,11 @@ import pytest
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation
-from attnops.testing.devices import make_cpu_devices
 from attnops.testing.limit import default_limit, limited
 from attnops.testing.pairs import joined
 from attnops.testing.reference import CHECKS, ReferenceProblem, ReferenceSubject
 from attnops.testing.runner import Outcome, Status, Subject
-from attnops.testing.suite import SUITE
+from attnops.testing.suite import SUITE, make_cpu_devices
 
 
 class OperationConformance:
@@ -109,42 +108,6 @@ class OperationConformance:
         subject.require_kernel()
         return subject
 
-    def test_each_feature(self, case: tuple[str, ...]) -> None:
-        """Every feature, several in a problem."""
-        self._check("each_feature", case)
-
-    def test_feature(self, case: str) -> None:
-        """See `Subject.check`."""
-        self._check("feature", case)
-
-    def test_sampled_pair(self, case: tuple[str, str]) -> None:
-        """Every feature together with another; with one that is served, where that one is refused."""
-        self._check("sampled_pair", case)
-
-    def test_long(self, case: tuple[str, ...]) -> None:
-        """In several tiles of 128, as kernels that choose their tiles themselves have them."""
-        self._check("long", case)
-
-    def test_all_pairs(self, case: tuple[str, ...]) -> None:
-        """Every pair, several in a problem."""
-        self._check("all_pairs", case)
-
-    def test_caches(self, case: tuple[str, ...]) -> None:
-        """Every feature of calls over a cache, several in a problem; see `attnops.testing.cache_features`."""
-        self._check("caches", case)
-
-    def test_cache_pairs(self, case: tuple[str, ...]) -> None:
-        """Every pair of features of calls over a cache, several in a problem."""
-        self._check("cache_pairs", case)
-
-    def test_behaviour(self, case: str) -> None:
-        """See `attnops.testing.behaviours`."""
-        self._check("behaviour", case)
-
-    def test_memory_growth(self, case: str) -> None:
-        """See `attnops.testing.behaviours.memory_growth`."""
-        self._check("memory_growth", case)
-
     def _check(self, part: str, case: Any) -> None:
         outcomes = SUITE[part].check(self.subject(), case, self.refuses)
         wrong = [
@@ -160,6 +123,20 @@ class OperationConformance:
                 properties.append((f"refused {outcome.name}", outcome.detail))
                 named = {outcome.name, *outcome.name.split(" + "), SUITE[part].group} & self.refuses
                 assert named or not strict, f"{outcome.name} is refused, but is not in `refuses`: {outcome.detail}"
+
+
+def _test(part: str) -> Callable[[OperationConformance, Any], None]:
+    """The test of a part of the suite."""
+
+    def test(self: OperationConformance, case: Any) -> None:
+        self._check(part, case)
+
+    test.__name__, test.__doc__ = f"test_{part}", f'See "{part}" in `attnops.testing.suite`.'
+    return test
+
+
+for _part in SUITE:
+    setattr(OperationConformance, f"test_{_part}", _test(_part))
 
 
 def _failed(item: pytest.Item, outcome: Outcome) -> None:

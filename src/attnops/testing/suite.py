@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
+
+import jax
 
 from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
 from attnops.testing.cache_features import cache_pair_rows, cache_rows
@@ -43,6 +47,14 @@ class Part:
         return [judged(outcome, names, behaviour=self.cases is BEHAVIOURS) for outcome in outcomes]
 
 
+def make_cpu_devices() -> None:
+    """Have JAX show the CPU as four devices, for meshes, unless the user set a number or JAX has started."""
+    unset = jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]
+    if unset and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", 4)
+
+
 def _feature(subject: Subject, case: str | Sequence[str]) -> list[Outcome]:
     return [subject.check([case] if isinstance(case, str) else case)]
 
@@ -57,14 +69,17 @@ def _memory(subject: Subject, case: str) -> list[Outcome]:
 
 # By name; `OperationConformance` has a test for each.
 SUITE: Final = {
+    # Every feature, several in a problem; below each by itself, and together with another that is served.
     "each_feature": Part(rows_of_each(), Subject.check_row, quick=lambda row, interpret: True),
     "feature": Part(FEATURES, _feature),
     "sampled_pair": Part(sampled_pairs(), Subject.check_pair_or_others),
+    # In several tiles of 128, as kernels that choose their tiles themselves have them.
     "long": Part(LONG, lambda subject, row: _feature(subject.long, row), lambda row: f"long: {joined(row)}"),
     "all_pairs": Part(covering_rows(), Subject.check_pairs),
     "behaviour": Part(BEHAVIOURS, _behaviour, quick=lambda name, interpret: name not in CORNERS),
     "memory_growth": Part(MEMORY, _memory, "memory, {}".format, lambda case, interpret: case == "Causal"),
-    # Of interpreted kernels only the second, which has more features than the first.
+    # Every feature of calls over a cache, several in a problem; of interpreted kernels only the second row, which has
+    # more features than the first.
     "caches": Part(
         cache_rows(), check_cache_row, cache_name,
         lambda row, interpret: not interpret or row == cache_rows()[1], "caches",

@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from attnops import OperationRegistry, cli
-from attnops.cli import check
 from attnops.operations.vanilla import VanillaAttention
 from attnops.testing.behaviours import BEHAVIOURS
 from attnops.testing.features import FEATURES, combine
@@ -60,7 +59,7 @@ def test_right_and_refused_features_succeed():
 
 
 @pytest.mark.slow
-def test_a_wrong_operation_is_reported_and_fails(monkeypatch):
+def test_a_wrong_operation_is_reported_and_fails(few):
     class Zeta(VanillaAttention):
         @classmethod
         def get_impl_name(cls):
@@ -71,7 +70,7 @@ def test_a_wrong_operation_is_reported_and_fails(monkeypatch):
             return out if sinks is None else out.replace(attention_outputs=out.attention_outputs + sinks.mean())
 
     register(Zeta)
-    monkeypatch.setattr(check, "sampled_pairs", lambda names: [("GQA", "Causal"), ("GQA", "sinks")])
+    few(sampled_pair=[("GQA", "Causal"), ("GQA", "sinks")])
     result = run("zeta", "--all", "--json", "--shrink", "0")
     assert result.exit_code == 1
     found = json.loads(result.stdout)

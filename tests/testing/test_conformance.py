@@ -53,6 +53,7 @@ def suite(**attributes):
     return type("Suite", (OperationConformance,), attributes)()
 
 
+@pytest.mark.slow
 def test_a_callback_is_not_exported_and_nothing_else_is_wrong():
     subject = Subject(operation=OnTheHost, mode="prefill")
     assert subject.check([]).status is Status.RIGHT

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from planted_faults import FAULTS, HANGS, Planted
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from attnops.testing import OperationConformance
 from attnops.testing.behaviours import BEHAVIOURS, WITH_PROGRAM
 from attnops.testing.runner import Status, attempt, judged
 from attnops.testing.suite import SUITE
+from attnops.testing.tolerance import assert_close
 
 SUPPORT = Path(__file__).parents[1] / "support"
 # A module of pytest with a suite for each class, as `attnops new` writes one.
@@ -55,7 +57,7 @@ def run_pytest(folder, names, *options, limit=300):
 
 
 @pytest.mark.parametrize("cls", FAULTS, ids=lambda cls: cls.__name__)
-@pytest.mark.tier(quick=["NoVmap", "Asserts"])
+@pytest.mark.tier(quick=["NoVmap"])
 def test_check_and_the_suite_find_a_fault(cls, registered):
     name, said, source = FAULTS[cls]
     result = check(cls, "--feature", name)
@@ -88,6 +90,17 @@ def test_what_check_runs_by_default_is_what_plain_pytest_runs(interpret):
     assert kept == {
         f"test_{name}": [case for case in part.cases if part.quick(case, interpret)] for name, part in SUITE.items()
     }
+
+
+def test_an_assertion_is_told_from_a_comparison_of_the_suite():
+    def asserts():
+        assert not SUPPORT, "never mind"
+
+    found = attempt("it", asserts)
+    assert found.detail.startswith("AssertionError: never mind")
+    assert (found.raised, 'assert not SUPPORT, "never mind"' in found.traceback) == ("AssertionError", True)
+    found = attempt("it", lambda: assert_close("out", np.ones(1), np.zeros(1), 0.0))
+    assert (found.detail[:6], found.raised, found.traceback) == ("out[0]", "", "")
 
 
 def test_what_is_declared_as_refused_says_nothing_of_others():

@@ -8,7 +8,7 @@ import difflib
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import jax
@@ -23,7 +23,6 @@ from attnops.testing.cache_features import CACHE_FEATURES, combine_cache
 from attnops.testing.features import FEATURES, combine
 from attnops.testing.limit import default_limit, limited
 from attnops.testing.long import LONG
-from attnops.testing.pairs import covering_rows, joined, sampled_pairs
 from attnops.testing.runner import NothingToCheckError, Outcome, Status, Subject
 from attnops.testing.suite import SUITE
 
@@ -37,9 +36,10 @@ EXPLAINED: Final = 3
 
 _OF_CACHES: Final = CACHE_FEATURES.keys() - FEATURES.keys()
 
-# The parts of the suite, by section; with --all single features in place of several in a problem, and long ones.
+# The parts of the suite, by section: of several features in a problem, and, with --all, of each alone and in long ones.
 _QUICK: Final = {"features": ("each_feature",), "behaviours": ("behaviour", "memory_growth"), "caches": ("caches",)}
-_ALL: Final = {"features": ("feature",), "long": ("long",), **{k: v for k, v in _QUICK.items() if k != "features"}}
+_ALL: Final = _QUICK | {"features": ("feature",), "long": ("long",)}
+_PAIRS: Final = {"none": (), "sample": ("sampled_pair",), "all": ("all_pairs",)}
 
 
 # A parameter for each option of the command line, which typer reads from the signature.
@@ -63,9 +63,7 @@ def command(
     refuses: Annotated[
         list[str] | None,
         typer.Option(
-            help="A feature or behaviour that is refused by intent, as in `refuses` of the pytest suite: if it is a "
-            "behaviour it may raise, and none may be right; may be repeated.",
-            metavar="NAME",
+            help="Is refused by intent, as in `refuses` of OperationConformance; may be repeated.", metavar="NAME"
         ),
     ] = None,
     dtype: Annotated[
@@ -73,22 +71,14 @@ def command(
     ] = None,
     pairs: Annotated[
         Literal["none", "sample", "all"] | None,
-        typer.Option(
-            help="Features combined: none, a sample that has each of them, or every pair.",
-            show_default="sample with --all, else none",
-        ),
+        typer.Option(help="Features combined: a sample has each of them.", show_default="sample with --all, else none"),
     ] = None,
     mode: Annotated[
         str, typer.Option(help="train, prefill, decode or insert; gradients are checked in train.")
     ] = "train",
     block: Annotated[int, typer.Option(help="Queries and keys a tile; lengths are 2.5 times it.", min=4)] = 16,
     limit: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds for one check; a longer one is wrong, and the last.",
-            show_default="100, interpreted 300",
-            min=1,
-        ),
+        float | None, typer.Option(help="Seconds a check may take.", show_default="100, interpreted 300", min=1)
     ] = None,
     shrink: Annotated[
         float, typer.Option(help="Seconds in which smaller problems are tried where a feature is wrong.", min=0)
@@ -116,13 +106,10 @@ def command(
             _require_platform(subject)
             heading = _heading(subject)
             pairs = pairs or ("sample" if every else "none")
-            for name in (name for text in refuses or () for name in text.split(" + ") if text != "caches"):
-                _require_known("--refuses", name)
-            sections = (
-                _sections(subject, every, pairs, refuses or ())
-                if feature is None
-                else _named(subject, feature, refuses or ())
-            )
+            declared = refuses or []
+            _require_known("--refuses", (name for text in declared for name in text.split(" + ") if text != "caches"))
+            named = None if feature is None else _named(subject, feature, declared)
+            sections = named or _sections(subject, every, pairs, declared)
     except (ValueError, PluginError) as error:
         fail(error, 2)
     report = Report(functools.partial(_described, subject) if json else None, verbose)
@@ -180,16 +167,15 @@ def _heading(subject: Subject) -> str:
 
 
 def _sections(subject: Subject, every: bool, pairs: str, refuses: Sequence[str]) -> dict[str, list[Check]]:
-    sections: dict[str, list[Check]] = {
+    return {
         section: [
             (part.name(case), functools.partial(part.check, subject, case, refuses))
             for part in map(SUITE.__getitem__, parts)
             for case in part.cases
-            if every or part.quick(case, subject.interpret)
+            if every or section == "pairs" or part.quick(case, subject.interpret)
         ]
-        for section, parts in (_ALL if every else _QUICK).items()
+        for section, parts in {**(_ALL if every else _QUICK), "pairs": _PAIRS[pairs]}.items()
     }
-    return sections | ({"pairs": _pairs(subject, pairs)} if pairs != "none" else {})
 
 
 def _behaviours() -> dict[str, tuple[str, str]]:
@@ -198,10 +184,10 @@ def _behaviours() -> dict[str, tuple[str, str]]:
     return {SUITE[part].name(case): (part, case) for part in parts for case in SUITE[part].cases}
 
 
-def _require_known(what: str, name: str) -> None:
-    """Raise a `ValueError` that lists what can be named, unless this can."""
+def _require_known(what: str, names: Iterable[str]) -> None:
+    """Raise a `ValueError` that lists what can be named, unless these can."""
     known = {**FEATURES, **CACHE_FEATURES, **_behaviours()}
-    if name not in known:
+    for name in (name for name in names if name not in known):
         near = difflib.get_close_matches(name, known)
         meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise ValueError(f"{what} {name!r} is unknown; {meant}there are {', '.join(known)}")
@@ -217,8 +203,7 @@ def _named(subject: Subject, names: Sequence[str], refuses: Sequence[str]) -> di
     """
     behaviours = _behaviours()
     rows = [tuple(name.strip() for name in text.split(" + ")) for text in names]
-    for name in (name for row in rows for name in row):
-        _require_known("feature", name)
+    _require_known("feature", (name for row in rows for name in row))
     chosen = [behaviours[row[0]] for row in rows if row[0] in behaviours]
     rows = [row for row in rows if row[0] not in behaviours]
     of_caches = [row for row in rows if set(row) <= set(CACHE_FEATURES) and set(row) & _OF_CACHES]
@@ -239,21 +224,6 @@ def _named(subject: Subject, names: Sequence[str], refuses: Sequence[str]) -> di
         ]
         for section, chosen in cases.items()
     }
-
-
-def _pairs(subject: Subject, which: str) -> list[Check]:
-    """The pairs, drawn among the features that are served."""
-    served = [name for name in subject.served if name in FEATURES]
-    rows: Sequence[tuple[str, ...]] = sampled_pairs(served) if which == "sample" else covering_rows(served)
-    found: dict[str, Outcome] = {}
-
-    def check(row: tuple[str, ...]) -> list[Outcome]:
-        # A pair may be in several rows; the first that has it counts, unless a later one is wrong.
-        fresh = [x for x in subject.check_pairs(row) if x.name not in found or x.status is Status.WRONG]
-        found.update((x.name, x) for x in fresh)
-        return fresh
-
-    return [(joined(row), functools.partial(check, row)) for row in rows]
 
 
 def _described(subject: Subject, found: dict[str, list[Outcome]]) -> dict[str, Any]:

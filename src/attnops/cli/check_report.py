@@ -59,6 +59,9 @@ class Report:
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Print outcomes, and keep them. Refusals, and pairs that are right, are told of by `close`."""
+        known = {x.name for x in self.found[self._section]}
+        if self._section == "pairs":  # of which one may be in several rows
+            outcomes = [x for x in outcomes if x.name not in known or x.status is Status.WRONG]
         self.found[self._section] += outcomes
         silent = {Status.REFUSED} | ({Status.RIGHT} if self._section == "pairs" else set())
         for outcome in outcomes:
@@ -71,18 +74,18 @@ class Report:
 
     def close(self) -> None:
         """Print the section's refusals, once a reason."""
+        if self._described is not None:
+            return
         by_rule: dict[str, list[Outcome]] = {}
         for outcome in self.found[self._section]:
             if outcome.status is Status.REFUSED:
                 by_rule.setdefault(outcome.rules, []).append(outcome)
-        if self._described is not None:
-            return
         for rule, outcomes in by_rule.items():
             reason = outcomes[0].detail.partition("\n")[0] if len(outcomes) == 1 else rule
             print_table(
                 (), [(", ".join(dict.fromkeys(x.name for x in outcomes)), str(Status.REFUSED), reason)], self._widths
             )
-        if self._section == "pairs":
+        if self.found.get("pairs"):
             print_text(_counted(Counter(outcome.status for outcome in self.found["pairs"])))
         self._stdout.flush()
 

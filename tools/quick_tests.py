@@ -74,8 +74,10 @@ def collect() -> list[pytest.Item]:
 
 def features_of(item: Any) -> Iterable[str]:
     """The features that a case of a conformance class checks."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return [parameters["feature"]] if "feature" in parameters else parameters.get("row", parameters.get("pair", ()))
+    if item.originalname not in ("test_each_feature", "test_feature", "test_sampled_pair", "test_long"):
+        return ()
+    case = item.callspec.params["case"]
+    return [case] if isinstance(case, str) else case
 
 
 def covered(items: Iterable[Any]) -> dict[str, dict[str, pytest.Item]]:

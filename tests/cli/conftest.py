@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from attnops import OperationRegistry, cli
 from attnops.operations.vanilla import VanillaAttention
+from attnops.testing.suite import SUITE
 
 
 @pytest.fixture
@@ -45,6 +47,18 @@ def run_json(run: Callable[..., Result]) -> Callable[..., Any]:
         return json.loads(result.stdout)
 
     return run_json
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that leaves these cases of parts of the suite; all are quick."""
+
+    def few(**cases: Any) -> None:
+        for name, chosen in cases.items():
+            part = dataclasses.replace(SUITE[name], cases=chosen, quick=lambda case, interpret: True)
+            monkeypatch.setitem(SUITE, name, part)
+
+    return few
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_bench_measures_calls_over_a_cache(tmp_path: Path) -> None:
         "attnops:vanilla (forward_native) reads the cache into arrays by cache.read()"
     )
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert ["dtype", "S", "used", "operation", "best", "median", "GB/s", "of", "read", "memory", "what"] in rows
+    assert ["dtype", "S", "used", "operation", "best", "median", "GB/s", "of", "read", "memory"] in rows
     shares = [row[row.index("ms", row.index("ms") + 1) + 2] for row in rows if row[:1] == ["one"]]
     assert shares == ["1.00", "1.00"]
 

@@ -9,24 +9,26 @@ import pytest
 from typer.testing import CliRunner
 
 from attnops import OperationRegistry, cli
-from attnops.cli import check
 from attnops.operations.vanilla import VanillaAttention
-from attnops.testing import behaviours
+from attnops.testing.behaviours import BEHAVIOURS
 from attnops.testing.features import FEATURES, combine
 from attnops.testing.pairs import all_pairs, covering_rows, proven_pairs, sampled_pairs
 
 FEW = ("GQA", "T < S", "Causal", "sinks")
+CASES = {
+    "each_feature": [("GQA", "Causal"), ("T < S", "sinks")],
+    "feature": FEW,
+    "behaviour": ["unknown option"],
+    "memory_growth": ["Causal"],
+    "caches": [("Causal", "paged")],
+    "long": [],
+}
 
 
 @pytest.fixture(autouse=True)
-def _few(monkeypatch):
+def _few(few):
     """A few of everything, and operations registered here alone."""
-    monkeypatch.setattr(check, "FEATURES", {name: FEATURES[name] for name in FEW})
-    monkeypatch.setattr(check, "BEHAVIOURS", {"unknown option": behaviours.unknown_option})
-    monkeypatch.setattr(check, "MEMORY", {"Causal": behaviours.MEMORY["Causal"]})
-    monkeypatch.setattr(check, "sampled_pairs", lambda names: [("GQA", "Causal"), ("GQA", "sinks")])
-    monkeypatch.setattr(check, "LONG", ())
-    monkeypatch.setattr(check, "cache_rows", lambda: (("Causal", "paged"),))
+    few(**CASES)
     registered = OperationRegistry._registered[:]
     yield
     OperationRegistry._registered[:] = registered
@@ -50,15 +52,14 @@ def test_right_and_refused_features_succeed():
     assert lines[0] == ["attnops:sdpa:", where, "on", "cpu"]
     assert re.search(r"sdpa\.py:\d+$", " ".join(lines[1]))
     assert ["GQA", "right"] in lines
-    assert ["sinks", "refused", "sinks=True:", "forward_cpu", "has", "no", "such", "option"] in lines
+    assert ["sinks", "refused", "sinks=True:", "forward_cpu", "has", "no", "such", "option"] in lines  # at the end
     assert ["Causal", "+", "paged", "right"] in lines
     assert ["memory,", "Causal", "not", "run", "quadratic,", "by", "declaration"] in lines
-    assert "\n1 right, 1 refused, 0 wrong, 0 not run\n" in result.stdout
-    assert result.stdout.endswith("6 right, 2 refused, 0 wrong, 1 not run\n")
+    assert result.stdout.endswith("\n5 right, 1 refused, 0 wrong, 1 not run\n")
 
 
 @pytest.mark.slow
-def test_a_wrong_operation_is_reported_and_fails():
+def test_a_wrong_operation_is_reported_and_fails(few):
     class Zeta(VanillaAttention):
         @classmethod
         def get_impl_name(cls):
@@ -69,7 +70,8 @@ def test_a_wrong_operation_is_reported_and_fails():
             return out if sinks is None else out.replace(attention_outputs=out.attention_outputs + sinks.mean())
 
     register(Zeta)
-    result = run("zeta", "--json", "--shrink", "0")
+    few(sampled_pair=[("GQA", "Causal"), ("GQA", "sinks")])
+    result = run("zeta", "--all", "--json", "--shrink", "0")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert found["forward"] == "cpu"
@@ -89,13 +91,16 @@ def test_what_raises_is_wrong_and_the_rest_goes_on():
             raise RuntimeError("no such kernel\nand more")
 
     register(Zeta)
-    result = run("zeta", "--pairs", "none", "--shrink", "0")
+    result = run("zeta", "--shrink", "0")
     assert result.exit_code == 1
-    assert result.stdout.count("wrong   RuntimeError: no such kernel\n") == len(FEW) + 2  # and its memory
+    assert result.stdout.count("wrong    RuntimeError: no such kernel\n") == len(FEW) + 2  # and its memory
+    assert result.stdout.count('raise RuntimeError("no such kernel') == len(FEW) + 2  # the last frames of each
+    assert "Traceback" not in result.stdout
+    assert run("zeta", "--shrink", "0", "--feature", "GQA", "--verbose").stdout.count("Traceback") == 1
 
 
 @pytest.mark.slow
-def test_a_named_feature_is_checked_in_long_problems_too(monkeypatch):
+def test_a_named_feature_is_checked_in_long_problems_too():
     class Zeta(VanillaAttention):
         @classmethod
         def get_impl_name(cls):
@@ -105,7 +110,6 @@ def test_a_named_feature_is_checked_in_long_problems_too(monkeypatch):
             return self.forward_native(query, key, value, mask=mask if query.shape[1] < 128 else None)
 
     register(Zeta)
-    monkeypatch.setattr(check, "LONG", (("SlidingWindow",), ("GQA", "Segments")))
     result = run("zeta", "--feature", "SlidingWindow", "--shrink", "0")
     assert result.exit_code == 1
     assert re.findall(r"^SlidingWindow +(\w+)", result.stdout, re.MULTILINE) == ["right", "wrong"]
@@ -141,6 +145,10 @@ def test_a_behaviour_is_checked_by_name():
         (("vanila",), "vanilla"),
         (("vanilla", "--platform", "abacus"), "abacus"),
         (("vanilla", "--mode", "dream"), "dream"),
+        (("vanilla", "--refuses", "export + GQQA"), "--refuses 'export' is unknown; "),  # here it is no behaviour
+        (("flash", "--feature", "nonsense"), "there are float32, bfloat16, "),
+        (("flash", "--feature", "nonsense"), ", paged, "),
+        (("flash", "--feature", "nonsense"), ", unknown option, "),
     ],
 )
 def test_unknown_names_are_refused_in_a_sentence(arguments, text):
@@ -165,3 +173,62 @@ def test_every_pair_is_proven_by_a_row():
 def test_needs_neither_pytest_nor_hypothesis():
     block = "import sys; sys.modules['pytest'] = sys.modules['hypothesis'] = None"
     subprocess.run([sys.executable, "-c", f"{block}; import attnops.testing, attnops.cli.check"], check=True)
+
+
+def test_a_kernel_of_another_platform_is_refused_at_once():
+    class Zeta(VanillaAttention):
+        @classmethod
+        def get_impl_name(cls):
+            return "zeta"
+
+        def forward_tpu(self, query, key, value):
+            raise RuntimeError("it runs")
+
+    register(Zeta)
+    result = run("zeta", "--platform", "tpu")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "attnops: acme:zeta is for tpu, but this machine has only cpu: add --interpret, which runs the kernel in its "
+        "interpreter\n"
+    )
+
+
+def test_what_was_found_before_ctrl_c_is_kept(few, monkeypatch):
+    def stop(subject):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(BEHAVIOURS, "unknown option", stop)
+    few(behaviour=["unknown option"])
+    result = run("sdpa")
+    assert result.exit_code == 130
+    assert re.search(r"^GQA +right", result.stdout, re.M)
+    assert result.stdout.endswith("\n3 right, 1 refused, 0 wrong, 0 not run; stopped before the end\n")
+    found = json.loads(run("sdpa", "--json").stdout)
+    assert (found["stopped"], found["behaviours"], len(found["features"])) == (True, [], 4)
+
+
+def test_rows_are_printed_as_they_come(few, monkeypatch, capsys):
+    printed = []
+
+    def look(subject):
+        printed.append(capsys.readouterr().out)
+
+    monkeypatch.setitem(BEHAVIOURS, "unknown option", look)
+    monkeypatch.setitem(BEHAVIOURS, "float8", look)
+    few(each_feature=[], behaviour=["unknown option", "float8"], memory_growth=[], caches=[])
+    with pytest.raises(SystemExit):
+        cli.make_app()(["check", "sdpa"])
+    assert "behaviour       result   why" in printed[0]
+    assert re.search(r"^unknown option +right", printed[1], re.M)
+    assert re.search(r"^float8 +right", capsys.readouterr().out, re.M)
+
+
+def test_refusals_that_say_one_thing_are_one_row_as_wide_as_columns(few, monkeypatch):
+    few(each_feature=[("ALiBi",), ("ScoreFn",), ("sinks",)], behaviour=[], memory_growth=[], caches=[])
+    rule = "must be one of ['array']"
+    rows = [line for line in run("sdpa").stdout.splitlines() if "  refused  " in line]
+    assert len(rows) == 2
+    assert rows[0].startswith("ALiBi, ScoreFn")
+    assert rule in rows[0], rows
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, run("sdpa").stdout.partition("features")[2].splitlines())) <= 60

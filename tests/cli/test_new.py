@@ -13,7 +13,12 @@ import pytest
 from attnops.cli.new import BASES, PLATFORMS, substitutions
 
 ROOT = Path(__file__).parents[2]
-CHOICES = [(platform, operation) for platform in PLATFORMS for operation in (None, *BASES)]
+CHOICES = [(kind, operation) for kind in PLATFORMS for operation in (None, *BASES)]
+
+
+def options(kind):
+    """The options of a kernel of one of `PLATFORMS`."""
+    return ("--platform", PLATFORMS[kind].platform, *(["--ffi"] if kind == "ffi" else []))
 
 
 @pytest.fixture
@@ -26,16 +31,18 @@ def new(run, tmp_path):
     return new
 
 
-@pytest.mark.parametrize(("platform", "operation"), CHOICES)
-def test_files_are_complete_and_well_formed(new, platform, operation):
+@pytest.mark.parametrize(("kind", "operation"), CHOICES)
+def test_files_are_complete_and_well_formed(new, kind, operation):
+    platform = PLATFORMS[kind].platform
     chosen = () if operation is None else ("--operation", operation)
-    result, folder = new("attnops-acme.fast", "--platform", platform, *chosen)
+    result, folder = new("attnops-acme.fast", *options(kind), *chosen)
     assert result.exit_code == 0, result.output
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     assert set(files) == {
         "pyproject.toml", "README.md", "LICENSE", ".gitignore", ".github/workflows/test.yml",
         "src/attnops_acme_fast/__init__.py", "src/attnops_acme_fast/operation.py", "src/attnops_acme_fast/kernel.py",
         "src/attnops_acme_fast/py.typed", "tests/test_conformance.py",
+        *(["src/attnops_acme_fast/kernel.cpp"] if kind == "ffi" else []),
     }  # fmt: skip
     project = tomllib.loads(files["pyproject.toml"].read_text())["project"]
     name = operation or "acme_fast"
@@ -49,8 +56,8 @@ def test_files_are_complete_and_well_formed(new, platform, operation):
 
 
 def test_code_is_formatted_as_this_repository(new, tmp_path):
-    for platform in PLATFORMS:
-        new(f"attnops-acme-{platform}", "--platform", platform)
+    for kind in PLATFORMS:
+        new(f"attnops-acme-{kind}", *options(kind))
     ruff = [sys.executable, "-m", "ruff"]
     rules = ["--select", "E,F,I,B,UP,RUF", "--ignore", "RUF001,RUF002"]
     for arguments in (["check", *rules], ["format", "--check"]):
@@ -77,6 +84,7 @@ def test_code_is_formatted_as_this_repository(new, tmp_path):
         (("attnops-x", "--operation", "auto"), "picks among operations"),
         (("attnops-x", "--operation", "ring"), "'ring' is an operation of attnops-ring"),
         (("attnops-x", "--platform", "abacus"), "abacus"),
+        (("attnops-x", "--ffi"), "--ffi is given, but --platform is tpu: add --platform cpu, or leave --ffi out"),
     ],
 )
 def test_names_that_no_plugin_can_have_are_refused(new, tmp_path, arguments, text):

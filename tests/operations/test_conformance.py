@@ -13,7 +13,7 @@ from attnops.testing.strategies import requests
 
 class TestVanilla(OperationConformance):
     operation = "vanilla"
-    refuses = frozenset()
+    strict, limit = True, 1200
     slow = frozenset({"test_caches"})  # through read(), with flash's masks
     exhaustive = frozenset({"test_feature", "test_all_pairs", "test_cache_pairs"})
     every: ClassVar = {"test_sampled_pair": 3}
@@ -21,13 +21,14 @@ class TestVanilla(OperationConformance):
 
 class TestFlash(OperationConformance):
     operation = "flash"
-    refuses = frozenset()
+    strict, limit = True, 1200
     exhaustive = frozenset({"test_sampled_pair"})  # each is one of all pairs
     every: ClassVar = {"test_all_pairs": 12, "test_cache_pairs": 8}
 
 
 class TestScaledDotProduct(OperationConformance):
     operation = "sdpa"
+    strict, limit = True, 1200
     refuses = frozenset(
         {"mixed dtypes", "D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks",
          "dropout", "logsumexp", "weights", "latent"}

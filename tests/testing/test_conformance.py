@@ -53,6 +53,7 @@ def suite(**attributes):
     return type("Suite", (OperationConformance,), attributes)()
 
 
+@pytest.mark.slow
 def test_a_callback_is_not_exported_and_nothing_else_is_wrong():
     subject = Subject(operation=OnTheHost, mode="prefill")
     assert subject.check([]).status is Status.RIGHT
@@ -72,7 +73,7 @@ def test_a_behaviour_that_is_refused_may_raise_and_must_not_be_right(monkeypatch
     with pytest.raises(AssertionError, match="RuntimeError: no such target"):
         suite(operation=Raises).test_behaviour("export")
     monkeypatch.setitem(globals(), "exporting", [])
-    with pytest.raises(AssertionError, match="export is in `refuses`, but is right: take it out"):
+    with pytest.raises(AssertionError, match="export: is in `refuses`, but is right: take it out"):
         suite(operation=Raises, refuses=frozenset({"export"})).test_behaviour("export")
 
 

@@ -18,6 +18,7 @@ def over_four_devices() -> OperationMetadata:
 
 class TestRing(OperationConformance):
     operation = "ring"
+    strict, limit = True, 1200
     refuses = frozenset({"weights", "caches"})
     slow = frozenset({"test_behaviour", "test_caches", "test_memory_growth"})
     exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs", "test_cache_pairs"})

@@ -4,6 +4,7 @@ import pytest
 from attnops_splash import SplashAttention
 
 from attnops.testing import OperationConformance
+from attnops.testing.behaviours import WITH_PROGRAM
 from attnops.testing.features import FEATURES
 
 SERVED = {
@@ -16,8 +17,9 @@ SERVED = {
 
 class TestSplash(OperationConformance):
     operation, platform, interpret = SplashAttention, "tpu", True
+    limit = 1200
     # The interpreter takes seconds for a problem.
-    slow = frozenset({"test_each_feature"})
+    slow = WITH_PROGRAM | {"test_each_feature"}
     exhaustive = frozenset({
         "test_feature", "test_sampled_pair", "test_all_pairs", "test_long", "test_caches", "test_cache_pairs",
         "test_behaviour", "test_memory_growth",

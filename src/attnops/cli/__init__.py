@@ -88,7 +88,12 @@ def make_app() -> typer.Typer:
     import typer
     import typer.core
 
+    class Group(typer.core.TyperGroup):
+        def get_params(self, ctx: Any) -> list[Any]:
+            return _without_types(super().get_params(ctx))
+
     app = typer.Typer(
+        cls=Group,
         help="attnops: pluggable attention for JAX.",
         no_args_is_help=True,
         add_completion=False,
@@ -103,10 +108,17 @@ def make_app() -> typer.Typer:
             raise typer.Exit
 
     class Command(typer.core.TyperCommand):
+        def get_params(self, ctx: Any) -> list[Any]:
+            return _without_types(super().get_params(ctx))
+
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             return super().parse_args(ctx, [_renamed(argument) for argument in args])
 
         def invoke(self, ctx: Any) -> Any:
+            if ctx.info_name == "check":
+                from attnops.testing.suite import make_cpu_devices
+
+                make_cpu_devices()
             if ctx.info_name in ON_DEVICES:
                 find_devices()
             return super().invoke(ctx)
@@ -114,6 +126,14 @@ def make_app() -> typer.Typer:
     for name in COMMANDS:
         app.command(name, cls=Command)(importlib.import_module(f"attnops.cli.{name}").command)
     return app
+
+
+def _without_types(params: list[Any]) -> list[Any]:
+    """The parameters, flags among them without a type, which typer prints as "<bool>"."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
 
 
 def _renamed(argument: str) -> str:

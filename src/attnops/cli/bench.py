@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnops.bench import (
@@ -26,7 +27,7 @@ from attnops.bench import (
     packed_documents,
 )
 from attnops.cli.bench_caches import CacheOptions, describe_cache_case, print_cache_measurements
-from attnops.cli.bench_tables import console, print_measurements
+from attnops.cli.bench_tables import print_measurements
 from attnops.cli.caches import Codec, Latent, PageSize, Scales, Storage
 from attnops.cli.output import fail, print_text
 from attnops.cli.show import mask_with_values, needs_matplotlib
@@ -47,7 +48,7 @@ def command(
     batch: Annotated[int, typer.Option("-B", "--batch", help="B", min=1)] = 1,
     lengths: Annotated[
         str, typer.Option("-T", "--lengths", help="T = S, in tokens, or the slots S of a cache; separated by commas.")
-    ] = "1024,2048,4096",
+    ] = "1024,2048",
     heads: Annotated[int, typer.Option("-H", "--heads", help="H", min=1)] = 8,
     kv_heads: Annotated[
         int | None, typer.Option("-K", "--kv-heads", help="K, a divisor of H.", show_default="H", min=1)
@@ -76,7 +77,7 @@ def command(
     ragged: Annotated[bool, typer.Option("--ragged", help="Rows differ in tokens and queries.")] = False,
     packed: Annotated[bool, typer.Option("--packed", help="The queries of all rows are packed.")] = False,
     repeats: Annotated[int, typer.Option(help="Rounds, in each of which everyone is timed once.", min=1)] = 5,
-    most_seconds: Annotated[float, typer.Option(help="Stop timing one at a length after so long.", min=0)] = 30.0,
+    most_seconds: Annotated[float, typer.Option(help="Stop timing one at a length after so long.", min=0)] = 5.0,
     memory_limit: Annotated[
         float | None, typer.Option(help="GB that one may use.", show_default="half the device's")
     ] = None,
@@ -141,7 +142,7 @@ def _measure_all(
     cases: Sequence[Case | CacheCase], contenders: Sequence[Contender], repeats: int, most_seconds: float
 ) -> Iterator[Measurement]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(cases) * len(contenders) * (repeats + 1))
         for case in cases:
 

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from attnops.bench import CacheCase, Contender, Measurement, Tokens, ragged, reading
 from attnops.caches import Cache, PagedCache
-from attnops.cli.bench_tables import console, milliseconds, print_reasons, status_text
+from attnops.cli.bench_tables import milliseconds, print_reasons, status_text
 from attnops.cli.caches import check_without_cache, make_cache
-from attnops.cli.output import print_text
+from attnops.cli.output import print_text, printer
 from attnops.masks import Mask
 
 
@@ -116,11 +116,13 @@ def describe_cache_case(case: CacheCase, mask: str) -> str:
 
 def print_cache_measurements(measurements: Sequence[Measurement], title: str) -> None:
     """Print the table, then what it has no room for."""
-    columns = ("dtype", "S", "used", "operation", "best", "median", "GB/s", "of read", "memory", "what", "")
+    columns = ("dtype", "S", "used", "operation", "best", "median", "GB/s", "of read", "memory", "")
     print_text(f"{title}\n")
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    console = printer()
+    gap = 2 if console.width >= 100 else 1
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
     for column in columns:
-        table.add_column(column, justify="left" if column in ("dtype", "operation", "what", "") else "right")
+        table.add_column(column, justify="left" if column in ("dtype", "operation", "") else "right", no_wrap=True)
     previous = None
     for m in measurements:
         case = m.case
@@ -137,11 +139,13 @@ def print_cache_measurements(measurements: Sequence[Measurement], title: str) ->
             f"{m.bandwidth / 1e9:,.1f}" if m.bandwidth else "",
             f"{share:.2f}" if share else "",
             "" if m.temp_bytes is None else f"{m.temp_bytes / 2**20:,.1f} MiB",
-            m.what.partition(": ")[0],
             status_text(m),
         )
         previous = case
-    console().print(table)
+    console.print(table)
+    print_text("")
+    for name, what in dict.fromkeys((m.name, m.what.partition(": ")[0]) for m in measurements if m.what):
+        print_text(f"{name}: {what}")
     print_reasons(measurements)
     if any(m.checked_rows for m in measurements):
         print_text(

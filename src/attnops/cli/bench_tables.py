@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Final
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from attnops.bench import Measurement
-from attnops.cli.output import print_text
+from attnops.cli.output import print_text, printer
 
-# Wide enough that nothing is wrapped where the output is read by a program.
-_PIPE_WIDTH: Final = 200
 _STYLES: Final = {"wrong": "bold red", "failed": "red", "refused": "yellow"}
 
 
@@ -42,7 +38,7 @@ def print_measurements(measurements: Sequence[Measurement], title: str) -> None:
             status_text(m),
         )
         previous = case
-    console().print(table)
+    printer().print(table)
     print_reasons(measurements)
     _print_checked(measurements)
 
@@ -76,10 +72,3 @@ def status_text(m: Measurement) -> Text:
 def milliseconds(seconds: float | None) -> str:
     """A time for people; empty for none."""
     return "" if seconds is None else f"{seconds * 1e3:,.{3 if seconds < 1e-2 else 1}f} ms"
-
-
-def console(*, stderr: bool = False) -> Console:
-    """Where tables are printed; progress goes to stderr."""
-    if stderr:
-        return Console(stderr=True)
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)

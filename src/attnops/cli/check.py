@@ -8,26 +8,23 @@ import difflib
 import functools
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import jax
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attnops.cli.output import fail, print_heading, print_json, print_table, print_text
+from attnops.cli.check_report import Report
+from attnops.cli.output import fail
 from attnops.cli.shrink import Explained, explain
 from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
-from attnops.testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
-from attnops.testing.cache_features import CACHE_FEATURES, cache_rows, combine_cache
-from attnops.testing.caches import cache_name, check_cache_row
+from attnops.testing.cache_features import CACHE_FEATURES, combine_cache
 from attnops.testing.features import FEATURES, combine
+from attnops.testing.limit import default_limit, limited
 from attnops.testing.long import LONG
-from attnops.testing.pairs import covering_rows, joined, sampled_pairs
-from attnops.testing.runner import Outcome, Status, Subject, attempt
+from attnops.testing.runner import NothingToCheckError, Outcome, Status, Subject
+from attnops.testing.suite import SUITE
 
 Check = tuple[str, Callable[[], list[Outcome]]]
 
@@ -39,6 +36,11 @@ EXPLAINED: Final = 3
 
 _OF_CACHES: Final = CACHE_FEATURES.keys() - FEATURES.keys()
 
+# The parts of the suite, by section: of several features in a problem, and, with --all, of each alone and in long ones.
+_QUICK: Final = {"features": ("each_feature",), "behaviours": ("behaviour", "memory_growth"), "caches": ("caches",)}
+_ALL: Final = _QUICK | {"features": ("feature",), "long": ("long",)}
+_PAIRS: Final = {"none": (), "sample": ("sampled_pair",), "all": ("all_pairs",)}
+
 
 # A parameter for each option of the command line, which typer reads from the signature.
 def command(
@@ -47,6 +49,10 @@ def command(
         str | None, typer.Option(help="cpu, cuda, rocm, gpu, tpu or tt.", show_default="this machine's")
     ] = None,
     interpret: Annotated[bool, typer.Option("--interpret", help="Run kernels in their interpreter.")] = False,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Each feature alone, corners, long problems and pairs too, as pytest -m '' does."),
+    ] = False,
     feature: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,29 +60,42 @@ def command(
             metavar="NAME",
         ),
     ] = None,
+    refuses: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Is refused by intent, as in `refuses` of OperationConformance; may be repeated.", metavar="NAME"
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Of query, key and value.", show_default="float32, else what is served")
     ] = None,
     pairs: Annotated[
-        Literal["none", "sample", "all"],
-        typer.Option(help="Features combined: none, a sample that has each of them, or every pair."),
-    ] = "sample",
+        Literal["none", "sample", "all"] | None,
+        typer.Option(help="Features combined: a sample has each of them.", show_default="sample with --all, else none"),
+    ] = None,
     mode: Annotated[
         str, typer.Option(help="train, prefill, decode or insert; gradients are checked in train.")
     ] = "train",
     block: Annotated[int, typer.Option(help="Queries and keys a tile; lengths are 2.5 times it.", min=4)] = 16,
+    limit: Annotated[
+        float | None, typer.Option(help="Seconds a check may take.", show_default="100, interpreted 300", min=1)
+    ] = None,
     shrink: Annotated[
         float, typer.Option(help="Seconds in which smaller problems are tried where a feature is wrong.", min=0)
     ] = 30,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the whole traceback of what was raised.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every check.")] = False,
 ) -> None:
     """Run the conformance suite: each feature of the contract is right, refused with a reason, or wrong.
 
     What is wrong is explained: by which features, in the smallest problem that still fails, with both values.
 
-    Values and gradients are compared with a float64 oracle, in problems that the kernel serves. Exits with 1 if
-    anything is wrong, with 2 if there is no such operation, or only the core's native forward where a kernel was
-    asked for.
+    Values and gradients are compared with a float64 oracle, in problems that the kernel serves. What it checks by
+    default is what pytest runs of the class OperationConformance: several features in a problem. Ctrl-C ends it with a
+    summary.
+
+    Exits with 1 if anything is wrong, with 2 if there is no such operation or platform, or only the core's native
+    forward where a kernel was asked for, with 130 if it was stopped.
     """
     try:
         subject = Subject(
@@ -84,35 +103,60 @@ def command(
         )
         with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when imported
             subject.require_kernel()
+            _require_platform(subject)
             heading = _heading(subject)
-            sections = _sections(subject, pairs) if feature is None else _named(subject, feature)
+            pairs = pairs or ("sample" if every else "none")
+            declared = refuses or []
+            _require_known("--refuses", (name for text in declared for name in text.split(" + ") if text != "caches"))
+            named = None if feature is None else _named(subject, feature, declared)
+            sections = named or _sections(subject, every, pairs, declared)
     except (ValueError, PluginError) as error:
         fail(error, 2)
-    if not json:
-        print_text(heading)
-    with _progress(sum(map(len, sections.values()))) as step:
-        found = {section: [x for check in checks for x in _run(check, step)] for section, checks in sections.items()}
-    counts = Counter(outcome.status for outcomes in found.values() for outcome in outcomes)
-    explained = _explained(subject, found, shrink)
-    if json:
-        print_json(_described(subject, found) | {"explained": [dataclasses.asdict(x) for x in explained]})
-    else:
-        _print(found, counts, explained)
-    if feature is None and (warning := _low_coverage(found["features"])):
+    report = Report(functools.partial(_described, subject) if json else None, verbose)
+    report.begin(heading)
+    limit = default_limit(interpret) if limit is None else limit
+    end = functools.partial(limited, report=report.ended)
+    try:
+        for section, checks in sections.items():
+            by_row = section == "features" and feature is None
+            report.section(section, list(FEATURES) if by_row else [name for name, _ in checks])
+            for name, check in checks:
+                with end(name, limit), contextlib.redirect_stdout(sys.stderr):
+                    outcomes = check()
+                report.add(outcomes)
+            report.close()
+        with end("the search for smaller problems", shrink + limit):
+            report.explained = _explained(
+                subject if every or feature else subject.small(4), subject, report.found, shrink
+            )
+    except KeyboardInterrupt:
+        report.stopped = True
+    report.finish()
+    if feature is None and (warning := _low_coverage(report.found["features"])) and not report.stopped:
         print(f"attnops: {warning}", file=sys.stderr)
-    if counts[Status.WRONG]:
-        raise typer.Exit(1)
+    raise typer.Exit(130 if report.stopped else int(report.counts[Status.WRONG] > 0))
+
+
+def _require_platform(subject: Subject) -> None:
+    """Make sure that the kernel can run here.
+
+    Raises:
+        NothingToCheckError: it is another platform's, and is not interpreted.
+    """
+    here = {platform_of(device) for device in jax.local_devices()}
+    if not subject.interpret and subject.at not in here and subject.forward != "native":
+        raise NothingToCheckError(
+            f"{subject.name} is for {subject.at}, but this machine has only {', '.join(sorted(here))}: "
+            f"add --interpret, which runs the kernel in its interpreter"
+        )
 
 
 def _heading(subject: Subject) -> str:
     """What is checked, and on which problems."""
     forward, where = subject.place
     text = f"{subject.name}: {forward} on {subject.at}"
-    here = {platform_of(device) for device in jax.local_devices()}
     if subject.base.interpret:
         text += ", interpreted"
-    elif subject.at not in here:
-        text += f" (this machine has only {', '.join(sorted(here))}: a kernel needs --interpret here)"
     fit, long = subject.fit, subject.long.fit
     lengths = fit.tokens(2, 0.5), long.tokens(2, 0.5)
     problems = (
@@ -122,17 +166,34 @@ def _heading(subject: Subject) -> str:
     return "\n".join([text, *([f"  {where}"] if where else []), f"  {problems}; for larger tiles state --block"])
 
 
-def _sections(subject: Subject, pairs: str) -> dict[str, list[Check]]:
+def _sections(subject: Subject, every: bool, pairs: str, refuses: Sequence[str]) -> dict[str, list[Check]]:
     return {
-        "features": [(name, _one(subject, [name])) for name in FEATURES],
-        "long": _long(subject, LONG),
-        "behaviours": [*_behaviours(subject), *_memory(subject)],
-        "caches": _caches(subject, cache_rows()),
-        "pairs": _pairs(subject, pairs),
+        section: [
+            (part.name(case), functools.partial(part.check, subject, case, refuses))
+            for part in map(SUITE.__getitem__, parts)
+            for case in part.cases
+            if every or section == "pairs" or part.quick(case, subject.interpret)
+        ]
+        for section, parts in {**(_ALL if every else _QUICK), "pairs": _PAIRS[pairs]}.items()
     }
 
 
-def _named(subject: Subject, names: Sequence[str]) -> dict[str, list[Check]]:
+def _behaviours() -> dict[str, tuple[str, str]]:
+    """By name: the part of the suite, and its case."""
+    parts = ("behaviour", "memory_growth")
+    return {SUITE[part].name(case): (part, case) for part in parts for case in SUITE[part].cases}
+
+
+def _require_known(what: str, names: Iterable[str]) -> None:
+    """Raise a `ValueError` that lists what can be named, unless these can."""
+    known = {**FEATURES, **CACHE_FEATURES, **_behaviours()}
+    for name in (name for name in names if name not in known):
+        near = difflib.get_close_matches(name, known)
+        meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise ValueError(f"{what} {name!r} is unknown; {meant}there are {', '.join(known)}")
+
+
+def _named(subject: Subject, names: Sequence[str], refuses: Sequence[str]) -> dict[str, list[Check]]:
     """The cases of ``--feature``: features, single or joined, in long problems where these are checked; behaviours.
 
     Features of which one is of caches only, such as ``"paged + Causal"``, are those of a call over a cache.
@@ -140,32 +201,29 @@ def _named(subject: Subject, names: Sequence[str]) -> dict[str, list[Check]]:
     Raises:
         ValueError: one is unknown, or two exclude each other.
     """
+    behaviours = _behaviours()
     rows = [tuple(name.strip() for name in text.split(" + ")) for text in names]
-    behaviours = dict([*_behaviours(subject), *_memory(subject)])
-    others = {name: check for name, check in behaviours.items() if (name,) in rows}
-    rows = [row for row in rows if row[0] not in others]
+    _require_known("feature", (name for row in rows for name in row))
+    chosen = [behaviours[row[0]] for row in rows if row[0] in behaviours]
+    rows = [row for row in rows if row[0] not in behaviours]
     of_caches = [row for row in rows if set(row) <= set(CACHE_FEATURES) and set(row) & _OF_CACHES]
     rows = [row for row in rows if row not in of_caches]
     for row in of_caches:
         combine_cache(row)
     for row in rows:
-        if len(row) == 1 and row[0] not in FEATURES and (near := difflib.get_close_matches(row[0], behaviours)):
-            raise ValueError(f"behaviour {row[0]!r} is unknown; did you mean {' or '.join(map(repr, near))}?")
         combine(row)
+    long = [row for row in LONG if any(set(row) == set(named) for named in rows)]
+    cases: dict[str, list[tuple[str, Any]]] = {
+        "features": [("feature", row) for row in rows], "long": [("long", row) for row in long],
+        "behaviours": chosen, "caches": [("caches", row) for row in of_caches],
+    }  # fmt: skip
     return {
-        "features": [(joined(row), _one(subject, row)) for row in rows],
-        "long": _long(subject, [row for row in LONG if any(set(row) == set(named) for named in rows)]),
-        "behaviours": list(others.items()),
-        "caches": _caches(subject, of_caches),
+        section: [
+            (SUITE[part].name(case), functools.partial(SUITE[part].check, subject, case, refuses))
+            for part, case in chosen
+        ]
+        for section, chosen in cases.items()
     }
-
-
-def _long(subject: Subject, rows: Sequence[tuple[str, ...]]) -> list[Check]:
-    return [(f"long: {joined(row)}", _one(subject.long, row)) for row in rows]
-
-
-def _caches(subject: Subject, rows: Sequence[tuple[str, ...]]) -> list[Check]:
-    return [(cache_name(row), functools.partial(check_cache_row, subject, row)) for row in rows]
 
 
 def _described(subject: Subject, found: dict[str, list[Outcome]]) -> dict[str, Any]:
@@ -180,10 +238,10 @@ def _described(subject: Subject, found: dict[str, list[Outcome]]) -> dict[str, A
     } | {section: [dataclasses.asdict(x) for x in outcomes] for section, outcomes in found.items()}
 
 
-def _explained(subject: Subject, found: dict[str, list[Outcome]], seconds: float) -> list[Explained]:
+def _explained(single: Subject, subject: Subject, found: dict[str, list[Outcome]], seconds: float) -> list[Explained]:
     """The first features that are wrong, and pairs of features that are right by themselves, in smaller problems."""
     wrong: dict[str, tuple[Subject, Outcome]] = {}
-    for section, at in (("features", subject), ("long", subject.long), ("pairs", subject)):
+    for section, at in (("features", single), ("long", subject.long), ("pairs", subject)):
         for outcome in found.get(section, ()):
             if outcome.status is Status.WRONG and not wrong.keys() & {outcome.name, *outcome.name.split(" + ")}:
                 wrong[outcome.name] = at, outcome
@@ -206,102 +264,3 @@ def _low_coverage(features: list[Outcome]) -> str:
         f"only {served} of {len(features)} features are served; whatever else a call asks for runs forward_native, "
         f"or raises, which this check does not cover"
     )
-
-
-def _one(subject: Subject, names: Sequence[str]) -> Callable[[], list[Outcome]]:
-    return lambda: [subject.check(names)]
-
-
-def _behaviours(subject: Subject) -> Iterator[Check]:
-    for name, behaviour in BEHAVIOURS.items():
-        yield name, functools.partial(_attempt, name, functools.partial(behaviour, subject))
-
-
-def _memory(subject: Subject) -> Iterator[Check]:
-    for case in MEMORY:
-        name = f"memory, {case}"
-        yield name, functools.partial(_attempt, name, functools.partial(memory_growth, subject, case))
-
-
-def _attempt(name: str, check: Callable[[], None]) -> list[Outcome]:
-    return [attempt(name, check)]
-
-
-def _pairs(subject: Subject, which: str) -> list[Check]:
-    """The pairs, drawn among the features that are served."""
-    rows: Sequence[tuple[str, ...]] = ()
-    if which != "none":
-        served = [name for name in subject.served if name in FEATURES]
-        rows = sampled_pairs(served) if which == "sample" else covering_rows(served)
-    found: dict[str, Outcome] = {}
-
-    def check(row: tuple[str, ...]) -> list[Outcome]:
-        # A pair may be in several rows; the first that has it counts, unless a later one is wrong.
-        fresh = [x for x in subject.check_pairs(row) if x.name not in found or x.status is Status.WRONG]
-        found.update((x.name, x) for x in fresh)
-        return fresh
-
-    return [(joined(row), functools.partial(check, row)) for row in rows]
-
-
-def _run(check: Check, step: Callable[[str], None]) -> list[Outcome]:
-    name, run = check
-    step(name)
-    with contextlib.redirect_stdout(sys.stderr):
-        return run()
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        started = False
-
-        def step(name: str) -> None:
-            nonlocal started
-            progress.update(task, description=name, advance=int(started))
-            started = True
-
-        yield step
-
-
-_HEADINGS: Final = {"features": "feature", "long": "in long problems", "behaviours": "behaviour",
-                    "caches": "calls over a cache"}  # fmt: skip
-
-
-def _print(found: dict[str, list[Outcome]], counts: Counter[Status], explained: Sequence[Explained]) -> None:
-    for section, column in _HEADINGS.items():
-        if found.get(section):
-            print_heading(section)
-            print_table((column, "result", "why"), [_row(outcome) for outcome in found[section]])
-    if pairs := found.get("pairs"):
-        print_heading("pairs")
-        print_text(_counted(Counter(outcome.status for outcome in pairs)))
-        telling = [outcome for outcome in pairs if outcome.status in (Status.WRONG, Status.REFUSED)]
-        if telling:
-            print_table(("pair", "result", "why"), [_row(outcome) for outcome in telling])
-    for why in explained:
-        named = f"with {joined(why.features)} alone" if why.features else "without any feature"
-        if why.features == tuple(why.name.split(" + ")):
-            named = "as stated"
-        print_heading(f"{why.name} is wrong {named}")
-        limit = "" if why.complete else "; --shrink has more seconds to look for a smaller one"
-        print_text(f"{why.problem}\n{_indented(why.detail)}\nthe smallest problem that was found{limit}")
-    print_text(f"\n{_counted(counts)}")
-    wrong = dict.fromkeys(x.name for outcomes in found.values() for x in outcomes if x.status is Status.WRONG)
-    if wrong:
-        print_text(f'wrong: {", ".join(wrong)}\ncheck one again with --feature "{next(iter(wrong))}"')
-
-
-def _indented(text: str) -> str:
-    """At most the first lines of a text, such as that of an exception."""
-    return "\n".join(f"  {line}" for line in text.splitlines()[:8])
-
-
-def _counted(counts: Counter[Status]) -> str:
-    return ", ".join(f"{counts[status]} {status}" for status in Status)
-
-
-def _row(outcome: Outcome) -> tuple[str, str, str]:
-    return outcome.name, str(outcome.status), outcome.detail.partition("\n")[0]

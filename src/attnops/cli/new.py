@@ -12,7 +12,7 @@ import string
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -53,7 +53,6 @@ MAX_KEYS = 4096  # keys and values of a head must fit into vector memory
     "cuda": """
 BLOCK = 64  # queries that a program of the kernel computes, and keys a step of its loop; a power of two for Triton
 """,
-    "cpu": "",
 }
 _MULTIPLE: Final = """\
             if length % BLOCK:
@@ -77,8 +76,8 @@ _UNSUPPORTED: Final = {
             if size < 16 or size & (size - 1):
                 yield Reason(name, size, "must be a power of two of at least 16", "pad it with zeros")
 """,
-    "cpu": "",
 }
+_EXPORTABLE: Final = "            exportable=False,  # JAX serialises no call through jax.ffi\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +85,14 @@ class Platform:
     """What differs between the platforms of a new plugin.
 
     Attributes:
+        platform: its name.
         language: what the kernel is written in.
         title: of the platform.
         dtypes: that the kernel serves, as Python source.
         interpret: whether tests interpret the kernel.
     """
 
+    platform: PlatformName
     language: str
     title: str
     dtypes: str
@@ -99,15 +100,17 @@ class Platform:
 
 
 PLATFORMS: Final = {
-    "tpu": Platform("Pallas", "TPUs", '{"float32", "bfloat16"}', True),
-    "cuda": Platform("Pallas through Triton", "NVIDIA GPUs", '{"float32", "bfloat16", "float16"}', True),
-    "cpu": Platform("plain JAX", "CPUs", '{"float32", "bfloat16", "float16"}', False),
+    "tpu": Platform("tpu", "Pallas", "TPUs", '{"float32", "bfloat16"}', True),
+    "cuda": Platform("cuda", "Pallas through Triton", "NVIDIA GPUs", '{"float32", "bfloat16", "float16"}', True),
+    "cpu": Platform("cpu", "plain JAX", "CPUs", '{"float32", "bfloat16", "float16"}', False),
+    "ffi": Platform("cpu", "C++ through jax.ffi", "CPUs", '{"float32"}', False),
 }
 
 
 def command(
     name: Annotated[str, typer.Argument(help="Of the distribution, such as attnops-mykernel.")],
     platform: Annotated[PlatformName, typer.Option(help="That the kernel is for.")] = "tpu",
+    ffi: Annotated[bool, typer.Option("--ffi", help="Write the kernel in C++, with --platform cpu.")] = False,
     operation: Annotated[
         str | None,
         typer.Option(
@@ -121,17 +124,21 @@ def command(
 ) -> None:
     """Write a plugin: a small kernel that passes its tests, what it serves, a README, a licence and a CI workflow.
 
-    The kernel is written in Pallas for TPUs, in Pallas through Triton for NVIDIA GPUs, and in plain JAX for CPUs; its
-    tests interpret it on a CPU. Exits with 2, and writes nothing, if a name can't be used or the folder exists.
+    The kernel is written in Pallas for TPUs, in Pallas through Triton for NVIDIA GPUs, and in plain JAX, or C++, for
+    CPUs; its tests interpret it on a CPU. Exits with 2, and writes nothing, if a name can't be used or the folder
+    exists.
     """
     place = folder / name
     try:
-        values = substitutions(name, platform, operation)
+        if ffi and platform != "cpu":
+            raise ValueError(f"--ffi is given, but --platform is {platform}: add --platform cpu, or leave --ffi out")
+        kind = "ffi" if ffi else platform
+        values = substitutions(name, kind, operation)
         if place.exists():
             raise FileExistsError(f"{place} exists: choose another name, state another --folder, or move it away")
         if not folder.is_dir():
             raise FileNotFoundError(f"--folder {folder} is no folder: make it first, or state another")
-        write(place, platform, values)
+        write(place, kind, values)
     except (ValueError, OSError) as error:
         fail(error, 2)
     files = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
@@ -143,14 +150,12 @@ def command(
     )
 
 
-def substitutions(name: str, platform: PlatformName, operation: str | None = None) -> dict[str, str]:
-    """What the templates' variables stand for.
+def substitutions(name: str, kind: str, operation: str | None = None) -> dict[str, str]:
+    """What the templates' variables stand for, of a kernel of one of `PLATFORMS`.
 
     Raises:
         ValueError: a name can't be a distribution's, a package's or an operation's, or is taken.
     """
-    if platform not in get_args(PlatformName):
-        raise ValueError(f"platform={platform!r} must be one of {', '.join(get_args(PlatformName))}")
     package = _package(name)
     words = [word for word in package.removeprefix("attnops_").split("_") if word]
     operation = "_".join(words).lower() if operation is None else operation
@@ -162,7 +167,7 @@ def substitutions(name: str, platform: PlatformName, operation: str | None = Non
     if class_name == base:
         class_name = f"My{class_name}"  # which the module imports
     own_name = f'\n    @classmethod\n    def get_impl_name(cls) -> str:\n        return "{operation}"\n'
-    details = PLATFORMS[platform]
+    details = PLATFORMS[kind]
     return {
         "name": name,
         "package": package,
@@ -171,23 +176,25 @@ def substitutions(name: str, platform: PlatformName, operation: str | None = Non
         "base": base,
         "base_module": module,
         "get_impl_name": "" if operation in BASES else own_name,
-        "platform": platform,
+        "platform": details.platform,
         "platform_name": details.title,
         "language": details.language,
         "dtypes": details.dtypes,
         "interpret": str(details.interpret),
-        "constants": _CONSTANTS[platform],
+        "constants": _CONSTANTS.get(kind, ""),
         "flag": " --interpret" if details.interpret else "",
-        "unsupported": _UNSUPPORTED[platform],
+        "unsupported": _UNSUPPORTED.get(kind, ""),
+        "exportable": _EXPORTABLE if kind == "ffi" else "",
         "version": __version__,
         "api_version": str(API_VERSION),
     }
 
 
-def write(place: Path, platform: PlatformName, values: dict[str, str]) -> None:
+def write(place: Path, kind: str, values: dict[str, str]) -> None:
     """Write the plugin's files; all of them, or none."""
     templates = importlib.resources.files("attnops.cli") / "template"
-    files = FILES | {f"kernel_{platform}.py.tmpl": "src/$package/kernel.py"}
+    files = FILES | {f"kernel_{kind}.py.tmpl": "src/$package/kernel.py"}
+    files |= {"kernel.cpp": "src/$package/kernel.cpp"} if kind == "ffi" else {}
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".attnops-new-") as temporary:
         made = Path(temporary) / "plugin"
         for template, target in files.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -43,22 +44,31 @@ def showable(text: str) -> str:
 
 def print_text(text: str) -> None:
     """Print ``text`` as it is: no markup, no wrapping."""
-    _console().print(Text(showable(text)), soft_wrap=True)
+    printer().print(Text(showable(text)), soft_wrap=True)
 
 
 def print_heading(text: str) -> None:
     """Print the heading of a section."""
-    _console().print(Text(f"\n{showable(text)}", style="bold"), soft_wrap=True)
+    printer().print(Text(f"\n{showable(text)}", style="bold"), soft_wrap=True)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; a cell that is a plugin's state is coloured."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(showable(column), overflow="fold")
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], widths: Sequence[int] = ()) -> None:
+    """Print a table; a cell that is a plugin's state is coloured.
+
+    Args:
+        columns: the headings; empty for rows of a table whose headings are printed already.
+        rows: the cells.
+        widths: of the first columns, at most a third of the line each, where a table is printed in pieces.
+    """
+    rows = list(rows)
+    console = printer()
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=bool(columns))
+    for i in range(len(columns or rows[0])):
+        width = min(widths[i], console.width // 3) if i < len(widths) else None
+        table.add_column(showable(columns[i]) if columns else "", overflow="fold", width=width)
     for row in rows:
         table.add_row(*(Text(showable(cell), style=_STYLES.get(cell, "")) for cell in row))
-    _console().print(table)
+    console.print(table)
 
 
 def print_json(value: Any) -> None:
@@ -72,6 +82,8 @@ def fail(error: Exception | str, status: int) -> NoReturn:
     raise typer.Exit(status)
 
 
-def _console() -> Console:
+def printer() -> Console:
+    """What prints to stdout, as wide as the terminal or as COLUMNS says."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+    known = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return console if known else Console(highlight=False, width=_PIPE_WIDTH)

@@ -54,6 +54,7 @@ class Limits:
         differentiable: it has a backward pass. Without one it serves prefill, decode and insert only.
         interpretable: its kernel language has an interpreter, so that ``interpret=True`` works.
             True for plain JAX, which needs none.
+        exportable: `jax.export` serialises its programs. Not those with a call through `jax.ffi`, by JAX's rule.
         linear_memory: forward and backward need O(T + S) memory, as the conformance suite checks; False for O(T · S).
         caches: the storages that the forward's class reads in place, such as "PagedCache": it has a method
             ``cached_<forward>``, see `attnops.dispatch.cached`. Other storages are read into arrays.
@@ -64,7 +65,7 @@ class Limits:
         symbolic: the dimensions that may be symbolic, of `jax.export.symbolic_shape`: "batch" and "length". Where
             another one is, ``unsupported`` is not called, since comparisons with it may be inconclusive.
 
-    A class that is not an `OperationImpl` may declare dtypes, same_dtype, differentiable and interpretable.
+    A class that is not an `OperationImpl` may declare dtypes, same_dtype, differentiable, interpretable and exportable.
 
     Raises:
         ValueError: a field is outside its range, or names an unknown dtype or an unknown kind of mask or bias.
@@ -81,6 +82,7 @@ class Limits:
     bias_primitives: frozenset[str] | None = None
     differentiable: bool = True
     interpretable: bool = True
+    exportable: bool = True
     linear_memory: bool = True
     symbolic: frozenset[str] = frozenset()
     caches: frozenset[str] = frozenset()

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 if TYPE_CHECKING:
     from attnops.typing import Aval, DType
 
 
 def output_like(like: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:
-    """A ``pallas_call``'s ``out_shape`` for an output that varies over the same mesh axes as an input.
+    """What ``pallas_call`` and `jax.ffi.ffi_call` ask for an output that varies over the same mesh axes as an input.
 
     Args:
         like: an input; `equally_varying` makes all inputs vary over the same axes.
@@ -19,5 +21,8 @@ def output_like(like: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Sh
         dtype: of the output.
     """
     aval: Aval = jax.typeof(like)
-    varying = {"manual_axis_type": aval.mat} if hasattr(aval, "mat") else {"vma": aval.vma}  # the former since JAX 0.10
-    return jax.ShapeDtypeStruct(shape, dtype, **varying)
+    if not hasattr(aval, "mat"):  # before JAX 0.10
+        return jax.ShapeDtypeStruct(shape, dtype, vma=aval.vma)  # type: ignore[call-arg]
+    # Without a mesh `ffi_call` asserts that nothing varies.
+    sharding = NamedSharding(aval.sharding.mesh, P()) if aval.mat.varying else None
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=aval.mat, sharding=sharding)

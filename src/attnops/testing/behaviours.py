@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from attnops.biases import ALiBi, RelativePosition
 from attnops.dispatch.attention import OperationImpl
-from attnops.errors import NotDifferentiableError, UnsupportedError
+from attnops.errors import NotDifferentiableError, Reason, UnsupportedError
 from attnops.masks import Causal, Segments, SlidingWindow
 from attnops.models.remat import get_gradient_checkpoint_policy
 from attnops.testing import oracle
@@ -162,6 +162,8 @@ def export(subject: Subject) -> None:
     """A program exported by `jax.export`, as bytes and back, is right."""
     if subject.base.interpret:
         raise NotRunError("what is exported is the compiled kernel, not its interpreter")
+    if not subject.limits.exportable:
+        raise UnsupportedError("by declaration", [Reason("exportable", False, "is declared in its Limits")])
     problem, operation = _served(subject)
     try:
         exported = jax.export.export(jax.jit(problem.program(operation, subject.gradients)))(*problem.arguments)
@@ -282,8 +284,8 @@ BEHAVIOURS: Final[dict[str, Callable[[Subject], None]]] = {
     **CORNERS,
 }
 
-# Of these, what compiles nothing.
-WITHOUT_PROGRAM: Final = frozenset({"unknown option", "float8", "refusals are listed"})
+# Of these, what compiles programs.
+WITH_PROGRAM: Final = frozenset(BEHAVIOURS) - {"unknown option", "float8", "refusals are listed"}
 
 
 def _segments(T: int) -> dict[str, Any]:

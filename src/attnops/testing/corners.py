@@ -142,22 +142,18 @@ def finite_at_every_index(subject: Subject) -> None:
         agree(subject, call, draw(1, n, 1, d), draw(1, n, 1, d), draw(1, n, 1, d), draw(n) + 3)
 
 
-_CAPTURED: Final = jnp.float32(1.7)
-_SCALED: Final = jax.jit(lambda x: x * _CAPTURED)
-
-# `ScoreFn`s that depend on only some of their arguments.
-FUNCTIONS: Final[dict[str, Callable[..., jax.Array]]] = {
-    "of keys alone": lambda s, b, h, q, kv, t: 0 * s + t[kv],
-    "of nothing": lambda s, b, h, q, kv, t: jnp.zeros_like(s) + t[0],
-    "with what it captures": lambda s, b, h, q, kv, t: _SCALED(s) * t[q],
-    "with derivatives of its own, once a token": lambda s, b, h, q, kv, t: s + jax.nn.relu(t[q]) * t[kv],
-}
-
-
 def functions(subject: Subject) -> None:
     """A `ScoreFn` may depend on less than a score, and on what it captures."""
     n, d = fitted(subject, 24)
-    for fn in FUNCTIONS.values():
+    captured = jnp.float32(1.7)
+    scaled = jax.jit(lambda x: x * captured)
+    fns: tuple[Callable[..., jax.Array], ...] = (
+        lambda s, b, h, q, kv, t: 0 * s + t[kv],  # of keys alone
+        lambda s, b, h, q, kv, t: jnp.zeros_like(s) + t[0],  # of nothing
+        lambda s, b, h, q, kv, t: scaled(s) * t[q],
+        lambda s, b, h, q, kv, t: s + jax.nn.relu(t[q]) * t[kv],  # with derivatives of its own, once a token
+    )
+    for fn in fns:
 
         def call(
             operation: OperationImpl, q: jax.Array, v: jax.Array, t: jax.Array, fn: Callable[..., jax.Array] = fn

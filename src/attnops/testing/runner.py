@@ -6,7 +6,8 @@ import dataclasses
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 import jax
@@ -20,7 +21,7 @@ from attnops.dispatch.platforms import find_platform
 from attnops.dispatch.plugins import CORE
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest
-from attnops.errors import Reason, UnsupportedError, pass_interrupt
+from attnops.errors import Reason, UnsupportedError, pass_interrupt, printable
 from attnops.sharding.modes import MODE_TRAIN
 from attnops.testing.features import combine
 from attnops.testing.fit import DTYPES, Fit, find_fit
@@ -46,12 +47,16 @@ class Outcome:
         status: see `Status`.
         detail: the reasons of a refusal, what is wrong, or why it was not run.
         raised: the name of the exception, where it is wrong because it raised one and not because of a value.
+        traceback: of that exception, as text.
+        rules: of a refusal: its reasons without their values, so that refusals that say one thing are equal.
     """
 
     name: str
     status: Status
     detail: str = ""
     raised: str = ""
+    traceback: str = ""
+    rules: str = ""
 
 
 class NotRunError(Exception):
@@ -65,15 +70,44 @@ def attempt(name: str, check: Callable[[], None]) -> Outcome:
     except UnsupportedError as error:
         if not error.reasons:
             return Outcome(name, Status.WRONG, f"refused without a reason: {error}")
-        return Outcome(name, Status.REFUSED, _listed(error.reasons))
+        return refused(name, error.reasons)
     except NotRunError as error:
         return Outcome(name, Status.NOT_RUN, str(error))
-    except AssertionError as error:
-        return Outcome(name, Status.WRONG, str(error) or "an assertion failed")
     except BaseException as error:
         pass_interrupt(error)
-        return Outcome(name, Status.WRONG, f"{type(error).__name__}: {error}", type(error).__name__)
+        if isinstance(error, AssertionError) and _is_of_the_suite(error):
+            return Outcome(name, Status.WRONG, str(error) or "an assertion failed")
+        kind, text = type(error).__name__, "".join(traceback.format_exception(error))
+        return Outcome(name, Status.WRONG, f"{kind}: {printable(error)}", kind, text)
     return Outcome(name, Status.RIGHT)
+
+
+def refused(name: str, reasons: Iterable[Reason]) -> Outcome:
+    """The outcome of a refusal for these reasons."""
+    reasons = list(reasons)
+    rules = (f"{x.argument}: {x.limit}{f'; {x.hint}' if x.hint else ''}" for x in reasons)
+    return Outcome(name, Status.REFUSED, _listed(map(str, reasons)), rules=_listed(rules))
+
+
+def judged(outcome: Outcome, refuses: Collection[str], behaviour: bool = False) -> Outcome:
+    """The outcome, given the names of what is declared to be refused; they mean nothing for any other.
+
+    What is named must not be right. A behaviour that is named may also raise: JAX refuses some for the operation.
+    """
+    if outcome.name not in refuses or outcome.status is Status.REFUSED:
+        return outcome
+    if outcome.status is Status.RIGHT:
+        return Outcome(outcome.name, Status.WRONG, "is in `refuses`, but is right: take it out")
+    if not (behaviour and outcome.raised):
+        return outcome
+    return Outcome(outcome.name, Status.REFUSED, f"as declared: {outcome.detail}", rules="as declared")
+
+
+def _is_of_the_suite(error: AssertionError) -> bool:
+    """Whether a comparison of the suite failed, and not an assertion of what it runs."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [module for module in modules if module.partition(".")[0] not in ("numpy", "contextlib")]
+    return own[-1].startswith("attnops.testing.")
 
 
 _OF_ITS_OWN: Final = "attnops.testing.check_against holds an operation to a reference of its own"
@@ -280,40 +314,26 @@ class Subject:
         return attempt(joined(names), check)
 
     def check_row(self, row: Sequence[str]) -> list[Outcome]:
-        """Each feature of the row, from one small program if possible.
-
-        Refusals are found without compiling. The other features run in one problem; if that is wrong, or refused
-        although none of its features is, each runs by itself.
-        """
-        small = self.small(4 if "GQA" in row else 2)
-        found = {name: small.refusal([name]) for name in row}
-        served = [name for name in row if found[name] is None]
-        together = small.check(served) if served else None
-        for name in served:
-            right = together is not None and together.status is Status.RIGHT
-            found[name] = Outcome(name, Status.RIGHT) if right else small.check([name])
-        outcomes = [outcome for outcome in found.values() if outcome is not None]
-        wrong = any(outcome.status is Status.WRONG for outcome in outcomes)
-        if together is not None and together.status is Status.WRONG and not wrong:
-            outcomes.append(together)  # only their combination is wrong
-        return outcomes
+        """Each feature of the row, from one small program if possible."""
+        return self.small(4 if "GQA" in row else 2)._check_parts(row, [(name,) for name in row], least=1)
 
     def check_pairs(self, row: Sequence[str]) -> list[Outcome]:
-        """Every pair that the row covers, from as few programs as possible.
+        """Every pair that the row covers, from as few programs as possible."""
+        return self._check_parts(row, proven_pairs(row), least=3)
 
-        Refusals are found without compiling. The other pairs run in one problem; if that is wrong, or refused
-        although none of its pairs is, each pair runs by itself.
+    def _check_parts(self, row: Sequence[str], parts: Sequence[tuple[str, ...]], least: int) -> list[Outcome]:
+        """Parts of a row. Refusals are found without compiling.
+
+        The other parts run in one problem, where that has at least ``least`` features; if it is wrong, or refused
+        although none of its parts is, each runs by itself.
         """
-        pairs = proven_pairs(row)
-        found = {pair: self.refusal(pair) for pair in pairs}
-        served = [name for name in row if any(name in pair for pair in pairs if found[pair] is None)]
-        together = None
-        if len(served) > 2:
-            together = self.check(served)
-        for pair in pairs:
-            if found[pair] is None:
+        found = {part: self.refusal(part) for part in parts}
+        served = [name for name in row if any(name in part for part in parts if found[part] is None)]
+        together = self.check(served) if len(served) >= least else None
+        for part in parts:
+            if found[part] is None:
                 right = together is not None and together.status is Status.RIGHT
-                found[pair] = Outcome(joined(pair), Status.RIGHT) if right else self.check(pair)
+                found[part] = Outcome(joined(part), Status.RIGHT) if right else self.check(part)
         outcomes = [outcome for outcome in found.values() if outcome is not None]
         wrong = any(outcome.status is Status.WRONG for outcome in outcomes)
         if together is not None and together.status is Status.WRONG and not wrong:
@@ -339,7 +359,7 @@ class Subject:
 
         outcome = attempt(joined(names), check)
         if outcome.status is Status.RIGHT:
-            return Outcome(joined(names), Status.REFUSED, _listed(reasons)) if reasons else None
+            return refused(joined(names), reasons) if reasons else None
         return outcome
 
 
@@ -348,5 +368,5 @@ def _is_core(value: type | Callable[..., object]) -> bool:
     return str(value.__module__).partition(".")[0] == CORE
 
 
-def _listed(reasons: Iterable[Reason]) -> str:
-    return "; ".join(dict.fromkeys(str(reason) for reason in reasons))
+def _listed(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.testing import OperationConformance
+from attnops.testing.behaviours import WITH_PROGRAM
 from attnops.testing.runner import Status
 
 
@@ -31,7 +32,9 @@ def one_core() -> Iterator[None]:
 class TestFlashOnTPU(OperationConformance):
     operation, platform = "attnops-tpu:flash", "tpu"
     interpret = True
+    strict, limit = True, 1200
     refuses = frozenset({"float16", "weights"})
+    slow = WITH_PROGRAM
     exhaustive = frozenset({"test_feature", "test_sampled_pair", "test_all_pairs", "test_cache_pairs"})
     every: ClassVar = {"test_behaviour": 2, "test_caches": 5}
 

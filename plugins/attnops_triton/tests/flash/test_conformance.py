@@ -3,11 +3,14 @@
 from typing import ClassVar
 
 from attnops.testing import OperationConformance
+from attnops.testing.behaviours import WITH_PROGRAM
 
 
 class TestFlashInTritonsInterpreter(OperationConformance):
     operation, platform = "attnops-triton:flash", "cuda"
     interpret = True
+    strict, limit = True, 1200
+    slow = WITH_PROGRAM
     refuses = frozenset({"bfloat16", "runtime_dtype", "weights"})
     exhaustive = frozenset({"test_feature", "test_all_pairs", "test_cache_pairs"})
     every: ClassVar = {"test_sampled_pair": 6, "test_behaviour": 2, "test_caches": 2}

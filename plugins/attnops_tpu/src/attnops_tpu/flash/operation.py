@@ -49,8 +49,8 @@ class TPUFlashAttention(FlashAttention):
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
         if (self.metadata.platform or self.current_backend()) == "tpu":
-            # Now, and not in the first call, which may be traced: from JAX 0.12 on Pallas makes contexts of its own, and
-            # what is traced before that is traced again.
+            # Now, and not in the first call, which may be traced: from JAX 0.12 on Pallas makes contexts of its own,
+            # and what is traced before that is traced again.
             import jax.experimental.pallas.tpu  # noqa: F401
 
     def unsupported(self, request: Request) -> Iterable[Reason]:

@@ -12,7 +12,7 @@ from attnops import OperationRegistry, cli
 from attnops.operations.vanilla import VanillaAttention
 from attnops.testing.behaviours import BEHAVIOURS
 from attnops.testing.features import FEATURES, combine
-from attnops.testing.pairs import all_pairs, covering_rows, proven_pairs, sampled_pairs
+from attnops.testing.pairs import ALWAYS, all_pairs, covering_rows, proven_pairs, sampled_pairs
 
 FEW = ("GQA", "T < S", "Causal", "sinks")
 CASES = {
@@ -166,6 +166,7 @@ def test_features_of_one_group_do_not_combine():
 
 def test_every_pair_is_proven_by_a_row():
     assert set(all_pairs()) <= {pair for row in covering_rows() for pair in proven_pairs(row)}
+    assert set(ALWAYS) <= set(sampled_pairs())
     assert {name for pair in sampled_pairs() for name in pair} | {"float32"} == set(FEATURES)
 
 

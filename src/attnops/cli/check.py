@@ -15,7 +15,7 @@ import jax
 import typer
 
 from attnops.cli.check_report import Report
-from attnops.cli.output import fail
+from attnops.cli.output import fail, print_text
 from attnops.cli.shrink import Explained, explain
 from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
@@ -113,7 +113,8 @@ def command(
     except (ValueError, PluginError) as error:
         fail(error, 2)
     report = Report(functools.partial(_described, subject) if json else None, verbose)
-    report.begin(heading)
+    if not json:
+        print_text(heading)
     limit = default_limit(interpret) if limit is None else limit
     end = functools.partial(limited, report=report.ended)
     try:

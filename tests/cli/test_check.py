@@ -189,7 +189,7 @@ def test_a_kernel_of_another_platform_is_refused_at_once():
     result = run("zeta", "--platform", "tpu")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "attnops: acme:zeta is for tpu, but this machine has only cpu: add --interpret, which runs the kernel in its "
+        "attnops: acme:zeta is for tpu, but JAX has only cpu here: add --interpret, which runs the kernel in its "
         "interpreter\n"
     )
 

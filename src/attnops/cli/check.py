@@ -146,9 +146,10 @@ def _require_platform(subject: Subject) -> None:
     """
     here = {platform_of(device) for device in jax.local_devices()}
     if not subject.interpret and subject.at not in here and subject.forward != "native":
+        hint = "add --interpret, which runs the kernel in its interpreter"
         raise NothingToCheckError(
-            f"{subject.name} is for {subject.at}, but this machine has only {', '.join(sorted(here))}: "
-            f"add --interpret, which runs the kernel in its interpreter"
+            f"{subject.name} is for {subject.at}, but JAX has only {', '.join(sorted(here))} here: "
+            f"{'set JAX_PLATFORMS=cpu' if subject.at == 'cpu' else hint}"
         )
 
 

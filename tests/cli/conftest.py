@@ -55,7 +55,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def few(**cases: Any) -> None:
         for name, chosen in cases.items():
-            part = dataclasses.replace(SUITE[name], cases=chosen, quick=lambda case, interpret: True)
+            part = dataclasses.replace(
+                SUITE[name], listed=lambda chosen=chosen: chosen, quick=lambda case, interpret: True
+            )
             monkeypatch.setitem(SUITE, name, part)
 
     return few

@@ -53,7 +53,8 @@ def pages(codec: Quantized | None = None, scale: Any = None) -> Any:
 
 
 @pytest.mark.slow
-def test_bench_measures_calls_over_a_cache(tmp_path: Path) -> None:
+def test_bench_measures_calls_over_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     figures = tmp_path / "figures.json"
     options = ("--cache", "PagedCache", "--page-size", "8", "--codec", "int8", "--scales", "head", "--used", "24")
     result = run(
@@ -76,7 +77,12 @@ def test_bench_measures_calls_over_a_cache(tmp_path: Path) -> None:
     )
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["dtype", "S", "used", "operation", "best", "median", "GB/s", "of", "read", "memory"] in rows
-    shares = [row[row.index("ms", row.index("ms") + 1) + 2] for row in rows if row[:1] == ["one"]]
+    assert (
+        "\nvanilla: attnops:vanilla (forward_native) reads the cache into arrays by" in result.stdout
+    )  # below the table, whose words are whole
+    assert [row[0] for row in rows if row[1:2] == ["read"]] == ["one"]
+    assert any(row[:3] == ["one", "read,", "plain"] for row in rows)
+    shares = [row[row.index("ms", row.index("ms") + 1) + 2] for row in rows if row[:1] == ["one"] and "ms" in row]
     assert shares == ["1.00", "1.00"]
 
 

@@ -12,7 +12,7 @@ from attnops import OperationRegistry, cli
 from attnops.operations.vanilla import VanillaAttention
 from attnops.testing.behaviours import BEHAVIOURS
 from attnops.testing.features import FEATURES, combine
-from attnops.testing.pairs import all_pairs, covering_rows, proven_pairs, sampled_pairs
+from attnops.testing.pairs import ALWAYS, all_pairs, covering_rows, proven_pairs, sampled_pairs
 
 FEW = ("GQA", "T < S", "Causal", "sinks")
 CASES = {
@@ -166,6 +166,7 @@ def test_features_of_one_group_do_not_combine():
 
 def test_every_pair_is_proven_by_a_row():
     assert set(all_pairs()) <= {pair for row in covering_rows() for pair in proven_pairs(row)}
+    assert set(ALWAYS) <= set(sampled_pairs())
     assert {name for pair in sampled_pairs() for name in pair} | {"float32"} == set(FEATURES)
 
 
@@ -188,7 +189,7 @@ def test_a_kernel_of_another_platform_is_refused_at_once():
     result = run("zeta", "--platform", "tpu")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "attnops: acme:zeta is for tpu, but this machine has only cpu: add --interpret, which runs the kernel in its "
+        "attnops: acme:zeta is for tpu, but JAX has only cpu here: add --interpret, which runs the kernel in its "
         "interpreter\n"
     )
 

@@ -12,7 +12,7 @@ from attnops import Limits, OperationImpl, OperationMetadata, OperationRegistry,
 from attnops.dispatch.plugins import Plugin, State
 from attnops.masks import Segments, SlidingWindow
 from attnops.operations.vanilla import VanillaAttention
-from attnops.testing.pairs import ALWAYS, sampled_pairs
+from attnops.testing.pairs import sampled_pairs
 from attnops.testing.runner import NothingToCheckError, Status, Subject
 
 
@@ -98,14 +98,6 @@ def test_problems_fit_the_kernel():
     assert subject.long.fit.tokens(2, 0.5) == 640
 
 
-def test_pairs_are_drawn_among_what_is_served():
-    served = ("GQA", "MQA", "Causal", "Segments", "T < S", "SlidingWindow")
-    pairs = sampled_pairs(served)
-    assert {name for pair in pairs for name in pair} == set(served)
-    assert pairs[:2] == [("GQA", "Segments"), ("T < S", "Causal")]
-    assert set(ALWAYS) <= set(sampled_pairs())
-
-
 def test_a_dtype_that_is_asked_for_is_checked():
     subject = Subject(operation="attnops:vanilla", dtype="bfloat16")
     assert subject.problem([]).query.dtype == jnp.bfloat16
@@ -168,7 +160,7 @@ def test_a_window_wrong_beyond_one_tile_is_found_in_long_problems():
 def test_segments_ignored_under_gqa_are_found_by_the_sample():
     subject = Subject(operation=Planted)
     assert subject.check(["Segments"]).status is Status.RIGHT
-    assert ("GQA", "Segments") in sampled_pairs(subject.served)
+    assert ("GQA", "Segments") in sampled_pairs()
     assert [x.status for x in subject.check_pairs(("GQA", "Segments"))] == [Status.WRONG]
 
 

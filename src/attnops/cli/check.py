@@ -15,7 +15,7 @@ import jax
 import typer
 
 from attnops.cli.check_report import Report
-from attnops.cli.output import fail
+from attnops.cli.output import fail, print_text
 from attnops.cli.shrink import Explained, explain
 from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
@@ -113,7 +113,8 @@ def command(
     except (ValueError, PluginError) as error:
         fail(error, 2)
     report = Report(functools.partial(_described, subject) if json else None, verbose)
-    report.begin(heading)
+    if not json:
+        print_text(heading)
     limit = default_limit(interpret) if limit is None else limit
     end = functools.partial(limited, report=report.ended)
     try:
@@ -145,9 +146,10 @@ def _require_platform(subject: Subject) -> None:
     """
     here = {platform_of(device) for device in jax.local_devices()}
     if not subject.interpret and subject.at not in here and subject.forward != "native":
+        hint = "add --interpret, which runs the kernel in its interpreter"
         raise NothingToCheckError(
-            f"{subject.name} is for {subject.at}, but this machine has only {', '.join(sorted(here))}: "
-            f"add --interpret, which runs the kernel in its interpreter"
+            f"{subject.name} is for {subject.at}, but JAX has only {', '.join(sorted(here))} here: "
+            f"{'set JAX_PLATFORMS=cpu' if subject.at == 'cpu' else hint}"
         )
 
 

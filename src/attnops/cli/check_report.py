@@ -42,11 +42,6 @@ class Report:
         """How many there are of each status."""
         return Counter(outcome.status for outcomes in self.found.values() for outcome in outcomes)
 
-    def begin(self, heading: str) -> None:
-        """Print what is checked."""
-        if self._described is None:
-            print_text(heading)
-
     def section(self, section: str, names: Sequence[str]) -> None:
         """Begin a section, whose outcomes have these names."""
         self._section, self.found[section] = section, []

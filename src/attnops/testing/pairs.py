@@ -118,16 +118,13 @@ def _combine(row: Sequence[str]) -> bool:
     )
 
 
-def sampled_pairs(names: Iterable[str] | None = None) -> list[tuple[str, str]]:
+def sampled_pairs() -> list[tuple[str, str]]:
     """Pairs in which every feature occurs that some other combines with.
 
     Those of `ALWAYS` first; then each feature with one from as far away in the table as possible.
-
-    Args:
-        names: the features to draw from, see `all_pairs`.
     """
-    names = list(changing() if names is None else names)
-    found = [pair for pair in ALWAYS if set(pair) <= set(names)]
+    names = changing()
+    found = list(ALWAYS)
     left = [name for name in names if not any(name in pair for pair in found)]
     half = len(left) // 2
     first, second = left[:half], left[half:]
@@ -147,27 +144,20 @@ def sampled_pairs(names: Iterable[str] | None = None) -> list[tuple[str, str]]:
     return list(dict.fromkeys(found))
 
 
-def covering_rows(names: Iterable[str] | None = None) -> tuple[tuple[str, ...], ...]:
+@functools.cache
+def covering_rows() -> tuple[tuple[str, ...], ...]:
     """Combinations of at most `ROW` features in which every pair is proven, each by the first that has it.
 
     Greedy all-pairs testing (Cohen et al. 1997, "The AETG system"), seeded by nothing: always the same rows.
-
-    Args:
-        names: see `all_pairs`.
     """
-    return _covering_rows(changing() if names is None else tuple(names))
-
-
-@functools.cache
-def _covering_rows(names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    missing = dict.fromkeys(all_pairs(names))
+    missing, changes = dict.fromkeys(all_pairs()), changing()
     order = {name: i for i, name in enumerate(FEATURES)}
     rows = []
     while missing:
         row = list(next(iter(missing)))
         while len(row) < ROW:
             groups = {FEATURES[name].group for name in row}
-            gains = {name: _gain(row, name, missing, order) for name in names if FEATURES[name].group not in groups}
+            gains = {name: _gain(row, name, missing, order) for name in changes if FEATURES[name].group not in groups}
             best = max(gains, key=lambda name: gains[name], default=None)
             if best is None or not gains[best]:
                 break

@@ -87,7 +87,8 @@ bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part i
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/tpu_schedule.py
 
-$(VENV)/.docs: $(VENV)/.created pyproject.toml
+# After what is installed for other goals of the same run: pip can't install into one environment twice at once.
+$(VENV)/.docs: $(VENV)/.created pyproject.toml $(if $(filter-out docs,$(MAKECMDGOALS)),$(VENV)/.test)
 	$(PIP) "hatchling>=1.26" editables
 	$(PIP) $(EDITABLE) ".[docs,flax]"
 	@touch $@

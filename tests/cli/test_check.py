@@ -229,7 +229,7 @@ def test_refusals_that_say_one_thing_are_one_row_as_wide_as_columns(few, monkeyp
     rule = "must be one of ['array']"
     rows = [line for line in run("sdpa").stdout.splitlines() if "  refused  " in line]
     assert len(rows) == 2
-    assert rows[0].startswith("ALiBi, ScoreFn")
+    assert rows[0].startswith("ALiBi; ScoreFn")
     assert rule in rows[0], rows
     monkeypatch.setenv("COLUMNS", "60")
     assert max(map(len, run("sdpa").stdout.partition("features")[2].splitlines())) <= 60

@@ -1,10 +1,11 @@
 """The suite's table, and the devices that it makes for meshes."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 
-from attnops.testing import OperationConformance, suite
+from attnops.testing import OperationConformance, limit, suite
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,20 @@ def test_a_part_of_the_suite_is_a_test_of_pytest():
     assert tests == {f"test_{name}" for name in suite.SUITE}
     for name in suite.SUITE:
         assert getattr(OperationConformance, f"test_{name}").__name__ == f"test_{name}"
+
+
+def test_what_a_person_debugs_is_not_ended(monkeypatch):
+    ended, asked = [], threading.Event()
+    monkeypatch.setattr(limit.os, "_exit", ended.append)
+    for name in ("/lib/pdb.py", "/lib/it.py"):
+        asked.clear()
+        monkeypatch.setattr(limit.traceback, "format_stack", lambda frame, name=name: [asked.set() or name])
+        with limit.limited("it", 0.01, lambda outcome: ended.append(outcome.traceback)):
+            asked.wait()
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+    assert ended == ["/lib/it.py", 1]
 
 
 def test_a_group_that_is_refused_names_every_case():

@@ -78,7 +78,7 @@ class Report:
         for rule, outcomes in by_rule.items():
             reason = outcomes[0].detail.partition("\n")[0] if len(outcomes) == 1 else rule
             print_table(
-                (), [(", ".join(dict.fromkeys(x.name for x in outcomes)), str(Status.REFUSED), reason)], self._widths
+                (), [("; ".join(dict.fromkeys(x.name for x in outcomes)), str(Status.REFUSED), reason)], self._widths
             )
         if self.found.get("pairs"):
             print_text(_counted(Counter(outcome.status for outcome in self.found["pairs"])))

@@ -31,8 +31,10 @@ def limited(name: str, seconds: float, report: Callable[[Outcome], None]) -> Ite
     checking = threading.get_ident()
 
     def end() -> None:
+        stack = "".join(traceback.format_stack(sys._current_frames()[checking]))
+        if "/pdb.py" in stack:
+            return  # a person debugs it
         try:
-            stack = "".join(traceback.format_stack(sys._current_frames()[checking]))
             report(Outcome(name, Status.WRONG, f"did not end in {seconds:g} s", "Timeout", stack))
             sys.stdout.flush()
             sys.stderr.flush()

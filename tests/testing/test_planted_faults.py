@@ -41,7 +41,8 @@ def registered():
 
 
 def check(cls, *options):
-    return CliRunner().invoke(cli.make_app(), ["check", cls.__name__, "--mode", "prefill", "--shrink", "0", *options])
+    command = ["check", cls.__name__, "--mode", "prefill", "--shrink", "0", *options]
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.make_app(), command)
 
 
 def run(*arguments, cwd):

@@ -25,7 +25,7 @@ def _registered_here():
 
 
 def run(*arguments):
-    return CliRunner().invoke(cli.make_app(), ["check", *arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.make_app(), ["check", *arguments])
 
 
 class Zeta(VanillaAttention):

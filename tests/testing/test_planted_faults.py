@@ -140,6 +140,7 @@ def test_plain_pytest_finds_every_fault(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.tier(every=2)
 @pytest.mark.parametrize("cls", HANGS, ids=lambda cls: cls.__name__)
 def test_a_hang_ends_the_run_with_its_stack_and_the_results_so_far(cls, tmp_path):
     name = cls.__name__

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from jax import lax
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +39,6 @@ from attnops.bench import (
     operation,
     reading,
 )
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from attnops.masks import Causal, SlidingWindow
 
 H, K, D = 32, 8, 128

@@ -50,9 +50,9 @@ def ours(case: Case, interpret: bool) -> Step:
     """`op(query, cache)` of attnops-triton."""
     import jax
     import jax.numpy as jnp
+    from attnops_caches import PagedCache, Quantized
 
     from attnops import OperationMetadata, OperationRegistry
-    from attnops.caches import PagedCache, Quantized
     from attnops.masks import Causal
 
     most = -(-case.length // case.page)

@@ -82,11 +82,11 @@ def child(case: Case, generation: str) -> None:
     """What a process of its own does: compile, and print the keys of a tile and its buffers."""
     import jax
     import jax.numpy as jnp
+    from attnops_caches import Cache, PagedCache, Quantized
     from attnops_tpu.generations import target
     from attnops_tpu.ragged.attention import make_plan
 
     from attnops import OperationMetadata, OperationRegistry
-    from attnops.caches import Cache, PagedCache, Quantized
     from attnops.kernels import FlashCall
     from attnops.masks import Causal
 

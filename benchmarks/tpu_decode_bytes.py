@@ -12,10 +12,10 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import PagedCache, Quantized
 from attnops_tpu.generations import target
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import PagedCache, Quantized
 from attnops.masks import Causal, SlidingWindow
 
 # Of the rows: the last token is inside a page, is its last one, and is its first.

@@ -26,13 +26,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import typer
+from attnops_caches import PagedCache, Quantized
 from attnops_triton import aot
 from attnops_triton.targets import SHARED_MEMORY, capability
 from rich.console import Console
 from rich.table import Table
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import PagedCache, Quantized
 from attnops.masks import Causal
 
 BATCH, LENGTH, KV_HEADS = 8, 32768, 8

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import PagedCache, Quantized
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
-from attnops.caches import PagedCache, Quantized
 from attnops.dispatch import operation
 from attnops.masks import Causal
 from attnops.sharding import create_mesh

@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import DenseCache
 
 import attnops
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import DenseCache
 from attnops.masks import Causal, SlidingWindow
 from attnops.testing import oracle
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import DenseCache
 
 import attnops
-from attnops.caches import DenseCache
 from attnops.masks import Causal, Segments
 
 ROOT = Path(__file__).parents[1]

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache, pages_that_fit, sharded
 from jax.typing import ArrayLike
 
 from attnops import OperationMetadata
-from attnops.caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache, pages_that_fit, sharded
 
 from .config import Config
 
@@ -108,7 +108,7 @@ class Caching:
         return tuple(_placed(create, shardings) for create in _empty(c, *sizes, starts))
 
     def create_paged_metadata(self, hbm_utilization: float, page_size: int, max_model_length: int) -> PagedMetadata:
-        """As many pages as fit a share of the device's memory, see `attnops.caches.pages_that_fit`.
+        """As many pages as fit a share of the device's memory, see `attnops_caches.pages_that_fit`.
 
         Raises:
             ValueError: the device does not report its memory (CPUs do not; give ``pages`` to `init_ragged_pages`), or
@@ -188,7 +188,7 @@ def _check_sizes(batch_size: Any, max_length: Any, codec: Any, max_append: Any) 
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
             raise ValueError(f"{name}={size!r} must be an int of at least 1")
     if codec is not None and not isinstance(codec, Quantized):
-        raise ValueError(f"codec={codec!r} must be None or an attnops.caches.Quantized")
+        raise ValueError(f"codec={codec!r} must be None or an attnops_caches.Quantized")
 
 
 def _check_starts(starts: ArrayLike, batch_size: int, max_length: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Quantized
 from flax import nnx
 from rich import box
 from rich.console import Console
@@ -25,7 +26,6 @@ from rich.markup import escape
 from rich.table import Table
 
 import attnops
-from attnops.caches import Quantized
 
 from .caching import with_table
 from .compilation import keep_programs

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import Cache, Rows
 from flax import nnx
 
 from attnops import OperationImpl
-from attnops.caches import Cache, Rows
 from attnops.masks import Causal, Mask, SlidingWindow
 from attnops.models.rotary import apply_rotary
 

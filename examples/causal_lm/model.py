@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import Cache, Rows
 from flax import nnx
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, Rows
 from attnops.masks import KeyPadding, Mask, Segments
 from attnops.models.rotary import rotary_tables
 
@@ -205,7 +205,7 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
                 segment_ids: integers [B, T], documents that are packed into a row; without caches alone.
                 past_key_values: a cache a layer; the T tokens are appended, and attend to all that they hold.
                 query_lengths: integers [B]: of row b the first ``query_lengths[b]`` tokens are real; with caches alone.
-                rows: tokens of several rows of the caches packed in one, see `attnops.caches.Rows`.
+                rows: tokens of several rows of the caches packed in one, see `attnops_caches.Rows`.
                 mask: what else hides keys, such as `attnops.masks.Ancestors` for drafted trees.
 
         Memory: logits are float32, B · T · V · 4 bytes without ``logits_at``.

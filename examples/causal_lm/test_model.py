@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import Rows
 from flax import nnx
-
-from attnops.caches import Rows
 
 from .caching import with_table
 from .model import CausalLM, SequenceClassifier
@@ -163,7 +162,7 @@ def test_what_excludes_each_other_is_refused() -> None:
         model.init_cache(2, jnp.int32(8))
     with pytest.raises(ValueError, match="max_append=-1 must be an int of at least 1"):  # without windows too
         model.init_cache(2, 8, max_append=-1)
-    with pytest.raises(ValueError, match=r"codec=\{\} must be None or an attnops.caches.Quantized"):
+    with pytest.raises(ValueError, match=r"codec=\{\} must be None or an attnops_caches.Quantized"):
         model.init_cache(2, 8, codec={})
     with pytest.raises(ValueError, match="does not report its memory"):
         model.init_ragged_pages(page_size=4, hbm_utilization=0.9, max_model_length=S)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from flax import nnx
 
 import attnops
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 
 from .gguf_file import load_smollm2
 from .model import Caches, CausalLM

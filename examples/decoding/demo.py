@@ -18,13 +18,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 import attnops
-from attnops.caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache
 from attnops.masks import Causal, SlidingWindow
 
 if __package__:

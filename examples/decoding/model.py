@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Cache
 
 from attnops import OperationImpl
-from attnops.caches import Cache
 from attnops.masks import Causal, Mask
 from attnops.models.rotary import RotaryConfig, apply_rotary, rotary_tables
 

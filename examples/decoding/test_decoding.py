@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import DenseCache
 from rich.console import Console
 
 import attnops
-from attnops.caches import DenseCache
 from attnops.masks import Causal, SlidingWindow
 
 from . import demo, model

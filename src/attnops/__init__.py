@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnops.dispatch.ranking import Rank
     from attnops.dispatch.registry import OperationRegistry
     from attnops.dispatch.request import AttentionRequest, Request
+    from attnops.dispatch.source import Source, SourceRequest, SourceUse
     from attnops.errors import (
         AmbiguousOperationError,
         DuplicateOperationError,
@@ -53,6 +54,9 @@ __all__ = [
     "Rank",
     "Reason",
     "Request",
+    "Source",
+    "SourceRequest",
+    "SourceUse",
     "UnknownOperationError",
     "UnsupportedError",
     "UnsupportedWarning",
@@ -78,6 +82,7 @@ _HOMES: Final = {
     "dispatch.ranking": ("Rank",),
     "dispatch.registry": ("OperationRegistry",),
     "dispatch.request": ("AttentionRequest", "Request"),
+    "dispatch.source": ("Source", "SourceRequest", "SourceUse"),
     "errors": (
         "AmbiguousOperationError",
         "DuplicateOperationError",
@@ -98,7 +103,6 @@ _HOMES: Final = {
 _HOME: Final = {name: f"attnops.{home}" for home, names in _HOMES.items() for name in names}
 _MODULES: Final = (
     "biases",
-    "caches",
     "dropout",
     "errors",
     "kernels",

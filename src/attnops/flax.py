@@ -209,7 +209,7 @@ def _check_mask(mask: Mask, T: int, S: int, is_mapped: bool) -> None:
     if T == 1 < S and not _holds_at_any_index(mask):
         raise ValueError(
             f"mask={mask!r} of a layer, with T=1 query and S={S} keys: in Flax's cache the query is not the last key,"
-            " and only its index knows where it is; give the call an array mask, or decode over attnops.caches"
+            " and only its index knows where it is; give the call an array mask, or decode over attnops_caches"
         )
     if is_mapped and "MaskFn" in mask.kinds():
         raise ValueError(

@@ -15,15 +15,14 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.biases import Bias
-    from attnops.caches import Cache
-    from attnops.caches.packed import Rows
+    from attnops.dispatch.source import Source
     from attnops.output import OperationOutput
 
 
 @overload
 def attention(
     query: ArrayLike,
-    key: ArrayLike | Cache,
+    key: ArrayLike | Source,
     value: ArrayLike | None = None,
     *,
     return_lse: Literal[False] = False,
@@ -35,7 +34,7 @@ def attention(
 @overload
 def attention(
     query: ArrayLike,
-    key: ArrayLike | Cache,
+    key: ArrayLike | Source,
     value: ArrayLike | None = None,
     *,
     return_lse: bool = False,
@@ -47,7 +46,7 @@ def attention(
 # The contract's options, a parameter each.
 def attention(
     query: ArrayLike,
-    key: ArrayLike | Cache,
+    key: ArrayLike | Source,
     value: ArrayLike | None = None,
     *,
     causal: bool = False,
@@ -62,8 +61,6 @@ def attention(
     mode: str | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
-    query_lengths: ArrayLike | None = None,
-    rows: Rows | None = None,
     operation: str = "auto",
     metadata: OperationMetadata | None = None,
     **options: Any,
@@ -80,9 +77,9 @@ def attention(
 
     Args:
         query: [B, T, H, D] float32, bfloat16 or float16; [B, H, T, D] with ``metadata.layout="BHTD"``.
-        key: [B, S, K, D], or [B, K, S, D] with ``layout="BHTD"``, K dividing H; or an `attnops.caches.Cache` that
-            already holds the queries' tokens.
-        value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``. None with a cache.
+        key: [B, S, K, D], or [B, K, S, D] with ``layout="BHTD"``, K dividing H; or an `attnops.Source` that
+            already holds the queries' tokens, such as a cache of attnops-caches.
+        value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``. None with a source.
         causal: whether a query sees no later key. Positions are aligned at the end where T ≠ S: the last query sees
             all keys.
         window: (left, right), the keys before and after a query that it sees besides its own position's; None in place
@@ -97,11 +94,9 @@ def attention(
         mode: runtime mode.
         return_lse: whether to return an `OperationOutput` with ``logsumexp``, float32 [B, H, T].
         return_weights: whether to return an `OperationOutput` with ``attention_weights``, [B, H, T, S].
-        query_lengths: with a cache, integers [B].
-        rows: with a cache, ragged rows that are packed.
         operation: the operation's name; ``"auto"`` is the fastest that serves the call.
         metadata: further settings, such as platform, mesh and layout.
-        **options: options that only some implementations have.
+        **options: options that only some implementations, or the source, have.
 
     Returns:
         [B, T, H, Dv], or [B, H, T, Dv] with ``layout="BHTD"``; an `OperationOutput` where more than that is asked for.
@@ -126,8 +121,6 @@ def attention(
         mode=mode,
         return_lse=return_lse,
         return_weights=return_weights,
-        query_lengths=query_lengths,
-        rows=rows,
         **options,
     )
     return out if return_lse or return_weights else out.attention_outputs

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from typer.testing import CliRunner, Result
 
 from attnops import OperationRegistry, cli
 from attnops.bench import CacheCase, Contender, Tokens, cache_truth, find, measure, ragged, reading
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from attnops.masks import Causal, Mask, SlidingWindow
 from attnops.operations.vanilla import VanillaAttention
 

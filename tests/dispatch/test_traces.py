@@ -18,7 +18,7 @@ import collections, json, sys
 import jax, jax.numpy as jnp, numpy as np
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi
-from attnops.caches import DenseCache
+from attnops_caches import DenseCache
 from attnops.masks import Causal
 from attnops.sharding import AxisRules
 

@@ -11,9 +11,8 @@ import textwrap
 from typing import NamedTuple
 
 import pytest
-
-from attnops.caches import Cache
-from attnops.caches.store import Store
+from attnops_caches import Cache
+from attnops_caches.store import Store
 
 BASE, DENSE, WINDOW = "caches.base:Cache.", "caches.dense:DenseCache.", "caches.window:WindowCache."
 PAGED, STORE, CODEC = "caches.paged:PagedCache.", "caches.store:", "caches.codec:Quantized."

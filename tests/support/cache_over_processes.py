@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, sharded
 from jax import lax
 from jax.sharding import Mesh
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, sharded
 from attnops.masks import Causal
 
 B, S, H, K, D, PAGE = 4, 8, 4, 2, 8, 4

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import Cache, DenseCache, PagedCache, PagePool, WindowCache
 from jax import lax
-
-from attnops.caches import Cache, DenseCache, PagedCache, PagePool, WindowCache
 
 from .programs import Caches, Leaves, Network
 from .state import LogitsProcessor, Rules, write

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from attnops.caches import Cache
+from attnops_caches import Cache
 
 from .config import GenerationConfig
 from .loop import Generated, generate, read_call

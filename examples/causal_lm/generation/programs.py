@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import Cache
 from flax import nnx
 from jax import lax
-
-from attnops.caches import Cache
 
 from .speculative import accepted, look_up
 from .state import LogitsProcessor, Rows, Rules, write

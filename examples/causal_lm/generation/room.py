@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-
-from attnops.caches import Cache, PagedCache, PagePool, WindowCache
+from attnops_caches import Cache, PagedCache, PagePool, WindowCache
 
 from .config import GenerationConfig
 from .prompt import chunk_size

@@ -8,10 +8,9 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import Cache
 from jax import lax
 from jax.typing import ArrayLike
-
-from attnops.caches import Cache
 
 from .sampling import Sampling, row_keys, sample
 

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import WindowCache
 from program_budget import compiled
-
-from attnops.caches import WindowCache
 
 from ..model import CausalLM
 from ..origin import Origin

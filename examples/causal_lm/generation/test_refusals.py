@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from attnops.caches import PagedCache, WindowCache
+from attnops_caches import PagedCache, WindowCache
 
 from ..model import CausalLM
 from ..testing import small

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attnops.caches import Quantized
+from attnops_caches import Quantized
 
 from ..compilation import VARIABLE, default_folder, keep_programs
 from .engine import Engine

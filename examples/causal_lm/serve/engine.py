@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import PageCopies, Quantized
 from flax import nnx
-
-from attnops.caches import PageCopies, Quantized
 
 from ..generation.text import TextOfRow
 from ..memory import release_memory

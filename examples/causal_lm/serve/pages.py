@@ -12,7 +12,7 @@ import numpy as np
 class Pages:
     """Which pages are free, how many rows hold each, and which prefix each has.
 
-    On the host, in place of `attnops.caches.PagePool` on the device: these numbers decide before every step which
+    On the host, in place of `attnops_caches.PagePool` on the device: these numbers decide before every step which
     requests run, and reading them from the device would wait for it. The key of a full page is a hash of all tokens up
     to its end. Pages that no row holds keep their contents until they are taken.
     """

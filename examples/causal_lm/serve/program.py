@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import Rows
 from flax import nnx
-
-from attnops.caches import Rows
 
 from ..generation.sampling import Sampling, sample
 

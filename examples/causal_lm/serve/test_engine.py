@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from attnops_caches import Quantized
 from flax import nnx
-
-from attnops.caches import Quantized
 
 from ..model import CausalLM
 from ..testing import Characters, small

@@ -8,10 +8,10 @@ from typing import Final
 
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Quantized
 
 from attnops.bench.case import Array
 from attnops.bench.tokens import Tokens
-from attnops.caches import Quantized
 from attnops.testing import oracle
 from attnops.testing.tolerance import OUTPUT_FACTOR, assert_close, tolerance
 

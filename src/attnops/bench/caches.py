@@ -9,13 +9,13 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Cache, PagedCache, Rows, WindowCache
 
 from attnops.bench.cache_truth import CacheTruth
 from attnops.bench.case import Array, Refused
 from attnops.bench.machine import default_memory_limit
 from attnops.bench.program import Contender, Ready
 from attnops.bench.tokens import Tokens
-from attnops.caches import Cache, PagedCache, Rows, WindowCache
 from attnops.masks import Causal, Mask
 
 # Tokens are appended in chunks of so many.
@@ -30,7 +30,7 @@ class CacheCase:
         tokens: of each row.
         cache: an empty cache by shape, such as ``jax.eval_shape(lambda: DenseCache.create(...))``.
         mask: of positions; None for all.
-        packed: whether the queries of all rows are packed one after the other, with `attnops.caches.Rows`.
+        packed: whether the queries of all rows are packed one after the other, with `attnops_caches.Rows`.
         memory_limit: bytes that a contender may use.
 
     Raises:

@@ -20,8 +20,8 @@ from attnops.errors import PluginError, UnsupportedError
 
 if TYPE_CHECKING:
     import jax
+    from attnops_caches import Cache
 
-    from attnops.caches import Cache
     from attnops.masks.base import Mask
 
 
@@ -68,11 +68,12 @@ def operation(name: str) -> Contender:
 
         what = f"{chosen.name} (forward_{chosen.forward})"
         if isinstance(case, CacheCase):
+            assert chosen.source_use is not None
 
             def over(query: jax.Array, cache: Cache, rows: dict[str, Any]) -> jax.Array:
                 return op(query, cache, mask=case.mask, **rows).attention_outputs
 
-            return compiled(case, over, (*arguments, rows), f"{what} {chosen.reads}")
+            return compiled(case, over, (*arguments, rows), f"{what} {chosen.source_use.reads}")
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask | None) -> jax.Array:
             return op(query, key, value, mask=mask).attention_outputs

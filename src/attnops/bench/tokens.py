@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from attnops.caches import Quantized
+from attnops_caches import Quantized
 
 Array = np.ndarray[Any, Any]
 # Scores of this standard deviation: a few tokens have most of the weight, so that the output depends on each of them.

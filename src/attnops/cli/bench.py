@@ -26,9 +26,17 @@ from attnops.bench import (
     missing_peers,
     packed_documents,
 )
-from attnops.cli.bench_caches import CacheOptions, describe_cache_case, print_cache_measurements
+from attnops.cli.bench_caches import (
+    CacheOptions,
+    Codec,
+    Latent,
+    PageSize,
+    Scales,
+    Storage,
+    describe_cache_case,
+    print_cache_measurements,
+)
 from attnops.cli.bench_tables import print_measurements
-from attnops.cli.caches import Codec, Latent, PageSize, Scales, Storage
 from attnops.cli.output import fail, print_text
 from attnops.cli.show import mask_with_values, needs_matplotlib
 from attnops.errors import PluginWarning, UnknownOperationError

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import typer
+from attnops_caches import Cache, PagedCache
+from attnops_caches.described import make_cache
 from rich.table import Table
 
 from attnops.bench import CacheCase, Contender, Measurement, Tokens, ragged, reading
-from attnops.caches import Cache, PagedCache
 from attnops.cli.bench_tables import milliseconds, print_reasons, status_text
-from attnops.cli.caches import check_without_cache, make_cache
 from attnops.cli.output import print_text, printer
 from attnops.masks import Mask
+
+# Options of the commands that take a cache.
+Storage = Annotated[
+    str | None, typer.Option(help="DenseCache, WindowCache or PagedCache, of S slots a row, where keys and values are.")
+]
+PageSize = Annotated[int | None, typer.Option(help="Slots a page.", show_default="16", min=1)]
+Codec = Annotated[str | None, typer.Option(help="int8, float8_e4m3fn or float8_e5m2.")]
+Scales = Annotated[
+    str | None, typer.Option(help="Of the codec: tensor, head or token_head.", show_default="token_head")
+]
+Latent = Annotated[int | None, typer.Option(help="The value is so many features of the key (MLA).", min=1)]
+
+
+def check_without_cache(options: dict[str, Any]) -> None:
+    """Refuse options of caches where there is none, by name.
+
+    Raises:
+        ValueError: one is given.
+    """
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    if given:
+        raise ValueError(f"{', '.join(given)} is given, but no cache; give --cache PagedCache, for example")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +47,7 @@ class CacheOptions:
 
     Attributes:
         storage: the class of the cache; None for calls on arrays.
-        page_size, codec, scales, latent: see `attnops.cli.caches.make_cache`.
+        page_size, codec, scales, latent: see `attnops_caches.described.make_cache`.
         queries: T; None for 1.
         used: tokens of a row, its queries included; None for S.
         ragged: whether rows differ in tokens and queries.

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import typer
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from attnops.caches import Rows
-from attnops.cli.caches import Codec, Latent, PageSize, Scales, Storage, check_without_cache, make_cache
 from attnops.cli.installed import FOR_PLATFORM
 from attnops.cli.masks import parse_mask, parse_shape
 from attnops.cli.output import fail, print_json, print_text
+from attnops.cli.sources import MakeSource, made_source
 from attnops.dispatch.explain import Candidate, Explanation, explain
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.registry import OperationRegistry
@@ -40,7 +39,7 @@ def command(
         int | None, typer.Option("-K", "--kv-heads", help="K, a divisor of H.", show_default="H", min=1)
     ] = None,
     head_dim: Annotated[int, typer.Option("-D", "--head-dim", help="D", min=1)] = 64,
-    value_head_dim: Annotated[int | None, typer.Option(help="Dv", show_default="D, or the latent", min=1)] = None,
+    value_head_dim: Annotated[int | None, typer.Option(help="Dv", show_default="D", min=1)] = None,
     dtype: Annotated[str, typer.Option(help="Of query, key, value and bias.")] = "float32",
     platform: Annotated[
         str | None, typer.Option(help="cpu, cuda, rocm, gpu, tpu or tt.", show_default="this machine's")
@@ -48,7 +47,7 @@ def command(
     mode: Annotated[
         str | None,
         typer.Option(
-            help="train, prefill, decode or insert.", show_default="decode if T is 1, else train; prefill over a cache"
+            help="train, prefill, decode or insert.", show_default="decode if T is 1, else train; prefill over a source"
         ),
     ] = None,
     mask: Annotated[
@@ -61,12 +60,12 @@ def command(
     dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.0,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Ask for the logsumexp.")] = False,
     return_weights: Annotated[bool, typer.Option("--return-weights", help="Ask for the attention weights.")] = False,
-    cache: Storage = None,
-    page_size: PageSize = None,
-    codec: Codec = None,
-    scales: Scales = None,
-    latent: Latent = None,
-    packed: Annotated[bool, typer.Option("--packed", help="T queries of all rows are packed.")] = False,
+    source: Annotated[
+        str | None, typer.Option(help="What holds S keys and values a row: PagedCache of attnops-caches, for example.")
+    ] = None,
+    source_options: Annotated[
+        str | None, typer.Option(help="Options of the source, separated by commas: page_size=32,codec=int8.")
+    ] = None,
     mesh: Annotated[
         str | None, typer.Option(help="dp=4,tp=2: the axes of a mesh; prints the partition specs of the call.")
     ] = None,
@@ -79,9 +78,8 @@ def command(
     Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if there is no
     such call or operation.
     """
-    S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or latent or head_dim
-    shapes = ((1 if packed else batch, query_length, heads, head_dim), (batch, S, K, head_dim), (batch, S, K, Dv))
-    of_cache = {"page_size": page_size, "codec": codec, "scales": scales, "latent": latent}
+    S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or head_dim
+    shapes = ((batch, query_length, heads, head_dim), (batch, S, K, head_dim), (batch, S, K, Dv))
     try:
         metadata = OperationMetadata(
             platform=platform,
@@ -91,7 +89,8 @@ def command(
             on_unsupported="error" if strict else "native",
         )
         request = _request(
-            metadata, shapes, _dtype(dtype), mask, bias, heads if sinks else 0, (cache, packed, of_cache),
+            metadata, shapes, _dtype(dtype), mask, bias, heads if sinks else 0,
+            made_source(source, source_options, value_head_dim),
             softmax_scale=scale, logits_soft_cap=soft_cap, return_lse=return_lse, return_weights=return_weights,
         )  # fmt: skip
         on_mesh = contextlib.nullcontext() if mesh is None else use_abstract_mesh(_mesh(mesh))
@@ -119,26 +118,19 @@ def _request(
     mask: str | None,
     bias: str | None,
     sinks: int,
-    over: tuple[str | None, bool, dict[str, Any]],
+    make: MakeSource | None,
     **options: Any,
 ) -> AttentionRequest:
     """The request of such a call. Traced, so that no array of these shapes is made."""
-    storage, packed, of_cache = over
-    if storage is None:
-        check_without_cache({**of_cache, "packed": packed})
     found: list[AttentionRequest] = []
 
     def call() -> None:
         query, key, value = (jnp.zeros(shape, dtype) for shape in shapes)
         arguments: tuple[Any, ...] = (query, key, value)
-        if storage is not None:
-            (B, S, K, D), Dv, T = shapes[1], shapes[2][3], shapes[0][1]
-            cache = make_cache(
-                storage, batch=B, query_length=T, length=S, kv_heads=K, head_dim=D, value_head_dim=Dv, dtype=dtype,
-                **of_cache,
-            )  # fmt: skip
-            arguments = query, cache
-            options["rows"] = Rows(jnp.zeros(B + 1, jnp.int32), jnp.zeros(B, jnp.int32)) if packed else None
+        if make is not None:
+            query, held, of_source = make(query, key)
+            arguments = query, held
+            options.update(of_source)
         request = VanillaAttention(metadata).request(
             *arguments,
             mask=None if mask is None else parse_mask(mask),
@@ -223,8 +215,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     return fields | {
         "serves": candidate.serves,
         "reasons": [_reason(reason) for reason in candidate.reasons],
-        "read_reasons": [_reason(reason) for reason in candidate.read_reasons],
-        "step_reasons": [_reason(reason) for reason in candidate.step_reasons],
+        "source_use": None if (use := candidate.source_use) is None else {"reads": use.reads, "steps": use.steps},
         "rank": None if rank is None else {"name": rank.name, "place": rank.place, "reason": rank.reason},
     }
 

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from attnops.caches.base import Cache, CacheType
 from attnops.dispatch import border, on_mesh
-from attnops.dispatch.binding import Call, bind_attention, resolve_mode
-from attnops.dispatch.cached import bind_cached, shapes_of
+from attnops.dispatch.binding import Call, bind_attention, resolve_mode, shapes_of
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import BaseOperation, decide, forward_for, keyword_options
-from attnops.dispatch.over_cache import run_over_cache
+from attnops.dispatch.operation import BaseOperation, decide, forward_for
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
-from attnops.dispatch.step import fused, grow
+from attnops.dispatch.source import Source
 from attnops.errors import Reason
 from attnops.kernels.rules import inexact_vjp
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.output import OperationOutput
-from attnops.partition.boundary import find_boundary, find_cached_boundary
+from attnops.partition.boundary import find_boundary
 from attnops.partition.options import CONTRACT
 from attnops.partition.run import run_sharded, run_unsharded
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
@@ -38,9 +35,10 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.biases import Bias
-    from attnops.caches.packed import Rows
     from attnops.masks.base import Mask
     from attnops.typing import PyTree
+
+SourceType = TypeVar("SourceType", bound=Source)
 
 
 class OperationImpl(BaseOperation):
@@ -59,12 +57,15 @@ class OperationImpl(BaseOperation):
             the batch, "h" for query heads, "k" for kv heads, "-" for anything else; ``""`` for an array that is the
             same on every device. A dimension has the size of its axis, or 1. Under a mesh the arrays are sharded
             along these axes, and an array option that is missing here is refused. ``{"decay": "h"}`` is for decays [H].
+        readers: by forward, what reads sources in place for it: of caches an `attnops_caches.CacheReader`. Without one
+            a source is read into arrays. An inherited forward has its base class's reader.
         is_partitioned: whether XLA, left to itself, computes on each device the batch and heads that are there. A call
             on a mesh that no axis rule names an axis of has a warning where it is not so.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
     option_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    readers: ClassVar[Mapping[str, object]] = MappingProxyType({})
     is_partitioned: ClassVar[bool] = False
 
     @classmethod
@@ -76,7 +77,7 @@ class OperationImpl(BaseOperation):
     def __call__(
         self,
         query: ArrayLike,
-        key: ArrayLike | Cache,
+        key: ArrayLike | Source,
         value: ArrayLike | None = None,
         *,
         mask: ArrayLike | Mask | None = None,
@@ -88,11 +89,9 @@ class OperationImpl(BaseOperation):
         mode: str | None = None,
         return_lse: bool = False,
         return_weights: bool = False,
-        query_lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
         **options: object,
     ) -> OperationOutput:
-        """Attention of ``query`` over ``key`` and ``value``, or over a cache: ``op(query, cache, mask=...)``.
+        """Attention of ``query`` over ``key`` and ``value``, or over a source that holds them: ``op(query, cache)``.
 
         The scores are ``s = cap · tanh(scale · q·k / cap)`` (the cap only if set), plus the bias, then the mask;
         softmax and accumulation are float32.
@@ -100,10 +99,10 @@ class OperationImpl(BaseOperation):
         Args:
             query: [B, T, H, D] float32, bfloat16 or float16; [B, H, T, D] with ``metadata.layout="BHTD"``.
             key: [B, S, K, D], or [B, K, S, D] with ``layout="BHTD"``; the query's dtypes. K divides H, and query head h
-                uses kv head ``h // (H // K)``. Or an `attnops.caches.Cache` that already holds the queries' tokens:
-                query i of row b is that of index ``cache.lengths[b] - query_lengths[b] + i``; masks and biases go by
-                positions, and arrays by key in them are [..., S] by position. A call over a cache has no gradient.
-            value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``; the query's dtypes. None with a cache.
+                uses kv head ``h // (H // K)``. Or an `attnops.Source` that already holds the queries' tokens, such as a
+                cache of attnops-caches, whose class says which query is at which position, and which options it adds;
+                masks and biases go by positions. A call over a source has no gradient.
+            value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``; the query's dtypes. None with a source.
             mask: a boolean array, 4-D, that broadcasts to [B, H, T, S], True where a query may attend; or a
                 `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
             bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S]; or an
@@ -116,15 +115,11 @@ class OperationImpl(BaseOperation):
             dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``, each by a hash of
                 the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of the caller's own these are
                 indices within the slice, so that slices that must differ need keys of their own.
-            mode: runtime mode; see `OperationMetadata`. Over a cache "train" is refused, and None is the metadata's,
+            mode: runtime mode; see `OperationMetadata`. Over a source "train" is refused, and None is the metadata's,
                 else decode for one query, else prefill.
             return_lse: whether the output has ``logsumexp``.
             return_weights: whether the output has ``attention_weights``, in the query's dtype; O(B · H · T · S) memory.
-            query_lengths: with a cache, integers [B]: the first ``query_lengths[b]`` queries of row b are real, the
-                others give output 0 and logsumexp −inf. None: all T.
-            rows: with a cache, ragged rows that are packed: the query is [1, N, H, D], masks and biases are for
-                [B, H, N, S].
-            **options: options that only some implementations have.
+            **options: options that only some implementations, or the source, have.
 
         Raises:
             ValueError: shapes, dtypes or values that fit no implementation.
@@ -132,7 +127,7 @@ class OperationImpl(BaseOperation):
             UnsupportedError: see `BaseOperation.__call__`.
         """
         if options:
-            self._check_options(options)
+            self._check_own_options(key, options)
         call = self.prepare(
             query,
             key,
@@ -146,8 +141,6 @@ class OperationImpl(BaseOperation):
             mode=mode,
             return_lse=return_lse,
             return_weights=return_weights,
-            query_lengths=query_lengths,
-            rows=rows,
             **options,
         )
         result: OperationOutput = self.run(call)
@@ -158,60 +151,37 @@ class OperationImpl(BaseOperation):
         query: ArrayLike,
         key: ArrayLike,
         value: ArrayLike | None,
-        cache: CacheType,
-        *,
-        query_lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
+        source: SourceType,
         **options: Any,
-    ) -> tuple[OperationOutput, CacheType]:
-        """Append tokens to a cache, and attend over it: the step of a model that decodes, or of a prompt's chunk.
+    ) -> tuple[OperationOutput, SourceType]:
+        """Append tokens to a source, and attend over it: the step of a model that decodes, or of a prompt's chunk.
 
         Args:
-            query: [B, T, H, D]; [1, N, H, D] with ``rows``; heads before length with ``layout="BHTD"``.
-            key: [B, T, K, D]; [1, N, K, D] with ``rows``.
-            value: [B, T, K, Dv]; None for a cache of latent content.
-            cache: before these tokens.
-            query_lengths: integers [B]: the first ``query_lengths[b]`` tokens of row b are real. None: all T.
-            rows: see `__call__`.
-            **options: of `__call__`.
+            query: [B, T, H, D]; heads before length with ``layout="BHTD"``.
+            key: [B, T, K, D]; heads before length with ``layout="BHTD"``.
+            value: [B, T, K, Dv]; heads before length with ``layout="BHTD"``. None for a source that takes none.
+            source: before these tokens, such as a cache.
+            **options: of `__call__`, and the source's.
 
         Returns:
-            The output, and the cache with the tokens. Queries of tokens that did not fit see the tokens that did;
-            ``overflowed`` says so.
+            The output, and the source with the tokens.
 
         Raises:
-            ValueError: see `__call__` and `Cache.append`.
+            ValueError: see `__call__` and the source's class.
         """
+        if not isinstance(source, Source):
+            raise ValueError(
+                f"source is a {type(source).__name__}, but must be an attnops.Source, such as a cache of "
+                f"attnops-caches: op.step(query, key, value, cache)"
+            )
         of_call = CONTRACT | {"mode", "return_lse", "return_weights"}
-        self._check_options({name: x for name, x in options.items() if name not in of_call})
-        if (written := fused(self, query, key, value, cache, query_lengths, rows, options)) is not None:
-            return written
-        grown, lengths = grow(self.metadata.layout, query, key, value, cache, query_lengths, rows)
-        call = self.prepare(query, grown, query_lengths=query_lengths, rows=rows, lengths=lengths, **options)
-        result: OperationOutput = self.run(call)
-        return result, grown
+        self._check_own_options(source, {name: x for name, x in options.items() if name not in of_call})
+        return source.step(self, query, key, value, options)
 
-    def may_write(self) -> bool:
-        """Whether some step may be one kernel, see `attnops.dispatch.step`; False is certain."""
-        return any(name.startswith("stepped_") for name in dir(type(self)))
-
-    def step_reasons(self, forward: str, request: AttentionRequest) -> list[Reason]:
-        """Why `step` appends the tokens first, and ``stepped_<forward>`` does not write them; empty where it does.
-
-        On a mesh some caches are appended to in any case, see `attnops.dispatch.step`.
-        """
-        assert request.cache is not None
-        if getattr(type(self), f"stepped_{forward}", None) is None:
-            return [Reason("step", request.cache.storage, f"{type(self).__name__} has no stepped_{forward}")]
-        return [*self.in_place_reasons(forward, request), *self._not_written(request)]
-
-    def _not_written(self, request: AttentionRequest) -> Iterator[Reason]:
-        """Why ``stepped_<forward>`` does not write the tokens of a request that ``cached_<forward>`` serves.
-
-        A class whose ``stepped_<forward>`` takes packed rows overrides it without these reasons.
-        """
-        if request.cache is not None and request.cache.is_packed:
-            yield Reason("rows", "given", f"the kernel of {type(self).__name__} writes no tokens of packed rows")
+    def _check_own_options(self, key: object, options: Mapping[str, object]) -> None:
+        """Raise a `TypeError` for an option that neither a forward nor the source has."""
+        of_source = key.options if isinstance(key, Source) else ()
+        self._check_options({name: x for name, x in options.items() if name not in of_source})
 
     def chosen(self, call: Call) -> OperationImpl:
         """The operation that runs a call."""
@@ -220,29 +190,28 @@ class OperationImpl(BaseOperation):
     def bind(
         self,
         query: ArrayLike,
-        key: ArrayLike | Cache,
+        key: ArrayLike | Source,
         value: ArrayLike | None = None,
         *,
         parts: tuple[int, int] | None = None,
         **options: Any,
     ) -> Call:
-        """See `attnops.dispatch.binding.bind_attention`, and `attnops.dispatch.cached.bind_cached`.
+        """See `attnops.dispatch.binding.bind_attention`, and `attnops.Source.bind`.
 
-        ``parts`` is for an operation that exchanges keys inside a `jax.shard_map` of the caller's own: of how many
-        parts, one a device, queries and keys are; the arrays given are one of them. There is no boundary then.
+        Args:
+            query: see `__call__`.
+            key: see `__call__`.
+            value: see `__call__`.
+            parts: for an operation that exchanges keys inside a `jax.shard_map` of the caller's own: the number of
+                sequence shards, one a device, of queries and of keys; the arrays given are one shard. There is no
+                boundary then.
+            **options: see `__call__`.
         """
-        of_cache = {name: options.pop(name, None) for name in ("query_lengths", "rows", "lengths")}
-        if isinstance(key, Cache):
+        if isinstance(key, Source):
             if value is not None:
-                raise ValueError("key is a cache and value is given too: the cache has the values; leave value out")
-            call = bind_cached(self.metadata, query, key, options, **of_cache)
-            assert isinstance(call.request, AttentionRequest)
-            return call._replace(
-                boundary=find_cached_boundary(self.metadata.mesh, self.metadata.axis_rules, call.request, *call.args)
-            )
-        for name, given in of_cache.items():
-            if given is not None:
-                raise ValueError(f"{name} is given, but key is no cache: op(query, cache, {name}=...)")
+                name = type(key).__name__
+                raise ValueError(f"key is a {name} and value is given too: the {name} has the values; leave value out")
+            return key.bind(self, query, options)
         if value is None:
             raise ValueError("value=None, but must be an array [B, S, K, Dv]; only a cache has its values with it")
         call = bind_attention(self.metadata, query, key, value, options, parts or (1, 1))
@@ -259,28 +228,17 @@ class OperationImpl(BaseOperation):
     def _run(self, forward: str, call: Call) -> OperationOutput:
         request = call.request
         assert isinstance(request, AttentionRequest)
-        if request.cache is None:
-            result: OperationOutput = super()._run(forward, call)
-            return result
-        return run_over_cache(self, forward, call)
+        if request.source is not None:
+            source: Source = call.args[1]
+            return source.run(self, forward, call)
+        result: OperationOutput = super()._run(forward, call)
+        return result
 
-    def in_place_reasons(self, forward: str, request: AttentionRequest) -> list[Reason]:
-        """Why ``cached_<forward>`` can't serve a request over a cache; empty where it can."""
-        assert request.cache is not None
-        method = getattr(type(self), f"cached_{forward}", None)
-        if method is None:
-            return [Reason("cache", request.cache.storage, f"{type(self).__name__} has no cached_{forward}")]
-        unknown = request.options - keyword_options(method)
-        reasons = [Reason(option, "given", f"cached_{forward} has no such option") for option in sorted(unknown)]
-        limits = self._limits(forward)
-        return reasons + limits.cache_reasons(request.cache) + super()._reasons(forward, request)
-
-    def _reasons(self, forward: str, request: Request) -> list[Reason]:
-        if isinstance(request, AttentionRequest) and request.cache is not None:
-            if not self.in_place_reasons(forward, request):
-                return []
-            request = request.over_arrays()
-        return super()._reasons(forward, request)
+    def reasons_for(self, forward: str, request: Request) -> list[Reason]:
+        """See `BaseOperation.reasons_for`; of a request over a source, what its `SourceRequest` says."""
+        if isinstance(request, AttentionRequest) and request.source is not None:
+            return request.source.reasons(self, forward, request)
+        return self.own_reasons(forward, request)
 
     def invoke(
         self, forward: str, function: Callable[..., OperationOutput], call: Call, options: Mapping[str, object]
@@ -433,8 +391,8 @@ class OperationImpl(BaseOperation):
             given = options.pop(name, None)
             if given is not None and given is not False:
                 raise ValueError(f"{name} belongs to all keys together; leave it out of a partial softmax")
-        if isinstance(key, Cache):
-            raise ValueError("key is a cache, but a partial softmax is of arrays: give those of cache.read()")
+        if isinstance(key, Source):
+            raise ValueError(f"key is a {type(key).__name__}, but a partial softmax is of arrays: give those it holds")
         if self.metadata.layout != "BTHD":
             raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax needs the layout 'BTHD'")
         self._check_options({name: x for name, x in options.items() if name not in CONTRACT | {"mode"}})

@@ -88,6 +88,19 @@ def bind_attention(
     return Call(request, (query, key, value), given)
 
 
+def shapes_of(call: Call) -> tuple[Aval, Aval, Aval]:
+    """Query, key and value of a call by shape and dtype: of a call over a source, those that its request states."""
+    request = call.request
+    if not isinstance(request, AttentionRequest) or request.source is None:
+        query, key, value = call.args
+        return query, key, value
+    rows = request.batch, request.key_length, request.kv_heads
+    key, value = (
+        jax.ShapeDtypeStruct((*rows, d), request.dtypes[1]) for d in (request.head_dim, request.value_head_dim)
+    )
+    return call.args[0], key, value
+
+
 def bind_options(
     metadata: OperationMetadata, dimensions: Dimensions, dtypes: tuple[str, str, str], options: dict[str, Any]
 ) -> tuple[AttentionRequest, dict[str, Any]]:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from attnops.dispatch import border
 from attnops.dispatch.attention import OperationImpl
-from attnops.dispatch.cached import bytes_read, printed_bytes
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import ATTENTION, BaseOperation, forward_for
 from attnops.dispatch.platforms import PLATFORMS
@@ -19,6 +18,7 @@ from attnops.dispatch.plugins import CORE, Plugin, State
 from attnops.dispatch.ranking import Rank
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, Request
+from attnops.dispatch.source import SourceUse
 from attnops.errors import PluginError, Reason, UnsupportedError, pass_interrupt, printable
 from attnops.sharding.call import AttentionShardings
 
@@ -34,12 +34,8 @@ class Candidate:
         problem: why the implementation can't be used at all; empty where it can.
         rank: its place in `auto`'s order; None where `auto` never picks it.
         priority: decides between implementations of equal rank.
-        read_reasons: of a request over a cache, why the forward does not read the cache in place; empty where it does.
-        step_reasons: of a request over a cache, why `attnops.OperationImpl.step` appends the tokens and then attends;
-            empty where a kernel does both, but on a mesh.
         details: how the forward serves the request, see `attnops.BaseOperation.details`; empty with reasons.
-        bytes_read: of a request over a cache, the bytes of the arrays that each call makes by ``cache.read()``; 0 where
-            the forward reads the cache in place.
+        source_use: of a request over a source, how the forward uses it; None for arrays.
     """
 
     name: str
@@ -48,10 +44,8 @@ class Candidate:
     problem: str = ""
     rank: Rank | None = None
     priority: int = 0
-    read_reasons: tuple[Reason, ...] = ()
-    bytes_read: int = 0
-    step_reasons: tuple[Reason, ...] = ()
     details: tuple[str, ...] = ()
+    source_use: SourceUse | None = None
 
     @property
     def serves(self) -> bool:
@@ -70,24 +64,6 @@ class Candidate:
         It is that of the forward for the platform, which may not be the one that runs.
         """
         return "no rank: auto never picks it" if self.rank is None else str(self.rank)
-
-    @property
-    def reads(self) -> str:
-        """Of a request over a cache, how the forward reads it, and what that costs."""
-        if not self.read_reasons:
-            return f"reads the cache in place (cached_{self.forward})"
-        why = "; ".join(str(reason) for reason in self.read_reasons)
-        return f"reads the cache into arrays by cache.read(), {printed_bytes(self.bytes_read)} a call: {why}"
-
-    @property
-    def steps(self) -> str:
-        """Of a request over a cache, how `attnops.OperationImpl.step` writes the tokens."""
-        if not self.step_reasons:
-            return (
-                f"op.step writes the tokens in the kernel (stepped_{self.forward}); before it where a mesh cuts the "
-                f"context, or shards kv heads otherwise than the query's"
-            )
-        return "op.step appends the tokens first: " + "; ".join(str(reason) for reason in self.step_reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,15 +88,15 @@ class Explanation:
         lines += [f"  {self.chosen.ranked}"] if self.chosen.serves else []
         lines += [f"  {line}" for line in self.chosen.details]
         lines += [] if self.shardings is None else [f"  {self.shardings}"]
-        over_cache = self.request.cache is not None
-        lines += [f"  {self.chosen.reads}", f"  {self.chosen.steps}"] if over_cache else []
+        if (use := self.chosen.source_use) is not None:
+            lines += [f"  {use.reads}", f"  {use.steps}"]
         for other in self.others:
             if other.serves and other.inherits:
                 lines.append(f"{other.name}: has no kernel for {self.request.platform}, and could run forward_native")
                 continue
             lines.append(f"{other.name}: " + ("could serve it" if other.serves else "can't serve it"))
             lines += [f"  {other.ranked}"] if other.serves else []
-            lines += [f"  {other.reads}"] if other.serves and over_cache else []
+            lines += [f"  {other.source_use.reads}"] if other.serves and other.source_use is not None else []
             lines += [f"  - {reason}" for reason in ([other.problem] if other.problem else other.reasons)]
         return "\n".join(lines)
 
@@ -335,17 +311,14 @@ def _candidate(
     reasons = operation.reasons(request)
     if reasons:
         native = (
-            forward != "native" and metadata.on_unsupported == "native" and not operation._reasons("native", request)
+            forward != "native" and metadata.on_unsupported == "native" and not operation.reasons_for("native", request)
         )
         forward = "native" if native else ""
-    read_reasons: tuple[Reason, ...] = ()
-    step_reasons: tuple[Reason, ...] = ()
-    if request.cache is not None and forward:
+    use = None
+    if request.source is not None and forward:
         assert isinstance(operation, OperationImpl)
-        read_reasons = tuple(operation.in_place_reasons(forward, request))
-        step_reasons = tuple(operation.step_reasons(forward, request))
+        use = request.source.use(operation, forward, request)
     return Candidate(
         plugin.name, forward, tuple(reasons), rank=border.rank(cls, request), priority=cls.priority,
-        read_reasons=read_reasons, bytes_read=bytes_read(request) if read_reasons else 0,
-        step_reasons=step_reasons, details=() if reasons else border.details(operation, request),
+        details=() if reasons else border.details(operation, request), source_use=use,
     )  # fmt: skip

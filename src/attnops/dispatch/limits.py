@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax.numpy as jnp
 
 from attnops.biases import Bias
-from attnops.dispatch.request import AttentionRequest, CacheRequest, Request, is_symbolic
+from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.errors import Reason
 from attnops.masks.base import Mask
 from attnops.sharding.modes import printed_mode
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 # Limits that apply to attention only, with its query, key and value.
 ATTENTION_ONLY: Final = (
     "max_head_dim", "head_dim_multiple", "equal_head_dims", "mask_kinds", "bias_kinds", "mask_primitives",
-    "bias_primitives", "linear_memory", "symbolic", "caches", "codecs", "latent", "packed",
-    "lines",
+    "bias_primitives", "linear_memory", "symbolic",
 )  # fmt: skip
 # The values of `Limits.symbolic`.
 SYMBOLIC: Final = frozenset({"batch", "length"})
@@ -32,8 +31,6 @@ _KINDS: Final = {
 }  # fmt: skip
 # The kinds of `Mask.kinds` that are not names of classes.
 _OPERATORS: Final = {"And": "&", "Or": "|", "Not": "~", "At": "at"}
-# The classes of masks that only occur within bound ones, under the names of others.
-_WITHIN: Final = {"Shifted", "AtSlots", "Held", "Slots", "Packed", "PackedByRow", "OfRows"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,12 +53,6 @@ class Limits:
             True for plain JAX, which needs none.
         exportable: `jax.export` serialises its programs. Not those with a call through `jax.ffi`, by JAX's rule.
         linear_memory: forward and backward need O(T + S) memory, as the conformance suite checks; False for O(T · S).
-        caches: the storages that the forward's class reads in place, such as "PagedCache": it has a method
-            ``cached_<forward>``, see `attnops.dispatch.cached`. Other storages are read into arrays.
-        codecs: the dtypes of codecs that it reads in place, such as "int8".
-        latent: it reads latent content in place.
-        packed: it reads packed rows in place.
-        lines: it reads several tokens a line in place, see `attnops.caches.PagedCache.create`.
         symbolic: the dimensions that may be symbolic, of `jax.export.symbolic_shape`: "batch" and "length". Where
             another one is, ``unsupported`` is not called, since comparisons with it may be inconclusive.
 
@@ -85,11 +76,6 @@ class Limits:
     exportable: bool = True
     linear_memory: bool = True
     symbolic: frozenset[str] = frozenset()
-    caches: frozenset[str] = frozenset()
-    codecs: frozenset[str] = frozenset()
-    latent: bool = False
-    packed: bool = False
-    lines: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", frozenset(_dtype(dtype) for dtype in _collection("dtypes", self.dtypes)))
@@ -97,7 +83,7 @@ class Limits:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, frozenset(_collection(name, value)))
-        _check_kinds("mask_kinds", self.mask_kinds, _names(Mask) - _WITHIN - {*_OPERATORS} | {*_OPERATORS.values()})
+        _check_kinds("mask_kinds", self.mask_kinds, _names(Mask) - {*_OPERATORS} | {*_OPERATORS.values()})
         _check_kinds("bias_kinds", self.bias_kinds, _names(Bias) | {"array"})
         for name in ("head_dim_multiple", "max_head_dim"):
             number = getattr(self, name)
@@ -105,29 +91,9 @@ class Limits:
                 continue
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r} must be an int of at least 1; leave it out for any")
-        for name in ("caches", "codecs"):
-            object.__setattr__(self, name, frozenset(_collection(name, getattr(self, name))))
         object.__setattr__(self, "symbolic", frozenset(_collection("symbolic", self.symbolic)))
         if unknown := sorted(self.symbolic - SYMBOLIC):
             raise ValueError(f"symbolic={unknown} must be of {sorted(SYMBOLIC)}")
-
-    def cache_reasons(self, cache: CacheRequest) -> list[Reason]:
-        """Every limit that reading ``cache`` in place breaks."""
-        reasons = []
-        if cache.storage not in self.caches:
-            reasons.append(Reason("cache", cache.storage, f"must be one of {sorted(self.caches)} to be read in place"))
-        if cache.codec and cache.codec not in self.codecs:
-            reasons.append(
-                Reason("cache.codec", cache.codec, f"must be one of {sorted(self.codecs)} to be read in place")
-            )
-        lines = cache.tokens_per_line > 1 and cache.tokens_per_line
-        for name, given, can in (
-            ("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed),
-            ("tokens_per_line", lines, self.lines),
-        ):  # fmt: skip
-            if given and not can:
-                reasons.append(Reason(name, given, "is not read in place"))
-        return reasons
 
     def attention_only(self) -> list[str]:
         """The fields of `ATTENTION_ONLY` that are not at their defaults."""
@@ -229,11 +195,12 @@ def _dtype(dtype: DTypeLike) -> str:
 
 
 def _names(base: type) -> frozenset[str]:
-    """The names of the public subclasses of a class."""
+    """The names of the subclasses of a class that a caller may make."""
     names: frozenset[str] = frozenset()
-    cls: type
+    cls: Any
     for cls in base.__subclasses__():
-        names |= _names(cls) | ({cls.__name__} if not cls.__name__.startswith("_") else set())
+        is_public = not cls.__name__.startswith("_") and not getattr(cls, "is_internal", False)
+        names |= _names(cls) | ({cls.__name__} if is_public else set())
     return names
 
 

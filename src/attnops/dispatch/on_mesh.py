@@ -6,7 +6,6 @@ import functools
 import warnings
 from typing import TYPE_CHECKING
 
-from attnops.dispatch.request import AttentionRequest
 from attnops.errors import Reason, UnsupportedError, UnsupportedWarning
 from attnops.partition.boundary import unnamed_axes
 
@@ -48,11 +47,7 @@ def repeats(operation: OperationImpl, call: Call, boundary: Boundary | None) -> 
         UnsupportedError: ``on_unsupported`` is "error".
     """
     metadata = operation.metadata
-    # A cache has a placement of its own.
-    request = call.request
-    assert isinstance(request, AttentionRequest)
-    arrays = () if request.cache is not None else call.args
-    axes = unnamed_axes(metadata.mesh, metadata.axis_rules, request.mode, boundary, arrays)
+    axes = unnamed_axes(metadata.mesh, metadata.axis_rules, call.request.mode, boundary, call.args)
     if not axes:
         return
     data = [] if boundary is not None and boundary.batch else [x for x in axes if x in _DATA] or [next(iter(axes))]

@@ -30,7 +30,7 @@ API_VERSION: Final = 1
 """The version of the plugin API, incremented when a plugin written for the previous one would break.
 
 It covers the names in ``__all__`` of `attnops`, `attnops.kernels`, `attnops.masks`, `attnops.biases`,
-`attnops.caches`, `attnops.softmax`, `attnops.typing`, `attnops.dropout`, `attnops.sharding`, `attnops.partition` and
+`attnops.softmax`, `attnops.typing`, `attnops.dropout`, `attnops.sharding`, `attnops.partition` and
 `attnops.testing`; the classes of `attnops.operations.vanilla`, `attnops.operations.flash` and
 `attnops.operations.sdpa`; the methods and class attributes without an underscore of `BaseOperation`,
 `OperationImpl` and `FlashBackend`; and the contract of `OperationImpl.__call__`. Everything else may change with
@@ -151,7 +151,7 @@ class BaseOperation(abc.ABC):
     @final
     def reasons(self, request: Request) -> list[Reason]:
         """Every reason why this operation's forward for the request's platform can't serve it. Traces nothing."""
-        return self._reasons(forward_for(type(self), request.platform), request)
+        return self.reasons_for(forward_for(type(self), request.platform), request)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Run the forward for the platform of the call.
@@ -225,7 +225,7 @@ class BaseOperation(abc.ABC):
             result = self._run(forward, call)
         except UnsupportedError as error:  # raised by a forward while it is traced
             may = forward != "native" and self.metadata.on_unsupported == "native"
-            if not may or self._reasons("native", call.request):
+            if not may or self.reasons_for("native", call.request):
                 raise
             what = "; ".join(map(str, error.reasons)) or str(error)
             result = self._run("native", call)
@@ -262,7 +262,17 @@ class BaseOperation(abc.ABC):
                 break  # its own forward, with no limits
         return _NO_LIMITS
 
-    def _reasons(self, forward: str, request: Request) -> list[Reason]:
+    def reasons_for(self, forward: str, request: Request) -> list[Reason]:
+        """Every reason why a forward, by its name, can't serve a request. Traces nothing.
+
+        A class may override it to add reasons of any forward, the native one too; those of a platform's own forward
+        belong in `unsupported`.
+        """
+        return self.own_reasons(forward, request)
+
+    @final
+    def own_reasons(self, forward: str, request: Request) -> list[Reason]:
+        """The reasons of a forward's signature, its limits, the metadata and `unsupported`."""
         unknown = request.options - named_options(type(self), forward)
         reasons = [
             Reason(option, getattr(request, option, "given"), f"forward_{forward} has no such option")
@@ -386,12 +396,12 @@ class _Asked:
 def _decide(asked: _Asked, request: Request, environment_key: Hashable) -> str:
     operation = asked.operation
     forward = forward_for(type(operation), request.platform)
-    reasons = operation._reasons(forward, request)
+    reasons = operation.reasons_for(forward, request)
     if not reasons:
         return forward
     name = f"{type(operation).__name__}.forward_{forward}"
     if forward != "native" and operation.metadata.on_unsupported == "native":
-        native = operation._reasons("native", request)
+        native = operation.reasons_for("native", request)
         if not native:
             for reason in reasons:
                 _warn_once(name, str(reason))  # as text: a plugin's value may be unhashable

@@ -12,6 +12,7 @@ from attnops.masks.structure import MaskStructure
 from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode, printed_mode
 
 if TYPE_CHECKING:
+    from attnops.dispatch.source import SourceRequest
     from attnops.typing import Aval
 
 
@@ -57,46 +58,6 @@ class Request:
         return dataclasses.replace(self, **changes)
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheRequest:
-    """The static description of the cache of a call.
-
-    Attributes:
-        storage: the class of the cache, such as ``"PagedCache"``.
-        codec: the codec's dtype, such as ``"int8"``; empty for tokens that are stored as they are.
-        scales: what has a scale of its own, see `attnops.caches.Quantized`; empty without a codec.
-        latent: whether the value is a part of the key.
-        page_size: slots a page; 0 for a storage without pages.
-        width: features of a token in the array of keys, zeros included; D + Dv at least where values are joined to it.
-        joined: whether keys and values are one array.
-        tokens_per_line: F, see `PagedCache.create`; ``width`` is that of a line.
-        is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.
-        rows: of the cache; 1 where it is not known.
-        mask_kinds: of packed rows those of the caller's mask, which may be an array by packed query and slot for
-            whoever does not compute row by row, see `attnops.masks.PackedByRow`.
-        mask_primitives: the same, see `AttentionRequest`.
-    """
-
-    storage: str
-    codec: str = ""
-    scales: str = ""
-    latent: bool = False
-    page_size: int = 0
-    width: int = 0
-    joined: bool = False
-    tokens_per_line: int = 1
-    is_packed: bool = False
-    rows: int = 1
-    mask_kinds: frozenset[str] = frozenset()
-    mask_primitives: frozenset[str] = frozenset()
-
-    def __str__(self) -> str:
-        codec = f" {self.codec} by {self.scales}" if self.codec else ""
-        pages = f" of pages of {self.page_size}" if self.page_size else ""
-        lines = f" in lines of {self.tokens_per_line}" if self.tokens_per_line > 1 else ""
-        return f"{self.storage}{pages}{lines}{codec}{' latent' * self.latent}{' packed' * self.is_packed}"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionRequest(Request):
     """The static description of a call of attention. Lengths are in tokens; the layout is not part of it.
@@ -128,8 +89,8 @@ class AttentionRequest(Request):
         return_lse: whether the logsumexp is asked for.
         return_weights: whether the attention weights are asked for.
         sequence_axes: the mesh axes over which the metadata's rules shard queries or keys.
-        cache: the cache that keys and values are in; None for arrays. ``key_length`` counts its slots, and mask and
-            bias are by slot.
+        source: the description of what holds keys and values; None for arrays. ``key_length`` counts its slots, and
+            mask and bias are by slot.
     """
 
     batch: int
@@ -156,7 +117,7 @@ class AttentionRequest(Request):
     return_lse: bool = False
     return_weights: bool = False
     sequence_axes: tuple[str, ...] = ()
-    cache: CacheRequest | None = None
+    source: SourceRequest | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,26 +133,14 @@ class AttentionRequest(Request):
             changes = {"mask_structure": None} | changes
         return super().replace(**changes)
 
-    @property
-    def slots(self) -> int:
-        """Of a call over a cache the slots of a row."""
-        is_packed = self.cache is not None and self.cache.is_packed
-        return self.key_length // self.cache.rows if is_packed else self.key_length  # type: ignore[union-attr]
-
-    def over_arrays(self) -> Self:
-        """The request of the call on the arrays that the cache is read into, see `attnops.dispatch.cached`."""
-        as_array = ("array", "ALiBi", "RelativePosition")
-        kinds = {"": "", "ScoreFn": "ScoreFn"} | dict.fromkeys(as_array, "array")
-        return self.replace(cache=None, bias_kind=kinds.get(self.bias_kind, "SlotBias"), bias_primitives=frozenset())
-
     def __str__(self) -> str:
         shape = (
             f"B{self.batch} T{self.query_length} S{self.key_length} H{self.heads} K{self.kv_heads} "
             f"D{self.head_dim} Dv{self.value_head_dim}"
         )
         dtype = self.dtypes[0] if len(set(self.dtypes)) == 1 else "/".join(self.dtypes)
-        cache = f" over {self.cache}" if self.cache else ""
-        return f"{shape} {dtype} {super().__str__()}{cache}"
+        source = f" over {self.source}" if self.source else ""
+        return f"{shape} {dtype} {super().__str__()}{source}"
 
 
 def is_symbolic(size: object) -> bool:

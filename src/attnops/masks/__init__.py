@@ -9,10 +9,8 @@ from attnops.masks.base import And, Dense, Mask, Not, Or
 from attnops.masks.blocks import BlockMap, block_map
 from attnops.masks.functions import MaskFn
 from attnops.masks.grid import Coverage, CoverageBounds, Grid
-from attnops.masks.packed import Packed, PackedByRow, by_query
 from attnops.masks.positions import Causal, Chunked, Full, PrefixLM, SlidingWindow
 from attnops.masks.shift import Shifted
-from attnops.masks.slots import Slots, without_table
 from attnops.masks.structure import Band, MaskStructure, Split
 from attnops.masks.tokens import KeyPadding, Lengths, Segments
 
@@ -36,15 +34,10 @@ __all__ = [
     "MaskStructure",
     "Not",
     "Or",
-    "Packed",
-    "PackedByRow",
     "PrefixLM",
     "Segments",
     "Shifted",
     "SlidingWindow",
-    "Slots",
     "Split",
     "block_map",
-    "by_query",
-    "without_table",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
@@ -19,6 +20,7 @@ from attnops.masks.pytree import equal_leaves, register, replaced
 
 if TYPE_CHECKING:
     from attnops.masks.structure import MaskStructure, Split
+    from attnops.masks.tokens import Segments
     from attnops.typing import Array, BoolArray, Index, Leaf, NumpyArray
 
 
@@ -42,6 +44,12 @@ class Mask(abc.ABC):
     axes: ClassVar[Mapping[str, str] | None] = None
     # The fields among them whose numbers `as_data` leaves static.
     fixed: ClassVar[frozenset[str]] = frozenset()
+    # By field that holds a mask, the letters of the dimensions that its arrays share with the call; all where missing.
+    inner_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    # Whether it only occurs within bound masks, so that `attnops.Limits` can't name it.
+    is_internal: ClassVar[bool] = False
+    # Whether `segments` gives the same mask as segment ids.
+    has_segments: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,6 +128,10 @@ class Mask(abc.ABC):
     def bands(self) -> Iterator[tuple[Index, Index]]:
         """The parts of this mask that depend on ``q - kv`` alone, as the (lowest, highest) that they allow."""
         return iter(())
+
+    def segments(self) -> Segments:
+        """The same mask as `Segments`, of a class with ``has_segments``. The mask must be bound."""
+        raise NotImplementedError(f"{type(self).__name__} is no mask of segments")
 
     def dense(self, B: int, H: int, T: int, S: int) -> jax.Array:
         """The mask as booleans that broadcast to [B, H, T, S]. O(T · S) memory."""

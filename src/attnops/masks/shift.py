@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -32,6 +32,8 @@ class Shifted(Mask):
     h: Index
     batches: int
     heads: int
+
+    is_internal: ClassVar = True
 
     def kinds(self) -> frozenset[str]:
         """See `Mask.kinds`."""

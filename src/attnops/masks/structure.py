@@ -12,9 +12,7 @@ import numpy as np
 from attnops.masks.at import at
 from attnops.masks.base import And, Mask, Not, Or
 from attnops.masks.grid import CoverageBounds, Grid
-from attnops.masks.packed import PackedByRow
 from attnops.masks.positions import Full, _Band
-from attnops.masks.slots import Held
 from attnops.masks.tokens import Segments
 
 if TYPE_CHECKING:
@@ -169,18 +167,19 @@ class Band(Mask):
 def split(mask: Mask) -> Split:
     """See `Mask.split`."""
     band, segments, rest = _split(mask)
-    return Split(Band(*band), segments.segments() if isinstance(segments, Held) else segments, rest)
+    return Split(Band(*band), None if segments is None else segments.segments(), rest)
 
 
-def _split(mask: Mask) -> tuple[Limits, Segments | Held | None, Mask | None]:
+def _split(mask: Mask) -> tuple[Limits, Mask | None, Mask | None]:
+    """The band, a mask with ``has_segments``, and the conjunction of all others."""
     band: Limits = _EVERYTHING
-    segments: Segments | Held | None = None
+    segments: Mask | None = None
     rest: Mask | None = None
     for part in _conjuncts(mask):
         own = _limits(part)
         if own is not None:
             band = _intersection(band, own)
-        elif isinstance(part, (Segments, Held)) and segments is None:
+        elif part.has_segments and segments is None:
             segments = part
         else:
             rest = part if rest is None else rest & part
@@ -287,15 +286,13 @@ def _within(band: Limits, T: int, S: int) -> Limits:
 
 def _varies_by(mask: Mask) -> frozenset[str]:
     """Whether a mask may vary by batch ("b") and by head ("h"). A mask without `Mask.axes` may vary by both."""
-    if isinstance(mask, PackedByRow):
-        return _varies_by(mask.mask) & frozenset("h")
     if mask.axes is None:
         return frozenset("bh")
     varies: set[str] = set()
     for field in dataclasses.fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, field.name)
         if isinstance(value, Mask):
-            varies |= _varies_by(value)
+            varies |= _varies_by(value) & frozenset(mask.inner_axes.get(field.name, "bh"))
         elif hasattr(value, "shape"):
             letters = mask.axes.get(field.name, "bh")
             varies |= {letter for letter, size in zip(letters, value.shape, strict=False) if size != 1}

@@ -52,6 +52,10 @@ class Segments(_Tokens):
     kv_ids: Leaf = None
 
     axes: ClassVar = {"q_ids": "bt", "kv_ids": "bs"}
+    has_segments: ClassVar = True
+
+    def segments(self) -> Segments:
+        return self
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Leaf, length: int) -> Segments:

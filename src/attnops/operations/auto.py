@@ -6,8 +6,6 @@ import functools
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-import jax
-
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
 from attnops.dispatch.explain import environment_keys, pick
@@ -51,9 +49,6 @@ class AutoAttention(VanillaAttention):
             UnsupportedError: nothing that is installed can serve it.
         """
         return self.chosen(call).run(call)
-
-    def may_write(self) -> bool:
-        return (self.metadata.platform or jax.default_backend()) != "cpu"
 
     def chosen(self, call: Call) -> OperationImpl:
         assert isinstance(call.request, AttentionRequest)

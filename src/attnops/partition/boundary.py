@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from attnops.caches.placement import Placement, placement_of
 from attnops.output import OperationOutput
 from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_LENGTH, QUERY_LENGTH
 from attnops.sharding.devices import default_device
-from attnops.sharding.mesh import get_names_from_partition_spec, manual_axes, names_of
+from attnops.sharding.mesh import get_names_from_partition_spec, manual_axes
 from attnops.sharding.placing import (
     concrete,
     explicit_names,
@@ -31,7 +30,6 @@ from attnops.sharding.specs import MeshLike, correct_spec
 Entry = MeshAxes
 
 if TYPE_CHECKING:
-    from attnops.caches.base import Cache
     from attnops.dispatch.request import AttentionRequest
     from attnops.typing import Leaf
 
@@ -48,8 +46,6 @@ class Boundary:
         kv_heads: the mesh axes that shard key and value heads: those of ``heads``, or None where they do not divide.
         lengths: the mesh axes that the rules give queries, and keys, whether they divide the lengths or not.
         results: by field of `OperationOutput`, the spec that the rules give it; empty without explicit axes.
-        cache: of a call over a cache, how the cache is sharded. Queries are sharded with it, but for packed rows, whose
-            ``batch`` is None.
     """
 
     mesh: MeshLike
@@ -59,7 +55,6 @@ class Boundary:
     kv_heads: Entry
     lengths: tuple[tuple[str, ...] | None, tuple[str, ...] | None]
     results: Mapping[str, PartitionSpec]
-    cache: Placement | None = None
 
     @property
     def is_nested(self) -> bool:
@@ -106,18 +101,18 @@ def find_boundary(
     """
     ambient = jax.sharding.get_abstract_mesh()
     typed = mesh_of_types(arrays)
-    chosen = _mesh_of(mesh, ambient, typed or mesh_of_inputs(arrays))
+    chosen = mesh_of_call(mesh, ambient, typed or mesh_of_inputs(arrays))
     if chosen is None:
         return None
     manual = mapped_names(arrays) | set(() if ambient.empty else ambient.manual_axes)
     free = {name: size for name, size in chosen.shape.items() if name not in manual}
     is_explicit = bool(explicit_names(chosen) | explicit_names(typed))
     is_one_device = math.prod(free.values()) == 1
-    if is_one_device and not is_explicit and not _is_elsewhere(chosen, arrays):
+    if is_one_device and not is_explicit and not is_elsewhere(chosen, arrays):
         return None
 
-    dividing = functools.partial(_dividing, chosen, frozenset(free))
-    of = functools.partial(_names_of, rules, request.mode)
+    dividing = functools.partial(dividing_axes, chosen, frozenset(free))
+    of = functools.partial(rule_axes, rules, request.mode)
     # In one spec: mesh axes that shard the batch do not shard heads.
     spec = rules.spec([BATCH, HEAD], mode=request.mode)
     batch, heads = dividing(spec[0], request.batch), dividing(spec[1], request.heads)
@@ -143,7 +138,7 @@ def find_boundary(
         heads=heads,
         kv_heads=kv_heads if kv_heads == heads else None,
         lengths=lengths,
-        results=_results(dividing, of, request, batch, heads) if is_explicit else {},
+        results=result_specs(dividing, of, request, batch, heads) if is_explicit else {},
     )
 
 
@@ -170,76 +165,18 @@ def unnamed_axes(
     return {name: size for name, size in chosen.shape.items() if size > 1 and name not in known}
 
 
-def find_cached_boundary(
-    mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest, query: Leaf, cache: Cache
-) -> Boundary | None:
-    """How a call over a cache is sharded: as the cache is, or by the rules where it has no placement.
-
-    Args:
-        mesh: see `find_boundary`.
-        rules: the metadata's.
-        request: of the call.
-        query: [B, T, H, D].
-        cache: the cache.
-
-    Raises:
-        ValueError: ``mesh``, that of the cache and the current mesh have different axes.
-        UnsupportedError: see `Placement.free`.
-    """
-    own = cache.placement
-    if own is not None and mesh is not None and dict(own.mesh.shape) != dict(mesh.shape):
-        raise ValueError(
-            f"metadata.mesh has the axes {dict(mesh.shape)}, but the cache was placed on a mesh with "
-            f"{dict(own.mesh.shape)}; a call runs on one mesh: leave metadata.mesh out, or give an equal one"
-        )
-    ambient = jax.sharding.get_abstract_mesh()
-    arrays = [query, *jax.tree.leaves(cache)]
-    typed = mesh_of_types(arrays)
-    chosen = _mesh_of(mesh if own is None else own.mesh, ambient, typed)
-    if chosen is None:
-        return None
-    free = frozenset(chosen.shape) - mapped_names(arrays) - manual_axes()
-    nowhere = Placement(chosen, None, None, None)
-    if own is None:
-        # Masks were bound to all slots of a row, so that each device has all of them.
-        placement = dataclasses.replace(placement_of(cache, chosen, rules, by_page=False), slots=None)
-    else:
-        placement = own.free() or nowhere
-    dividing = functools.partial(_dividing, chosen, free)
-    of = functools.partial(_names_of, rules, request.mode)
-    heads = placement.kv_heads
-    if heads is None:
-        taken = names_of(placement.batch) + names_of(placement.slots)
-        heads = dividing(tuple(name for name in of(HEAD) if name not in taken), request.heads)
-    is_explicit = bool(explicit_names(chosen) | explicit_names(typed))
-    is_here = math.prod(chosen.shape[name] for name in free) > 1 or not _is_elsewhere(chosen, arrays)
-    if is_here and not is_explicit and placement == nowhere and heads is None:
-        return None
-    batch = None if request.cache is not None and request.cache.is_packed else placement.batch
-    return Boundary(
-        mesh=chosen,
-        is_ambient=not ambient.empty,
-        batch=batch,
-        heads=heads,
-        kv_heads=placement.kv_heads,
-        lengths=(None, None),
-        results=_results(dividing, of, request, batch, heads) if is_explicit else {},
-        cache=placement,
-    )
-
-
-def _dividing(mesh: MeshLike, free: frozenset[str], wanted: MeshAxes, size: int) -> Entry:
+def dividing_axes(mesh: MeshLike, free: frozenset[str], wanted: MeshAxes, size: int) -> Entry:
     """Of the mesh axes that a rule gives a dimension, those that are free and divide its size."""
     names = tuple(name for name in get_names_from_partition_spec((wanted,)) if name in free)
     return correct_spec(PartitionSpec(names), (size,), mesh)[0] if names else None  # type: ignore[no-any-return]
 
 
-def _names_of(rules: AxisRules, mode: str, axis: str) -> list[str]:
+def rule_axes(rules: AxisRules, mode: str, axis: str) -> list[str]:
     """The mesh axes that the rules give a semantic axis, whether they divide or not."""
     return get_names_from_partition_spec(rules.spec([axis], mode=mode))
 
 
-def _results(
+def result_specs(
     dividing: Callable[[Leaf, int], Entry], of: Callable[[str], list[str]], request: AttentionRequest, batch: Entry,
     heads: Entry,
 ) -> dict[str, PartitionSpec]:  # fmt: skip
@@ -261,7 +198,7 @@ def _results(
     }
 
 
-def _mesh_of(mesh: MeshLike | None, ambient: MeshLike, typed: MeshLike | None) -> MeshLike | None:
+def mesh_of_call(mesh: MeshLike | None, ambient: MeshLike, typed: MeshLike | None) -> MeshLike | None:
     """The mesh that a call runs on.
 
     Raises:
@@ -277,7 +214,7 @@ def _mesh_of(mesh: MeshLike | None, ambient: MeshLike, typed: MeshLike | None) -
     return ambient  # type: ignore[no-any-return]
 
 
-def _is_elsewhere(mesh: MeshLike, arrays: Sequence[Leaf]) -> bool:
+def is_elsewhere(mesh: MeshLike, arrays: Sequence[Leaf]) -> bool:
     """Whether a call on a mesh of one device would run on another device without `jax.shard_map`."""
     if not isinstance(mesh, Mesh):
         return False

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from attnops.biases import Bias, ShiftedBias
-from attnops.masks import Mask, PackedByRow
+from attnops.masks import Mask
 from attnops.masks.shift import Shifted
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ def specs_of(value: Leaf, spec_of: SpecOf) -> Leaf:
     if value.axes is None:
         # It is evaluated at indices of the whole call, so that all its arrays are replicated, those inside it too.
         return jax.tree.map(lambda x: PartitionSpec(), value)
-    inner = spec_of
-    if isinstance(value, PackedByRow):  # whose mask is that of all rows by their own slots
 
-        def inner(shape: tuple[int, ...], letters: str) -> PartitionSpec:
-            return spec_of(shape, "".join(x if x == "h" else "." for x in letters))
+    def inner(name: str, x: Leaf) -> Leaf:
+        shared = getattr(value, "inner_axes", {}).get(name)
+        if shared is None:
+            return specs_of(x, spec_of)
+        return specs_of(x, lambda shape, letters: spec_of(shape, "".join(i if i in shared else "." for i in letters)))
 
-    return _map(value, lambda name, x: spec_of(x.shape, (value.axes or {}).get(name, "")),
-                lambda x: specs_of(x, spec_of if x is getattr(value, "exists", None) else inner))  # fmt: skip
+    return _map(value, lambda name, x: spec_of(x.shape, (value.axes or {}).get(name, "")), inner)
 
 
 def shard_of(value: Leaf, shard: Shard) -> Leaf:
@@ -67,16 +67,16 @@ def shard_of(value: Leaf, shard: Shard) -> Leaf:
         return ShiftedBias(value, shard.b, shard.h)
     if not isinstance(value, (Mask, Bias)):
         return value
-    return _map(value, lambda name, x: x, lambda x: shard_of(x, shard))
+    return _map(value, lambda name, x: x, lambda name, x: shard_of(x, shard))
 
 
-def _map(value: Leaf, array: Callable[[str, Leaf], Leaf], inner: Callable[[Leaf], Leaf]) -> Leaf:
+def _map(value: Leaf, array: Callable[[str, Leaf], Leaf], inner: Callable[[str, Leaf], Leaf]) -> Leaf:
     """A mask or bias that declares axes, with its arrays and its inner masks replaced."""
     copy = object.__new__(type(value))  # without __init__, which checks arrays
     for field in dataclasses.fields(value):
         x = getattr(value, field.name)
         if isinstance(x, (Mask, Bias)):
-            x = inner(x)
+            x = inner(field.name, x)
         elif hasattr(x, "shape"):
             x = array(field.name, x)
         object.__setattr__(copy, field.name, x)

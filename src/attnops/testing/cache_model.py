@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from attnops.testing.cache_codec import Codec, stored_dtype
 
 Array = np.ndarray[Any, Any]

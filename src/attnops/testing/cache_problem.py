@@ -10,8 +10,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Cache, Rows
 
-from attnops.caches import Cache, Rows
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.testing import oracle

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from attnops.caches.codec import LARGEST, SCALES
+from attnops_caches import CacheRequest
+from attnops_caches.calls.reader import in_place_reasons
+from attnops_caches.codec import LARGEST, SCALES
+
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import ATTENTION, forward_for
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest, CacheRequest
+from attnops.dispatch.request import AttentionRequest
 from attnops.masks import MaskStructure
 from attnops.sharding.modes import MODE_DECODE
 
@@ -101,7 +104,7 @@ def support(operation: type[OperationImpl], feature: str, platform: str) -> str:
         request = request.replace(sequence_axes=("sp",))  # an operation for sequences sharded over a mesh
     if forward != "native" and not made.reasons(request):
         return "kernel"
-    return "refused" if made._reasons("native", request) else "native"
+    return "refused" if made.reasons_for("native", request) else "native"
 
 
 def cache_support(operation: type[OperationImpl], feature: str, platform: str) -> str:
@@ -132,14 +135,14 @@ def _cache_support(operation: type[OperationImpl], platform: str, storage: str, 
     request = AttentionRequest(
         platform=platform, mode=MODE_DECODE, mask="…", mask_kinds=frozenset({"Causal", "at", "Segments", "&"}),
         options=frozenset({"mask"}),
-        cache=CacheRequest(storage, page_size=16 if storage == "PagedCache" else 0, **which), **fields,
+        source=CacheRequest(storage, page_size=16 if storage == "PagedCache" else 0, **which), **fields,
     )  # fmt: skip
     forwards = [
-        forward for forward in (forward_for(operation, platform), "native") if not made._reasons(forward, request)
+        forward for forward in (forward_for(operation, platform), "native") if not made.reasons_for(forward, request)
     ]
     if not forwards:
         return "refused"
-    if made.in_place_reasons(forwards[0], request):
+    if in_place_reasons(made, forwards[0], request):
         return "read"
     return "native" if forwards[0] == "native" else "kernel"
 

@@ -23,6 +23,7 @@ from attnops import (
     Rank,
     Reason,
     Request,
+    Source,
     UnsupportedError,
     forward_for,
 )
@@ -50,7 +51,6 @@ from attnops_ring.ring import ring
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-    from attnops.caches import Cache
     from attnops.typing import Function, Options, PyTree
 
 STRATEGIES: Final = ("ring", "all_gather", "ulysses", "usp")
@@ -94,7 +94,7 @@ class RingAttention(OperationImpl):
     def bind(
         self,
         query: ArrayLike,
-        key: ArrayLike | Cache,
+        key: ArrayLike | Source,
         value: ArrayLike | None = None,
         *,
         parts: tuple[int, int] | None = None,
@@ -179,8 +179,8 @@ class RingAttention(OperationImpl):
                 strategy = "ring"
         return order, strategy
 
-    def _reasons(self, forward: str, request: Request) -> list[Reason]:
-        reasons = super()._reasons(forward, request)
+    def reasons_for(self, forward: str, request: Request) -> list[Reason]:
+        reasons = super().reasons_for(forward, request)
         if isinstance(request, AttentionRequest) and not request.sequence_axes and not self._has_one_device():
             reasons.append(Reason("mesh", "none, or sequences not sharded", "must shard the keys",
                                   "create 'flash'; or set metadata.mesh and AxisRules' kv_length"))  # fmt: skip

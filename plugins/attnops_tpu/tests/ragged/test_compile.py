@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops_tpu.aot import TOPOLOGIES, compile_for
 from attnops_tpu.generations import target
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops.masks import Causal, Chunked, KeyPadding, Mask, Segments, SlidingWindow
 
 # What is compiled for a TPU is what a TPU would run.

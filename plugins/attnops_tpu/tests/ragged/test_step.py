@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import Cache, DenseCache, NewTokens, PagedCache, Quantized, Rows, WindowCache, sharded
 from attnops_tpu.flash.operation import TPUFlashAttention
 from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
@@ -18,7 +19,6 @@ from attnops_tpu.ragged import batches
 from attnops_tpu.ragged.write import Writer
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, NewTokens, PagedCache, Quantized, Rows, WindowCache, sharded
 from attnops.masks import Causal, Mask, SlidingWindow
 
 PAGE, K = 16, 2

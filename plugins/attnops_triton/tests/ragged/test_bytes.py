@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import PagedCache, Quantized
 from attnops_triton.language.interpreter import loads
 from attnops_triton.ragged.tile_sizes import splits
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import PagedCache, Quantized
 from attnops.masks import Causal, Mask, SlidingWindow
 
 PAGE, D, K, G, MOST = 16, 32, 2, 4, 12

@@ -9,10 +9,10 @@ import cuda_compiler
 import jax
 import jax.numpy as jnp
 import pytest
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized
 from attnops_triton.targets import target
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized
 from attnops.masks import Causal
 
 pytestmark = [

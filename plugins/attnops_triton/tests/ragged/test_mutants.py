@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import DenseCache, Quantized
 from attnops_triton.language import interpreter
 from attnops_triton.language.source import Kernel
 from attnops_triton.ragged.tile_sizes import splits
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import DenseCache, Quantized
 from attnops.masks import Causal
 from attnops.testing import attention
 from attnops.testing.caches import cache_problem

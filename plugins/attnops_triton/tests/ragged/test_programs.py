@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from attnops_caches import Cache, PagedCache, Quantized
 from attnops_triton.aot import kernels
 from attnops_triton.ragged.tile_sizes import splits
 from attnops_triton.targets import target
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, PagedCache, Quantized
 from attnops.masks import Causal
 
 UNCHECKED = [jax.export.DisabledSafetyCheck.custom_call(name)

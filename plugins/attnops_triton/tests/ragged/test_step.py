@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from attnops_triton.flash.operation import TritonFlashAttention
 from attnops_triton.ragged.tile_sizes import splits
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from attnops.masks import Causal, Mask, SlidingWindow
 
 PAGE, K = 16, 2

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import jax
 
 from attnops.biases import Bias
-from attnops.caches.base import Cache
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
 from attnops.dispatch.limits import Limits
@@ -18,9 +17,7 @@ from attnops.dispatch.ranking import Rank
 from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.kernels.flash import FlashBackend, FlashCall, attention, partial, partial_vjp
 from attnops.masks.base import Mask
-from attnops.masks.packed import by_query
 from attnops.operations.flash.backend import NativeFlash
-from attnops.operations.flash.cached import cached_attention
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
 from attnops.softmax import Contribution, PartialSoftmax
@@ -45,13 +42,7 @@ class FlashAttention(OperationImpl):
     """
 
     computes: ClassVar[str | None] = ATTENTION
-    limits: ClassVar[Mapping[str, Limits]] = {
-        "native": Limits(
-            bias_kinds=None, symbolic=frozenset({"batch"}),
-            caches=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
-            codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}), latent=True, packed=True, lines=True,
-        )
-    }  # fmt: skip
+    limits: ClassVar[Mapping[str, Limits]] = {"native": Limits(bias_kinds=None, symbolic=frozenset({"batch"}))}
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
@@ -91,29 +82,6 @@ class FlashAttention(OperationImpl):
             vanilla = VanillaAttention(self.metadata)
             return vanilla.forward_native(query, key, value, **options, return_lse=return_lse, return_weights=True)
         return self.run_backend("native", query, key, value, return_lse, **options)
-
-    # The contract's options, a parameter each.
-    def cached_native(
-        self,
-        query: jax.Array,
-        cache: Cache,
-        *,
-        mask: Mask,
-        bias: Bias | None = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        return_lse: bool = False,
-    ) -> OperationOutput:
-        """See `attnops.dispatch.cached`."""
-        is_packed = query.shape[0] == 1 and cache.batch > 1
-        rows = (1, cache.batch * cache.length) if is_packed else (cache.batch, cache.length)
-        key, value = (jax.ShapeDtypeStruct((*rows, cache.kv_heads, d), query.dtype) for d in
-                      (cache.head_dim, cache.value_head_dim))  # fmt: skip
-        mask = by_query(mask, (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
-        call = FlashCall(self.metadata, query, key, value, mask, bias, softmax_scale, logits_soft_cap, sinks)
-        out, lse = cached_attention(call, cache, is_packed)
-        return OperationOutput(out, None, lse if return_lse else None)
 
     def backend(self, forward: str) -> FlashBackend | None:
         """The kernels of a forward, by its name; None for a forward that does not use the flash skeleton."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from attnops_caches import Cache, NewTokens, PagedCache, WindowCache
+from attnops_caches.masks import without_table
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops.caches import Cache, NewTokens, PagedCache, WindowCache
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
-from attnops.masks import without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params
@@ -48,7 +48,7 @@ def cached_attention(
         call: of the scores by slot; key and value have shape and dtype only.
         cache: the cache.
         wants_lse: whether the logsumexp is asked for.
-        new: tokens to write, see `attnops.caches.Cache.pending`; None for none.
+        new: tokens to write, see `attnops_caches.Cache.pending`; None for none.
     """
     of_tiles = unpacked(call, cache) if has_packed(call.mask) else None
     if of_tiles is not None:

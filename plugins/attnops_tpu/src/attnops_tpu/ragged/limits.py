@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 import jax.numpy as jnp
+from attnops_caches import cache_of, slots_of_row
 
 from attnops import AttentionRequest, OperationMetadata, Reason
 from attnops_tpu.flash.primitives import PRIMITIVES
@@ -22,9 +23,8 @@ _BY_ROW: Final = frozenset({
 
 
 def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Reason]:
-    """Why a call over a cache can't be read in place, other than by `attnops.Limits`; its ``cache`` is not None."""
-    cache = request.cache
-    assert cache is not None
+    """Why a call over a cache can't be read in place, other than by `attnops_caches.CacheLimits`."""
+    cache = cache_of(request)
     if request.bias_kind in ("array", "RelativePosition"):
         yield Reason("bias", request.bias_kind, "is an array by query and key, which over a cache is not read in place",
                      "use ALiBi or a ScoreFn")  # fmt: skip
@@ -48,8 +48,7 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
 
 def _by_row(request: AttentionRequest) -> Iterator[Reason]:
     """What a mask of packed rows with values by row can't be."""
-    cache = request.cache
-    assert cache is not None
+    cache = cache_of(request)
     if unknown := sorted(cache.mask_kinds - _BY_ROW - {"Dense"}):
         yield Reason("mask", ", ".join(unknown), "is no mask of attnops, and of packed rows an array by query and key, "
                      "which is not read in place", "use a MaskFn")  # fmt: skip
@@ -60,8 +59,7 @@ def _by_row(request: AttentionRequest) -> Iterator[Reason]:
 
 def _layout(request: AttentionRequest) -> Iterator[Reason]:
     """What the layout of arrays in a TPU's memory asks for."""
-    cache = request.cache
-    assert cache is not None
+    cache = cache_of(request)
     least = request.head_dim + (0 if cache.latent else request.value_head_dim)
     dims = {"width": cache.width} if cache.joined or cache.latent else {
         "head_dim": request.head_dim, "value_head_dim": request.value_head_dim
@@ -69,8 +67,8 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
     itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
     by_token = cache.scales == "token_head"
     F, rows = cache.tokens_per_line, _SUBLANES * 4 // itemsize
-    unit = unit_of(cache.page_size, request.slots, F)
-    what = ("page_size", cache.page_size) if cache.page_size else ("length", request.slots)
+    unit = unit_of(cache.page_size, slots_of_row(request), F)
+    what = ("page_size", cache.page_size) if cache.page_size else ("length", slots_of_row(request))
     wider = f"create the cache with width={-(-least // LANES) * LANES}"
     wider += "" if F == 1 else " in place of tokens_per_line"
     for name, dim in dims.items():

@@ -25,7 +25,7 @@ class Plan:
     A grid step is an *item*: a tile of queries of a row of the cache. It visits the tiles of keys that its queries may
     see. The G query heads of a kv head are rows of one tile, Q = G · bq of them: row r is query r % bq of head r // bq.
 
-    Keys are counted in lines of F tokens, see `attnops.caches.lines`; F is 1 for most. A tile of scores has R = F · Q
+    Keys are counted in lines of F tokens, see `attnops_caches.lines`; F is 1 for most. A tile of scores has R = F · Q
     rows, Q for each token of a line: queries of token f have zeros but for the features of its key, so that one product
     gives the scores of F tokens. Each has a softmax of its own, which are merged in the end.
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import ClassVar, Final
 
 import jax
 
 from attnops import AttentionRequest, Limits, OperationOutput, Rank, Reason, Request
 from attnops.biases import Bias
-from attnops.caches import Cache, NewTokens
-from attnops.kernels import FlashBackend, FlashCall
-from attnops.masks import Mask, by_query
+from attnops.kernels import FlashBackend
+from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_triton.language.translate import PRIMITIVES
-from attnops_triton.ragged.limits import not_written
-from attnops_triton.ragged.limits import unsupported as in_place
+from attnops_triton.ragged.reader import TritonCacheReader
 from attnops_triton.versions import missing
-
-CacheType = TypeVar("CacheType", bound=Cache)
 
 # The largest block_q · block_k that the metadata may set: a program holds that many scores.
 LARGEST: Final = 128 * 128
@@ -40,12 +36,10 @@ class TritonFlashAttention(FlashAttention):
             max_head_dim=576,
             bias_kinds=frozenset({"array", "ALiBi", "RelativePosition", "ScoreFn"}),
             bias_primitives=PRIMITIVES,
-            caches=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
-            codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
-            latent=True,
-            packed=True,
         )
     }
+
+    readers: ClassVar[Mapping[str, object]] = {"gpu": TritonCacheReader()}
 
     @classmethod
     def rank(cls, request: Request) -> Rank | None:
@@ -111,15 +105,14 @@ class TritonFlashAttention(FlashAttention):
         if area > LARGEST:
             yield Reason("block_q · block_k", area, f"must be at most {LARGEST}, the scores that a program can hold",
                          "leave them out for the table's")  # fmt: skip
-        if isinstance(request, AttentionRequest) and request.cache is not None:
-            yield from in_place(request)
-        elif isinstance(request, AttentionRequest) and request.interpret and request.dtypes[0] == "bfloat16":
+        over_arrays = isinstance(request, AttentionRequest) and request.source is None
+        if over_arrays and request.interpret and request.dtypes[0] == "bfloat16":
             yield Reason("query.dtype", "bfloat16", "Triton's interpreter computes it wrongly",
                          "interpret float32 or float16")  # fmt: skip
 
     def details(self, request: Request) -> Iterable[str]:
         """See `attnops.BaseOperation.details`: which kernels serve the passes."""
-        if isinstance(request, AttentionRequest) and request.cache is None:
+        if isinstance(request, AttentionRequest) and request.source is None:
             from attnops_triton.flash.specialised import line
 
             yield line(request, self.metadata)
@@ -144,51 +137,6 @@ class TritonFlashAttention(FlashAttention):
             "gpu", query, key, value, return_lse, mask=mask, bias=bias, softmax_scale=softmax_scale,
             logits_soft_cap=logits_soft_cap, sinks=sinks, dropout_key=dropout_key,
         )  # fmt: skip
-
-    # The contract's options, a parameter each.
-    def cached_gpu(
-        self,
-        query: jax.Array,
-        cache: Cache,
-        *,
-        mask: Mask,
-        bias: Bias | None = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        return_lse: bool = False,
-    ) -> OperationOutput:
-        """See `attnops.dispatch.cached`."""
-        output, _ = self._over_cache(
-            query, cache, None, mask=mask, bias=bias, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
-            sinks=sinks, return_lse=return_lse,
-        )  # fmt: skip
-        return output
-
-    def _not_written(self, request: AttentionRequest) -> Iterator[Reason]:
-        yield from super()._not_written(request)
-        yield from not_written(request, self.metadata)
-
-    def stepped_gpu(
-        self, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any
-    ) -> tuple[OperationOutput, CacheType]:
-        """See `attnops.dispatch.step`."""
-        return self._over_cache(query, cache, new, **options)
-
-    def _over_cache(
-        self, query: jax.Array, cache: CacheType, new: NewTokens | None, *, mask: Mask, return_lse: bool = False,
-        **options: Any,
-    ) -> tuple[OperationOutput, CacheType]:  # fmt: skip
-        from attnops_triton.ragged.attention import cached_attention
-
-        is_packed = query.shape[0] == 1 and cache.batch > 1
-        rows = (1, cache.batch * cache.length) if is_packed else (cache.batch, cache.length)
-        key, value = (jax.ShapeDtypeStruct((*rows, cache.kv_heads, d), query.dtype) for d in
-                      (cache.head_dim, cache.value_head_dim))  # fmt: skip
-        mask = by_query(mask, (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
-        call = FlashCall(self.metadata, query, key, value, mask, **options)
-        out, lse, cache = cached_attention(call, cache, return_lse, new)
-        return OperationOutput(out, None, lse), cache
 
     def backend(self, forward: str) -> FlashBackend | None:
         """See `attnops.operations.flash.FlashAttention.backend`."""
@@ -216,7 +164,7 @@ def _other_gpu(request: Request) -> Iterable[Reason]:
     if arch.startswith("sm_") and not current():
         yield from assembler.reasons(arch)
     # Over a cache tiles are smaller.
-    is_plain = isinstance(request, AttentionRequest) and request.cache is None
+    is_plain = isinstance(request, AttentionRequest) and request.source is None
     if arch.startswith("sm_") and is_plain and set(request.dtypes) not in _HALVES:
         # Operands of float32 products are in shared memory: tiles of query, key, value and output, of 16 tokens each.
         assert isinstance(request, AttentionRequest)

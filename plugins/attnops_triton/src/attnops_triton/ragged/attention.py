@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import Cache, NewTokens, PagedCache
+from attnops_caches.masks import without_table
 from jax import lax
 
-from attnops.caches import Cache, NewTokens, PagedCache
 from attnops.kernels import FlashCall, describe, one_by_one
-from attnops.masks import without_table
 from attnops_triton.flash.operands import Operand
 from attnops_triton.language.compat import device_arch
 from attnops_triton.language.launch import launch_any
@@ -37,7 +37,7 @@ def cached_attention(
         call: of the scores by slot; key and value have shape and dtype only.
         cache: the cache.
         wants_lse: whether the logsumexp is asked for.
-        new: tokens to write, see `attnops.caches.Cache.pending`; None for none.
+        new: tokens to write, see `attnops_caches.Cache.pending`; None for none.
     """
     assert call.mask is not None
     given = call.mask

@@ -1,7 +1,7 @@
 """Stored 8-bit numbers as operands of products, as Triton source.
 
 float16 holds each of them exactly, so that operands are float16 whatever the query's dtype, unless that is float32.
-Stores hold the bits of floats. A stored NaN is none, see `attnops.caches.Quantized`.
+Stores hold the bits of floats. A stored NaN is none, see `attnops_caches.Quantized`.
 
 Triton converts one number at a time, by three instructions and more. On NVIDIA's GPUs four are converted together.
 """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from attnops_caches import cache_of
+
 from attnops import AttentionRequest, OperationMetadata, Reason
 from attnops_triton.ragged.tile_sizes import rows_of
 
 
 def unsupported(request: AttentionRequest) -> Iterator[Reason]:
-    """Why a call over a cache can't be read in place, other than by `attnops.Limits`; its ``cache`` is not None."""
-    cache = request.cache
-    assert cache is not None
+    """Why a call over a cache can't be read in place, other than by `attnops_caches.CacheLimits`."""
     if request.interpret and "bfloat16" in request.dtypes:
         yield Reason("dtype", "bfloat16", "Triton's interpreter computes it wrongly", "interpret float32 or float16")
     if request.key_length >= 1 << 31:
@@ -21,8 +21,9 @@ def unsupported(request: AttentionRequest) -> Iterator[Reason]:
 
 def not_written(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Reason]:
     """Why a step's kernel does not write the new tokens: it does where one program reads a tile of keys."""
-    cache = request.cache
-    assert cache is not None
+    cache = cache_of(request)
+    if cache.is_packed:
+        yield Reason("rows", "given", "the kernel writes no tokens of packed rows")
     G = request.heads // request.kv_heads
     queries, dim = request.query_length, max(request.head_dim, request.value_head_dim)
     rows = rows_of(metadata.block_q, queries, G, dim, bool(cache.codec))

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import Cache, PagedCache
 
-from attnops.caches import Cache, PagedCache
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops.masks import Dense, Mask
 from attnops_triton.flash.bits import is_translatable
@@ -23,7 +23,7 @@ def fitted(call: FlashCall) -> FlashCall:
     if mask is not None and not is_translatable(mask):
         mask = dense(mask, shape)
     if bias is not None and not of_bias(bias)[0].primitives <= PRIMITIVES:
-        bias = bias.array(*shape)  # of an `attnops.caches.slots.SlotBias`
+        bias = bias.array(*shape)  # of an `attnops_caches.scores.SlotBias`
     if call.metadata.interpret:
         mask, bias = jax.tree.map(_widened, (mask, bias))
     return call.replace(mask=mask, bias=bias)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import NewTokens
 
-from attnops.caches import NewTokens
 from attnops.kernels import merged
 from attnops.masks import And, Coverage, Mask, Segments, block_map
 from attnops_triton.flash.plan import cdiv

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from attnops_caches import Cache, NewTokens
 
-from attnops.caches import Cache, NewTokens
 from attnops_triton.language.source import Writer
 from attnops_triton.ragged.plan import Plan
 
@@ -33,7 +33,7 @@ def write_tokens(write: Writer, plan: Plan, arrays: dict[str, int]) -> None:
         arrays: the features of a token in each array that is written to; of scales 0.
     """
     bk, n = plan.tiles.bk, plan.page
-    # Those that T tokens may lie in, see `attnops.caches.PagedCache.place`.
+    # Those that T tokens may lie in, see `attnops_caches.PagedCache.place`.
     blocks = 1 if plan.writes == 1 or not n else (plan.writes - 1) // n + 2
     write(
         *(f"{name}_ptr = {name}_out_ptr" for name in arrays),

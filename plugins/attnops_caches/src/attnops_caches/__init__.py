@@ -1,0 +1,48 @@
+"""Caches: the keys and values of earlier tokens, for decoding and for prompts in chunks.
+
+Storage (`DenseCache`, `WindowCache`, `PagedCache`), codec (`Quantized`, or as they are) and content (keys and values,
+or a latent) combine freely. Every operation serves every cache: ``op(query, cache, mask=...)``.
+
+Programs with caches among their arguments and results, such as ``op.step``, are serialised by `jax.export`, unless the
+cache is on a mesh; a process that loads one imports this module first.
+"""
+
+import attnops.output  # noqa: F401  # what a step returns, for programs of `jax.export`
+import attnops_caches.flash.reader  # noqa: F401  # the core's native `flash` reads caches in place
+from attnops_caches._version import __version__
+from attnops_caches.base import Cache
+from attnops_caches.calls.limits import CacheLimits
+from attnops_caches.calls.reader import CacheReader, cache_of
+from attnops_caches.calls.request import CacheRequest, slots_of_row
+from attnops_caches.codec import Quantized
+from attnops_caches.dense import DenseCache
+from attnops_caches.paged import PagedCache
+from attnops_caches.placement import Placement, sharded
+from attnops_caches.pool import PageCopies, PagePool
+from attnops_caches.rows import Rows
+from attnops_caches.sizes import bytes_per_page, pages_that_fit
+from attnops_caches.tokens import Contents, NewTokens
+from attnops_caches.window import WindowCache
+
+__all__ = [
+    "Cache",
+    "CacheLimits",
+    "CacheReader",
+    "CacheRequest",
+    "Contents",
+    "DenseCache",
+    "NewTokens",
+    "PageCopies",
+    "PagePool",
+    "PagedCache",
+    "Placement",
+    "Quantized",
+    "Rows",
+    "WindowCache",
+    "__version__",
+    "bytes_per_page",
+    "cache_of",
+    "pages_that_fit",
+    "sharded",
+    "slots_of_row",
+]

@@ -1,0 +1,205 @@
+"""A call over a cache as a `Call`: its arguments checked, its mask and bias bound to the cache's slots.
+
+`attnops_caches.scores` takes masks and biases from positions to slots and adds the mask of what the cache holds, so
+that any implementation computes the same from the arrays of ``cache.read()``, see `arrays_of`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.biases import Bias
+from attnops.dispatch.binding import (
+    Call,
+    Dimensions,
+    bind_bias,
+    bind_options,
+    check_array,
+    mask_primitives,
+    swap_heads,
+)
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.request import AttentionRequest, dtype_name
+from attnops.kernels.nograd import without_gradient
+from attnops.masks.base import Dense, Mask
+from attnops.masks.checks import check_boolean, check_broadcastable
+from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL, MODE_TRAIN, canonicalize_mode
+from attnops.sharding.placing import whole
+from attnops_caches.calls.on_mesh import find_cache_boundary
+from attnops_caches.calls.reader import cache_of
+from attnops_caches.masks.packed import PackedByRow, by_query
+from attnops_caches.masks.slots import by_arrays
+from attnops_caches.rows import check_rows
+from attnops_caches.scores import Scores, SlotBias, slot_bias, slot_mask
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops_caches.base import Cache
+    from attnops_caches.rows import Rows
+
+NO_GRADIENT: Final = (
+    "attention over a cache has no gradient, but was differentiated; call the operation with the keys and values of "
+    "all tokens instead: op(query, key, value, mask=...)"
+)
+
+
+def bind_cached(
+    metadata: OperationMetadata,
+    query: ArrayLike,
+    cache: Cache,
+    options: dict[str, Any],
+) -> Call:
+    """The call of an attention operation over a cache; its arguments are query and cache.
+
+    Args:
+        metadata: the operation's metadata.
+        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; of packed rows the batch is 1.
+        cache: the cache, which already holds the queries' tokens.
+        options: the options by name, those of `Cache.bind` among them; ``_lengths``, int32 [B], are of the rows with
+            these queries, if they are not the cache's (some did not fit).
+
+    Raises:
+        ValueError: arguments that fit no implementation.
+    """
+    query_lengths, rows, lengths = (options.pop(name, None) for name in ("query_lengths", "rows", "_lengths"))
+    query = check_array("query", query)
+    if metadata.layout == "BHTD":
+        query = swap_heads("query", query)
+    cache._check_layer()
+    if options.get("dropout_key") is not None:
+        raise ValueError("dropout_key is given, but attention over a cache has no dropout; leave it out")
+    options = options | {"mode": _mode(metadata, options.get("mode"), query.shape[1])}
+    if rows is not None:
+        check_rows(rows)
+    _check_query(query, cache, rows)
+    if rows is not None and query_lengths is not None:
+        raise ValueError("rows and query_lengths are both given: packed rows have their lengths in rows.starts")
+    cache.check_queries(query.shape[1], rows)
+    scores = _scores(query, cache, query_lengths, rows, lengths)
+    mask, bias = options.get("mask"), options.get("bias")
+    options = options | {"mask": slot_mask(_mask(mask, scores.shape), cache, scores)}
+    if bias is not None:
+        bound = bias if isinstance(bias, Bias) else bind_bias(bias, scores.shape)
+        options["bias"] = slot_bias(bound, cache, scores)
+    if metadata.runtime_dtype is not None:
+        query = query.astype(metadata.runtime_dtype)
+    _, H, _, _ = scores.shape
+    B, _, T, S = scores.slots_shape
+    dimensions = Dimensions(B, T, H, cache.head_dim, S, cache.kv_heads, cache.value_head_dim)
+    stored = dtype_name(query) if metadata.runtime_dtype is not None else str(jnp.dtype(cache.dtype).name)
+    request, given = bind_options(metadata, dimensions, (dtype_name(query), stored, stored), options)
+    described: dict[str, Any] = _described(options["mask"]) if scores.is_packed else {}
+    source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed, rows=cache.batch, **described)
+    kind = {} if bias is None else {"bias_kind": bound.kind() if isinstance(bound, Bias) else "array"}
+    query, cache, given = without_gradient((query, cache, given), NO_GRADIENT)
+    request = request.replace(source=source, **kind)
+    boundary = find_cache_boundary(metadata.mesh, metadata.axis_rules, request, query, cache)
+    return Call(request, (query, cache), given, boundary)
+
+
+def _described(mask: Mask) -> dict[str, frozenset[str]]:
+    """The fields of a `CacheRequest` that describe the bound mask of packed rows."""
+    own = mask.mask if isinstance(mask, PackedByRow) else mask
+    return {"mask_kinds": own.kinds(), "mask_primitives": mask_primitives(own)}
+
+
+def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
+    """Query, key and value, and the options, of the same call on the arrays of ``cache.read()``; layout "BTHD"."""
+    query, cache = call.args
+    keys, values, _, _ = cache.read()
+    request = attention_request(call)
+    _check_read(request, cache, keys, values)
+    if cache_of(request).is_packed:
+        keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
+    options = dict(call.options)
+    if "mask" in options:
+        shape = request.batch, request.heads, request.query_length, request.key_length
+        options["mask"] = by_arrays(by_query(options["mask"], shape))
+    bias = options.get("bias")
+    if isinstance(bias, SlotBias):
+        array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
+        options["bias"] = bias.score_fn() if array is None else array
+    return (query, keys, values), options | {"mode": request.mode}
+
+
+def attention_request(call: Call) -> AttentionRequest:
+    """The request of a call over a cache."""
+    assert isinstance(call.request, AttentionRequest)
+    return call.request
+
+
+def _check_read(request: AttentionRequest, cache: Cache, keys: jax.Array, values: jax.Array) -> None:
+    """Raise a `ValueError` where ``read()`` does not give what the cache says that it holds."""
+    for name, x, d in (("keys", keys, request.head_dim), ("values", values, request.value_head_dim)):
+        wanted = cache.batch, cache.length, request.kv_heads, d
+        if tuple(x.shape) != wanted:
+            raise ValueError(
+                f"{type(cache).__name__}.read() returned {name} of shape {tuple(x.shape)}, but its batch, length, "
+                f"kv_heads and head dims are {wanted}: they must be equal"
+            )
+
+
+def _mode(metadata: OperationMetadata, mode: str | None, query_length: int) -> str:
+    """The runtime mode of a call: as stated, else decode for one query, else prefill."""
+    stated = metadata.mode if mode is None else mode
+    if stated is None:
+        return MODE_DECODE if query_length == 1 else MODE_PREFILL
+    if canonicalize_mode(stated) == MODE_TRAIN:
+        raise ValueError(
+            f"{'metadata.mode' if mode is None else 'mode'}='train', but attention over a cache has no gradient and no "
+            f"dropout; give the call mode='prefill' or mode='decode', or call the operation with the keys and values "
+            f"of all tokens: op(query, key, value, mask=...)"
+        )
+    return stated
+
+
+def _check_query(query: jax.Array, cache: Cache, rows: Rows | None) -> None:
+    if query.ndim != 4 or 0 in query.shape:
+        raise ValueError(
+            f"query has shape {query.shape}, but must have rank 4 and no empty dimension: [B, T, H, D] (or "
+            f"[B, H, T, D] with metadata.layout='BHTD')"
+        )
+    B, _, H, D = query.shape
+    wanted = 1 if rows is not None else cache.batch
+    if wanted != B:
+        what = "packed rows have batch 1" if rows is not None else f"the cache has batch {cache.batch}"
+        raise ValueError(f"query has batch {B}, but {what}: they must be equal")
+    if cache.head_dim != D:
+        raise ValueError(f"query has head_dim {D}, but the cache has head_dim {cache.head_dim}: they must be equal")
+    if H % cache.kv_heads:
+        raise ValueError(
+            f"query has {H} heads and the cache has {cache.kv_heads}: the kv heads must divide the heads (check that "
+            f"metadata.layout is the query's layout)"
+        )
+
+
+def _scores(
+    query: jax.Array, cache: Cache, query_lengths: ArrayLike | None, rows: Rows | None, lengths: jax.Array | None
+) -> Scores:
+    _, T, H, _ = query.shape
+    B, S = cache.batch, cache.length
+    if rows is None:
+        real = cache.row_lengths("query_lengths", query_lengths, T)
+        return Scores((B, H, T, S), cache.query_positions(T, real, lengths), None, cache)
+    lengths, starts = whole(cache.lengths if lengths is None else lengths), whole(cache.starts)
+    row, index = rows.checked(T, B).of_queries(T, lengths)
+    position = index - starts[jnp.maximum(row, 0)]
+    position = jnp.where((row >= 0) & (index >= 0) & (position >= 0), position, -1)
+    return Scores((B, H, T, S), position[None], row[None], cache)
+
+
+def _mask(mask: object, shape: tuple[int, int, int, int]) -> Mask | None:
+    """The caller's mask, not bound: an array as `Dense`."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
+        raise ValueError(f"mask is a {type(mask).__name__}, but must be a boolean array or an attnops.masks.Mask")
+    check_broadcastable("mask", tuple(mask.shape), shape, "add axes of size 1; keys are counted by position")
+    check_boolean("mask", mask)
+    return Dense(mask if isinstance(mask, np.ndarray) else jnp.asarray(mask))

@@ -1,0 +1,349 @@
+"""A call over a cache under a mesh: every device attends to what it holds.
+
+Rows and heads are shards of the call. Of a context that is cut, each device has some of the keys of every query, and of
+packed rows all queries and the keys of some rows: there each computes a partial softmax, which `joined` merges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from attnops.errors import Reason, UnsupportedError
+from attnops.masks.at import At
+from attnops.masks.base import Mask
+from attnops.output import OperationOutput
+from attnops.partition.boundary import (
+    Boundary,
+    Entry,
+    dividing_axes,
+    is_elsewhere,
+    mesh_of_call,
+    result_specs,
+    rule_axes,
+)
+from attnops.partition.operands import Operands, Template
+from attnops.partition.program import Program, compiled, first_index, program_key
+from attnops.partition.run import by_kv_head, fields_of, kv_heads_of, option_specs, wanted_fields
+from attnops.partition.shards import Shard, SpecOf, shard_of, specs_of
+from attnops.sharding.axes import HEAD
+from attnops.sharding.mesh import manual_axes, mesh_arguments, names_of
+from attnops.sharding.placing import explicit_names, mapped_names, mesh_of_types, placed
+from attnops.sharding.rules import AxisRules
+from attnops.sharding.specs import MeshLike
+from attnops.softmax import PartialSoftmax, exp_sum, log_sum, merge, with_sinks
+from attnops_caches.calls.reader import cache_of
+from attnops_caches.masks.packed import PackedByRow
+from attnops_caches.masks.slots import Slots
+from attnops_caches.placement import Placement, check_packed, placement_of
+from attnops_caches.scores import SlotBias
+
+if TYPE_CHECKING:
+    from attnops.dispatch.request import AttentionRequest
+    from attnops.typing import Leaf, Options
+    from attnops_caches.base import Cache, CacheType
+    from attnops_caches.tokens import NewTokens
+
+# Of up to so many queries partial softmaxes are gathered: one exchange, of more bytes than two reductions.
+_GATHERED: Final = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheBoundary(Boundary):
+    """How a call over a cache is sharded over a mesh.
+
+    Attributes:
+        placement: how the cache is sharded. Queries are sharded with it, except packed rows, whose ``batch`` is None.
+    """
+
+    placement: Placement = dataclasses.field(kw_only=True)
+
+
+def find_cache_boundary(
+    mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest, query: Leaf, cache: Cache
+) -> CacheBoundary | None:
+    """How a call over a cache is sharded: as the cache is, or by the rules where it has no placement.
+
+    Args:
+        mesh: see `find_boundary`.
+        rules: the metadata's.
+        request: of the call.
+        query: [B, T, H, D].
+        cache: the cache.
+
+    Raises:
+        ValueError: ``mesh``, that of the cache and the current mesh have different axes.
+        UnsupportedError: see `Placement.free`.
+    """
+    own = cache.placement
+    if own is not None and mesh is not None and dict(own.mesh.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"metadata.mesh has the axes {dict(mesh.shape)}, but the cache was placed on a mesh with "
+            f"{dict(own.mesh.shape)}; a call runs on one mesh: leave metadata.mesh out, or give an equal one"
+        )
+    ambient = jax.sharding.get_abstract_mesh()
+    arrays = [query, *jax.tree.leaves(cache)]
+    typed = mesh_of_types(arrays)
+    chosen = mesh_of_call(mesh if own is None else own.mesh, ambient, typed)
+    if chosen is None:
+        return None
+    free = frozenset(chosen.shape) - mapped_names(arrays) - manual_axes()
+    nowhere = Placement(chosen, None, None, None)
+    if own is None:
+        # Masks were bound to all slots of a row, so that each device has all of them.
+        placement = dataclasses.replace(placement_of(cache, chosen, rules, by_page=False), slots=None)
+    else:
+        placement = own.free() or nowhere
+    dividing = functools.partial(dividing_axes, chosen, free)
+    of = functools.partial(rule_axes, rules, request.mode)
+    heads = placement.kv_heads
+    if heads is None:
+        taken = names_of(placement.batch) + names_of(placement.slots)
+        heads = dividing(tuple(name for name in of(HEAD) if name not in taken), request.heads)
+    is_explicit = bool(explicit_names(chosen) | explicit_names(typed))
+    is_here = math.prod(chosen.shape[name] for name in free) > 1 or not is_elsewhere(chosen, arrays)
+    if is_here and not is_explicit and placement == nowhere and heads is None:
+        return None
+    batch = None if cache_of(request).is_packed else placement.batch
+    return CacheBoundary(
+        mesh=chosen,
+        is_ambient=not ambient.empty,
+        batch=batch,
+        heads=heads,
+        kv_heads=placement.kv_heads,
+        lengths=(None, None),
+        results=result_specs(dividing, of, request, batch, heads) if is_explicit else {},
+        placement=placement,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedForward:
+    """What one device computes.
+
+    Attributes:
+        whole: of query, cache and options: attention over all keys of its rows.
+        partial: of the same, without sinks and flags: attention over some of the keys.
+        stepped: of query, cache, options and new tokens: attention, and the cache with them.
+        option_axes: see `attnops.partition.run.run_sharded`.
+        key: all that both depend on other than their arguments, see `attnops.partition.run.run_sharded`.
+    """
+
+    whole: Callable[..., OperationOutput]
+    partial: Callable[..., PartialSoftmax]
+    stepped: Callable[..., tuple[OperationOutput, Cache]]
+    option_axes: Mapping[str, str]
+    key: Hashable | None
+
+
+def run_cached(
+    boundary: Boundary, forward: CachedForward, query: jax.Array, cache: CacheType, options: Options, is_packed: bool,
+    new: NewTokens | None = None,
+) -> tuple[OperationOutput, CacheType]:  # fmt: skip
+    """Attention over a cache, each device computing its part; and the cache with new tokens.
+
+    Args:
+        boundary: see `find_cache_boundary`.
+        forward: the computation of one device.
+        query: [B, T, H, D]; of packed rows [1, N, H, D].
+        cache: the cache.
+        options: bound to slots, see `attnops_caches.calls.bind`.
+        is_packed: whether rows are packed.
+        new: tokens for devices to write, see `attnops_caches.Cache.pending`; None for none.
+
+    Raises:
+        UnsupportedError: what can't be computed from partial softmaxes, or from some of the keys.
+    """
+    assert isinstance(boundary, CacheBoundary)
+    placement = boundary.placement
+    if is_packed:
+        check_packed(placement)
+    keys = placement.batch if is_packed else placement.slots
+    if keys is not None:
+        _check_partial(keys, options)
+    entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads, "s": keys}
+    sizes = {"b": query.shape[0], "h": query.shape[2], "k": cache.kv_heads}
+    specs = option_specs(entries, sizes, options, forward.option_axes)
+    if isinstance(bias := options.get("bias"), SlotBias):
+        specs["bias"] = _bias_specs(bias, entries)
+    by_query = PartitionSpec(boundary.batch, None, boundary.heads)
+    of_new = None if new is None else placement.specs_of_new(cache, is_packed)
+    cache_specs = placement.specs(cache)
+    operands = Operands((query, cache, new), options, {"args": (by_query, cache_specs, of_new), **specs})
+    by_head = PartitionSpec(boundary.batch, boundary.heads)
+    fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
+    wanted = wanted_fields(options)
+    group = query.shape[2] // cache.kv_heads
+    own = by_kv_head(options, forward.option_axes)
+    names = () if new is None else tuple(new.tokens)
+    written = [getattr(cache_specs.store, name) for name in names]
+    local = _Local(
+        forward, operands.template, wanted, names, placement, boundary.batch, boundary.heads, keys, group, own
+    )
+    where = mesh_arguments(boundary.mesh)
+    static = (wanted, names, placement, boundary.batch, boundary.heads, keys, group, own)
+    key = None
+    if forward.key is not None:
+        key = program_key(forward.key, boundary, operands.template, options, where, static)
+    # Nothing is differentiated, and kernels may have carries that don't vary as the check wants.
+    outs = *(fields[name] for name in wanted), *written
+    program = Program(local, tuple(operands.specs), outs, False, where, key)
+    run = compiled(program) if key is not None else program.compiled()
+    moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
+    results = run(*moved)
+    output = OperationOutput(**dict(zip(wanted, results[: len(wanted)], strict=True)))
+    if new is not None:
+        arrays: dict[str, Any] = dict(zip(names, results[len(wanted) :], strict=True))
+        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays))
+    return output, cache
+
+
+def may_step(boundary: Boundary, cache: Cache) -> bool:
+    """Whether each device may write the tokens of a step to its part of a cache: all devices that attend over a part
+    have the same of it, and no other has some.
+    """
+    assert isinstance(boundary, CacheBoundary)
+    own = None if cache.placement is None else cache.placement.free()
+    return own is not None and own == boundary.placement and own.slots is None and own.kv_heads == boundary.heads
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Local:
+    """The computation of one device; holds no operand.
+
+    Attributes:
+        forward: see `CachedForward`.
+        template: the call's arguments without its operands.
+        wanted: the fields of the output that the call asks for.
+        written: the arrays of the cache's store that are returned too, with new tokens.
+        placement: of the cache.
+        batch, heads: the mesh axes that shard the query.
+        keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
+        group: query heads a kv head, in the whole call.
+        by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
+    """
+
+    forward: CachedForward
+    template: Template
+    wanted: tuple[str, ...]
+    written: tuple[str, ...]
+    placement: Placement
+    batch: Entry
+    heads: Entry
+    keys: Entry
+    group: int
+    by_kv_head: tuple[tuple[str, int], ...]
+
+    def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
+        """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
+        (query, cache, new), rest = self.template.filled(arrays)
+        own = self.placement.local(cache)
+        shard = Shard(first_index(self.batch, query.shape[0]), first_index(self.heads, query.shape[2]),
+                      query.shape[0], query.shape[2])  # fmt: skip
+        if self.placement.kv_heads != self.heads:
+            own = _with_heads(own, shard, self.group)
+            for name, axis in self.by_kv_head:
+                rest[name] = jax.tree.map(
+                    lambda x, a=axis: x if x.shape[a] == 1 else kv_heads_of(x, shard, self.group, a),  # type: ignore[misc]
+                    rest[name],
+                )
+        rest["mask"] = shard_of(rest["mask"], shard)
+        if isinstance(bias := rest.get("bias"), SlotBias):
+            rest["bias"] = dataclasses.replace(bias, bias=shard_of(bias.bias, shard))
+        if new is not None:
+            output, own = self.forward.stepped(query, own, rest, new)
+            return *fields_of(output, self.wanted), *(getattr(own.store, name) for name in self.written)
+        if self.keys is None:
+            return fields_of(self.forward.whole(query, own, rest), self.wanted)
+        sinks = rest.pop("sinks", None)
+        rest.pop("return_lse", None)
+        part = joined(self.forward.partial(query, own, rest), self.keys)
+        if sinks is not None:
+            part = with_sinks(part, sinks)
+        return fields_of(OperationOutput(part.out.astype(query.dtype), None, part.lse), self.wanted)
+
+
+def joined(part: PartialSoftmax, axes: Entry) -> PartialSoftmax:
+    """The partial softmaxes of the devices along mesh axes as one; inside `jax.shard_map`."""
+    names = names_of(axes)
+    if part.out.shape[1] > _GATHERED:
+        m = lax.pmax(part.lse, names)
+        l = exp_sum(part.lse, part.lse_residual, m).swapaxes(1, 2)[..., None]
+        sums = lax.psum(jnp.concatenate([part.out * l, l], axis=-1), names)
+        out, l = sums[..., :-1], sums[..., -1:]
+        out = jnp.where(l != 0, out / jnp.where(l != 0, l, 1.0), 0.0)  # != 0: NaN too
+        return PartialSoftmax(out, *log_sum(m, l[..., 0].swapaxes(1, 2)))
+    rows = (x.swapaxes(1, 2)[..., None] for x in (part.lse, part.lse_residual))
+    parts = lax.all_gather(jnp.concatenate([part.out, *rows], axis=-1), names)  # [devices, B, T, H, Dv + 2]
+    return merge(*(PartialSoftmax(x[..., :-2], *(x[..., i].swapaxes(1, 2) for i in (-2, -1))) for x in parts))
+
+
+def _check_partial(keys: Entry, options: Options) -> None:
+    """Raise an `UnsupportedError` for what needs all keys on one device."""
+    axes, reasons = ", ".join(names_of(keys)), []
+    if "return_weights" in options:
+        reasons.append(Reason("return_weights", True, f"the mesh axes {axes} shard the keys of each query",
+                              "leave it out, or AxisRules(kv_length=None)"))  # fmt: skip
+    if (mask := _numbering_keys(options["mask"])) is not None:
+        reasons.append(Reason("mask", repr(mask), f"it numbers the keys, which the mesh axes {axes} shard",
+                              "declare its axes, or AxisRules(kv_length=None)"))  # fmt: skip
+    if reasons:
+        listed = "".join(f"\n  - {reason}" for reason in reasons)
+        raise UnsupportedError(f"attention over keys that are sharded over {axes}:{listed}", reasons)
+
+
+def _numbering_keys(mask: Mask) -> Mask | None:
+    """A part of a bound mask that is evaluated at the numbers of all keys."""
+    if isinstance(mask, PackedByRow) or (isinstance(mask, At) and mask.kv_positions is not None):
+        return None
+    if mask.axes is None:
+        return mask
+    fields: tuple[Any, ...] = dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ()
+    inner = (getattr(mask, field.name) for field in fields)
+    found = (_numbering_keys(x) for x in inner if isinstance(x, Mask))
+    return next((x for x in found if x is not None), None)
+
+
+def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:
+    """The specs of a bias by slot: what it holds by position is the same on every device."""
+
+    def spec_of(sharded: str) -> SpecOf:
+        return lambda shape, letters: PartitionSpec(
+            *(entries.get(x) if x in sharded and size > 1 else None for x, size in zip(letters, shape, strict=False))
+        )
+
+    return dataclasses.replace(
+        bias,
+        bias=specs_of(bias.bias, spec_of("bh")),
+        q_positions=spec_of("b")(bias.q_positions.shape, "bt"),  # type: ignore[arg-type]
+        k_positions=_slot_specs(bias.k_positions, spec_of("bs")),
+        q_rows=None if bias.q_rows is None else PartitionSpec(),  # type: ignore[arg-type]
+    )
+
+
+def _slot_specs(positions: jax.Array | Slots, spec_of: SpecOf) -> Any:
+    return specs_of(positions, spec_of) if isinstance(positions, Slots) else spec_of(positions.shape, "bs")
+
+
+def _with_heads(cache: Cache, shard: Shard, group: int) -> Cache:
+    """A cache with the kv heads that this device's query heads use; a copy, unless those are all."""
+    store = cache.store
+    if store.kv_heads == 1:
+        return cache
+
+    def chosen(x: jax.Array | None) -> jax.Array | None:
+        if x is None or x.ndim == 0:
+            return x
+        return kv_heads_of(store.own(x), shard, group, 1) if x.ndim > 1 else kv_heads_of(x, shard, group, 0)
+
+    fields: dict[str, Any] = {name: chosen(getattr(store, name)) for name in
+                              ("key", "value", "key_scale", "value_scale")}  # fmt: skip
+    return dataclasses.replace(cache, store=dataclasses.replace(store, **fields, first=None, blocks=None))

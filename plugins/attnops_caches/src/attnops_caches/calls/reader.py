@@ -1,0 +1,153 @@
+"""CacheReader: how a class of operations reads caches in place, for one of its forwards.
+
+A class declares its readers by forward, ``readers = {"tpu": MyReader()}``. A forward without a reader, or whose reader
+has reasons, is given the arrays of ``cache.read()``.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+
+import jax
+
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.operation import keyword_options
+from attnops.dispatch.platforms import FORWARD_CHAIN
+from attnops.errors import Reason
+
+if TYPE_CHECKING:
+    from attnops.biases import Bias
+    from attnops.dispatch.request import AttentionRequest
+    from attnops.masks import Mask
+    from attnops.output import OperationOutput
+    from attnops_caches.base import Cache
+    from attnops_caches.calls.limits import CacheLimits
+    from attnops_caches.calls.request import CacheRequest
+    from attnops_caches.tokens import NewTokens
+
+CacheType = TypeVar("CacheType", bound="Cache")
+
+
+class CacheReader(abc.ABC):
+    """Reads caches in place for one forward of a class of operations; without state.
+
+    Class attributes:
+        limits: the caches that it reads.
+        writes: whether it has `step`.
+    """
+
+    limits: ClassVar[CacheLimits]
+    writes: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        operation: Any,
+        query: jax.Array,
+        cache: Cache,
+        *,
+        mask: Mask,
+        bias: Bias | None = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+        return_lse: bool = False,
+    ) -> OperationOutput:
+        """Attention over a cache. An option that an override does not name is a reason.
+
+        Args:
+            operation: whose reader it is.
+            query: [B, T, H, D]; of packed rows [1, N, H, D].
+            cache: what it holds may be a device's part of a cache on a mesh.
+            mask: bound to the scores by slot, [B, H, T, S]; of packed rows [1, H, N, B · S], the slots of all rows one
+                after the other.
+            bias: bound to the scores by slot.
+            softmax_scale: see `attnops.OperationImpl.__call__`.
+            logits_soft_cap: see `attnops.OperationImpl.__call__`.
+            sinks: [H].
+            return_lse: whether the output has ``logsumexp``.
+        """
+
+    def step(
+        self, operation: Any, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any
+    ) -> tuple[OperationOutput, CacheType]:
+        """`attend`, and the new tokens written in the same kernel; of a class with ``writes``.
+
+        Args:
+            operation: whose reader it is.
+            query: see `attend`.
+            cache: it has the lengths that it has afterwards, but not the tokens.
+            new: the tokens.
+            **options: of `attend`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no step")
+
+    def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
+        """Further reasons not to read in place, which ``limits`` and the operation's ``unsupported`` can't express."""
+        return ()
+
+    def not_written(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
+        """Why `step` does not write the tokens of a request that `attend` serves."""
+        return ()
+
+
+# The readers of classes that can't declare them, since they don't know caches: the core's.
+READERS: Final[dict[type, Mapping[str, CacheReader]]] = {}
+
+
+def cache_of(request: AttentionRequest) -> CacheRequest:
+    """The description of the cache of a request over one."""
+    source: Any = request.source
+    return source  # type: ignore[no-any-return]
+
+
+def reader_of(operation: OperationImpl, forward: str) -> CacheReader | None:
+    """The reader of a forward; None where it has none.
+
+    That of the nearest class which declares one; a class with a forward of its own has none of its base classes'.
+    """
+    for cls in type(operation).__mro__:
+        reader = vars(cls).get("readers", {}).get(forward) or READERS.get(cls, {}).get(forward)
+        if reader is not None:
+            if not isinstance(reader, CacheReader):
+                raise TypeError(f"{cls.__name__}.readers[{forward!r}] is {reader!r}, but must be a CacheReader")
+            return reader
+        if f"forward_{forward}" in vars(cls):
+            return None
+    return None
+
+
+def may_write(operation: OperationImpl) -> bool:
+    """Whether some step of an operation may be one kernel; False is certain."""
+    if type(operation).chosen is not OperationImpl.chosen:  # `auto`: it picks by the request
+        return (operation.metadata.platform or jax.default_backend()) != "cpu"
+    readers = [reader_of(operation, forward) for forward in {*itertools.chain(*FORWARD_CHAIN.values())}]
+    return any(reader is not None and reader.writes for reader in readers)
+
+
+def in_place_reasons(operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
+    """Why a forward can't read the cache of a request in place; empty where it can."""
+    cache, reader = cache_of(request), reader_of(operation, forward)
+    if reader is None:
+        return [Reason("cache", cache.storage, f"{type(operation).__name__} has no reader of caches for {forward}")]
+    unknown = request.options - keyword_options(type(reader).attend)
+    reasons = [
+        Reason(option, "given", f"{type(reader).__name__}.attend has no such option") for option in sorted(unknown)
+    ]
+    reasons += reader.limits.reasons(cache) + operation.own_reasons(forward, request)
+    return [*reasons, *reader.unsupported(operation, request)]
+
+
+def step_reasons(operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
+    """Why a step appends the tokens first, and no kernel writes them; empty where one does.
+
+    On a mesh some caches are appended to in any case, see `attnops_caches.calls.step`.
+    """
+    reader = reader_of(operation, forward)
+    if reader is None or not reader.writes:
+        name = type(operation).__name__
+        return [Reason("step", cache_of(request).storage, f"{name} has no reader for {forward} that writes tokens")]
+    return [*in_place_reasons(operation, forward, request), *reader.not_written(operation, request)]

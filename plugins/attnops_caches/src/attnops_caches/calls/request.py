@@ -1,0 +1,136 @@
+"""The static description of a cache in a request."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from attnops.dispatch.request import is_symbolic
+from attnops.dispatch.source import SourceRequest, SourceUse
+from attnops_caches.calls.reader import in_place_reasons, step_reasons
+
+if TYPE_CHECKING:
+    from attnops.dispatch.attention import OperationImpl
+    from attnops.dispatch.request import AttentionRequest
+    from attnops.errors import Reason
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheRequest(SourceRequest):
+    """The static description of the cache of a call.
+
+    Attributes:
+        storage: the class of the cache, such as ``"PagedCache"``.
+        codec: the codec's dtype, such as ``"int8"``; empty for tokens that are stored as they are.
+        scales: what has a scale of its own, see `attnops_caches.Quantized`; empty without a codec.
+        latent: whether the value is a part of the key.
+        page_size: slots a page; 0 for a storage without pages.
+        width: features of a token in the array of keys, zeros included; D + Dv at least where values are joined to it.
+        joined: whether keys and values are one array.
+        tokens_per_line: F, see `PagedCache.create`; ``width`` is that of a line.
+        is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.
+        rows: of the cache; 1 where it is not known.
+        mask_kinds: of packed rows those of the caller's mask, which may be an array by packed query and slot for
+            whoever does not compute row by row, see `attnops_caches.masks.PackedByRow`.
+        mask_primitives: the same, see `attnops.AttentionRequest`.
+    """
+
+    storage: str
+    codec: str = ""
+    scales: str = ""
+    latent: bool = False
+    page_size: int = 0
+    width: int = 0
+    joined: bool = False
+    tokens_per_line: int = 1
+    is_packed: bool = False
+    rows: int = 1
+    mask_kinds: frozenset[str] = frozenset()
+    mask_primitives: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        codec = f" {self.codec} by {self.scales}" if self.codec else ""
+        pages = f" of pages of {self.page_size}" if self.page_size else ""
+        lines = f" in lines of {self.tokens_per_line}" if self.tokens_per_line > 1 else ""
+        return f"{self.storage}{pages}{lines}{codec}{' latent' * self.latent}{' packed' * self.is_packed}"
+
+    def reasons(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
+        """See `attnops.dispatch.source.SourceRequest.reasons`: none where the forward reads the cache in place."""
+        if not in_place_reasons(operation, forward, request):
+            return []
+        return operation.own_reasons(forward, over_arrays(request))
+
+    def use(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> CacheUse:
+        """See `attnops.dispatch.source.SourceRequest.use`."""
+        reasons = tuple(in_place_reasons(operation, forward, request))
+        steps = tuple(step_reasons(operation, forward, request))
+        return CacheUse(forward, reasons, bytes_read(request) if reasons else 0, steps)
+
+
+def slots_of_row(request: AttentionRequest) -> int:
+    """The keys of each row: of a request over packed rows the slots of one row, else S."""
+    source = request.source
+    is_packed = isinstance(source, CacheRequest) and source.is_packed
+    return request.key_length // source.rows if is_packed else request.key_length  # type: ignore[union-attr]
+
+
+def over_arrays(request: AttentionRequest) -> AttentionRequest:
+    """The request of the call on the arrays that the cache is read into, see `attnops_caches.calls.bind.arrays_of`."""
+    as_array = ("array", "ALiBi", "RelativePosition")
+    kinds = {"": "", "ScoreFn": "ScoreFn"} | dict.fromkeys(as_array, "array")
+    return request.replace(source=None, bias_kind=kinds.get(request.bias_kind, "SlotBias"), bias_primitives=frozenset())
+
+
+def bytes_read(request: AttentionRequest) -> int:
+    """The bytes of the arrays of ``cache.read()`` for a request over a cache."""
+    size = jnp.dtype(request.dtypes[1]).itemsize
+    per_slot = request.kv_heads * (request.head_dim + request.value_head_dim) * size
+    return request.batch * request.key_length * per_slot
+
+
+def printed_bytes(size: int) -> str:
+    """A number of bytes for people, such as ``"33.6 MB"``."""
+    if is_symbolic(size):
+        return f"{size} bytes"
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} bytes"
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheUse(SourceUse):
+    """How a forward uses a cache, for `attnops.explain`.
+
+    Attributes:
+        forward: its name.
+        read_reasons: why it does not read the cache in place; empty where it does.
+        bytes_read: the bytes of the arrays that each call makes by ``cache.read()``; 0 where it reads in place.
+        step_reasons: why `attnops.OperationImpl.step` appends the tokens before it attends; empty where one kernel
+            appends and attends (off-mesh only).
+    """
+
+    forward: str
+    read_reasons: tuple[Reason, ...]
+    bytes_read: int
+    step_reasons: tuple[Reason, ...]
+
+    @property
+    def reads(self) -> str:
+        """See `attnops.dispatch.source.SourceUse.reads`."""
+        if not self.read_reasons:
+            return f"reads the cache in place (forward_{self.forward})"
+        why = "; ".join(str(reason) for reason in self.read_reasons)
+        return f"reads the cache into arrays by cache.read(), {printed_bytes(self.bytes_read)} a call: {why}"
+
+    @property
+    def steps(self) -> str:
+        """See `attnops.dispatch.source.SourceUse.steps`."""
+        if not self.step_reasons:
+            return (
+                "op.step writes the tokens in the kernel; before it where a mesh shards the context, or shards kv "
+                "heads otherwise than the query's"
+            )
+        return "op.step appends the tokens first: " + "; ".join(str(reason) for reason in self.step_reasons)

@@ -1,0 +1,165 @@
+"""DenseCache: a row of slots for each sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.exported import serialised
+from attnops.sharding.placing import placed
+from attnops_caches.base import Cache, CacheType
+from attnops_caches.codec import Quantized
+from attnops_caches.create import check_size, create_rows, create_store
+from attnops_caches.integers import int32
+from attnops_caches.masks.slots import Slots
+from attnops_caches.placement import PLACEMENT
+from attnops_caches.store import Pieces
+from attnops_caches.tokens import Contents
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.typing import DType
+
+
+@serialised(placement=PLACEMENT)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseCache(Cache):
+    """A row of S slots for each sequence; the token of index i is in slot i. See `Cache`."""
+
+    storage: ClassVar[str] = "DenseCache"
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        batch: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: DType = jnp.bfloat16,
+        codec: Quantized | None = None,
+        latent: int | None = None,
+        key_scale: ArrayLike | None = None,
+        value_scale: ArrayLike | None = None,
+        starts: ArrayLike | None = None,
+        layers: int | None = None,
+        width: int | None = None,
+        tokens_per_line: int = 1,
+    ) -> DenseCache:
+        """An empty cache.
+
+        Args:
+            batch: B, the rows.
+            length: S, the slots of a row.
+            kv_heads: K.
+            head_dim: D, of keys.
+            value_head_dim: Dv, of values; None for D.
+            dtype: of keys and values as they are appended and read; the queries' dtype.
+            codec: how tokens are stored; None: as they are.
+            latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
+                features of the key, and is not stored again.
+            key_scale: with scales by tensor, float32 []; by head, [K]; [L] or [L, K] for layers that differ.
+            value_scale: the same of the values.
+            starts: how many tokens of left padding each row begins with, integers [B]; None for none.
+            layers: L, for a layer axis in front of every array; None for none.
+            width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
+                key and zeros. None: keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
+                products on CPUs read where they are; with ``tokens_per_line`` above 1 they are one array of lines.
+            tokens_per_line: see `PagedCache.create`; S takes the place of ``page_size``.
+
+        Memory: B · S tokens of ``bytes_per_token``, times L.
+
+        Raises:
+            ValueError: a size below 1; another dtype or codec; a latent larger than D; scales that are missing, or that
+                the codec computes itself, or that are known not to be above 0; starts that are known to be negative;
+                ``tokens_per_line`` that does not divide the slots, or with a ``width``.
+        """
+        check_size("batch", batch)
+        store = create_store(
+            batch, check_size("length", length), kv_heads, head_dim, value_head_dim, dtype, codec, latent,
+            key_scale, value_scale, layers, width, tokens_per_line,
+        )  # fmt: skip
+        return cls(store=store, **create_rows(batch, starts, layers))
+
+    @property
+    def length(self) -> int:
+        return self.store.slots
+
+    def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
+        lengths, run = self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
+        fit = jnp.clip(self.length - lengths, 0, count)
+        # A negative length is that of a row whose first slots are on other devices.
+        slot = jnp.maximum(lengths, 0)
+        return Pieces(run, slot - lengths, jnp.maximum(lengths + fit - slot, 0), rows, slot), fit
+
+    def slots(self) -> Slots:
+        return self._slots()
+
+    def read(self) -> Contents:
+        self._check_layer()
+        if self.placement is not None:
+            return self._read_placed()
+        return Contents(*read_blocks(self), *self.positions())
+
+    def take_rows(self, rows: ArrayLike) -> Self:
+        """The cache with row ``rows[b]`` in place of row b, as beam search reorders them.
+
+        Args:
+            rows: integers [B']. Those known when tracing are checked; in place of another that is no row there is an
+                empty row whose ``overflowed`` is set.
+
+        On a mesh, axes that do not divide B' no longer shard the rows. With a layer axis, of every layer.
+
+        Raises:
+            ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of one with a
+                layer axis.
+        """
+        return take_rows(self, rows)
+
+
+def read_blocks(cache: Cache) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B, n, K, d] of a cache whose blocks are its rows."""
+    store = cache.store
+    own = {name: store.own(x) for name, x in store._blocks().items()}
+    scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | own
+    key, value = store.decoded(own["key"], own.get("value"), scales["key_scale"], scales["value_scale"])
+    return key.swapaxes(1, 2).astype(store.dtype), value.swapaxes(1, 2).astype(store.dtype)
+
+
+def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
+    """A cache whose blocks are its rows with other rows; see `DenseCache.take_rows`."""
+    if cache.store.first is not None:
+        raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
+    array: Any = rows if hasattr(rows, "dtype") else np.asarray(rows)
+    if np.dtype(array.dtype).kind not in "iu" or array.ndim != 1 or not array.size:
+        raise ValueError(f"rows is {array.dtype} {tuple(array.shape)}, but must be integers of rank 1, at least one")
+    if isinstance(array, np.ndarray) and not 0 <= array.min() <= array.max() < cache.batch:
+        raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {cache.batch - 1}")
+    given, axis = int32(array), cache.lengths.ndim - 1
+
+    def taken(cache: CacheType, given: jax.Array) -> CacheType:
+        exists, index = (given >= 0) & (given < cache.batch), jnp.clip(given, 0, cache.batch - 1)
+        blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
+        fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
+        fields = {name: jnp.where(exists, x, jnp.zeros((), x.dtype)) for name, x in fields.items()}
+        fields["overflowed"] |= ~exists
+        return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **blocks), **fields)  # type: ignore[arg-type]
+
+    placement = None if cache.placement is None else cache.placement.free()
+    if cache.placement is None or placement is None:
+        return taken(cache, given)
+    changed = {"placement": cache.placement.for_rows(given.shape[0])}
+    specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(cache, **changed))  # type: ignore[arg-type]
+
+    def moved(cache: CacheType, given: jax.Array) -> CacheType:
+        return dataclasses.replace(taken(cache, given), **changed)  # type: ignore[arg-type]
+
+    result: CacheType = placement.by_compiler(moved, specs, cache, given)
+    return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""The core's native `flash` over caches, in place."""

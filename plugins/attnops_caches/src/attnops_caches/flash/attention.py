@@ -1,0 +1,225 @@
+"""Flash attention over a cache, in place: tiles are loaded from its blocks and dequantised one at a time.
+
+A few queries over a float32 cache whose slots are mostly seen are computed at once instead, see `whole`.
+
+The scores are those of `attnops_caches.scores`, by slot; only tiles that hold a key that some query sees are loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.kernels.flash import FlashCall
+from attnops.masks.at import At
+from attnops.masks.base import And, Mask
+from attnops.masks.positions import SlidingWindow
+from attnops.operations.flash.backend import NativeFlash, call_once
+from attnops.operations.flash.forward import KeyValue, LoadKeyValue, forward
+from attnops.operations.flash.operands import Arrays
+from attnops.operations.flash.plan import Index, Plan, quotient_and_remainder
+from attnops.operations.flash.tile_schedule import TileSchedule
+from attnops.operations.flash.tile_sizes import Row, choose_tiles
+from attnops_caches.base import Cache
+from attnops_caches.bits import from_bits
+from attnops_caches.flash import whole
+from attnops_caches.masks.slots import AtSlots
+from attnops_caches.paged import PagedCache
+from attnops_caches.store import Store
+
+# Up to so many queries, keys take longer to read than to multiply with, and the tiles are these.
+_FEW: Final = 16
+# Queries of packed rows a tile, all heads of a kv head together: each reads the keys of every row that it has queries
+# of, so that a large one computes scores of which most are masked. 240 queries of one row and 15 of others, 1,024 keys
+# each, 9 heads on 3: 42 ms with 128 queries a tile, 15 with 16; 256 of one row 4.2 and 6.7.
+_PACKED: Final = 48
+# Keys a tile: smaller ones take more steps, whose cost is fixed; larger ones read more that is not seen. Of a
+# window a quarter, since on average half a tile at either end is read for nothing, but no less than the latter.
+_KEYS: Final = 512
+_LEAST_KEYS: Final = 128
+# Narrow numbers of a token with at least so many have larger tiles, of as many bytes: one token, H 32, K 8, D 128,
+# B 8, S 4,096 takes with 512, 1,024 and 2,048 keys 10.5, 8.6, 8.8 ms in bfloat16 and 9.6, 8.3, 7.0 in int8; in float32
+# 14.1, 13.9, 13.5; with H 9, K 3, D 64 1.7, 2.2, 2.2 and 0.8, 1.3, 1.4.
+_WIDE_TOKEN: Final = 1024
+
+
+class Blocks(NamedTuple):
+    """How the tiles of a call lie in the blocks of a cache; static.
+
+    Attributes:
+        slots: of a row of the cache.
+        itemsize: bytes of a stored number.
+        page_size: slots a block, if blocks are pages; 0 where a block is a row.
+        is_packed: whether the tiles of all rows follow one another.
+        tokens_per_line: see `attnops_caches.PagedCache.create`.
+    """
+
+    slots: int
+    itemsize: int
+    page_size: int
+    is_packed: bool
+    tokens_per_line: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedFlash(NativeFlash):
+    """The native backend with tiles that fit a cache.
+
+    Attributes:
+        blocks: of the cache.
+    """
+
+    blocks: Blocks
+
+    def tiles(self, call: FlashCall, row: Row) -> tuple[int, int]:
+        T, groups, given = call.query.shape[1], call.query.shape[2] // call.key.shape[2], call.metadata.block_k
+        block_q, block_k = choose_tiles(T, self.blocks.slots, groups, call.metadata.block_q, given, row)
+        if self.blocks.is_packed and not call.metadata.block_q:
+            block_q = min(block_q, max(_PACKED // groups // 16, 1) * 16)
+        if T <= _FEW and not given:
+            window = _window(call.mask)
+            block_k = self._keys(call) if window is None else max(_LEAST_KEYS, min(_KEYS, window // 4))
+        return block_q, self._fitting(block_k)
+
+    def _keys(self, call: FlashCall) -> int:
+        """Keys a tile of few queries; at most a quarter of a row's slots, since of the last tile half is not seen."""
+        _, _, kv_heads, head_dim = call.key.shape
+        is_wide = kv_heads * head_dim >= _WIDE_TOKEN
+        return max(_KEYS, min(_KEYS * 4 // self.blocks.itemsize, self.blocks.slots // 4)) if is_wide else _KEYS
+
+    def _fitting(self, block_k: int) -> int:
+        """The nearest size of tiles that whole pages fill, and of packed rows, that divides a row."""
+        slots, _, page, is_packed, F = self.blocks
+        unit = page or F
+        most = max(1, min(block_k, slots) // unit)
+        if not is_packed:
+            return most * unit
+        return unit * max(n for n in range(1, most + 1) if slots // unit % n == 0)
+
+
+def _window(mask: Mask | None) -> int | None:
+    """The keys of the narrowest window in a mask that is known when tracing; None for none."""
+    if isinstance(mask, And):
+        widths = [width for side in (mask.left, mask.right) if (width := _window(side)) is not None]
+        return min(widths, default=None)
+    if isinstance(mask, (At, AtSlots)):
+        return _window(mask.mask)
+    if isinstance(mask, SlidingWindow) and isinstance(mask.left, int):
+        return mask.left + 1 + (mask.right if isinstance(mask.right, int) else 0)
+    return None
+
+
+def cached_attention(call: FlashCall, cache: Cache, is_packed: bool) -> tuple[jax.Array, jax.Array]:
+    """The output [B, T, H, Dv] and the logsumexp, float32 [B, H, T].
+
+    Args:
+        call: of the scores by slot; key and value have shape and dtype only.
+        cache: the cache.
+        is_packed: whether the queries are packed rows.
+    """
+    page_size = cache.page_size if isinstance(cache, PagedCache) else 0
+    store = cache.store
+    backend = CachedFlash(
+        Blocks(cache.length, jnp.dtype(store.stored_dtype).itemsize, page_size, is_packed, store.tokens_per_line)
+    )
+    plan = dataclasses.replace(backend.plan(call), overlaps=True)
+    table = cache.table if isinstance(cache, PagedCache) else None
+    given = call.query, store, table, backend.arrays(plan, call), backend.schedule(plan, call)[0]
+    if plan.scoring.holds_function:
+        out, lse, _ = call_once(functools.partial(_forward, plan, backend.blocks), given)
+    else:
+        out, lse, _ = _compiled(plan, backend.blocks, *given)
+    return out, lse
+
+
+def _forward(
+    plan: Plan, blocks: Blocks, query: jax.Array, store: Store, table: jax.Array | None, arrays: Arrays,
+    schedule: TileSchedule,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return forward(plan, query, from_store(plan, blocks, store, table), arrays, schedule, of_rows=blocks.is_packed)
+
+    if table is None and not blocks.is_packed and whole.serves(plan, store):
+        return whole.attend_or(plan, query, store, arrays, schedule, in_tiles)
+    return in_tiles()
+
+
+# Compiled once for equal plans, also where the caller does not compile.
+_compiled = jax.jit(_forward, static_argnums=(0, 1))
+
+
+def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None) -> LoadKeyValue:
+    """Tiles of the tokens in a store; ``table`` int32 [rows, pages a row] where its blocks are pages."""
+    # The arrays of all layers keep the layer axis: XLA's CPU backend copies a loop's array that is reshaped, for K = 1.
+    has_layers = store.key.ndim == 5
+    base = 0 if has_layers else store.base
+    lead = [store.base // store.own_blocks] if has_layers else []
+    pages = None if table is None else jnp.clip(table, 0, store.own_blocks - 1) + base
+
+    def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
+        first = group * plan.problems_per_tile
+        row, head = quotient_and_remainder(first, plan.K)
+        slot = plan.first_key(kv_tile)
+        if blocks.is_packed:
+            row, slot = slot // blocks.slots, slot % blocks.slots
+
+        def tile(x: jax.Array, feature: int, d: int, F: int = 1) -> jax.Array:
+            """[P, bk / F, d] of an array [blocks, K, n / F, W], or one with L in front, from a feature on."""
+            ones, heads, size = (1,) * len(lead), plan.problems_per_tile, plan.bk // F
+            if pages is None:
+                start = plan.indices(*lead, row + base, head, slot if F == 1 else slot // F, feature)
+                return lax.dynamic_slice(x, start, (*ones, 1, heads, size, d)).reshape(heads, size, d)
+            count = plan.bk // blocks.page_size
+            numbers = lax.dynamic_slice(pages, plan.indices(row, slot // blocks.page_size), (1, count))[0]
+            # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,
+            # concatenated, take up to 1.5 times the CPU time at 16 tokens a page.
+            starts = [jnp.broadcast_to(i, numbers.shape) for i in plan.indices(*lead, numbers, head, feature)]
+            sizes = (*ones, 1, heads, blocks.page_size // F, d)
+            taken = lax.gather(x, jnp.stack(starts, 1), _by_page(len(lead)), sizes, mode="promise_in_bounds")
+            return taken.swapaxes(0, 1).reshape(heads, size, d)
+
+        def scale(x: jax.Array | None) -> jax.Array | None:
+            """What broadcasts to [P, bk] of a scale [], [K] or [blocks, K, n]."""
+            if x is None or x.ndim == 0:
+                return x if x is None else x[None, None]
+            if x.ndim == 1:
+                return lax.dynamic_slice(x, plan.indices(head), (plan.problems_per_tile,))[:, None]
+            return tile(x[..., None], 0, 1)[..., 0]
+
+        def operand(x: jax.Array) -> jax.Array:
+            """In the dtype of products, which holds each number of 8 bits."""
+            return from_bits(x, store.stored_dtype).astype(plan.dtype)
+
+        (D, Dv), F = store.head_dims, store.tokens_per_line
+        key_scale = scale(store.key_scale)
+        if F > 1:
+            lines = tile(store.key, 0, store.width, F)
+            key, value = store.key_of(lines), store.value_of(lines, None)
+            value_scale = key_scale if store.latent is not None else scale(store.value_scale)
+            return KeyValue(operand(key), operand(value), key_scale, value_scale)
+        if store.latent is not None:
+            key = operand(tile(store.key, 0, D))
+            return KeyValue(key, key[..., :Dv], key_scale, key_scale)
+        if store.value is None and jnp.dtype(store.stored_dtype).itemsize < 4:
+            # Narrow numbers are converted in any case, and one gather of both takes up to 0.9 times the CPU time of
+            # two; in float32 1.1 times.
+            both = tile(store.key, 0, store.width)
+            key, value = store.key_of(both), store.value_of(both, None)
+        elif store.value is None:
+            key, value = tile(store.key, 0, D), tile(store.key, store.width - Dv, Dv)
+        else:
+            key, value = tile(store.key, 0, D), tile(store.value, 0, Dv)
+        return KeyValue(operand(key), operand(value), key_scale, scale(store.value_scale))
+
+    return load_key_value
+
+
+def _by_page(layers: int) -> lax.GatherDimensionNumbers:
+    """Of a gather by layer if there is that axis, page, first head and first feature: [pages, P, page, d]."""
+    collapsed, mapped = tuple(range(layers + 1)), (*range(layers + 2), layers + 3)
+    return lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=collapsed, start_index_map=mapped)

@@ -1,0 +1,206 @@
+"""The masks of packed rows, [1, H, N, B · S]: N queries of B rows of a cache over the slots of all rows.
+
+Both have ``of_tiles``, for kernels whose tiles are of queries of one row: it makes no array by query and slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.masks.at import At, take
+from attnops.masks.base import And, Dense, Mask, Not, Or
+from attnops.masks.grid import CoverageBounds, Grid
+from attnops.masks.pytree import replaced
+from attnops.masks.tokens import Segments
+from attnops_caches.masks.slots import NO_QUERY, AtSlots, Held, Slots
+
+if TYPE_CHECKING:
+    from attnops.typing import Array, BoolArray, Index, Leaf
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Packed(And):
+    """What the caller's mask allows, and `Segments` of the rows.
+
+    Attributes:
+        rows: the number of each row that is here, int32 [1, B]; consecutive.
+    """
+
+    rows: Leaf
+
+    axes: ClassVar = {"rows": "bs"}
+    is_internal: ClassVar = True
+
+    def bind(self, B: int, H: int, T: int, S: int) -> Packed:  # type: ignore[override]
+        return Packed(self.left.bind(B, H, T, S), self.right.bind(B, H, T, S), self.rows)
+
+    def at(self, q_positions: Leaf = None, kv_positions: Leaf = None) -> Mask:
+        return And(self.left, self.right).at(q_positions, kv_positions)
+
+    @property
+    def q_rows(self) -> jax.Array:
+        """The row of each query, counted from the first that is here, int32 [N]; −1 for padding and other rows."""
+        assert isinstance(self.right, Segments)
+        return _rows_here(self.right, self.rows)
+
+    def of_tiles(self, queries: jax.Array, exists: jax.Array, row: jax.Array, slots: Slots) -> Mask:
+        """The mask of tiles of queries as that of a batch, [n, H, bq, S].
+
+        Args:
+            queries: the packed queries of each tile, all of one row, int32 [n, bq].
+            exists: whether there is such a tile, bool [n].
+            row: of each tile, counted from the first that is here, int32 [n].
+            slots: of the row of each tile.
+        """
+
+        def of(mask: Mask) -> Mask:
+            if isinstance(mask, At):
+                assert mask.q_positions is not None
+                return AtSlots(mask.mask, jnp.asarray(mask.q_positions)[0][queries], slots.without_pages())
+            if isinstance(mask, (And, Or)):
+                return dataclasses.replace(mask, left=of(mask.left), right=of(mask.right))
+            return dataclasses.replace(mask, mask=of(mask.mask)) if isinstance(mask, Not) else mask
+
+        return And(of(self.left), _of_tiles(queries, exists, slots))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PackedByRow(Mask):
+    """The same of a mask that has values by row, query or key, or is a function of the row.
+
+    Computed for each score it looks values up by both query and key, so that it is an array of them (`Dense`) for
+    whoever does not compute row by row.
+
+    Attributes:
+        mask: that of a batch by slot, bound to [B, H, N, S], of all N queries in each row.
+        exists: `Segments` of the rows.
+        rows: see `Packed`.
+        slots: S.
+    """
+
+    mask: Mask
+    exists: Mask
+    rows: Leaf
+    slots: int
+
+    axes: ClassVar = {"rows": "bs"}
+    inner_axes: ClassVar = {"mask": "h"}  # it is that of all rows, by their own slots
+    is_internal: ClassVar = True
+
+    def kinds(self) -> frozenset[str]:
+        return frozenset({"Dense"})
+
+    @property
+    def q_rows(self) -> jax.Array:
+        """See `Packed.q_rows`."""
+        assert isinstance(self.exists, Segments)
+        return _rows_here(self.exists, self.rows)
+
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
+        assert isinstance(self.exists, Segments)
+        row = jnp.maximum(take(self.exists.q_ids, b, q), 0)
+        return self.mask.allowed(row, h, q, kv % self.slots) & self.exists.allowed(b, h, q, kv)
+
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        exists = self.exists.coverage_bounds(grid)
+        return CoverageBounds(exists.some, exists.all & np.False_)
+
+    def by_query(self, shape: tuple[int, int, int, int]) -> Dense:
+        """The same mask as an array, booleans [1, H or 1, N, B · S]; ``shape`` is that of the scores."""
+        allowed = self.dense(*shape)
+        return Dense(jnp.broadcast_to(allowed, (*allowed.shape[:2], *shape[2:])))
+
+    def of_tiles(self, queries: jax.Array, exists: jax.Array, row: jax.Array, slots: Slots) -> Mask:
+        """See `Packed.of_tiles`."""
+        rows = row + jnp.asarray(self.rows)[0, 0]
+        return And(OfRows(self.mask, rows, queries), _of_tiles(queries, exists, slots))
+
+    def __repr__(self) -> str:
+        return f"{self.mask!r} & {self.exists!r}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class OfRows(Mask):
+    """A mask of a batch for tiles of queries of some of its rows, [n, H, bq, S].
+
+    Attributes:
+        mask: see `PackedByRow.mask`.
+        rows: of each tile, int32 [n].
+        queries: of each tile, int32 [n, bq].
+    """
+
+    mask: Mask
+    rows: Leaf
+    queries: Leaf
+
+    axes: ClassVar = {"rows": "b", "queries": "bt"}
+    is_internal: ClassVar = True
+
+    def kinds(self) -> frozenset[str]:
+        return self.mask.kinds()
+
+    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
+        return self.mask.allowed(jnp.asarray(self.rows)[b], h, take(self.queries, b, q), kv)
+
+    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
+        keys = {field.name: getattr(grid, field.name) for field in dataclasses.fields(grid)}
+        return self._taken(self.mask).coverage_bounds(_RowsGrid(**keys, rows=self.rows))
+
+    def _taken(self, mask: Mask) -> Any:
+        """A mask whose arrays are by tile, but for those by key, which are by row."""
+        if mask.axes is None:
+            return mask
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(mask):  # type: ignore[arg-type]
+            value, letters = getattr(mask, field.name), mask.axes.get(field.name, "")
+            if isinstance(value, Mask):
+                changes[field.name] = self._taken(value)
+            elif "t" in letters and hasattr(value, "shape"):
+                assert letters == "bt", letters
+                value = jnp.asarray(value)
+                lead = 0 if value.shape[0] == 1 else self.rows[:, None]
+                changes[field.name] = value[lead, self.queries]
+            elif letters.startswith("b") and "s" not in letters and np.ndim(value) and value.shape[0] > 1:
+                changes[field.name] = jnp.asarray(value)[self.rows]
+        return replaced(mask, changes)
+
+    def __repr__(self) -> str:
+        return repr(self.mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowsGrid(Grid):
+    """Tiles of a grid of which each batch index has the keys of a row.
+
+    Attributes:
+        rows: int32 [n].
+    """
+
+    rows: Any = None
+
+    def kv_extent(self, values: Leaf) -> tuple[Array, Array]:
+        """See `Grid.kv_extent`; ``values`` are by row."""
+        low, high = super().kv_extent(values)
+        if low.shape[0] == 1:
+            return low, high
+        return jnp.asarray(low)[self.rows], jnp.asarray(high)[self.rows]
+
+
+def by_query(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
+    """A mask of scores of this shape, for whoever does not compute row by row, see `PackedByRow`."""
+    return mask.by_query(shape) if isinstance(mask, PackedByRow) else mask
+
+
+def _rows_here(exists: Segments, rows: Leaf) -> jax.Array:
+    row = jnp.asarray(exists.q_ids)[0] - jnp.asarray(rows)[0, 0]
+    is_here = (exists.q_ids[0] >= 0) & (row >= 0) & (row < np.shape(rows)[1])
+    return jnp.where(is_here, row, -1)
+
+
+def _of_tiles(queries: jax.Array, exists: jax.Array, slots: Slots) -> Held:
+    return Held(jnp.where(jnp.broadcast_to(exists[:, None], queries.shape), 0, NO_QUERY), slots)

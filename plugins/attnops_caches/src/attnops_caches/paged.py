@@ -1,0 +1,347 @@
+"""PagedCache: pages that belong to rows by a table, so that rows grow as they need and share pages."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from attnops.errors import Reason, UnsupportedError
+from attnops.exported import serialised
+from attnops.sharding.mesh import names_of
+from attnops.sharding.placing import placed, whole
+from attnops_caches.base import Cache
+from attnops_caches.calls.request import CacheRequest
+from attnops_caches.codec import Quantized
+from attnops_caches.create import check_size, create_rows, create_store, joined_width
+from attnops_caches.integers import int32, integers
+from attnops_caches.masks.slots import Slots
+from attnops_caches.placement import PLACEMENT
+from attnops_caches.store import Pieces
+from attnops_caches.tokens import Contents
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.typing import DType
+    from attnops_caches.pool import PageCopies
+
+
+@serialised(placement=PLACEMENT)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache(Cache):
+    """Pages of ``page_size`` slots, and a table of the pages of each row (Kwon et al. 2023, arXiv:2309.06180).
+
+    The token of index i of row b is in slot ``i % page_size`` of page ``table[b, i // page_size]``. Which pages belong
+    to which row is decided outside, by `PagePool` or by whoever serves; pages may be shared by rows that have the same
+    tokens in them. A token whose page is not in the table (−1, or not below the number of pages) does not fit.
+
+    Attributes:
+        table: the pages of each row, int32 [B, M]; −1 where there is none.
+        copied: of each page, which one it was copied from since the last `with_table`, int32 [P]; −1 where it was not.
+    """
+
+    table: jax.Array
+    copied: jax.Array
+
+    storage: ClassVar[str] = "PagedCache"
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        batch: int,
+        pages: int,
+        page_size: int,
+        max_pages: int,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: DType = jnp.bfloat16,
+        codec: Quantized | None = None,
+        latent: int | None = None,
+        key_scale: ArrayLike | None = None,
+        value_scale: ArrayLike | None = None,
+        starts: ArrayLike | None = None,
+        table: ArrayLike | None = None,
+        layers: int | None = None,
+        width: int | None = None,
+        tokens_per_line: int = 1,
+    ) -> PagedCache:
+        """An empty cache.
+
+        Args:
+            batch: B, the rows.
+            pages: P, the pages of all rows together.
+            page_size: slots a page.
+            max_pages: M, most pages a row.
+            table: see `with_table`; None for no pages.
+            kv_heads: see `DenseCache.create`.
+            head_dim: see `DenseCache.create`.
+            value_head_dim: see `DenseCache.create`.
+            dtype: see `DenseCache.create`.
+            codec: see `DenseCache.create`.
+            latent: see `DenseCache.create`.
+            key_scale: see `DenseCache.create`.
+            value_scale: see `DenseCache.create`.
+            starts: see `DenseCache.create`.
+            layers: see `DenseCache.create`.
+            width: W, the features of a token in the array of keys and values: its key, zeros, and its value last; of
+                latent content the key and zeros. None: no zeros, W = D + Dv, or with ``tokens_per_line`` as stated
+                there. Keys and values are one array, [P, K, page_size, W], so that a page is one transfer.
+            tokens_per_line: F, the consecutive slots whose tokens lie side by side: keys and values are one array of
+                lines [P, K, page_size / F, W] of W = F · (D + Dv) features, of latent content F · D. F must divide the
+                slots of a page, and ``width`` must be None. 1: each token is a line.
+
+        On lines: TPUs read them in place where W is a multiple of 128, so that no head dim needs zeros, and where
+        ``page_size`` is a multiple of 16 · F (8 · F in float32, 32 · F of 8 bits), but not with scales by token and
+        head. With D = 64 their matrix unit takes half as long for F = 2 as for F = 1. On a TPU a key that is infinite
+        or NaN makes all scores of its line NaN. GPUs' kernels do not read lines in place.
+
+        Memory: ``pages * page_size`` tokens of ``bytes_per_token``, times L.
+
+        Raises:
+            ValueError: see `DenseCache.create` and `with_table`.
+        """
+        if width is None and latent is None and tokens_per_line == 1:
+            width = joined_width(head_dim, value_head_dim)
+        store = create_store(
+            check_size("pages", pages), check_size("page_size", page_size), kv_heads, head_dim, value_head_dim, dtype,
+            codec, latent, key_scale, value_scale, layers, width, tokens_per_line,
+        )  # fmt: skip
+        lead = () if layers is None else (layers,)
+        empty = jnp.full((*lead, check_size("batch", batch), check_size("max_pages", max_pages)), -1, jnp.int32)
+        copied = jnp.full((*lead, pages), -1, jnp.int32)
+        cache = cls(store=store, **create_rows(batch, starts, layers), table=empty, copied=copied)
+        return cache if table is None else cache.with_table(table)
+
+    @property
+    def pages(self) -> int:
+        """P, the pages of all rows together."""
+        return self.store.own_blocks
+
+    @property
+    def pages_of_row(self) -> int:
+        """The pages that a row's table may name: all, or on a mesh those of the row's shard."""
+        return self.pages // self._shards
+
+    @property
+    def _shards(self) -> int:
+        placement = None if self.placement is None else self.placement.free()
+        return 1 if placement is None else placement.shards(placement.batch)
+
+    def without_mesh(self) -> Self:
+        found = super().without_mesh()
+        if self._shards == 1:
+            return found
+        first = np.repeat(self.pages_of_row * np.arange(self._shards, dtype=np.int32), self.pages_of_row)
+        copied = jnp.where(self.copied >= 0, self.copied + first, -1)
+        exists = (self.table >= 0) & (self.table < self.pages_of_row)
+        return dataclasses.replace(found, table=jnp.where(exists, self.table + self._first_pages, -1), copied=copied)
+
+    @property
+    def _first_pages(self) -> np.ndarray:
+        """The page of the store that each row's table calls 0, int32 [B, 1]."""
+        shard = np.arange(self.batch, dtype=np.int32)[:, None] // (self.batch // self._shards)
+        return shard * np.int32(self.pages_of_row)
+
+    def describe(self) -> CacheRequest:
+        """See `Cache.describe`."""
+        return dataclasses.replace(super().describe(), page_size=self.page_size)
+
+    @property
+    def page_size(self) -> int:
+        """Slots a page."""
+        return self.store.slots
+
+    @property
+    def max_pages(self) -> int:
+        """M, most pages a row."""
+        return self.table.shape[-1]
+
+    @property
+    def length(self) -> int:
+        return self.max_pages * self.page_size
+
+    def with_table(self, table: ArrayLike) -> Self:
+        """The cache with another table, such as a `PagePool`'s; with a layer axis, of all layers.
+
+        Args:
+            table: integers [B, M]; −1 where there is no page. Known values are checked; of traced ones a token whose
+                page is out of range does not fit, and is not read.
+
+        A row keeps its tokens up to the first page that is not the one that it had there, nor was copied from it by
+        `copy_pages` since the last table, and none after the last of its pages: the others went with their pages, as by
+        `PagePool.release`, and a page that comes in their place shows nothing of whoever had it before. This sets
+        ``overflowed`` for no row.
+
+        Raises:
+            ValueError: another shape or dtype, or a known page that the cache has not.
+        """
+        array: Any = table if hasattr(table, "dtype") else np.asarray(table)
+        shape = self.table.shape[-2:]
+        if np.dtype(array.dtype).kind not in "iu" or array.shape not in (shape, self.table.shape):
+            raise ValueError(
+                f"table is {array.dtype} {tuple(array.shape)}, but must be integers [B, max_pages]={shape}: the batch "
+                f"and max_pages of the cache"
+            )
+        if isinstance(array, np.ndarray) and array.size and (array.min() < -1 or array.max() >= self.pages_of_row):
+            raise ValueError(
+                f"table has pages from {array.min()} to {array.max()}, but the cache has pages 0 to "
+                f"{self.pages_of_row - 1}{' for each shard of rows' * (self._shards > 1)}, and -1 means no page"
+            )
+        # A buffer of its own, which can be donated.
+        own = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
+        if self.placement is not None and (placement := self.placement.free()) is not None:
+            own = placed(own, placement.specs(self).table, placement.mesh)  # type: ignore[arg-type]
+        exists = (own >= 0) & (own < self.pages_of_row)
+        copied = self._copied_from(own)
+        is_other = exists & (jnp.where(copied >= 0, copied, own) != self.table)
+        number = jnp.arange(1, self.max_pages + 1, dtype=jnp.int32)
+        kept = jnp.minimum(
+            jnp.where(exists, number, 0).max(-1), jnp.where(is_other, number - 1, self.max_pages).min(-1)
+        )
+        lengths = jnp.minimum(self.lengths, kept * self.page_size)
+        starts = jnp.where(lengths < self.lengths, jnp.minimum(self.starts, lengths), self.starts)
+        forgotten = jnp.full_like(self.copied, -1)
+        return dataclasses.replace(self, table=own, lengths=lengths, starts=starts, copied=forgotten)
+
+    def _copied_from(self, table: jax.Array) -> jax.Array:
+        """``copied`` of the pages of a table."""
+        first = self._first_pages
+
+        def taken(copied: jax.Array, table: jax.Array) -> jax.Array:
+            page = jnp.clip(table, 0, self.pages_of_row - 1) + first
+            lead = copied.shape[:-1]
+            return jnp.take_along_axis(copied, page.reshape(*lead, -1), -1).reshape(table.shape)
+
+        placement = None if self.placement is None else self.placement.free()
+        if placement is None:
+            return taken(self.copied, table)
+        found: jax.Array = placement.by_compiler(taken, placement.specs(self).table, self.copied, table)
+        return found
+
+    def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
+        p, lengths, run = self.page_size, self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
+        most = 1 if T == 1 else (T - 1) // p + 2  # pages that T tokens may lie in
+        number = lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [R, most], of the row's pages
+        page = jnp.take_along_axis(self.table[rows], jnp.minimum(number, self.max_pages - 1), axis=1)
+        exists = (number < self.max_pages) & (page >= 0) & (page < self.pages)
+        begin = jnp.maximum(lengths[:, None], number * p)  # indices of the first and last token in the page
+        end = jnp.minimum((lengths + count)[:, None], number * p + p)
+        wanted = jnp.maximum(end - begin, 0)
+        # What comes after a token that has no page does not fit either.
+        kept = jnp.where(jnp.cumprod(exists, axis=1) > 0, wanted, 0)
+        pieces = Pieces(
+            row=jnp.broadcast_to(run[:, None], page.shape),
+            first=begin - lengths[:, None],
+            size=kept,
+            block=jnp.clip(page, 0, self.pages - 1),
+            slot=begin % p,
+        )
+        return Pieces(*(x.reshape(-1) for x in pieces)), kept.sum(1).astype(jnp.int32)
+
+    def slots(self) -> Slots:
+        exists = (self.table >= 0) & (self.table < self.pages_of_row)
+        return dataclasses.replace(self._slots(), exists=exists, page_size=self.page_size)
+
+    def read(self) -> Contents:
+        self._check_layer()
+        if self.placement is not None:
+            return self._read_placed()
+        store, table = self.store.flat(), whole(jnp.clip(self.table, 0, self.pages - 1) + self.store.base)
+        taken = {name: whole(x)[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
+        scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | taken
+        key, value = store.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])
+
+        def rows(x: jax.Array) -> jax.Array:
+            return x.swapaxes(2, 3).reshape(self.batch, self.length, self.kv_heads, x.shape[-1]).astype(store.dtype)
+
+        return Contents(rows(key), rows(value), *self.positions())
+
+    def fork(self, source: ArrayLike, target: ArrayLike, table: ArrayLike, copies: PageCopies) -> Self:
+        """Rows that become copies of others, as `PagePool.fork` decided: their pages are shared, the last one copied.
+
+        With a layer axis, of every layer. A target that the pool had no page for has no tokens, and is ``overflowed``.
+
+        Args:
+            source: integers [N], the rows to copy; −1, or no row, for an entry that does nothing.
+            target: integers [N], the rows to replace; −1, or no row, for an entry that does nothing.
+            table: the pool's table, afterwards.
+            copies: which pages are copied, from `PagePool.fork`.
+
+        Raises:
+            TypeError, ValueError: source and target that are not integers of one shape [N]; see also `copy_pages` and
+                `with_table`.
+            UnsupportedError: see `copy_pages`.
+        """
+        moved = self.copy_pages(copies)
+        source, target = _pairs(source, target)
+        fields: dict[str, Any] = self._rows()
+        is_target = jnp.zeros((self.batch,), bool)
+        row = jnp.arange(self.batch, dtype=jnp.int32)
+        for i in range(source.shape[0]):  # in order: a target may be a later source
+            is_copied = (source[i] >= 0) & (source[i] < self.batch) & (target[i] >= 0)
+            to = is_copied & (row == target[i])
+            axis, is_target = self.lengths.ndim - 1, is_target | to
+            for name, x in fields.items():
+                given = lax.dynamic_index_in_dim(x, jnp.clip(source[i], 0, self.batch - 1), axis)
+                fields[name] = jnp.where(to[:, None] if name == "table" else to, given, x)
+        found = dataclasses.replace(moved, **fields).with_table(table)
+        failed = is_target & (found.lengths < fields["lengths"])
+        return dataclasses.replace(found, overflowed=found.overflowed | failed)
+
+    def copy_pages(self, copies: PageCopies) -> Self:
+        """The cache with pages copied, all read before any is written; with a layer axis, of every layer.
+
+        Args:
+            copies: ``source`` and ``target``, integers [N]; −1 for none.
+
+        Raises:
+            TypeError, ValueError: they are not integers of one shape [N].
+            ValueError: the cache is one layer of one with a layer axis.
+            UnsupportedError: a mesh shards the pages; each shard copies its own, in a `jax.shard_map`.
+        """
+        if self.store.first is not None:
+            raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
+        self._check_whole()
+        source, target = _pairs(copies.source, copies.target, "copies.")
+        target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
+        source = jnp.clip(source, 0, self.pages - 1)
+        lead = (slice(None),) * (self.lengths.ndim - 1)
+        copied: Any = {
+            name: jnp.asarray(x).at[(*lead, target)].set(x[(*lead, source)], mode="drop")
+            for name, x in self.store._blocks().items()
+        }
+        # What was copied before holds what it was copied from.
+        before = self.copied[(*lead, source)]
+        origins = self.copied.at[(*lead, target)].set(jnp.where(before >= 0, before, source), mode="drop")
+        return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied), copied=origins)
+
+    def _of_layer(self) -> dict[str, jax.Array]:
+        return self._rows() | {"copied": self.copied}
+
+    def _check_whole(self) -> None:
+        """Raise an `UnsupportedError` where a mesh shards the pages."""
+        if self._shards > 1:
+            reason = Reason(
+                "placement.batch", names_of(self.placement.batch if self.placement else None),
+                "shards rows and pages, which each shard's pool numbers from 0",
+                "call it in a jax.shard_map over these axes, with cache.specs as in_specs and out_specs",
+            )  # fmt: skip
+            raise UnsupportedError(f"pages can't be copied or forked here:\n  - {reason}", [reason])
+
+
+def _pairs(source: Any, target: Any, prefix: str = "") -> tuple[jax.Array, jax.Array]:
+    """Integers [N] that belong together, as int32; ``prefix`` is in front of their names in messages."""
+    source, target = integers(f"{prefix}source", source), integers(f"{prefix}target", target)
+    if source.ndim != 1 or source.shape != target.shape:
+        raise ValueError(
+            f"{prefix}source has shape {source.shape} and {prefix}target {target.shape}, but both must have shape [N]"
+        )
+    return int32(source), int32(target)

@@ -1,0 +1,306 @@
+"""How a cache lies on a mesh: rows over the batch's axes, kv heads over theirs, the slots of a row over the context's.
+
+Every device then appends to its own part, and attends to it, see `attnops_caches.calls.on_mesh`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from attnops.errors import Reason, UnsupportedError
+from attnops.sharding.axes import BATCH, KV_HEAD, KV_LENGTH
+from attnops.sharding.mesh import entry_of, manual_axes, mesh_arguments, names_of
+from attnops.sharding.modes import MODE_DECODE
+from attnops.sharding.placing import explicit_names, of_axes, placed
+from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
+from attnops.sharding.specs import MeshLike, correct_spec
+from attnops_caches.tokens import NewTokens
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
+    from attnops_caches.base import Cache, CacheType
+    from attnops_caches.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The mesh axes that shard a cache; static. Made by `sharded`.
+
+    Attributes:
+        mesh: the mesh.
+        batch: the mesh axes that shard rows; and pages: each shard has pages of its own, which the tables of its rows
+            number from 0.
+        kv_heads: the mesh axes that shard kv heads; None where they do not divide.
+        slots: the mesh axes that shard the slots of a `DenseCache`'s rows, the context.
+    """
+
+    mesh: MeshLike
+    batch: MeshAxes
+    kv_heads: MeshAxes
+    slots: MeshAxes
+
+    def free(self) -> Placement | None:
+        """This placement without the axes that an enclosing `jax.shard_map` uses; None if it shards nothing then.
+
+        Raises:
+            UnsupportedError: the `jax.shard_map` uses axes that shard the context.
+        """
+        manual = manual_axes()
+        if not manual:
+            return self
+        if cut := [name for name in names_of(self.slots) if name in manual]:
+            reason = Reason(
+                "placement.slots", cut, "shards the context, which can't be joined inside a jax.shard_map over it",
+                "call the operation outside of it",
+            )  # fmt: skip
+            raise UnsupportedError(f"the cache can't be used in this jax.shard_map:\n  - {reason}", [reason])
+        entries = self.batch, self.kv_heads, self.slots
+        kept = (entry_of(name for name in names_of(entry) if name not in manual) for entry in entries)
+        found = Placement(self.mesh, *kept)
+        return None if (found.batch, found.kv_heads, found.slots) == (None, None, None) else found
+
+    def for_rows(self, rows: int) -> Placement:
+        """This placement for another number of rows: without the axes that do not divide it."""
+        names, manual = names_of(self.batch), manual_axes()
+        kept = names_of(_dividing(self.batch, rows, self.mesh))
+        return dataclasses.replace(self, batch=entry_of(name for name in names if name in manual or name in kept))
+
+    def shards(self, entry: MeshAxes) -> int:
+        """The devices along some of its mesh axes."""
+        return math.prod(self.mesh.shape[name] for name in names_of(entry))
+
+    def specs(self, cache: CacheType) -> CacheType:
+        """The partition spec of every array of a cache, a pytree of its structure."""
+        # From the last dimension on: there may be a layer axis in front.
+        last: dict[str, tuple[MeshAxes, ...]] = dict.fromkeys(
+            ("key", "value"), (self.batch, self.kv_heads, self.slots, None)
+        )
+        by_scale = {"tensor": (), "head": (self.kv_heads,), "token_head": (self.batch, self.kv_heads, self.slots)}
+        scale = () if cache.codec is None else by_scale[cache.codec.scales]
+        last |= {"key_scale": scale, "value_scale": scale, "first": (), "table": (self.batch, None)}
+        last["copied"] = (self.batch,)
+
+        def spec(path: tuple[Any, ...], x: Leaf) -> PartitionSpec:
+            entries = last.get(getattr(path[-1], "name", ""), (self.batch,))
+            return PartitionSpec(*(None,) * (len(x.shape) - len(entries)), *entries)
+
+        result: CacheType = jax.tree_util.tree_map_with_path(spec, cache)
+        return result
+
+    def specs_of_new(self, cache: Cache, is_packed: bool) -> NewTokens:
+        """The partition specs of the new tokens of a cache."""
+        by_row, by_head = PartitionSpec(self.batch), PartitionSpec(self.batch, self.kv_heads)
+        tokens: Any = dict.fromkeys(cache.store._blocks(), by_head)
+        return NewTokens(tokens, by_row, by_row, by_row, by_row if is_packed else None)  # type: ignore[arg-type]
+
+    def by_compiler(self, function: Callable[..., Any], out_specs: Any, *args: Any) -> Any:
+        """``function(*args)`` with JAX's compiler to exchange what it gathers, which explicit axes do not allow.
+
+        The function closes over no array: those are of explicit axes where a mesh is set.
+        """
+        names = explicit_names(self.mesh)
+        if not names:
+            return function(*args)
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, of_axes(spec, names)), out_specs)
+        return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
+
+    def local(self, cache: CacheType) -> CacheType:
+        """This device's part of a cache, inside a `jax.shard_map`, as a cache of its own.
+
+        Of a context that is cut, rows begin ``first`` slots later: lengths and starts count from there, so that
+        positions are those of the whole cache.
+        """
+        own = dataclasses.replace(cache, placement=None, store=cache.store.local())
+        if self.slots is None:
+            return own
+        first = lax.axis_index(self.slots) * cache.length
+        return dataclasses.replace(own, lengths=own.lengths - first, starts=own.starts - first)
+
+
+def _not_on_a_mesh(placement: Placement | None) -> None:
+    if placement is not None:
+        raise ValueError(
+            f"placement={placement}: jax.export can't serialise a program with a cache on a mesh, which has devices of "
+            f"this process; let the program take and give jax.tree.leaves(cache)"
+        )
+
+
+# How a placement is serialised, see `attnops.exported`.
+PLACEMENT = (_not_on_a_mesh, lambda _: None)
+
+
+def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRules = DEFAULT_RULES) -> CacheType:
+    """A cache that is sharded over a mesh from the start: no device ever holds all of it.
+
+    Rows, kv heads and slots have the mesh axes that the rules give `BATCH`, `KV_HEAD` and `KV_LENGTH` in the mode
+    decode, as far as they divide. A `PagedCache`'s pages are sharded with its rows: tables number the pages of the
+    row's shard, from 0. The slots of a `DenseCache` are sharded only; rings and pages are not cut.
+
+    Args:
+        create: makes the cache, such as ``lambda: DenseCache.create(...)``.
+        mesh: the mesh; calls over the cache run on it.
+        axis_rules: those of the operation's metadata.
+
+    Returns:
+        The cache with its ``placement``; its methods give caches with the same one.
+
+    Raises:
+        ValueError: see the ``create`` of the cache's class.
+    """
+    shape = jax.eval_shape(create)
+    placement = placement_of(shape, mesh, axis_rules)
+
+    def made() -> CacheType:
+        return dataclasses.replace(create(), placement=placement)
+
+    specs = placement.specs(dataclasses.replace(shape, placement=placement))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    result: CacheType = jax.jit(made, out_shardings=shardings)()
+    return result
+
+
+def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_page: bool = True) -> Placement:
+    """How rules place a cache, or one with only shapes.
+
+    Args:
+        cache: the cache.
+        mesh: the mesh; axes that an enclosing `jax.shard_map` uses are left out.
+        axis_rules: the rules.
+        by_page: whether the rows of a `PagedCache` may have pages of their shard only.
+    """
+    spec = axis_rules.spec([BATCH, KV_HEAD, KV_LENGTH], mode=MODE_DECODE)
+    paged, dense = cache.storage == "PagedCache", cache.storage == "DenseCache"
+    # A number that mesh axes divide if they divide rows and pages.
+    rows = math.gcd(cache.batch, cache.store.own_blocks) if paged else cache.batch
+    if cache.store.first is not None:
+        rows = 1  # one layer among the blocks of others
+
+    return Placement(
+        mesh=mesh,
+        batch=_dividing(spec[0], rows, mesh) if by_page or not paged else None,
+        kv_heads=_dividing(spec[1], cache.kv_heads, mesh),
+        # A line of several tokens is on one device.
+        slots=_dividing(spec[2], cache.length // cache.store.tokens_per_line, mesh) if dense else None,
+    )
+
+
+def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
+    """The axes of a mesh that divide a size, without those that an enclosing `jax.shard_map` uses."""
+    manual = manual_axes()
+    names = tuple(name for name in names_of(entry) if name not in manual)
+    kept = names_of(correct_spec(PartitionSpec(names), (size,), mesh)[0]) if names else ()
+    return entry_of(name for name in kept if mesh.shape[name] > 1)
+
+
+def append(
+    placement: Placement, cache: CacheType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
+    rows: Rows | None,
+) -> CacheType:  # fmt: skip
+    """`Cache.append` on a mesh, its arguments checked: each device writes the tokens of its rows, heads and slots.
+
+    Raises:
+        UnsupportedError: packed rows, and a context that is cut.
+    """
+    if rows is not None:
+        check_packed(placement)
+    given = cache, key, value, count, rows
+    moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
+    result: CacheType = _append(placement, *moved)
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _append(placement: Placement, *given: Any) -> Any:
+    specs = _append_specs(placement, given)
+    # Nothing is differentiated, and loops may have carries that don't vary as the check wants.
+    return jax.shard_map(
+        functools.partial(_append_own, placement), in_specs=specs, out_specs=specs[0], check_vma=False,
+        **mesh_arguments(placement.mesh),
+    )(*given)  # fmt: skip
+
+
+def _append_specs(placement: Placement, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The specs of cache, key, value, count and rows."""
+    cache, *tokens, count, rows = given
+    batch = None if rows is not None else placement.batch
+    by_token, by_row = PartitionSpec(batch, None, placement.kv_heads), PartitionSpec(placement.batch)
+    rest = jax.tree.map(lambda x: by_token, tokens), jax.tree.map(lambda x: by_row, count)
+    return placement.specs(cache), *rest[0], rest[1], jax.tree.map(lambda x: PartitionSpec(), rows)
+
+
+def _append_own(
+    placement: Placement, cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
+    rows: Rows | None,
+) -> Cache:  # fmt: skip
+    """The append of one device, to its part of a cache."""
+    own = placement.local(cache)
+    if rows is not None:
+        first = 0 if placement.batch is None else lax.axis_index(placement.batch) * own.batch
+        # Rows of other devices are out of range, and their tokens are dropped as padding is.
+        own = own._append(key, value, None, dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first))
+    elif placement.slots is None:
+        own = own._append(key, value, count, None)
+    else:
+        assert count is not None
+        fit = jnp.clip(own.length * placement.shards(placement.slots) - cache.lengths, 0, count)
+        store = own._append(key, value, fit, None).store
+        own = cache._appended(store, cache.lengths + fit, fit < count)
+    store = dataclasses.replace(own.store, first=cache.store.first, blocks=cache.store.blocks)
+    return dataclasses.replace(own, placement=cache.placement, store=store)
+
+
+def pending(
+    placement: Placement, cache: CacheType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
+    rows: Rows | None,
+) -> tuple[CacheType, NewTokens]:  # fmt: skip
+    """`Cache.pending` on a mesh: each device's new tokens.
+
+    Raises:
+        UnsupportedError: a context that is cut; packed rows, and rows of the cache on several devices.
+    """
+    for what, axes in ("context of each row", placement.slots), ("rows", placement.batch if rows else None):
+        if axes is not None:
+            reason = Reason("mesh", ", ".join(names_of(axes)), f"shards the {what}", "append them: cache.append(...)")
+            raise UnsupportedError(f"tokens that a kernel would write:\n  - {reason}", [reason])
+    given = cache, key, value, count, rows
+    moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
+    grown, new = _pending(placement, *moved)
+    return dataclasses.replace(cache, **grown), new
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pending(placement: Placement, *given: Any) -> Any:
+    def own(cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Any:
+        after, new = placement.local(cache)._pending(key, value, count, rows)
+        return _grown(after), new
+
+    specs = _append_specs(placement, given)
+    of_new = placement.specs_of_new(given[0], given[4] is not None)
+    return jax.shard_map(
+        own, in_specs=specs, out_specs=(_grown(specs[0]), of_new), check_vma=False,
+        **mesh_arguments(placement.mesh),
+    )(*given)  # fmt: skip
+
+
+def _grown(cache: Cache) -> dict[str, Any]:
+    """What an append changes of a cache, other than its store."""
+    return {name: x for name, x in cache._rows().items() if name not in ("starts", "table")}
+
+
+def check_packed(placement: Placement) -> None:
+    """Raise an `UnsupportedError` for packed rows of a context that is cut."""
+    if placement.slots is not None:
+        reason = Reason(
+            "rows", "packed", f"the mesh axes {', '.join(names_of(placement.slots))} shard the context of each row",
+            "give a batch [B, T] with query_lengths; or AxisRules(kv_length=None)",
+        )  # fmt: skip
+        raise UnsupportedError(f"packed rows over a context that is cut:\n  - {reason}", [reason])

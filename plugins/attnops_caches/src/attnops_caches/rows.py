@@ -1,0 +1,133 @@
+"""Rows: ragged rows of a serving batch, packed one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.exported import serialised
+from attnops_caches.integers import int32
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
+
+
+@serialised()
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which of N packed queries belong to which row of a cache: prompts and single tokens mixed.
+
+    Queries ``starts[r] … starts[r + 1] − 1`` are the last tokens of the cache's row ``slots[r]``; queries before
+    ``starts[0]`` and from ``starts[R]`` on are padding.
+
+    Attributes:
+        starts: integers [R + 1], not decreasing.
+        slots: integers [R], different from each other; the rows of the cache. Where a run is empty, any. They are
+            checked where starts and slots are known when tracing; else queries of a slot that is no row, and of a run
+            whose row has another run before it, are padding.
+    """
+
+    starts: Leaf
+    slots: Leaf
+
+    def __post_init__(self) -> None:
+        for name in ("starts", "slots"):  # a list would be as many arguments of a `jax.jit`
+            if isinstance(value := getattr(self, name), (list, tuple)):
+                object.__setattr__(self, name, np.asarray(value))
+
+    def checked(self, N: int, batch: int) -> Rows:
+        """These rows as int32 arrays.
+
+        Args:
+            N: packed queries.
+            batch: rows of the cache.
+
+        Raises:
+            ValueError: another shape or dtype; known runs that overlap, or that the queries or the cache do not hold.
+        """
+        starts, slots = (x if hasattr(x, "dtype") else np.asarray(x) for x in (self.starts, self.slots))
+        for name, x in (("starts", starts), ("slots", slots)):
+            if (np.dtype(x.dtype).kind not in "iu" and x.size) or x.ndim != 1:
+                raise ValueError(f"Rows' {name} is {x.dtype} {tuple(x.shape)}, but must be integers of rank 1")
+        if starts.shape[0] != slots.shape[0] + 1:
+            raise ValueError(
+                f"Rows has {starts.shape[0]} starts and {slots.shape[0]} slots, but must have one more start"
+            )
+        if not slots.shape[0]:
+            raise ValueError("Rows has 0 slots, but must have at least 1; its run may be empty: Rows([0, 0], [0])")
+        if isinstance(starts, np.ndarray):
+            _check_starts(starts.astype(np.int64), N)
+        if isinstance(slots, np.ndarray) and isinstance(starts, np.ndarray):
+            _check_slots(slots.astype(np.int64)[np.diff(starts.astype(np.int64)) > 0], batch)
+        return Rows(int32(starts), int32(slots))
+
+    def counts(self, N: int, batch: int) -> jax.Array:
+        """How many of N tokens each run has, int32 [R]; 0 where its row is not one of the cache's."""
+        starts, slots = jnp.asarray(self.starts), jnp.asarray(self.slots)
+        bounds = jnp.clip(starts, 0, N)
+        return jnp.where((slots >= 0) & (slots < batch), jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
+
+    def firsts(self, N: int) -> jax.Array:
+        """The first of N tokens of each run, int32 [R]; as in `counts`, of starts beyond them."""
+        return jnp.clip(jnp.asarray(self.starts), 0, N)[:-1]
+
+    def is_first(self, counts: jax.Array) -> jax.Array:
+        """Whether no run before has the same row, bool [R]; empty runs count as none."""
+        slots = jnp.asarray(self.slots)
+        same = (slots[:, None] == slots[None, :]) & (counts > 0)[None, :]
+        return ~jnp.tril(same, -1).any(axis=1)
+
+    def first_counts(self, N: int, batch: int) -> jax.Array:
+        """`counts`, and 0 for a run whose row has another run before it."""
+        counts = self.counts(N, batch)
+        return jnp.where(self.is_first(counts), counts, 0)
+
+    def of_queries(self, N: int, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The cache's row of each query, and its index in that row; int32 [N], −1 for padding.
+
+        Queries of a run whose row has another run before it, which is known only when it runs, are padding.
+
+        Args:
+            N: packed queries.
+            lengths: of the cache's rows, these queries included, int32 [B].
+        """
+        place = jnp.arange(N, dtype=jnp.int32)
+        slots = jnp.asarray(self.slots)
+        # As in `counts`: of starts beyond the queries, only the queries there are.
+        starts = jnp.clip(jnp.asarray(self.starts), 0, N)
+        run = jnp.searchsorted(starts, place, side="right").astype(jnp.int32) - 1
+        is_real = (run >= 0) & (run < slots.shape[0])
+        run = jnp.clip(run, 0, slots.shape[0] - 1)
+        row = slots[run]
+        is_real &= (row >= 0) & (row < lengths.shape[0]) & self.is_first(self.counts(N, lengths.shape[0]))[run]
+        row = jnp.clip(row, 0, lengths.shape[0] - 1)
+        index = lengths[row] - (starts[run + 1] - place)
+        return jnp.where(is_real, row, -1), jnp.where(is_real, index, -1)
+
+
+def check_rows(rows: object) -> Rows:
+    """``rows``; raises a `ValueError` unless it is a `Rows`."""
+    if not isinstance(rows, Rows):
+        raise ValueError(f"rows is a {type(rows).__name__}, but must be an attnops_caches.Rows(starts, slots)")
+    return rows
+
+
+def _check_starts(starts: Any, N: int) -> None:
+    if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > N:
+        raise ValueError(
+            f"Rows' starts={starts.tolist()} must not decrease, from 0 at least to the {N} queries at most"
+        )
+
+
+def _check_slots(slots: Any, batch: int) -> None:
+    if len(set(slots.tolist())) != len(slots):
+        raise ValueError(
+            f"Rows' slots={slots.tolist()} overlap: each row of the cache may have one run of queries; join its runs"
+        )
+    if slots.size and (slots.min() < 0 or slots.max() >= batch):
+        raise ValueError(f"Rows' slots={slots.tolist()} must be rows of the cache, 0 to {batch - 1}")

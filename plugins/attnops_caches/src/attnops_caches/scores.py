@@ -1,0 +1,283 @@
+"""Masks and biases of a call over a cache, from positions in sequences to the cache's slots.
+
+The scores of such a call are [B, H, T, S]: T queries of each row over its S slots; or, of packed rows,
+[1, H, N, B · S]: N queries over the slots of all rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.biases import Bias, RelativeBias, ScoreFn, ScoreProgram
+from attnops.masks.ancestors import Ancestors
+from attnops.masks.at import At
+from attnops.masks.base import And, Mask, Not, Or
+from attnops.masks.positions import Full
+from attnops.masks.tokens import Segments
+from attnops.sharding.placing import whole
+from attnops_caches.masks.packed import Packed, PackedByRow
+from attnops_caches.masks.slots import NO_KEY, NO_QUERY, AtSlots, Held, Slots, segments
+
+if TYPE_CHECKING:
+    from attnops.typing import Index, Leaf
+    from attnops_caches.base import Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """The scores of a call over a cache.
+
+    Attributes:
+        shape: [B, H, T, S] of masks and biases as the caller gives them: of packed rows T is N.
+        q_positions: int32 [B, T], or [1, N] of packed rows; −1 for padding.
+        q_rows: of packed rows, the row of the cache that each query belongs to, int32 [1, N]; else None.
+        cache: the cache.
+    """
+
+    shape: tuple[int, int, int, int]
+    q_positions: jax.Array
+    q_rows: jax.Array | None
+    cache: Cache
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows are packed."""
+        return self.q_rows is not None
+
+    @property
+    def slots_shape(self) -> tuple[int, int, int, int]:
+        """The shape of the scores by slot: [B, H, T, S] or [1, H, T, B · S]."""
+        B, H, T, S = self.shape
+        return (1, H, T, B * S) if self.is_packed else self.shape
+
+    @functools.cached_property
+    def rows(self) -> Slots | None:
+        """Where tokens lie, as values by row; None of packed rows, and where a mesh shards the slots."""
+        placement = self.cache.placement
+        is_cut = placement is not None and placement.slots is not None
+        return None if self.is_packed or is_cut else self.cache.slots()
+
+    @functools.cached_property
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """The position of each slot int32 [B, S], and whether it is held, bool [B, S]."""
+        position, held = self.cache.positions()
+        return (whole(position), whole(held)) if self.is_packed else (position, held)
+
+    @property
+    def slot_positions(self) -> jax.Array:
+        """The position of each slot, int32 [B, S] or [1, B · S]."""
+        return self.arrays[0].reshape(1, -1) if self.is_packed else self.arrays[0]
+
+    def exists(self) -> Mask:
+        """The mask of what is there: real queries, tokens that are held, and of packed rows the same row."""
+        if self.rows is not None:
+            return Held(self.q_positions, self.rows)
+        held = self.arrays[1]
+        if self.q_rows is None:
+            return segments(self.q_positions, held)
+        q_ids = jnp.where(self.q_positions < 0, NO_QUERY, self.q_rows)
+        rows = jnp.arange(self.shape[0], dtype=jnp.int32)[:, None]
+        return Segments(q_ids, jnp.where(held, rows, NO_KEY).reshape(1, -1))
+
+
+def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
+    """The mask of a call by slot, bound.
+
+    Args:
+        mask: as the caller gives it: by positions; arrays by key are [..., S], by position.
+        cache: the cache.
+        scores: of the call.
+
+    Raises:
+        ValueError: it fits no call of this shape, or has an array by key and positions have no limit.
+    """
+    mask = cache.mask(mask)
+    exists = scores.exists()
+    if not scores.is_packed:
+        both = exists if mask is None else _by_slot(mask, cache, scores) & exists
+        return both.bind(*scores.slots_shape)
+    rows = jnp.arange(scores.shape[0], dtype=jnp.int32)[None]
+    if mask is None:
+        return Packed(Full(), exists, rows).bind(*scores.slots_shape)
+    if "Ancestors" in mask.kinds():
+        raise ValueError(
+            f"{mask!r} numbers the queries of each row, but rows are packed, whose queries are numbered together; give "
+            f"a batch [B, T] with query_lengths"
+        )
+    # The scores of a batch in which each row has all queries; the slots of a cut context can't be had by row.
+    of_rows = dataclasses.replace(scores, q_rows=None)
+    by_row = _by_slot(mask, cache, of_rows).bind(*scores.shape)
+    if _varies(by_row):
+        return PackedByRow(by_row, exists.bind(*scores.slots_shape), rows, cache.length)
+    return Packed(mask.at(scores.q_positions, scores.slot_positions), exists, rows).bind(*scores.slots_shape)
+
+
+def _by_slot(mask: Mask, cache: Cache, scores: Scores) -> Mask:
+    """A caller's mask of a batch by slot: masks of positions at positions, arrays by key of masks of tokens by slot."""
+    if isinstance(mask, (And, Or)):
+        return type(mask)(_by_slot(mask.left, cache, scores), _by_slot(mask.right, cache, scores))
+    if isinstance(mask, Not):
+        return Not(_by_slot(mask.mask, cache, scores))
+    q_positions = _unpadded(scores.q_positions) if isinstance(mask, Ancestors) else scores.q_positions
+    if scores.rows is not None and not isinstance(mask, Ancestors) and _is_own(mask):
+        place: Any = jax.ShapeDtypeStruct(scores.rows.sizes, jnp.int32)
+        placed: Mask = mask.at(q_positions, place)
+        if isinstance(placed, At) and placed.q_positions is q_positions and placed.kv_positions is place:
+            return AtSlots(placed.mask, q_positions, scores.rows.without_pages())
+    placed = mask.at(q_positions, scores.slot_positions)
+    return _keys_by_slot(mask.bind(*scores.shape), cache, scores.slot_positions) if placed is mask else placed
+
+
+def _is_own(mask: Mask) -> bool:
+    return type(mask).__module__.startswith("attnops.")
+
+
+def _unpadded(q_positions: jax.Array) -> jax.Array:
+    """Positions of queries [B, T] of which each is one after the last: also of those that are left padding, below 0."""
+    place = jnp.arange(q_positions.shape[1], dtype=jnp.int32)
+    first = jnp.where(q_positions < 0, -place.size, q_positions - place).max(1, keepdims=True)
+    return first + place
+
+
+def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: Scores) -> Bias:
+    """The bias of a call by slot, bound; see `slot_mask`."""
+    bound: jax.Array | Bias
+    if isinstance(bias, Bias):
+        if getattr(bias, "offset", None) is not None:
+            raise ValueError(
+                f"{bias!r} has offset={bias.offset}, but over a cache the queries' positions are known: both place "  # type: ignore[attr-defined]
+                f"the queries; leave the offset out"
+            )
+        placed: Any = bias
+        if isinstance(bias, RelativeBias):
+            placed = dataclasses.replace(placed, offset=0)
+        bound = placed.bind(*scores.shape)
+    else:
+        bound = bias
+        if cache.unbounded and bias.shape[3] > 1:
+            raise ValueError(_no_limit("bias", cache))
+    positions = scores.slot_positions if scores.rows is None else scores.rows.without_pages()
+    return SlotBias(bound, scores.q_positions, positions, scores.q_rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotBias(Bias):
+    """A bias by slot of a cache. Made by `slot_bias`.
+
+    Attributes:
+        bias: by positions; bound, or an array that broadcasts to [B, H, T, S].
+        q_positions: see `Scores`.
+        k_positions: the position of each slot, see `Scores.slot_positions`, or values by row.
+        q_rows: see `Scores`.
+    """
+
+    bias: Bias | jax.Array
+    q_positions: jax.Array
+    k_positions: jax.Array | Slots
+    q_rows: jax.Array | None
+
+    static: ClassVar[tuple[str, ...]] = ()
+
+    def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
+        """See `Bias.apply`."""
+        # The query's index stays for arrays; functions of positions take its position.
+        slots = self.k_positions
+        k_position = slots.position(b, kv) if isinstance(slots, Slots) else _picked(slots, b, kv)
+        k_position = jnp.maximum(k_position, 0)
+        q_position = jnp.maximum(_picked(self.q_positions, b, q), 0)
+        row = b if self.q_rows is None else jnp.maximum(_picked(self.q_rows, b, q), 0)
+        if isinstance(self.bias, Bias):
+            return self.bias.apply(scores, row, h, q_position, k_position)
+        index = zip((row, h, q, k_position), self.bias.shape, strict=True)
+        return scores + self.bias[tuple(i if size > 1 else 0 for i, size in index)].astype(jnp.float32)
+
+    def of_tiles(self, queries: jax.Array, slots: Slots) -> SlotBias:
+        """The bias of tiles of packed queries as that of a batch, see `attnops.masks.Packed.of_tiles`."""
+        q_rows = None if self.q_rows is None else self.q_rows[0][queries]
+        return dataclasses.replace(
+            self, q_positions=self.q_positions[0][queries], k_positions=slots.without_pages(), q_rows=q_rows
+        )
+
+    def array(self, B: int, H: int, T: int, S: int) -> jax.Array | None:
+        """The bias as an array float32 [B, H, T, S]; None for one that is not added, a `ScoreFn`."""
+        if isinstance(self.bias, Bias) and not isinstance(self.bias, RelativeBias):
+            return None
+        indices = (jnp.arange(n).reshape([-1 if a == own else 1 for a in range(4)]) for own, n in
+                   enumerate((B, H, T, S)))  # fmt: skip
+        return self.apply(jnp.zeros((B, H, T, S), jnp.float32), *indices)
+
+    def score_fn(self) -> Bias:
+        """The same as a `ScoreFn` where it is one by position, which kernels may serve; else as it is."""
+        if not isinstance(self.bias, (ScoreFn, ScoreProgram)):
+            return self
+        leaves, tree = jax.tree.flatten(self)
+
+        def fn(scores: jax.Array, b: Index, h: Index, q: Index, kv: Index, *leaves: jax.Array) -> jax.Array:
+            slot_bias: SlotBias = jax.tree.unflatten(tree, leaves)
+            return slot_bias.apply(scores, b, h, q, kv)
+
+        return ScoreFn(fn, tuple(leaves))
+
+    def __repr__(self) -> str:
+        return repr(self.bias) if isinstance(self.bias, Bias) else "array"
+
+
+def _picked(values: jax.Array, b: Index, index: Index) -> jax.Array:
+    return values[0, index] if values.shape[0] == 1 else values[b, index]
+
+
+def _varies(mask: Mask) -> bool:
+    """Whether a bound mask of a batch by slot has other arrays by batch, query or key than positions."""
+    found = False
+    for name, letters in (mask.axes or {}).items():
+        shape = getattr(getattr(mask, name, None), "shape", ())
+        by_query = isinstance(mask, (At, AtSlots)) and name.endswith("_positions")
+        found |= not by_query and any(
+            size != 1 and letter != "h" for size, letter in zip(shape, letters, strict=False)
+        )  # fmt: skip
+    inner = [x for x in _children(mask) if not isinstance(x, Slots)]
+    return found or mask.axes is None or any(map(_varies, inner))
+
+
+def _children(mask: Mask) -> list[Mask]:
+    if not dataclasses.is_dataclass(mask):
+        return []
+    values = (getattr(mask, field.name) for field in dataclasses.fields(mask))
+    return [value for value in values if isinstance(value, Mask)]
+
+
+def _keys_by_slot(mask: Mask, cache: Cache, positions: jax.Array) -> Mask:
+    """A bound mask of tokens with its arrays by key position taken to slots."""
+    changes: dict[str, Any] = {}
+    S = positions.shape[1]
+    for name, letters in (mask.axes or {}).items():
+        value: Leaf = getattr(mask, name, None)
+        if "s" in letters and np.ndim(value) == len(letters) and np.shape(value)[letters.index("s")] > 1:
+            if cache.unbounded:
+                raise ValueError(_no_limit(repr(mask), cache))
+            changes[name] = _taken(jnp.asarray(value), letters, jnp.clip(positions, 0, S - 1))
+    return dataclasses.replace(mask, **changes) if changes else mask  # type: ignore[type-var]
+
+
+def _taken(value: Leaf, letters: str, positions: jax.Array) -> jax.Array:
+    """``value`` with axis "s" taken at ``positions`` [B, S], and so of B rows along axis "b"."""
+    axis = letters.index("s")
+    B, S = positions.shape
+    index = positions.reshape([B if letter == "b" else S if letter == "s" else 1 for letter in letters])
+    value = jnp.broadcast_to(
+        value, [B if letter == "b" else size for letter, size in zip(letters, value.shape, strict=True)]
+    )
+    return jnp.take_along_axis(value, index, axis=axis)
+
+
+def _no_limit(what: str, cache: Cache) -> str:
+    return (
+        f"{what} has an array by key, but positions in a {type(cache).__name__} of {cache.length} slots have no limit; "
+        f"use a mask or bias that is computed from positions, or a DenseCache"
+    )

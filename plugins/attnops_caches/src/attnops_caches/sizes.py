@@ -1,0 +1,165 @@
+"""How many pages fit a device's memory."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import jax
+import jax.numpy as jnp
+
+from attnops_caches.codec import Quantized
+from attnops_caches.create import check_size
+from attnops_caches.paged import PagedCache
+
+if TYPE_CHECKING:
+    from attnops.typing import DType
+
+# Platforms whose arrays have no padding.
+_UNPADDED: Final = ("cpu", "gpu", "cuda", "rocm")
+
+
+def bytes_per_page(
+    *,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    value_head_dim: int | None = None,
+    dtype: DType = jnp.bfloat16,
+    codec: Quantized | None = None,
+    latent: int | None = None,
+    layers: int | None = None,
+    width: int | None = None,
+    tokens_per_line: int = 1,
+    platform: str | None = None,
+) -> int:
+    """The bytes of one page of a `PagedCache` of all its layers, with its scales and the padding of the platform.
+
+    A TPU stores the last two dimensions of an array in tiles of (8, 128) for 4-byte elements, (16, 128) for 2-byte and
+    (32, 128) for 1-byte ones, and pads both to multiples: the ``[page_size / F, W]`` of keys and values, and the
+    ``[K, page_size]`` of scales by token and head. On CPUs and GPUs nothing is padded.
+
+    Args:
+        page_size: slots a page.
+        kv_heads: see `DenseCache.create`.
+        head_dim: see `DenseCache.create`.
+        value_head_dim: see `DenseCache.create`.
+        dtype: see `DenseCache.create`.
+        codec: see `DenseCache.create`.
+        latent: see `DenseCache.create`.
+        layers: see `DenseCache.create`.
+        width: see `PagedCache.create`.
+        tokens_per_line: see `PagedCache.create`.
+        platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``. None: of JAX's default backend.
+
+    Raises:
+        ValueError: see `PagedCache.create`; a platform with another layout.
+    """
+    platform = jax.default_backend() if platform is None else platform
+    if platform != "tpu" and platform not in _UNPADDED:
+        raise ValueError(f"platform={platform!r}, but the layout of arrays is known for {[*_UNPADDED, 'tpu']} only")
+    by_token = codec is None or codec.scales == "token_head"
+
+    def page() -> PagedCache:
+        scale = None if by_token else jnp.zeros(() if codec is None or codec.scales == "tensor" else (kv_heads,))
+        return PagedCache.create(
+            batch=1, pages=1, page_size=page_size, max_pages=1, kv_heads=kv_heads, head_dim=head_dim,
+            value_head_dim=value_head_dim, dtype=dtype, codec=codec, latent=latent, key_scale=scale,
+            value_scale=None if latent is not None else scale, layers=layers, width=width,
+            tokens_per_line=tokens_per_line,
+        )  # fmt: skip
+
+    check_size("kv_heads", kv_heads)
+    store = jax.eval_shape(page).store
+    arrays = [store.key, store.value, *((store.key_scale, store.value_scale) if by_token else ())]
+    return sum(_stored_bytes(x.shape, x.dtype, platform) for x in arrays if x is not None)
+
+
+def pages_that_fit(
+    *,
+    hbm_utilization: float,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    value_head_dim: int | None = None,
+    dtype: DType = jnp.bfloat16,
+    codec: Quantized | None = None,
+    latent: int | None = None,
+    layers: int | None = None,
+    width: int | None = None,
+    tokens_per_line: int = 1,
+    max_model_length: int | None = None,
+    device: jax.Device | None = None,
+    bytes_limit: int | None = None,
+    bytes_in_use: int | None = None,
+    platform: str | None = None,
+) -> int:
+    """How many pages of a `PagedCache` fit a share of one device's memory: its argument ``pages``.
+
+    They are ``hbm_utilization * bytes_limit - bytes_in_use`` bytes divided by `bytes_per_page`, rounded down; 0 where
+    more is in use than the share. Load the model before: its weights count as in use. Where a mesh shards the cache,
+    give one device's ``kv_heads``, and the result is each device's number of pages.
+
+    Args:
+        hbm_utilization: the share of the memory that weights and pages may take together, above 0 and at most 1; the
+            rest is for temporaries.
+        page_size: slots a page.
+        kv_heads: see `DenseCache.create`.
+        head_dim: see `DenseCache.create`.
+        value_head_dim: see `DenseCache.create`.
+        dtype: see `DenseCache.create`.
+        codec: see `DenseCache.create`.
+        latent: see `DenseCache.create`.
+        layers: see `DenseCache.create`.
+        width: see `PagedCache.create`.
+        tokens_per_line: see `PagedCache.create`.
+        max_model_length: tokens of the longest sequence. If given, the pages must hold it.
+        device: whose memory; None for JAX's first local device.
+        bytes_limit: the bytes of the memory. None: as the device reports, which CPUs do not.
+        bytes_in_use: the bytes of it that are taken. None: as the device reports, or 0 with ``bytes_limit``.
+        platform: see `bytes_per_page`; None for the device's.
+
+    Raises:
+        ValueError: see `bytes_per_page`; a share outside its range; memory that the device does not report; pages that
+            do not hold one sequence of ``max_model_length``.
+    """
+    if isinstance(hbm_utilization, bool) or not 0 < hbm_utilization <= 1:
+        raise ValueError(f"hbm_utilization={hbm_utilization!r} must be above 0 and at most 1, a share of the memory")
+    if bytes_limit is None:
+        device = jax.local_devices()[0] if device is None else device
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            raise ValueError(
+                f"device={device} does not report its memory; give bytes_limit=, the bytes of the memory, and "
+                f"bytes_in_use= if some of it is taken"
+            )
+        bytes_limit = stats["bytes_limit"]
+        bytes_in_use = stats.get("bytes_in_use", 0) if bytes_in_use is None else bytes_in_use
+    if platform is None and device is not None:
+        platform = device.platform
+    page = bytes_per_page(
+        page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype,
+        codec=codec, latent=latent, layers=layers, width=width, tokens_per_line=tokens_per_line, platform=platform,
+    )  # fmt: skip
+    budget = int(hbm_utilization * bytes_limit) - (bytes_in_use or 0)
+    pages = max(budget, 0) // page
+    if max_model_length is not None and pages * page_size < check_size("max_model_length", max_model_length):
+        raise ValueError(
+            f"{pages} pages of {page_size} tokens fit {max(budget, 0)} bytes, but one sequence of max_model_length="
+            f"{max_model_length} needs {math.ceil(max_model_length / page_size)} of {page} bytes each: lower it, raise "
+            f"hbm_utilization, or store tokens by a codec"
+        )
+    return pages
+
+
+def _stored_bytes(shape: tuple[int, ...], dtype: DType, platform: str) -> int:
+    """The bytes of an array of rank 2 at least as a platform stores it."""
+    size = jnp.dtype(dtype).itemsize
+    *lead, rows, columns = shape
+    if platform == "tpu":
+        rows, columns = _round_up(rows, 32 // size), _round_up(columns, 128)
+    return math.prod(lead) * rows * columns * size
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

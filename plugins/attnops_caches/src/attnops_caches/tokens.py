@@ -1,0 +1,45 @@
+"""What a cache holds, and tokens that are not written yet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from attnops.exported import serialised_tuple
+
+
+@serialised_tuple
+class Contents(NamedTuple):
+    """What a cache holds, by slot.
+
+    Attributes:
+        keys: [B, S, K, D], dequantised, of the cache's dtype.
+        values: [B, S, K, Dv], dequantised, of the cache's dtype.
+        positions: of the tokens in their sequences, int32 [B, S].
+        held: whether the slot holds a token, bool [B, S]; the others may hold anything, NaN too.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    positions: jax.Array
+    held: jax.Array
+
+
+class NewTokens(NamedTuple):
+    """New tokens that are not written yet.
+
+    Attributes:
+        tokens: by the names of the store's arrays, as they are stored, [B, K, T, d]; scales by token [B, K, T]. Of
+            packed rows [1, K, N, d] and [1, K, N]. Where lines have several tokens, d is that of one token.
+        first: the slot of each row's first, int32 [B]; after a ring's last slot comes its first.
+        size: how many fit, int32 [B].
+        blocks: the blocks that they go to, in order, int32 [B, blocks].
+        starts: of packed rows, the number of each row's first token among the N, int32 [B]; None for a batch.
+    """
+
+    tokens: dict[str, jax.Array]
+    first: jax.Array
+    size: jax.Array
+    blocks: jax.Array
+    starts: jax.Array | None = None

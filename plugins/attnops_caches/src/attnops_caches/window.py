@@ -1,0 +1,212 @@
+"""WindowCache: a ring of the last tokens of each sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.exported import serialised
+from attnops.masks.base import Mask
+from attnops.masks.positions import SlidingWindow
+from attnops_caches.base import Cache
+from attnops_caches.codec import Quantized
+from attnops_caches.create import check_size, create_rows, create_store
+from attnops_caches.dense import read_blocks, take_rows
+from attnops_caches.masks.slots import Slots
+from attnops_caches.placement import PLACEMENT
+from attnops_caches.rows import Rows, check_rows
+from attnops_caches.store import Pieces, Store
+from attnops_caches.tokens import Contents, NewTokens
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.typing import DType
+
+
+@serialised(placement=PLACEMENT)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowCache(Cache):
+    """A ring of R slots for each sequence; the token of index i is in slot i mod R. See `Cache`.
+
+    A query sees the last ``window`` tokens, itself included: the window belongs to every call over this cache, as if
+    ``mask & SlidingWindow(window - 1, None)`` were given over a `DenseCache`. Masks and biases with an array by key are
+    refused, since positions grow beyond the slots.
+
+    Attributes:
+        written: one more than the largest index that was ever written, int32 [B].
+        window: tokens that a query sees.
+        max_append: most tokens an append.
+    """
+
+    written: jax.Array
+    window: int = dataclasses.field(metadata={"static": True})
+    max_append: int = dataclasses.field(metadata={"static": True})
+
+    storage: ClassVar[str] = "WindowCache"
+    unbounded: ClassVar[bool] = True
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        batch: int,
+        window: int,
+        max_append: int = 1,
+        kv_heads: int,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: DType = jnp.bfloat16,
+        codec: Quantized | None = None,
+        latent: int | None = None,
+        key_scale: ArrayLike | None = None,
+        value_scale: ArrayLike | None = None,
+        starts: ArrayLike | None = None,
+        layers: int | None = None,
+        width: int | None = None,
+    ) -> WindowCache:
+        """An empty cache of R = ``window - 1 + max_append`` slots a row.
+
+        Args:
+            batch: B, the rows.
+            window: tokens that a query sees, itself included.
+            max_append: most tokens an append: a longer prompt is appended in chunks. So many tokens can also be taken
+                back by `truncate`.
+            kv_heads: see `DenseCache.create`.
+            head_dim: see `DenseCache.create`.
+            value_head_dim: see `DenseCache.create`.
+            dtype: see `DenseCache.create`.
+            codec: see `DenseCache.create`.
+            latent: see `DenseCache.create`.
+            key_scale: see `DenseCache.create`.
+            value_scale: see `DenseCache.create`.
+            starts: see `DenseCache.create`.
+            layers: see `DenseCache.create`.
+            width: see `DenseCache.create`.
+
+        Raises:
+            ValueError: see `DenseCache.create`.
+        """
+        slots = check_size("window", window) - 1 + check_size("max_append", max_append)
+        store = create_store(
+            check_size("batch", batch), slots, kv_heads, head_dim, value_head_dim, dtype, codec, latent,
+            key_scale, value_scale, layers, width,
+        )  # fmt: skip
+        rows = create_rows(batch, starts, layers)
+        return cls(store=store, **rows, written=jnp.zeros_like(rows["lengths"]), window=window, max_append=max_append)
+
+    @property
+    def length(self) -> int:
+        return self.store.slots
+
+    def append(
+        self,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
+    ) -> Self:
+        """See `Cache.append`. Of a traced packed run, tokens beyond ``max_append`` don't fit.
+
+        Raises:
+            ValueError: more than ``max_append`` tokens a row; see `Cache.append`.
+        """
+        self._check_append(key, rows)
+        return super().append(key, value, lengths, rows)
+
+    def pending(
+        self,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
+    ) -> tuple[Self, NewTokens]:
+        """See `Cache.pending`.
+
+        Raises:
+            ValueError: see `append`.
+        """
+        self._check_append(key, rows)
+        return super().pending(key, value, lengths, rows)
+
+    def _check_append(self, key: ArrayLike, rows: Rows | None) -> None:
+        shape: tuple[int, ...] = getattr(key, "shape", ())
+        most = _longest_run(shape[1] if len(shape) == 4 else 0, rows)
+        if self.max_append < most:
+            raise ValueError(
+                f"{most} tokens are appended at once, but the cache was created with max_append={self.max_append}: "
+                f"more would overwrite tokens that a query still sees; append in chunks, or create it with more"
+            )
+
+    def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
+        return self.lengths % self.length, jnp.arange(self.batch, dtype=jnp.int32)[:, None]
+
+    def check_queries(self, T: int, rows: Rows | None) -> None:
+        most = _longest_run(T, rows)
+        if self.max_append < most:
+            raise ValueError(
+                f"{most} queries of a row are given at once, but the cache was created with "
+                f"max_append={self.max_append}: it no longer has all tokens that the first of them sees; call it with "
+                f"the queries of one append, or create it with more"
+            )
+
+    def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
+        R, lengths = self.length, self.lengths[rows]
+        # int32 holds no index beyond 2³¹ − 1.
+        fit = jnp.clip(jnp.minimum(jnp.int32(2**31 - 1) - lengths, self.max_append), 0, count)
+        slot, run, zero = lengths % R, jnp.arange(rows.shape[0], dtype=jnp.int32), jnp.zeros_like(rows)
+        before = jnp.minimum(fit, R - slot)
+        if T == 1:
+            return Pieces(run, zero, fit, rows, slot), fit
+        pieces = Pieces(run, zero, before, rows, slot), Pieces(run, before, fit - before, rows, zero)
+        return Pieces(*(jnp.concatenate(x) for x in zip(*pieces, strict=True))), fit
+
+    def _appended(self, store: Store, lengths: jax.Array, dropped: jax.Array) -> Self:
+        cache = super()._appended(store, lengths, dropped)
+        return dataclasses.replace(cache, written=jnp.maximum(self.written, lengths))
+
+    def truncate(self, lengths: ArrayLike) -> Self:
+        """See `Cache.truncate`. Taking back more than ``max_append`` tokens sets ``overflowed`` where the ring lost
+        tokens that the next query sees.
+        """
+        cache = super().truncate(lengths)
+        kept = cache.lengths
+        # Where nothing but padding is kept, what the ring has is of no use, and its slots are free.
+        written = jnp.where(kept <= self.starts, kept, self.written)
+        oldest = written - self.length  # the first index that the ring still has
+        lost = (kept < self.lengths) & (oldest > jnp.maximum(kept - self.window + 1, self.starts))
+        return dataclasses.replace(cache, overflowed=cache.overflowed | lost, written=written)
+
+    def mask(self, mask: Mask | None) -> Mask | None:
+        window = SlidingWindow(self.window - 1, None)
+        return window if mask is None else mask & window
+
+    def slots(self) -> Slots:
+        # Of each slot the largest index below `written` that lies in it.
+        last = self.written - 1
+        newest = last % self.length
+        return self._slots(last - newest, newest)
+
+    def read(self) -> Contents:
+        self._check_layer()
+        if self.placement is not None:
+            return self._read_placed()
+        return Contents(*read_blocks(self), *self.positions())
+
+    def take_rows(self, rows: ArrayLike) -> Self:
+        """See `DenseCache.take_rows`."""
+        return take_rows(self, rows)
+
+
+def _longest_run(T: int, rows: Rows | None) -> int:
+    """The most tokens of a row, as far as they are known when tracing."""
+    if rows is None:
+        return T
+    starts = check_rows(rows).starts
+    known = not isinstance(starts, jax.Array) and np.ndim(starts) == 1
+    return int(np.diff(np.asarray(starts).astype(np.int64)).max(initial=0)) if known else 0

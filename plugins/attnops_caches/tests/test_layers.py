@@ -1,0 +1,161 @@
+"""Caches with a layer axis: a layer is a view, which a scan over layers updates in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
+
+L, B, S, H, K, D = 3, 2, 12, 4, 2, 8
+TABLE = np.array([[5, 1, 7], [0, 3, 6]], np.int32)
+SCALES = np.array([[0.01, 0.02], [0.03, 0.01], [0.02, 0.02]], np.float32)
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "int8": {"codec": Quantized("int8")},
+    "by head": {"codec": Quantized("float8_e4m3fn", "head")},
+    "latent": {"latent": 4},
+    "ring": {},
+    "pages": {"codec": Quantized("int8")},
+}
+
+
+def create(kind: str, layers: int | None, layer: int | None = None) -> Cache:
+    """An empty cache; of one layer with that layer's scales."""
+    options = {"batch": B, "kv_heads": K, "head_dim": D, "dtype": jnp.float32, "layers": layers, **KINDS[kind]}
+    if kind == "by head":
+        scales = SCALES if layer is None else SCALES[layer]
+        options |= {"key_scale": scales, "value_scale": scales}
+    if kind == "ring":
+        return WindowCache.create(window=5, max_append=3, **options)
+    if kind == "pages":
+        return PagedCache.create(pages=8, page_size=4, max_pages=3, table=TABLE, **options)
+    return DenseCache.create(length=S, **options)
+
+
+def tokens(seed: int, heads: int, T: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(L, B, T, heads, D)), jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pages", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[:5])])
+@pytest.mark.parametrize("operation", ["flash", pytest.param("vanilla", marks=pytest.mark.slow)])
+@pytest.mark.tier(every=6)
+def test_a_scan_over_layers_equals_a_cache_for_each(kind: str, operation: str) -> None:
+    op = OperationRegistry.create(operation, OperationMetadata())
+    has_value = KINDS[kind].get("latent") is None
+
+    def model(cache: Cache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[Cache, jax.Array]:
+        def block(cache: Cache, given: tuple[jax.Array, ...]) -> tuple[Cache, jax.Array]:
+            layer, q, k, v = given
+            out, one = op.step(q, k, v if has_value else None, cache.layer(layer), mask=Causal())
+            return cache.with_layer(layer, one), out.attention_outputs
+
+        return jax.lax.scan(block, cache, (jnp.arange(L), q, k, v))
+
+    @jax.jit
+    def one(cache: Cache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
+        out, cache = op.step(q, k, v if has_value else None, cache, mask=Causal())
+        return out.attention_outputs, cache
+
+    cache, alone = create(kind, L), [create(kind, None, layer) for layer in range(L)]
+    step = jax.jit(model, donate_argnums=0)
+    for call, T in enumerate((3, 3, 1)):
+        q, k, v = tokens(3 * call, H, T), tokens(3 * call + 1, K, T), tokens(3 * call + 2, K, T)
+        cache, found = step(cache, q, k, v)
+        for layer in range(L):
+            out, alone[layer] = one(alone[layer], q[layer], k[layer], v[layer])
+            np.testing.assert_allclose(found[layer], out, atol=1e-5)
+    for layer in range(L):
+        for mine, other in zip(cache.layer(layer).read(), alone[layer].read(), strict=True):
+            np.testing.assert_array_equal(mine, other)
+        np.testing.assert_array_equal(cache.lengths[layer], alone[layer].lengths)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("kind", "kv_heads"), [("dense", K), ("ring", K), ("pages", K), ("dense", 1), ("pages", 1)])
+@pytest.mark.tier(quick=["pages-1-float32"])
+def test_a_step_of_all_layers_copies_no_cache(kind: str, kv_heads: int, dtype: str) -> None:
+    op = OperationRegistry.create("flash", OperationMetadata(block_k=4))
+    options = {"batch": B, "kv_heads": kv_heads, "head_dim": 32, "layers": 8, "dtype": dtype}
+    cache = {
+        "dense": lambda: DenseCache.create(length=256, **options),
+        "ring": lambda: WindowCache.create(window=250, max_append=7, **options),
+        "pages": lambda: PagedCache.create(pages=64, page_size=8, max_pages=32, **options),
+    }[kind]()
+    q, k = (jnp.ones((B, 1, heads, 32), dtype) for heads in (H, kv_heads))
+
+    def steps(cache: Cache) -> Cache:
+        def block(cache: Cache, layer: jax.Array) -> tuple[Cache, jax.Array]:
+            out, one = op.step(q, k, k, cache.layer(layer), mask=Causal())
+            return cache.with_layer(layer, one), out.attention_outputs
+
+        def token(cache: Cache, _: None) -> tuple[Cache, jax.Array]:
+            return jax.lax.scan(block, cache, jnp.arange(8))
+
+        return jax.lax.scan(token, cache, None, length=3)[0]
+
+    memory = jax.jit(steps, donate_argnums=0).lower(cache).compile().memory_analysis()
+    size = sum(x.nbytes for x in jax.tree.leaves(cache))
+    assert memory is not None
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < cache.store.key.nbytes / 8 / B  # less than the keys of one row of one layer
+
+
+def test_what_has_no_layer_axis_is_refused() -> None:
+    one = create("dense", None)
+    with pytest.raises(ValueError, match=r"lengths have shape \(2,\), but must be \[L, B\]"):
+        one.layer(0)
+    with pytest.raises(ValueError, match="with_layer takes what became of cache"):
+        create("dense", L).with_layer(0, one)
+    with pytest.raises(ValueError, match=r"take one layer by cache\.layer\(layer\)"):
+        create("dense", L).read()
+    with pytest.raises(ValueError, match="take_rows is for all layers together"):
+        create("dense", L).layer(1).take_rows(np.array([0, 1]))  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_fork_is_of_all_layers() -> None:
+    pool = PagePool.create(pages=8, page_size=4, rows=B, max_pages=3).reserve(np.array([6, 0]))
+    ids = [0, 1], [1, -1]  # the second entry does nothing
+    forked, copies = pool.fork(*map(np.array, ids))
+    key, value = tokens(0, K, 6), tokens(1, K, 6)
+    whole, ones = create("pages", L).with_table(pool.table), []  # type: ignore[attr-defined]
+    for layer in range(L):
+        one = create("pages", None).with_table(pool.table)  # type: ignore[attr-defined]
+        ones.append(one.append(key[layer], value[layer], [6, 0]).fork(*ids, forked.table, copies))
+        whole = whole.with_layer(layer, whole.layer(layer).append(key[layer], value[layer], [6, 0]))
+    whole = whole.fork(*ids, forked.table, copies)
+    assert whole.lengths.tolist() == [[6, 6]] * L
+    for found, *wanted in zip(jax.tree.leaves(whole), *map(jax.tree.leaves, ones), strict=True):
+        np.testing.assert_array_equal(found, np.stack(wanted))
+    with pytest.raises(ValueError, match="copy_pages is for all layers together"):
+        whole.layer(1).fork(*ids, forked.table, copies)
+
+
+@pytest.mark.tier(quick=["ring"], slow=["dense", "pages"])
+@pytest.mark.parametrize("kind", ["dense", "ring", "pages"])
+def test_rows_of_all_layers_are_emptied_and_shortened_together(kind: str) -> None:
+    k = tokens(0, K, 3)
+
+    @jax.jit
+    def filled(k: jax.Array) -> Cache:
+        cache = create(kind, L)
+        for layer in range(L):
+            cache = cache.with_layer(layer, cache.layer(layer).append(k[layer], k[layer]))
+        return cache
+
+    cache = filled(k)
+    shorter, emptied = cache.truncate([1, 7]), cache.reset(np.array([True, False]))
+    for layer in range(L):
+        one = cache.layer(layer)
+        for all_layers, expected in ((shorter, one.truncate([1, 7])), (emptied, one.reset(np.array([True, False])))):
+            jax.tree.map(np.testing.assert_array_equal, all_layers.layer(layer), expected)
+    assert shorter.lengths.tolist() == [[1, 3]] * L
+    assert emptied.lengths.tolist() == [[0, 3]] * L

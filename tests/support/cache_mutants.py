@@ -14,9 +14,9 @@ import pytest
 from attnops_caches import Cache
 from attnops_caches.store import Store
 
-BASE, DENSE, WINDOW = "caches.base:Cache.", "caches.dense:DenseCache.", "caches.window:WindowCache."
-PAGED, STORE, CODEC = "caches.paged:PagedCache.", "caches.store:", "caches.codec:Quantized."
-SLOTS, PACKED, READ, CALL = "caches.slots:", "caches.packed:Rows.", "dispatch.over_cache:", "dispatch.cached:"
+BASE, DENSE, WINDOW = "base:Cache.", "dense:DenseCache.", "window:WindowCache."
+PAGED, STORE, CODEC = "paged:PagedCache.", "store:", "codec:Quantized."
+SLOTS, PACKED, READ, CALL = "scores:", "rows:Rows.", "calls.run:", "calls.bind:"
 
 
 class Mutant(NamedTuple):
@@ -40,7 +40,7 @@ class Mutant(NamedTuple):
         for cls, program in ((Cache, "_append"), (Store, "write"), (Store, "write_some")):
             monkeypatch.setattr(cls, program, inspect.unwrap(getattr(cls, program)))
         module_name, _, path = self.where.partition(":")
-        owner = importlib.import_module(f"attnops.{module_name}")
+        owner = importlib.import_module(f"attnops_caches.{module_name}")
         *parents, name = path.split(".")
         for parent in parents:
             owner = getattr(owner, parent)

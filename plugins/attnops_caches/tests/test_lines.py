@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches.calls.reader import in_place_reasons
 from attnops_caches import Cache, DenseCache, PagedCache, bytes_per_page
 
 from attnops import OperationMetadata, OperationRegistry
@@ -68,5 +69,5 @@ def test_bytes_are_those_of_tokens() -> None:
 def test_what_a_kernel_does_not_declare_is_not_read_in_place() -> None:
     operation = OperationRegistry.create("vanilla", OperationMetadata())
     query = jnp.ones((1, 1, 2, 6))
-    reasons = operation.in_place_reasons("cpu", operation.request(query, paged(2), mask=Causal()))
+    reasons = in_place_reasons(operation, "cpu", operation.request(query, paged(2), mask=Causal()))
     assert reasons

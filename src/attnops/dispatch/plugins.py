@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from attnops.dispatch.operation import BaseOperation
 
 GROUP: Final = "attnops.operations"
+# The other groups that distributions may have: see `attnops.cli.sources`.
+OTHER_GROUPS: Final = ("attnops.sources", "attnops.commands")
 CORE: Final = "attnops"
 
 NO_AUTOLOAD: Final = "ATTNOPS_NO_AUTOLOAD is set"
@@ -174,7 +176,8 @@ def _misspelt_groups(text: str) -> list[str]:
     """The headings of groups that look like `GROUP` but are not read as it."""
     headings = [line.strip() for line in text.splitlines() if CORE in line and "=" not in line]
     # An entry without "=" is another error; "#" begins a comment.
-    return [x for x in headings if "[" in x.partition(CORE)[0] and not x.startswith("#") and x != f"[{GROUP}]"]
+    known = {f"[{group}]" for group in (GROUP, *OTHER_GROUPS)}
+    return [x for x in headings if "[" in x.partition(CORE)[0] and not x.startswith("#") and x not in known]
 
 
 def _disabling_nothing(plugins: list[Plugin]) -> list[Trouble]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from attnops_caches.calls.reader import in_place_reasons, step_reasons
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops_tpu.aot import TOPOLOGIES, compile_for
 from attnops_tpu.generations import target
@@ -49,7 +50,7 @@ def temporaries(
     query = jax.ShapeDtypeStruct((lead, T, cache.kv_heads * G, cache.head_dim), cache.dtype)
     starts, slots = (jax.ShapeDtypeStruct((cache.batch + i,), jnp.int32) for i in (1, 0))
     rows = Rows(starts, slots) if is_packed else None
-    assert not operation.in_place_reasons("tpu", operation.request(query, cache, mask=mask, rows=rows))
+    assert not in_place_reasons(operation, "tpu", operation.request(query, cache, mask=mask, rows=rows))
 
     def run(query: jax.Array, cache: Cache, starts: jax.Array, slots: jax.Array) -> jax.Array:
         given = {"rows": Rows(starts, slots)} if is_packed else {}
@@ -235,7 +236,7 @@ def step_temporaries(cache: Cache, generation: str, T: int, is_one_kernel: bool 
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in cache.store._blocks().values())
     with target(generation):
         request = operation.request(query, cache, mask=Causal())
-        assert {r.argument for r in operation.step_reasons("tpu", request)} == (set() if is_one_kernel else {"query"})
+        assert {r.argument for r in step_reasons(operation, "tpu", request)} == (set() if is_one_kernel else {"query"})
     if T < 100 and is_one_kernel:  # the compiler can't print programs whose operands it prefetches in parts
         assert "while" not in compiled.as_text()  # `append` is a loop over rows
     return memory.temp_size_in_bytes

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches.calls.reader import in_place_reasons, step_reasons
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops_caches.bits import to_bits
 from attnops_tpu.generations import GENERATIONS, target
@@ -162,7 +163,7 @@ def reasons(subject: Subject, features: tuple[str, ...]) -> list[Reason]:
     query, _, _, _, rows = problem.arguments
     given = {"rows": rows} if isinstance(rows, Rows) else {}
     request = operation.request(query, problem.after.cache(), **problem.options, **given)
-    return operation.in_place_reasons("tpu", request)
+    return in_place_reasons(operation, "tpu", request)
 
 
 @pytest.mark.slow
@@ -183,7 +184,7 @@ def test_masks_of_packed_rows_are_read_in_place_unless_they_look_up_by_query_and
     query = jax.ShapeDtypeStruct((1, 3, 1, 128), jnp.bfloat16)
     mask = MaskFn(lambda b, h, q, kv: seen[q, kv])
     request = operation.request(query, cache, mask=mask, rows=Rows([0, 1, 3], [1, 0]))
-    (reason,) = operation.in_place_reasons("tpu", request)
+    (reason,) = in_place_reasons(operation, "tpu", request)
     assert (reason.argument, reason.limit) == ("mask", "this kernel can't compute it for each score")
 
 
@@ -206,7 +207,7 @@ def not_in_place(cache: Cache, T: int = 1, **options: object) -> list[Reason]:
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
     query = jax.ShapeDtypeStruct((2, T, 4, cache.head_dim), jnp.bfloat16)
     request = operation.request(query, cache, mask=Causal(), **options)
-    return operation.in_place_reasons("tpu", request)
+    return in_place_reasons(operation, "tpu", request)
 
 
 def told(cache: Cache, T: int = 1, **options: object) -> list[str]:
@@ -241,7 +242,7 @@ def test_what_no_step_of_one_kernel_writes_is_told() -> None:
         operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
         query = jax.ShapeDtypeStruct((1 if rows else 2, T, 4, 128), jnp.bfloat16)
         request = operation.request(query, cache, mask=Causal(), rows=rows)
-        return [r.argument for r in operation.step_reasons("tpu", request)]
+        return [r.argument for r in step_reasons(operation, "tpu", request)]
 
     sizes = {"batch": 2, "kv_heads": 2, "head_dim": 128}
     cache = DenseCache.create(length=1024, **sizes)
@@ -312,4 +313,4 @@ def test_a_dense_mask_of_one_query_is_an_array_by_key() -> None:
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu"))
     query = jax.ShapeDtypeStruct((2, 1, 4, 128), jnp.bfloat16)
     request = operation.request(query, cache, mask=Dense(jnp.ones((2, 1, 1, 16), bool)))
-    assert not operation.in_place_reasons("tpu", request)
+    assert not in_place_reasons(operation, "tpu", request)

@@ -88,13 +88,13 @@ def check(
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The tokens a row of each step that is one kernel, of which every test has some."""
     found: list[int] = []
-    stepped = TPUFlashAttention.stepped_tpu
+    stepped = TPUCacheReader.step
 
     def spy(self: TPUFlashAttention, query: jax.Array, *given: Any, **options: Any) -> Any:
         found.append(query.shape[1])
         return stepped(self, query, *given, **options)
 
-    monkeypatch.setattr(TPUFlashAttention, "stepped_tpu", spy)
+    monkeypatch.setattr(TPUCacheReader, "step", spy)
     yield found
     assert found
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches.calls.reader import in_place_reasons
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows
 from attnops_caches.bits import to_bits
 from attnops_triton.ragged.tile_sizes import split_count, splits
@@ -51,7 +52,7 @@ def reasons(subject: Subject, features: tuple[str, ...]) -> list[Reason]:
     problem = cache_problem(subject, features)
     operation = subject.make(problem.metadata)
     request = operation.request(problem.query, problem.after.cache(), **problem.options)
-    return operation.in_place_reasons("gpu", request)
+    return in_place_reasons(operation, "gpu", request)
 
 
 @pytest.mark.parametrize("features", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids="+".join)
@@ -207,4 +208,4 @@ def test_bfloat16_is_not_interpreted() -> None:
     cache = DenseCache.create(batch=1, length=16, kv_heads=1, head_dim=16)
     operation = OperationRegistry.create("attnops-triton:flash", OperationMetadata(platform="cuda", interpret=True))
     request = operation.request(jax.ShapeDtypeStruct((1, 1, 1, 16), jnp.bfloat16), cache, mask=Causal())
-    assert "bfloat16" in {reason.value for reason in operation.in_place_reasons("gpu", request)}
+    assert "bfloat16" in {reason.value for reason in in_place_reasons(operation, "gpu", request)}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_caches.calls.reader import step_reasons
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from attnops_triton.flash.operation import TritonFlashAttention
 from attnops_triton.ragged.tile_sizes import splits
@@ -71,13 +72,13 @@ def check(cache: Cache, T: int, mask: Mask | None, lengths: list[int], real: lis
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The tokens a row of each step that is one kernel, of which every test has some."""
     found: list[int] = []
-    stepped = TritonFlashAttention.stepped_gpu
+    stepped = TritonCacheReader.step
 
     def spy(self: TritonFlashAttention, query: jax.Array, *given: Any, **options: Any) -> Any:
         found.append(query.shape[1])
         return stepped(self, query, *given, **options)
 
-    monkeypatch.setattr(TritonFlashAttention, "stepped_gpu", spy)
+    monkeypatch.setattr(TritonCacheReader, "step", spy)
     yield found
     assert found
 
@@ -144,7 +145,7 @@ def told(cache: Cache, T: int) -> list[str]:
     """Why the kernel does not write the tokens of a step."""
     operation = OperationRegistry.create("attnops-triton:flash", METADATA)
     query = jax.ShapeDtypeStruct((4, T, 2 * K, 16), jnp.float32)
-    return [reason.argument for reason in operation.step_reasons("gpu", operation.request(query, cache))]
+    return [reason.argument for reason in step_reasons(operation, "gpu", operation.request(query, cache))]
 
 
 def test_what_several_programs_would_write_is_appended_first(steps: list[int]) -> None:

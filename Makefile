@@ -10,7 +10,7 @@ EDITABLE := --no-build-isolation -e
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 # Triton is for Linux alone.
-PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
+PLUGINS ?= plugins/attnops_testing plugins/attnops_lm plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
 # Those that wrap a kernel are tested from their sources: what is installed takes part in all other tests.
 TESTS := tests examples $(PLUGINS) plugins/attnops_splash plugins/attnops_tokamax
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,

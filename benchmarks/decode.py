@@ -19,12 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from rich.console import Console
-from rich.table import Table
-
-from attnops import OperationMetadata, OperationRegistry
-from attnops.bench import (
+from attnops_testing.bench import (
     PEERS,
     CacheCase,
     Case,
@@ -38,6 +33,11 @@ from attnops.bench import (
     operation,
     reading,
 )
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+from attnops import OperationMetadata, OperationRegistry
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from attnops.masks import Causal, SlidingWindow
 

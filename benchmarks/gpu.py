@@ -36,11 +36,11 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
 
     import jax
     import numpy as np
+    from attnops_testing.bench.case import Case
+    from attnops_testing.bench.measure import measure
     from gpu_contenders import CONTENDERS, OF_TORCH
     from gpu_timing import measure as time_program
 
-    from attnops.bench.case import Case
-    from attnops.bench.measure import measure
     from attnops.masks import Causal, Segments
 
     def mask_of(kind: str, length: int) -> Any:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-
-from attnops.bench.case import Refused
+from attnops_testing.bench.case import Refused
 
 # The scale of all tokens, with scales by tensor.
 SCALE: Final = 0.05

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing import oracle
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.dropout import ShiftedKey, dropout_keep, dropout_mask, dropout_rows, dropout_seed
-from attnops.testing import oracle
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

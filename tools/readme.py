@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from attnops_testing.support_table import markdown_table
+
 from attnops import OperationRegistry
 from attnops.dispatch.plugins import Plugin
-from attnops.testing.support_table import markdown_table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

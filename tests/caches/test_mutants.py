@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from attnops_testing.caches import check_cache
+from attnops_testing.runner import Status, Subject
 from cache_mutants import IN_PLACE, MUTANTS
 
 from attnops.operations.flash import cached
-from attnops.testing.caches import check_cache
-from attnops.testing.runner import Status, Subject
 
 VANILLA, FLASH = Subject(operation="attnops:vanilla"), Subject(operation="attnops:flash")
 # What flash, which reads caches in place, does not call.

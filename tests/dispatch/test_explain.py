@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing.oracle import attention
 
 from attnops import Limits, OperationImpl, OperationMetadata, OperationOutput, OperationRegistry, Rank, explain
 from attnops.caches import DenseCache, PagedCache, Quantized
 from attnops.dispatch.cached import printed_bytes
 from attnops.dispatch.platforms import PLATFORMS
-from attnops.testing.oracle import attention
 
 
 @pytest.fixture(autouse=True)

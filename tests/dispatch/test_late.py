@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing.oracle import attention
 
 from attnops import OperationMetadata, OperationOutput, Reason, UnsupportedError, UnsupportedWarning
 from attnops.operations.vanilla import VanillaAttention
-from attnops.testing.oracle import attention
 
 
 class Late(VanillaAttention):

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing.oracle import attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Ancestors, Causal, Coverage, Mask, SlidingWindow, block_map
-from attnops.testing.oracle import attention
 
 Array = np.ndarray[Any, Any]
 BRANCHED = [-1, 0, 0, 1, 1, 2, -1, 6]

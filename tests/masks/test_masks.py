@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing.strategies import masks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,6 @@ from attnops.masks import (
     SlidingWindow,
     block_map,
 )
-from attnops.testing.strategies import masks
 
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 13), st.integers(1, 13))
 

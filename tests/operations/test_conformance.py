@@ -3,12 +3,12 @@
 from typing import ClassVar
 
 import pytest
+from attnops_testing import OperationConformance
+from attnops_testing.features import combine
+from attnops_testing.strategies import requests
 from hypothesis import given, settings
 
 from attnops import OperationMetadata, OperationRegistry, explain
-from attnops.testing import OperationConformance
-from attnops.testing.features import combine
-from attnops.testing.strategies import requests
 
 
 class TestVanilla(OperationConformance):

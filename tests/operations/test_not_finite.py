@@ -1,9 +1,9 @@
 """A bias or a sink that is +inf or NaN makes its row NaN, and no other."""
 
 import pytest
+from attnops_testing.not_finite import CASES, check_not_finite
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.testing.not_finite import CASES, check_not_finite
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from attnops_lm.model import CausalLM, SequenceClassifier
+from attnops_lm.testing import small
 from flax import nnx
-
-from examples.causal_lm.model import CausalLM, SequenceClassifier
-from examples.causal_lm.testing import small
 
 IDS = np.random.default_rng(0).integers(1, 96, (2, 20))
 FAMILIES = {

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing import oracle
+from attnops_testing.features import combine
+from attnops_testing.problem import FAST_COMPILE, Problem
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -18,9 +21,6 @@ from attnops import OperationMetadata, OperationRegistry, UnsupportedError, Unsu
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Mask, Segments
 from attnops.sharding import AxisRules, create_mesh
-from attnops.testing import oracle
-from attnops.testing.features import combine
-from attnops.testing.problem import FAST_COMPILE, Problem
 
 AXES = ("dp", "tp", "sp")
 # Whole sequences: the rules of a mesh whose "sp" serves something else.

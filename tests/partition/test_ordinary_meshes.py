@@ -3,12 +3,12 @@ import warnings
 import jax
 import numpy as np
 import pytest
+from attnops_testing import oracle
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError, UnsupportedWarning, explain
 from attnops.masks import Causal
 from attnops.sharding import AxisRules
-from attnops.testing import oracle
 
 B, T, H, K, D = 8, 24, 8, 4, 8
 ARRAYS = tuple(np.random.default_rng(i).normal(size=(B, T, n, D)).astype(np.float32) for i, n in enumerate((H, K, K)))

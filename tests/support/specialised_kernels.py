@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing import attention
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash.order import unordered
 from attnops_triton.flash.tile_sizes import SPECIALISED
@@ -21,7 +22,6 @@ from triton_assemblers import ASSEMBLERS
 
 from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
-from attnops.testing import attention
 
 NAME = "attnops-triton:flash"
 SLOW = pytest.mark.slow

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from attnops_testing.corners import CORNERS
+from attnops_testing.runner import Status, Subject, attempt
 from typer.testing import CliRunner
 
 from attnops import OperationRegistry, cli
-from attnops.testing.corners import CORNERS
-from attnops.testing.runner import Status, Subject, attempt
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugin"
 COMMAND = ("vanilla", "--platform", "tpu", "--interpret")

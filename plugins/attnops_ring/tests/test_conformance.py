@@ -4,11 +4,11 @@ import functools
 from typing import ClassVar
 
 import jax
+from attnops_testing import OperationConformance
+from attnops_testing.runner import Subject
 
 from attnops import OperationMetadata
 from attnops.sharding import create_mesh
-from attnops.testing import OperationConformance
-from attnops.testing.runner import Subject
 
 
 @functools.cache

@@ -116,15 +116,17 @@ def make_app() -> typer.Typer:
 
         def invoke(self, ctx: Any) -> Any:
             if ctx.info_name == "check":
-                from attnops.testing.suite import make_cpu_devices
+                from attnops_testing.suite import make_cpu_devices
 
                 make_cpu_devices()
             if ctx.info_name in ON_DEVICES:
                 find_devices()
             return super().invoke(ctx)
 
+    homes = {"check": "attnops_testing.commands", "new": "attnops_testing.commands", "demo": "attnops_lm.commands"}
+    homes["bench"] = homes["check"]
     for name in COMMANDS:
-        app.command(name, cls=Command)(importlib.import_module(f"attnops.cli.{name}").command)
+        app.command(name, cls=Command)(importlib.import_module(f"{homes.get(name, 'attnops.cli')}.{name}").command)
     return app
 
 

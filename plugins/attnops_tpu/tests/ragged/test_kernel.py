@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing.caches import cache_problem, check_cache
+from attnops_testing.runner import Status, Subject
 from attnops_tpu.generations import GENERATIONS, target
 from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged import batches
@@ -18,8 +20,6 @@ from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops.caches.bits import to_bits
 from attnops.masks import Causal, Dense, KeyPadding, Lengths, Mask, MaskFn
-from attnops.testing.caches import cache_problem, check_cache
-from attnops.testing.runner import Status, Subject
 
 SUBJECT = Subject(operation="attnops-tpu:flash", platform="tpu", interpret=True)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing import attention, attention_gradients
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash import backend, plan
 from attnops_triton.flash.hopper.partitions import Partitions
@@ -39,7 +40,6 @@ from triton_assemblers import ASSEMBLERS
 from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
-from attnops.testing import attention, attention_gradients
 
 FORWARD = [
     pytest.param((300, 300, 2, 1, 64), {"mask": Causal()}, id="causal, ragged, grouped"),

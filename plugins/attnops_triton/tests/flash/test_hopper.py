@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing import attention, attention_gradients
 from attnops_triton import versions
 from attnops_triton.aot import kernels
 from attnops_triton.flash import plan
@@ -34,7 +35,6 @@ from specialised_kernels import (
 )
 
 from attnops.masks import Causal, Dense, Mask, Segments, SlidingWindow
-from attnops.testing import attention, attention_gradients
 
 PROBLEMS = [
     pytest.param((200, 200, 4, 2, 64), {"mask": Causal()}, id="causal, ragged, grouped"),

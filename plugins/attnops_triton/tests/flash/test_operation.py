@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing import attention
 from attnops_triton import versions
 from attnops_triton.flash.plan import head_dim_chunks
 from attnops_triton.flash.tile_sizes import TABLE, choose, known
@@ -29,7 +30,6 @@ from attnops import (
 )
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, Segments, SlidingWindow
-from attnops.testing import attention
 
 NAME = "attnops-triton:flash"
 

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attnops_testing.caches import cache_problem, check_cache
+from attnops_testing.runner import Status, Subject
 from attnops_triton.ragged.tile_sizes import split_count, splits
 
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.caches import Cache, DenseCache, PagedCache, Quantized, Rows
 from attnops.caches.bits import to_bits
 from attnops.masks import Causal, KeyPadding, Lengths, Mask, SlidingWindow
-from attnops.testing.caches import cache_problem, check_cache
-from attnops.testing.runner import Status, Subject
 
 SUBJECT = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
 METADATA = OperationMetadata(platform="cuda", interpret=True, on_unsupported="error", block_k=16)

@@ -130,8 +130,7 @@ def test_tuning_writes_the_fastest_tiles_that_fit_and_the_times_of_both_operatio
 
     monkeypatch.setattr(tune, "_seconds", seconds)
     output = tmp_path / "tuned.json"
-    given = {"dtypes": ["bfloat16"], "head_dims": [64], "lengths": [1024], "masks": ["causal"], "merge": []}
-    OperationRegistry.get(NAME, "cuda").tune(**given, output=output, dry="", report=lambda line: None)  # type: ignore[attr-defined]
+    tune.run(["bfloat16"], [64], [1024], ["causal"], output, [], "", lambda line: None)
     found = {row.what: row.tiles for row in tuned.read(output)}
     forward, by_query, by_key, _ = TABLE["sm_90"][2][128]
     assert found["forward"] == (forward.bq // 2, forward.bk, forward.warps, forward.stages)

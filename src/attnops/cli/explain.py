@@ -17,6 +17,7 @@ from attnops.caches import Rows
 from attnops.cli.caches import Codec, Latent, PageSize, Scales, Storage, check_without_cache, make_cache
 from attnops.cli.installed import FOR_PLATFORM
 from attnops.cli.masks import parse_mask, parse_shape
+from attnops.cli.noise import find_devices
 from attnops.cli.output import fail, print_json, print_text
 from attnops.dispatch.explain import Candidate, Explanation, explain
 from attnops.dispatch.metadata import OperationMetadata
@@ -79,6 +80,7 @@ def command(
     Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if there is no
     such call or operation.
     """
+    find_devices()
     S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or latent or head_dim
     shapes = ((1 if packed else batch, query_length, heads, head_dim), (batch, S, K, head_dim), (batch, S, K, Dv))
     of_cache = {"page_size": page_size, "codec": codec, "scales": scales, "latent": latent}

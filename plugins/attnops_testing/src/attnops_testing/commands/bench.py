@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnops.cli.caches import Codec, Latent, PageSize, Scales, Storage
+from attnops.cli.noise import find_devices
 from attnops.cli.output import fail, print_text
 from attnops.cli.show import mask_with_values, needs_matplotlib
 from attnops.errors import PluginWarning, UnknownOperationError
@@ -94,6 +95,7 @@ def command(
     """
     if plot is not None:
         needs_matplotlib("the plot")
+    find_devices()
     try:
         limit = default_memory_limit() if memory_limit is None else _bytes(memory_limit)
         over = CacheOptions(

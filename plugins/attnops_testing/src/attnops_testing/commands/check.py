@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import jax
 import typer
 
+from attnops.cli.noise import find_devices
 from attnops.cli.output import fail, print_text
 from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
@@ -24,7 +25,7 @@ from attnops_testing.features import FEATURES, combine
 from attnops_testing.limit import default_limit, limited
 from attnops_testing.long import LONG
 from attnops_testing.runner import NothingToCheckError, Outcome, Status, Subject
-from attnops_testing.suite import SUITE
+from attnops_testing.suite import SUITE, make_cpu_devices
 
 Check = tuple[str, Callable[[], list[Outcome]]]
 
@@ -97,6 +98,8 @@ def command(
     Exits with 1 if anything is wrong, with 2 if there is no such operation or platform, or only the core's native
     forward where a kernel was asked for, with 130 if it was stopped.
     """
+    make_cpu_devices()
+    find_devices()
     try:
         subject = Subject(
             operation=operation, platform=platform, interpret=interpret, mode=mode, block=block, dtype=dtype

@@ -26,10 +26,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from attnops.bench import Case, Contender, Measurement, describe_machine, find, measure, packed_documents, peak_rss
-from attnops.bench.truth import Truth
 from attnops.masks import Causal, Coverage, Mask, SlidingWindow, block_map
 from attnops.operations.flash.tile_sizes import choose_problems_per_tile, choose_tiles, table_row
+from attnops_testing.bench import (
+    Case,
+    Contender,
+    Measurement,
+    describe_machine,
+    find,
+    measure,
+    packed_documents,
+    peak_rss,
+)
+from attnops_testing.bench.truth import Truth
 
 PEERS = ("jax.nn", "torch")
 # The goals: flash is at least as fast as either at any length, and at T = 4,096 so many times as fast as jax.nn,

@@ -19,13 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 from jax import lax
 from rich.console import Console
 from rich.table import Table
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.bench import (
+from attnops.masks import Causal, SlidingWindow
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
+from attnops_testing.bench import (
     PEERS,
     CacheCase,
     Case,
@@ -39,7 +40,6 @@ from attnops.bench import (
     operation,
     reading,
 )
-from attnops.masks import Causal, SlidingWindow
 
 H, K, D = 32, 8, 128
 WINDOW = 1024

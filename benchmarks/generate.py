@@ -31,11 +31,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from attnops.bench import describe_machine
+from attnops_testing.bench import describe_machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from examples.causal_lm.gguf_file import load_smollm2, smollm2_path
-from examples.causal_lm.model import CausalLM
+from attnops_lm.gguf_file import load_smollm2, smollm2_path
+from attnops_lm.model import CausalLM
 
 NEW = 64  # tokens that are generated, and timed
 CONTEXTS, BATCHES = (256, 1024, 4096, 8192), (1, 4, 16)

@@ -39,9 +39,9 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
     from gpu_contenders import CONTENDERS, OF_TORCH
     from gpu_timing import measure as time_program
 
-    from attnops.bench.case import Case
-    from attnops.bench.measure import measure
     from attnops.masks import Causal, Segments
+    from attnops_testing.bench.case import Case
+    from attnops_testing.bench.measure import measure
 
     def mask_of(kind: str, length: int) -> Any:
         documents = Causal() & Segments(np.arange(length) // max(1, length // 4))

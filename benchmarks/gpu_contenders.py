@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import jax
-from attnops_triton.flash.order import unordered
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
-from attnops.bench.case import Case, Refused
-from attnops.bench.peers import PEERS
-from attnops.bench.program import RESULTS, Contender, Ready, compile_jax
 from attnops.masks import Causal
+from attnops_testing.bench.case import Case, Refused
+from attnops_testing.bench.peers import PEERS
+from attnops_testing.bench.program import RESULTS, Contender, Ready, compile_jax
+from attnops_triton.flash.order import unordered
 
 
 def triton(interpret: bool, any_order: bool = False) -> Contender:

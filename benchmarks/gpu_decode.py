@@ -24,9 +24,9 @@ from gpu_decode_contenders import CONTENDERS, Case, Step
 from rich.console import Console
 from rich.table import Table
 
-from attnops.bench.case import Refused
-from attnops.bench.program import Ready
-from attnops.testing import attention
+from attnops_testing import attention
+from attnops_testing.bench.case import Refused
+from attnops_testing.bench.program import Ready
 
 # The most that an element may differ by, relative to the largest: of a weight rounded to 16 bits.
 TOLERANCE: Final = 2.0**-7

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from attnops.bench.case import Refused
+from attnops_testing.bench.case import Refused
 
 # The scale of all tokens, with scales by tensor.
 SCALE: Final = 0.05
@@ -50,10 +50,10 @@ def ours(case: Case, interpret: bool) -> Step:
     """`op(query, cache)` of attnops-triton."""
     import jax
     import jax.numpy as jnp
-    from attnops_caches import PagedCache, Quantized
 
     from attnops import OperationMetadata, OperationRegistry
     from attnops.masks import Causal
+    from attnops_caches import PagedCache, Quantized
 
     most = -(-case.length // case.page)
     table = np.random.default_rng(0).permutation(case.batch * most).reshape(case.batch, most)

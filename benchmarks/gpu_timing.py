@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from attnops.bench.program import Ready
+from attnops_testing.bench.program import Ready
 
 # A timing lasts at least this many seconds, of calls one after another.
 SHORTEST = 0.02

@@ -25,11 +25,10 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
 def counted(mask: Any, length: int, devices: int, order: str) -> dict[str, Any]:
     """Of a mask in an order: the busiest device's tiles over the mean, hops, and bytes a hop."""
-    from attnops_ring import positions
-
     from attnops import OperationMetadata, OperationRegistry
     from attnops.masks import block_map
     from attnops.sharding import create_mesh
+    from attnops_ring import positions
 
     laid = positions(length, devices, order)  # type: ignore[arg-type]
     # Tiles as the devices have them: of tokens that are neighbours there.
@@ -56,11 +55,10 @@ def main(
     """Count, and print."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    from attnops_ring.block import Inner
-    from attnops_ring.operation import needed_hops
-
     from attnops import OperationMetadata
     from attnops.masks import Causal, Segments, SlidingWindow
+    from attnops_ring.block import Inner
+    from attnops_ring.operation import needed_hops
 
     local = length // devices
     masks = {

@@ -162,10 +162,9 @@ def main(
     """Check, count, time, and print."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    from attnops_ring import reorder, restore
-
     from attnops import OperationRegistry
     from attnops.masks import Causal
+    from attnops_ring import reorder, restore
 
     mesh = Mesh(np.array(jax.devices()[:devices]), (AXIS,))
     rng = np.random.default_rng(0)

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from rich.console import Console
+from rich.table import Table
+
 from attnops_tpu.aot import TOPOLOGIES, devices, environment
 from attnops_tpu.collectives import KERNEL, computations, scheduled
 from attnops_tpu.generations import target
 from attnops_tpu.memory import outside_bytes
-from rich.console import Console
-from rich.table import Table
 
 # Splash's blocks of the fewest bundles for a causal mask, forward and backward, see `tpu_kernels.py`.
 SPLASH_BLOCKS: Final = (1024, 1024, 512), (1024, 1024, 1024)

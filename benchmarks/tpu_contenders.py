@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+
 from attnops_tpu.aot import devices
 from attnops_tpu.collectives import KERNEL, scheduled
 from attnops_tpu.generations import target
@@ -152,13 +153,13 @@ def own_trips(job: Job) -> list[tuple[float, float, Trips]]:
     """The grid steps, how many of them pad shorter maps, and the trips, of each call of the kernel; of a mean head."""
     import jax
     import jax.numpy as jnp
-    from attnops_tpu.flash.backend import PallasFlash
-    from attnops_tpu.flash.prepare import tile_schedules
-    from attnops_tpu.flash.tile_schedule import REDUCED, kinds_of, unpack
 
     from attnops import OperationMetadata
     from attnops.kernels import FlashCall
     from attnops.masks import Coverage
+    from attnops_tpu.flash.backend import PallasFlash
+    from attnops_tpu.flash.prepare import tile_schedules
+    from attnops_tpu.flash.tile_schedule import REDUCED, kinds_of, unpack
 
     B = BATCH.get(job.mask, 1)
     x = jax.ShapeDtypeStruct((B, job.T, HEADS, job.head_dim), jnp.bfloat16)

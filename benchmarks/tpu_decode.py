@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
-from attnops_tpu.aot import compile_for
-from attnops_tpu.schedule import Schedule, Span, measure
 from rich.console import Console
 from rich.table import Table
 from tpu_decode_peers import PEERS, PeerCase, bundles_a_byte
+
+from attnops_tpu.aot import compile_for
+from attnops_tpu.schedule import Schedule, Span, measure
 
 # Bytes of main memory a cycle and core.
 BYTES: Final = {"v4": 651, "v5e": 546, "v5p": 790, "v6e": 937, "tpu7x": 1682}
@@ -82,13 +83,13 @@ def child(case: Case, generation: str) -> None:
     """What a process of its own does: compile, and print the keys of a tile and its buffers."""
     import jax
     import jax.numpy as jnp
-    from attnops_caches import Cache, PagedCache, Quantized
-    from attnops_tpu.generations import target
-    from attnops_tpu.ragged.attention import make_plan
 
     from attnops import OperationMetadata, OperationRegistry
     from attnops.kernels import FlashCall
     from attnops.masks import Causal
+    from attnops_caches import Cache, PagedCache, Quantized
+    from attnops_tpu.generations import target
+    from attnops_tpu.ragged.attention import make_plan
 
     page, K, G, D, codec, latent, T, F = case
     # Larger than vector memory, in which the compiler would keep it.

@@ -12,11 +12,11 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attnops_caches import PagedCache, Quantized
-from attnops_tpu.generations import target
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, SlidingWindow
+from attnops_caches import PagedCache, Quantized
+from attnops_tpu.generations import target
 
 # Of the rows: the last token is inside a page, is its last one, and is its first.
 LENGTHS: Final = 4000, 2048, 4097

@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from attnops_tpu.aot import TOPOLOGIES
-from attnops_tpu.schedule import Region, Regions, measure
 from rich.console import Console
 from rich.table import Table
 from tpu_contenders import BATCH, CONTENDERS, HEADS, REDUCTION, SCHEDULER, Job, child, traced, whole
+
+from attnops_tpu.aot import TOPOLOGIES
+from attnops_tpu.schedule import Region, Regions, measure
 
 # (tokens, mask)
 PROBLEMS: Final = {

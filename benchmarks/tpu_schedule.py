@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from attnops_tpu.aot import TOPOLOGIES, compile_for
-from attnops_tpu.schedule import UNITS, Schedule, in_tiles, measure
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from attnops_tpu.aot import TOPOLOGIES, compile_for
+from attnops_tpu.schedule import UNITS, Schedule, in_tiles, measure
 
 # Figures are for this many scores.
 TILE = 512 * 512
@@ -165,10 +166,9 @@ def child(what: dict[str, Any], generation: str) -> None:
 
 
 def _own_tiles(head_dim: int, generation: str) -> float:
+    from attnops import OperationMetadata
     from attnops_tpu.flash.tile_sizes import Problem, choose
     from attnops_tpu.generations import target
-
-    from attnops import OperationMetadata
 
     problem = Problem(T=LENGTH, S=LENGTH, G=1, D=head_dim, Dv=head_dim, itemsize=2, out_itemsize=2)
     with target(generation):

@@ -26,14 +26,14 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import typer
-from attnops_caches import PagedCache, Quantized
-from attnops_triton import aot
-from attnops_triton.targets import SHARED_MEMORY, capability
 from rich.console import Console
 from rich.table import Table
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
+from attnops_caches import PagedCache, Quantized
+from attnops_triton import aot
+from attnops_triton.targets import SHARED_MEMORY, capability
 
 BATCH, LENGTH, KV_HEADS = 8, 32768, 8
 CODECS = ("", "int8", "float8_e4m3fn", "float8_e5m2")

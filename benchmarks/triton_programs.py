@@ -23,12 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from attnops_triton.aot import kernels
-from attnops_triton.language.build import build, counts
-from attnops_triton.language.store import VARIABLE
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Segments, SlidingWindow
+from attnops_triton.aot import kernels
+from attnops_triton.language.build import build, counts
+from attnops_triton.language.store import VARIABLE
 
 LENGTHS: Final = (17, 100, 128, 192, 256, 777, 1024, 1500, 2048, 4096)
 MASKS: Final = {

@@ -37,17 +37,17 @@ os.environ["ATTNOPS_TRITON_CACHE"] = ""  # else nothing is compiled in a second 
 import jax
 import jax.numpy as jnp
 import typer
+from rich.console import Console
+from rich.table import Table
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash import tile_sizes
 from attnops_triton.flash.order import unordered
 from attnops_triton.flash.plan import Tiles
 from attnops_triton.language.build import build
 from attnops_triton.targets import SHARED_MEMORY
-from rich.console import Console
-from rich.table import Table
-
-from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal
 
 HEAD_DIMS = ("64", "80", "96", "128", "192/128", "256", "576/512")
 # What is shown of the step over one tile.

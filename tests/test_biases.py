@@ -10,8 +10,8 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
-from attnops.testing import oracle
-from attnops.testing.problem import Problem
+from attnops_testing import oracle
+from attnops_testing.problem import Problem
 
 
 def dense(bias, B, H, T, S):

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import PagedCache, Quantized
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.dispatch import operation
 from attnops.masks import Causal
 from attnops.sharding import create_mesh
+from attnops_caches import PagedCache, Quantized
 
 ROOT = Path(__file__).parents[1]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.dropout import ShiftedKey, dropout_keep, dropout_mask, dropout_rows, dropout_seed
-from attnops.testing import oracle
+from attnops_testing import oracle
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

@@ -16,8 +16,8 @@ from attnops import OperationMetadata, OperationOutput, OperationRegistry
 from attnops.biases import ALiBi, ScoreFn
 from attnops.masks import Causal, MaskFn, PrefixLM, Segments, SlidingWindow
 from attnops.operations.vanilla import VanillaAttention
-from attnops.testing.oracle import attention
-from attnops.testing.tolerance import assert_close, tolerance
+from attnops_testing.oracle import attention
+from attnops_testing.tolerance import assert_close, tolerance
 
 CALLS = 200
 T, S, H, D = 24, 40, 2, 8

@@ -2,12 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import DenseCache
 
 import attnops
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, SlidingWindow
-from attnops.testing import oracle
+from attnops_caches import DenseCache
+from attnops_testing import oracle
 
 B, T, S, H, K, D = 1, 5, 7, 4, 2, 8
 QUERY, KEY, VALUE = (

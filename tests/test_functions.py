@@ -21,8 +21,8 @@ from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, Bias, RelativePosition, ScoreFn
 from attnops.masks import Causal, MaskFn
 from attnops.sharding import create_mesh
-from attnops.testing.oracle import attention, attention_gradients
-from attnops.testing.tolerance import assert_close, tolerance
+from attnops_testing.oracle import attention, attention_gradients
+from attnops_testing.tolerance import assert_close, tolerance
 
 B, T, H, D = 1, 12, 2, 8
 I, J = np.ogrid[:T, :T]

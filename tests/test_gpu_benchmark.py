@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnops.bench.case import Refused
-from attnops.bench.program import Ready
-from attnops.testing import attention
+from attnops_testing import attention
+from attnops_testing.bench.case import Refused
+from attnops_testing.bench.program import Ready
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -91,7 +91,7 @@ def test_the_plugin_is_printed_as_it_is_in_the_examples():
 
 
 def test_the_plugin_loads_as_printed():
-    from attnops.testing.support_table import support
+    from attnops_testing.support_table import support
 
     namespace = {"__name__": "attnops_mykernel"}
     exec(compile(code("## Write a plugin"), "README.md", "exec"), namespace)
@@ -106,7 +106,7 @@ def test_the_plugin_loads_as_printed():
 def test_the_table_says_how_a_cache_is_read():
     from attnops import Limits, OperationOutput
     from attnops.operations.vanilla import VanillaAttention
-    from attnops.testing.support_table import CACHES, cache_support
+    from attnops_testing.support_table import CACHES, cache_support
 
     class Paged(VanillaAttention):
         limits = {  # noqa: RUF012

@@ -11,10 +11,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import DenseCache
 
 import attnops
 from attnops.masks import Causal, Segments
+from attnops_caches import DenseCache
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,7 @@ from attnops import OperationMetadata, OperationRegistry
 from attnops.errors import NotDifferentiableError
 from attnops.sharding import create_mesh
 from attnops.softmax import Contribution
-from attnops.testing.partial import check_partial
+from attnops_testing.partial import check_partial
 
 
 @pytest.mark.slow

@@ -92,8 +92,8 @@ def covered(items: Iterable[Any]) -> dict[str, dict[str, pytest.Item]]:
 
 def missing(items: list[pytest.Item]) -> list[str]:
     """What has no quick test."""
-    from attnops.testing.features import FEATURES
-    from attnops.testing.pairs import changing
+    from attnops_testing.features import FEATURES
+    from attnops_testing.pairs import changing
 
     found = covered(items)
     lacks = []
@@ -111,7 +111,7 @@ def missing(items: list[pytest.Item]) -> list[str]:
 
 def table(items: list[pytest.Item]) -> str:
     """Markdown: a row a feature, with its test and what each backend makes of it."""
-    from attnops.testing.pairs import changing
+    from attnops_testing.pairs import changing
 
     found = covered(items)
     shown = {name: backend for name, (backend, _, _) in BACKENDS.items() if found[name]}

@@ -15,7 +15,7 @@ from unittest import mock
 
 from attnops import OperationRegistry
 from attnops.dispatch.plugins import Plugin
-from attnops.testing.support_table import markdown_table
+from attnops_testing.support_table import markdown_table
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.models.rotary import RotaryConfig, apply_rotary, rotary_tables
+from attnops_lm.rotary import RotaryConfig, apply_rotary, rotary_tables
 
 from .attention import Attention
 from .packing import VOCABULARY, Rows

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import DenseCache, PagedCache, Quantized
-from attnops_caches.calls.bind import printed_bytes
 
 from attnops import Limits, OperationImpl, OperationMetadata, OperationOutput, OperationRegistry, Rank, explain
 from attnops.dispatch.platforms import PLATFORMS
-from attnops.testing.oracle import attention
+from attnops_caches import DenseCache, PagedCache, Quantized
+from attnops_caches.calls.bind import printed_bytes
+from attnops_testing.oracle import attention
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationOutput, Reason, UnsupportedError, UnsupportedWarning
 from attnops.operations.vanilla import VanillaAttention
-from attnops.testing.oracle import attention
+from attnops_testing.oracle import attention
 
 
 class Late(VanillaAttention):

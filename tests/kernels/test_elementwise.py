@@ -13,7 +13,7 @@ from attnops import Limits, OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, ScoreFn, alibi_slopes
 from attnops.kernels.parts import of_bias, of_mask
 from attnops.masks import Causal, MaskFn, Segments, SlidingWindow
-from attnops.testing.feature_masks import MASKS, TRACED_MASKS
+from attnops_testing.feature_masks import MASKS, TRACED_MASKS
 
 SHAPE = B, H, T, S = 2, 4, 24, 40
 INDICES = tuple(np.arange(n).reshape([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(SHAPE))

@@ -8,7 +8,7 @@ import pytest
 from attnops import NotDifferentiableError, OperationImpl, OperationOutput, kernels
 from attnops.kernels import once_differentiable, pad_to_multiple, repair_empty_rows, unpad, zero_unseen
 from attnops.masks import KeyPadding, Segments, SlidingWindow
-from attnops.testing.runner import Status, Subject
+from attnops_testing.runner import Status, Subject
 
 
 def somebodys_kernel(q, k, v, q_ids, kv_ids, low, high):

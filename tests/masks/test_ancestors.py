@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Ancestors, Causal, Coverage, Mask, SlidingWindow, block_map
-from attnops.testing.oracle import attention
+from attnops_testing.oracle import attention
 
 Array = np.ndarray[Any, Any]
 BRANCHED = [-1, 0, 0, 1, 1, 2, -1, 6]

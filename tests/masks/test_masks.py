@@ -25,7 +25,7 @@ from attnops.masks import (
     SlidingWindow,
     block_map,
 )
-from attnops.testing.strategies import masks
+from attnops_testing.strategies import masks
 
 SHAPES = st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 13), st.integers(1, 13))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnops import AttentionRequest, OperationMetadata, OperationRegistry
 from attnops.masks import Band, Causal, Full, KeyPadding, MaskFn, MaskStructure, PrefixLM, Segments, SlidingWindow
-from attnops.testing.strategies import masks
+from attnops_testing.strategies import masks
 
 B, H, T, S = 2, 2, 5, 6
 

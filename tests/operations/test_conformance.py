@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from attnops import OperationMetadata, OperationRegistry, explain
-from attnops.testing import OperationConformance
-from attnops.testing.features import combine
-from attnops.testing.strategies import requests
+from attnops_testing import OperationConformance
+from attnops_testing.features import combine
+from attnops_testing.strategies import requests
 
 
 class TestVanilla(OperationConformance):

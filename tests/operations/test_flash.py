@@ -19,8 +19,8 @@ from attnops.masks import Causal, Coverage, KeyPadding, Lengths, Segments, Slidi
 from attnops.operations.flash.backend import _attend
 from attnops.operations.flash.tile_schedule import tile_schedule
 from attnops.operations.flash.tile_sizes import choose_problems_per_tile, choose_tiles
-from attnops.testing.problem import FAST_COMPILE, Problem
-from attnops.testing.strategies import problems
+from attnops_testing.problem import FAST_COMPILE, Problem
+from attnops_testing.strategies import problems
 
 # The core's own kernel also runs as users have it: optimised.
 pytestmark = pytest.mark.optimised

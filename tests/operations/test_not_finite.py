@@ -3,7 +3,7 @@
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.testing.not_finite import CASES, check_not_finite
+from attnops_testing.not_finite import CASES, check_not_finite
 
 
 @pytest.mark.parametrize(

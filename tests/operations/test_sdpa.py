@@ -8,9 +8,9 @@ from hypothesis import given, settings
 
 from attnops import AttentionRequest, OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.operations.sdpa import ScaledDotProductAttention
-from attnops.testing.problem import FAST_COMPILE, Problem
-from attnops.testing.strategies import problems
-from attnops.testing.support_table import row_request
+from attnops_testing.problem import FAST_COMPILE, Problem
+from attnops_testing.strategies import problems
+from attnops_testing.support_table import row_request
 
 SERVED = {"mask", "bias", "softmax_scale"}
 

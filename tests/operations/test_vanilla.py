@@ -13,10 +13,10 @@ from hypothesis import given, settings
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
-from attnops.testing import attention, attention_gradients
-from attnops.testing.problem import FAST_COMPILE, Problem
-from attnops.testing.strategies import problems
-from attnops.testing.tolerance import tolerance
+from attnops_testing import attention, attention_gradients
+from attnops_testing.problem import FAST_COMPILE, Problem
+from attnops_testing.strategies import problems
+from attnops_testing.tolerance import tolerance
 
 
 def vanilla(metadata=None):

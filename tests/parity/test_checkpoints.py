@@ -1,4 +1,4 @@
-"""Checkpoints of every family: transformers writes and `examples.causal_lm` reads, and the other way round.
+"""Checkpoints of every family: transformers writes and `attnops_lm` reads, and the other way round.
 
 Logits of padded batches, in float32, on the same weights.
 """
@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from examples.causal_lm import CausalLM
-from examples.causal_lm.families import FAMILIES, SIZES, config_from_hf
+from attnops_lm import CausalLM
+from attnops_lm.families import FAMILIES, SIZES, config_from_hf
 
 T = 24
 SMALL: dict[str, Any] = {

@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from examples.causal_lm.generation.sampling import Sampling, limited
-from examples.causal_lm.model import CausalLM
-from examples.causal_lm.testing import small
+from attnops_lm.generation.sampling import Sampling, limited
+from attnops_lm.model import CausalLM
+from attnops_lm.testing import small
 
 PROMPTS = np.random.default_rng(0).integers(3, 90, (2, 9))
 ENDS = (7, 11, 40)

@@ -12,8 +12,8 @@ import torch
 import transformers
 from flax import nnx
 
-from examples.causal_lm.model import CausalLM, SequenceClassifier
-from examples.causal_lm.testing import small
+from attnops_lm.model import CausalLM, SequenceClassifier
+from attnops_lm.testing import small
 
 IDS = np.random.default_rng(0).integers(1, 96, (2, 20))
 FAMILIES = {

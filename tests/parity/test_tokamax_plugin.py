@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 import tokamax
 from absl import flags
-from attnops_tokamax import MosaicAttention, operation
 from tokamax._src import gpu_utils
 
 from attnops import OperationMetadata
 from attnops.masks import Causal
-from attnops.testing.runner import Status, Subject
+from attnops_testing.runner import Status, Subject
+from attnops_tokamax import MosaicAttention, operation
 
 flags.FLAGS.mark_as_parsed()  # tokamax would take pytest's command line for its own
 

@@ -18,9 +18,9 @@ from attnops import OperationMetadata, OperationRegistry, UnsupportedError, Unsu
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Mask, Segments
 from attnops.sharding import AxisRules, create_mesh
-from attnops.testing import oracle
-from attnops.testing.features import combine
-from attnops.testing.problem import FAST_COMPILE, Problem
+from attnops_testing import oracle
+from attnops_testing.features import combine
+from attnops_testing.problem import FAST_COMPILE, Problem
 
 AXES = ("dp", "tp", "sp")
 # Whole sequences: the rules of a mesh whose "sp" serves something else.

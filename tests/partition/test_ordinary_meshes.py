@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError, UnsupportedWarning, explain
 from attnops.masks import Causal
 from attnops.sharding import AxisRules
-from attnops.testing import oracle
+from attnops_testing import oracle
 
 B, T, H, K, D = 8, 24, 8, 4, 8
 ARRAYS = tuple(np.random.default_rng(i).normal(size=(B, T, n, D)).astype(np.float32) for i, n in enumerate((H, K, K)))

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Segments
-from attnops.testing import attention, attention_gradients
+from attnops_testing import attention, attention_gradients
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 B, T, H, D = 2, 8, 2, 8

@@ -11,6 +11,7 @@ import textwrap
 from typing import NamedTuple
 
 import pytest
+
 from attnops_caches import Cache
 from attnops_caches.store import Store
 

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, sharded
 from jax import lax
 from jax.sharding import Mesh
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, sharded
 
 B, S, H, K, D, PAGE = 4, 8, 4, 2, 8, 4
 STEPS, PROCESSES = 2, 2

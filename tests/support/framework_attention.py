@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
+from attnops_testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
 
 
 def assert_same(ours: Callable[..., Any], theirs: Callable[..., Any], *arrays: Any, dtype: Any = np.float32) -> None:

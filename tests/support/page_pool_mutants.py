@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from attnops_caches import pool as pool_module
 
 # Each is a change of the source, old and new. The first three are caught by a run of the quick tests.

@@ -10,6 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from triton_assemblers import ASSEMBLERS
+
+from attnops import OperationMetadata, OperationRegistry, explain
+from attnops.masks import Causal, Mask, Segments, SlidingWindow
+from attnops_testing import attention
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash.order import unordered
 from attnops_triton.flash.tile_sizes import SPECIALISED
@@ -17,11 +22,6 @@ from attnops_triton.language import interpreter, simulator
 from attnops_triton.language.launch import Launched
 from attnops_triton.language.source import Kernel
 from attnops_triton.targets import SHARED_MEMORY, target
-from triton_assemblers import ASSEMBLERS
-
-from attnops import OperationMetadata, OperationRegistry, explain
-from attnops.masks import Causal, Mask, Segments, SlidingWindow
-from attnops.testing import attention
 
 NAME = "attnops-triton:flash"
 SLOW = pytest.mark.slow

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from attnops import OperationRegistry, cli
-from attnops.testing.corners import CORNERS
-from attnops.testing.runner import Status, Subject, attempt
+from attnops_testing.corners import CORNERS
+from attnops_testing.runner import Status, Subject, attempt
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugin"
 COMMAND = ("vanilla", "--platform", "tpu", "--interpret")

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized
-from attnops_caches.flash.attention import Blocks, CachedFlash
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.kernels.flash import FlashCall
 from attnops.masks import Causal, Mask, SlidingWindow
 from attnops.operations.flash.tile_sizes import WIDE
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized
+from attnops_caches.flash.attention import Blocks, CachedFlash
 
 H, K, D = 4, 2, 16
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import DenseCache, Quantized
 
-from attnops.testing.cache_codec import Codec
+from attnops_caches import DenseCache, Quantized
+from attnops_testing.cache_codec import Codec
 
 DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 # Half a step, relative to a normal number's magnitude, and of numbers below the least normal one in units of the scale.

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import program_budget
 import pytest
-from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache
 
 from attnops import OperationRegistry
 from attnops.masks import Causal
+from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache
 
 B, T, H, K, D = 2, 3, 4, 2, 4
 OPTIONS: dict[str, Any] = {"batch": B, "kv_heads": K, "head_dim": D, "dtype": jnp.float32}

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
-from attnops_caches.pool import PageCopies, PagePool
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Ancestors, Causal
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
+from attnops_caches.pool import PageCopies, PagePool
 
 B, T, H, K, D = 2, 3, 4, 2, 4
 OPTIONS: dict[str, Any] = {"batch": B, "kv_heads": K, "head_dim": D, "dtype": jnp.float32}

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, SlidingWindow
+from attnops_caches import DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache
 
 B, H, K, D, PAGE, SLOTS = 3, 4, 2, 8, 4, 24
 TABLE = np.array([[5, 1, 7, 2, 12, 16], [0, 3, 6, 4, 13, 17], [11, 10, 9, 8, 14, 15]], np.int32)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
+from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache
 
 L, B, S, H, K, D = 3, 2, 12, 4, 2, 8
 TABLE = np.array([[5, 1, 7], [0, 3, 6]], np.int32)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches.calls.reader import in_place_reasons
-from attnops_caches import Cache, DenseCache, PagedCache, bytes_per_page
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
+from attnops_caches import Cache, DenseCache, PagedCache, bytes_per_page
+from attnops_caches.calls.reader import in_place_reasons
 
 
 def paged(F: int, latent: int | None = None) -> Cache:

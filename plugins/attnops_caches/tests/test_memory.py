@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 
 pytestmark = pytest.mark.optimised  # whether XLA copies a cache is what its optimiser decides
 

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache, PageCopies, PagedCache, PagePool, Rows, WindowCache, sharded
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi
 from attnops.masks import Ancestors, Causal, Segments
 from attnops.sharding import AxisRules
+from attnops_caches import Cache, DenseCache, PageCopies, PagedCache, PagePool, Rows, WindowCache, sharded
 
 B, T, H, K, D, S = 2, 2, 4, 2, 4, 8
 A, E = AxisType.Auto, AxisType.Explicit

@@ -6,8 +6,8 @@ import pytest
 from cache_mutants import IN_PLACE, MUTANTS
 
 from attnops.operations.flash import cached
-from attnops.testing.caches import check_cache
-from attnops.testing.runner import Status, Subject
+from attnops_testing.caches import check_cache
+from attnops_testing.runner import Status, Subject
 
 VANILLA, FLASH = Subject(operation="attnops:vanilla"), Subject(operation="attnops:flash")
 # What flash, which reads caches in place, does not call.

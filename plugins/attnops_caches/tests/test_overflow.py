@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from cache_mutants import Mutant
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
-from attnops.testing import oracle
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
+from attnops_testing import oracle
 
 B, K, D = 2, 1, 4
 OPTIONS: dict[str, Any] = {"batch": B, "kv_heads": K, "head_dim": D, "dtype": jnp.float32}

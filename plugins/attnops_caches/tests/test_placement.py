@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache, sharded
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -20,6 +19,7 @@ from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
 from attnops.masks import Ancestors, Causal, Mask, MaskFn, Segments, SlidingWindow
 from attnops.sharding import AxisRules
+from attnops_caches import DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache, sharded
 
 B, S, H, K, D = 4, 12, 4, 2, 8
 RNG = np.random.default_rng(0)

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import pool as pool_module
-from attnops_caches.pool import PageCopies, PagePool
 from jax import lax
 from page_pool_model import OPERATIONS, PAGE, Contents, M, Model, N, P, R, draw
 from page_pool_mutants import MUTANTS, QUICK, mutant
+
+from attnops_caches import pool as pool_module
+from attnops_caches.pool import PageCopies, PagePool
 
 
 def run(schedule: dict[str, Any], pool: Any) -> Any:

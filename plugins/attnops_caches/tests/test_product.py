@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from attnops.testing.cache_features import CACHE_FEATURES, are_compatible
-from attnops.testing.cache_problem import CacheProblem
-from attnops.testing.caches import cache_name, cache_problem
-from attnops.testing.problem import FAST_COMPILE
-from attnops.testing.runner import Subject
+from attnops_testing.cache_features import CACHE_FEATURES, are_compatible
+from attnops_testing.cache_problem import CacheProblem
+from attnops_testing.caches import cache_name, cache_problem
+from attnops_testing.problem import FAST_COMPILE
+from attnops_testing.runner import Subject
 
 GROUPS = ("storage", "codec", "content", "length")
 

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache, sharded
 from jax import export
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
-from attnops.testing import attention
+from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache, sharded
+from attnops_testing import attention
 
 B, H, K, D = 2, 4, 2, 32
 STORAGES = ("dense", "ring", "pages")

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import DenseCache, PageCopies, PagedCache, PagePool, Quantized, Rows, WindowCache
 
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi
 from attnops.masks import Ancestors, Causal, Dense, KeyPadding, Segments
+from attnops_caches import DenseCache, PageCopies, PagedCache, PagePool, Quantized, Rows, WindowCache
 
 B, H, K, D, S = 2, 4, 2, 8, 12
 OPTIONS: dict[str, Any] = {"batch": B, "kv_heads": K, "head_dim": D, "dtype": jnp.bfloat16}

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+
 from attnops_caches import PagedCache, Quantized, bytes_per_page, pages_that_fit
 
 LLAMA: dict[str, Any] = {"kv_heads": 8, "head_dim": 128}

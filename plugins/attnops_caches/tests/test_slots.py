@@ -7,11 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache, PagedCache, WindowCache
-from attnops_caches.masks.slots import AtSlots, Held, by_arrays, without_table
 
 from attnops.kernels import of_mask
 from attnops.masks import Causal, Chunked, Coverage, Mask, block_map
+from attnops_caches import Cache, DenseCache, PagedCache, WindowCache
+from attnops_caches.masks.slots import AtSlots, Held, by_arrays, without_table
 
 LENGTHS, STARTS = np.array([0, 5, 17, 24]), np.array([0, 2, 20, 3])
 OPTIONS = {"batch": 4, "kv_heads": 1, "head_dim": 1}

@@ -9,15 +9,15 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from attnops_caches import PagePool, Rows
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
-from attnops.testing import oracle
-from attnops.testing.cache_codec import Codec
-from attnops.testing.cache_model import Layout, Model
+from attnops_caches import PagePool, Rows
+from attnops_testing import oracle
+from attnops_testing.cache_codec import Codec
+from attnops_testing.cache_model import Layout, Model
 
 B, H, K, D, T, PAGE, MOST, PAGES, WINDOW = 3, 2, 1, 4, 3, 2, 5, 9, 4
 LAYOUTS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from attention_in_steps import Reference
 
-from attnops.testing.cache_features import cache_rows
-from attnops.testing.caches import cache_name, check_cache_row
-from attnops.testing.runner import Status, Subject
+from attnops_testing.cache_features import cache_rows
+from attnops_testing.caches import cache_name, check_cache_row
+from attnops_testing.runner import Status, Subject
 
 
 @pytest.mark.parametrize("row", cache_rows(), ids=cache_name)

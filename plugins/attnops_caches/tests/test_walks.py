@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import PagedCache, PagePool, sharded
 from jax.sharding import AxisType
 
 from attnops.sharding import AxisRules
+from attnops_caches import PagedCache, PagePool, sharded
 
 B, T, PAGE, PAGES, MOST, STEPS, WALKS = 3, 3, 2, 5, 3, 40, 20
 NAMES = (

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
 from attnops.operations.flash import cached, whole
-from attnops.testing import oracle
-from attnops.testing.cache_features import CacheSpec
-from attnops.testing.cache_problem import CacheProblem
-from attnops.testing.tolerance import OUTPUT_FACTOR, assert_close, tolerance
+from attnops_caches import Cache, DenseCache
+from attnops_testing import oracle
+from attnops_testing.cache_features import CacheSpec
+from attnops_testing.cache_problem import CacheProblem
+from attnops_testing.tolerance import OUTPUT_FACTOR, assert_close, tolerance
 
 FLASH = OperationRegistry.create("flash", OperationMetadata(block_k=8))
 

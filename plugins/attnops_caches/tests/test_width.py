@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
 
 B, K, D, DV, T = 3, 2, 6, 4, 3

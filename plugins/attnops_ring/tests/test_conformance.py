@@ -7,8 +7,8 @@ import jax
 
 from attnops import OperationMetadata
 from attnops.sharding import create_mesh
-from attnops.testing import OperationConformance
-from attnops.testing.runner import Subject
+from attnops_testing import OperationConformance
+from attnops_testing.runner import Subject
 
 
 @functools.cache

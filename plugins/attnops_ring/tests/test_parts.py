@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_ring import reorder, restore
 from jax import lax
 from jax.sharding import AxisType
 
@@ -19,9 +18,10 @@ from attnops.biases import Bias
 from attnops.dropout import ShiftedKey
 from attnops.masks import Causal, Dense, KeyPadding, Mask, MaskFn, Segments, SlidingWindow
 from attnops.sharding import AxisRules
-from attnops.testing.features import FEATURES as FEATURES_OF_THE_SUITE
-from attnops.testing.features import combine
-from attnops.testing.problem import FAST_COMPILE
+from attnops_ring import reorder, restore
+from attnops_testing.features import FEATURES as FEATURES_OF_THE_SUITE
+from attnops_testing.features import combine
+from attnops_testing.problem import FAST_COMPILE
 
 P = jax.sharding.PartitionSpec
 CUT_BY_LENGTH = P(None, "sp")

@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_ring import positions, reorder, restore
-from attnops_ring.block import Inner
-from attnops_ring.operation import STRATEGIES, needed_hops
-from attnops_ring.orders import ORDERS, Order
-from attnops_ring.slices import Chunk, sees_any, slice_mask
 from jax.sharding import AxisType
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError, explain
 from attnops.masks import Causal, KeyPadding, MaskFn, Segments, SlidingWindow
 from attnops.sharding import AxisRules, create_mesh
-from attnops.testing import attention, attention_gradients
-from attnops.testing.features import FEATURES as FEATURES_OF_THE_SUITE
-from attnops.testing.features import combine
-from attnops.testing.not_finite import check_not_finite
-from attnops.testing.problem import FAST_COMPILE
+from attnops_ring import positions, reorder, restore
+from attnops_ring.block import Inner
+from attnops_ring.operation import STRATEGIES, needed_hops
+from attnops_ring.orders import ORDERS, Order
+from attnops_ring.slices import Chunk, sees_any, slice_mask
+from attnops_testing import attention, attention_gradients
+from attnops_testing.features import FEATURES as FEATURES_OF_THE_SUITE
+from attnops_testing.features import combine
+from attnops_testing.not_finite import check_not_finite
+from attnops_testing.problem import FAST_COMPILE
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 TWO_AXES = AxisRules(query_length=("r", "u"), kv_length=("r", "u"))

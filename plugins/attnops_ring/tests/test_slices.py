@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_ring.orders import chunks_per_device
-from attnops_tpu.aot import devices
-from attnops_tpu.collectives import exchanges, exposed, scheduled
-from attnops_tpu.generations import target
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
+from attnops_ring.orders import chunks_per_device
+from attnops_tpu.aot import devices
+from attnops_tpu.collectives import exchanges, exposed, scheduled
+from attnops_tpu.generations import target
 
 # What is compiled for a TPU is what a TPU would run.
 pytestmark = pytest.mark.optimised

@@ -1,11 +1,11 @@
 """JAX's splash attention is held to the contract, by the suite of three lines that every plugin has."""
 
 import pytest
-from attnops_splash import SplashAttention
 
-from attnops.testing import OperationConformance
-from attnops.testing.behaviours import WITH_PROGRAM
-from attnops.testing.features import FEATURES
+from attnops_splash import SplashAttention
+from attnops_testing import OperationConformance
+from attnops_testing.behaviours import WITH_PROGRAM
+from attnops_testing.features import FEATURES
 
 SERVED = {
     "bfloat16", "runtime_dtype", "GQA", "MQA", "T < S", "T > S", "T = 1", "odd lengths", "D ≠ Dv", "head_dim 80",

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_splash import SplashAttention, operation
 from typer.testing import CliRunner
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError, cli
 from attnops.masks import Causal, KeyPadding, Segments, SlidingWindow
+from attnops_splash import SplashAttention, operation
 
 Q = jax.ShapeDtypeStruct((2, 40, 4, 64), jnp.bfloat16)
 TPU = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error")

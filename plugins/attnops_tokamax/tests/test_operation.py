@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tokamax import MosaicAttention, operation
 
 from attnops import OperationMetadata
 from attnops.masks import Causal, Full, KeyPadding, Segments, SlidingWindow
-from attnops.testing.features import FEATURES
-from attnops.testing.runner import Status, Subject
+from attnops_testing.features import FEATURES
+from attnops_testing.runner import Status, Subject
+from attnops_tokamax import MosaicAttention, operation
 
 CUDA = OperationMetadata(platform="cuda", on_unsupported="error")
 Q = jax.ShapeDtypeStruct((2, 40, 4, 64), jnp.bfloat16)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
 from attnops_tpu.aot import devices
 from attnops_tpu.collectives import scheduled
 from attnops_tpu.generations import target
 from attnops_tpu.memory import KernelMemory, kernels, outside_bytes
-
-from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal
 
 MiB = 1 << 20
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from attnops_tpu.schedule import UNITS, Block, Region, Regions, in_tiles, measure, read, regions_of
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "tpu_schedule.py"

@@ -10,6 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+
+from attnops import OperationMetadata, OperationRegistry, Rank, explain
+from attnops.masks import Causal, SlidingWindow
 from attnops_triton import tuned
 from attnops_triton.aot import kernels
 from attnops_triton.flash import measured, tune
@@ -17,9 +20,6 @@ from attnops_triton.flash.plan import Tiles
 from attnops_triton.flash.tile_sizes import SPECIALISED, TABLE
 from attnops_triton.language import compat
 from attnops_triton.tuned import Row
-
-from attnops import OperationMetadata, OperationRegistry, Rank, explain
-from attnops.masks import Causal, SlidingWindow
 
 NAME = "attnops-triton:flash"
 SHAPE = ("bfloat16", 64, 64, "causal", 4096)
@@ -130,8 +130,7 @@ def test_tuning_writes_the_fastest_tiles_that_fit_and_the_times_of_both_operatio
 
     monkeypatch.setattr(tune, "_seconds", seconds)
     output = tmp_path / "tuned.json"
-    given = {"dtypes": ["bfloat16"], "head_dims": [64], "lengths": [1024], "masks": ["causal"], "merge": []}
-    OperationRegistry.get(NAME, "cuda").tune(**given, output=output, dry="", report=lambda line: None)  # type: ignore[attr-defined]
+    tune.run(["bfloat16"], [64], [1024], ["causal"], output, [], "", lambda line: None)
     found = {row.what: row.tiles for row in tuned.read(output)}
     forward, by_query, by_key, _ = TABLE["sm_90"][2][128]
     assert found["forward"] == (forward.bq // 2, forward.bk, forward.warps, forward.stages)

@@ -1,4 +1,4 @@
-"""The command line: one file a command, whose function ``command`` it runs. Needs the extra ``cli``."""
+"""The command line, whose commands are entry points of distributions. Needs the extra ``cli``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ from attnops._version import __version__
 if TYPE_CHECKING:
     import typer
 
-# The commands, each a module of this package, in the order of --help.
-COMMANDS: Final = ("list", "explain", "show", "bench", "check", "new", "tune", "doctor", "demo")
-# Those that look for JAX's devices in any case.
-ON_DEVICES: Final = ("explain", "bench", "check", "tune", "doctor")
 # Options that were spelled otherwise, which still work; --help does not show them.
 RENAMED: Final = {"--T": "--query-length", "--S": "--key-length", "--b": "--batch", "--h": "--head"}
 
@@ -70,34 +66,55 @@ def leave_libtpu_alone() -> None:
         os.environ.setdefault(name, value)
 
 
-def find_devices() -> None:
-    """Have JAX look for its devices, without what its libraries print, unless it fails."""
-    import jax
-
-    from attnops.cli.noise import quiet
-
-    with quiet() as noise:
-        try:
-            jax.devices()
-        except RuntimeError:  # the command tells of it
-            noise.show()
-
-
 def make_app() -> typer.Typer:
-    """The application, with every command of `COMMANDS`."""
+    """The application, with every command that is installed."""
     import typer
     import typer.core
+    import typer.main
+
+    from attnops.cli.commands import CommandError, installed, load
+    from attnops.cli.output import fail
+
+    declared = installed()
+    context_settings = {"help_option_names": ["-h", "--help"]}
 
     class Group(typer.core.TyperGroup):
         def get_params(self, ctx: Any) -> list[Any]:
             return _without_types(super().get_params(ctx))
+
+        def list_commands(self, ctx: Any) -> list[str]:
+            return list(declared)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:  # for --help, which shows why one can't be used
+            try:
+                return made(cmd_name)
+            except CommandError as error:
+                return typer.core.TyperCommand(cmd_name, help=str(error))
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            try:
+                return args[0], made(args[0]), args[1:]
+            except CommandError as error:
+                fail(error, 2)
+
+    class Command(typer.core.TyperCommand):
+        def get_params(self, ctx: Any) -> list[Any]:
+            return _without_types(super().get_params(ctx))
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            return super().parse_args(ctx, [_renamed(argument) for argument in args])
+
+    def made(name: str) -> Any:
+        alone = typer.Typer(add_completion=False, context_settings=context_settings)
+        alone.command(name, cls=Command)(load(name, declared))
+        return typer.main.get_command(alone)
 
     app = typer.Typer(
         cls=Group,
         help="attnops: pluggable attention for JAX.",
         no_args_is_help=True,
         add_completion=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=context_settings,
         pretty_exceptions_show_locals=False,
     )
 
@@ -107,24 +124,6 @@ def make_app() -> typer.Typer:
             typer.echo(__version__)
             raise typer.Exit
 
-    class Command(typer.core.TyperCommand):
-        def get_params(self, ctx: Any) -> list[Any]:
-            return _without_types(super().get_params(ctx))
-
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            return super().parse_args(ctx, [_renamed(argument) for argument in args])
-
-        def invoke(self, ctx: Any) -> Any:
-            if ctx.info_name == "check":
-                from attnops.testing.suite import make_cpu_devices
-
-                make_cpu_devices()
-            if ctx.info_name in ON_DEVICES:
-                find_devices()
-            return super().invoke(ctx)
-
-    for name in COMMANDS:
-        app.command(name, cls=Command)(importlib.import_module(f"attnops.cli.{name}").command)
     return app
 
 

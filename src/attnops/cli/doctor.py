@@ -13,6 +13,7 @@ import typer
 
 from attnops.cli.installed import FOR_PLATFORM, Installed, describe, find
 from attnops.cli.known_bad import Problem, known_problems
+from attnops.cli.noise import find_devices
 from attnops.cli.output import print_heading, print_json, print_table, print_text
 from attnops.dispatch import plugins
 from attnops.dispatch.explain import find_details, find_reasons
@@ -66,6 +67,7 @@ def command(
 
     Imports every distribution, one by one. Exits with 1 if something is wrong.
     """
+    find_devices()
     report = examine(verbose)
     if json:
         described = [describe(plugin, report.installed.plugins) for plugin in report.installed.plugins]

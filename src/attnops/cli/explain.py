@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from attnops.cli.installed import FOR_PLATFORM
 from attnops.cli.masks import parse_mask, parse_shape
+from attnops.cli.noise import find_devices
 from attnops.cli.output import fail, print_json, print_text
 from attnops.cli.sources import MakeSource, made_source
 from attnops.dispatch.explain import Candidate, Explanation, explain
@@ -78,6 +79,7 @@ def command(
     Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if there is no
     such call or operation.
     """
+    find_devices()
     S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or head_dim
     shapes = ((batch, query_length, heads, head_dim), (batch, S, K, head_dim), (batch, S, K, Dv))
     try:

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+__all__ = ["find_devices", "quiet"]
+
 
 class Kept:
     """What was printed; ``show()`` in the context has it printed at its end."""
@@ -56,3 +58,14 @@ def quiet(verbose: bool = False) -> Iterator[Kept]:
                 file.seek(0)
                 with contextlib.suppress(OSError):
                     os.write(2, file.read())
+
+
+def find_devices() -> None:
+    """Have JAX look for its devices, without what its libraries print, unless it fails."""
+    import jax
+
+    with quiet() as noise:
+        try:
+            jax.devices()
+        except RuntimeError:  # the command tells of it
+            noise.show()

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from attnops.dispatch.operation import BaseOperation
 
 GROUP: Final = "attnops.operations"
-# The other groups that distributions may have: see `attnops.cli.sources`.
-OTHER_GROUPS: Final = ("attnops.sources", "attnops.commands")
+COMMANDS: Final = "attnops.commands"  # of the command line: see `attnops.cli.commands`
+SOURCES: Final = "attnops.sources"  # see `attnops.cli.sources`
 CORE: Final = "attnops"
 
 NO_AUTOLOAD: Final = "ATTNOPS_NO_AUTOLOAD is set"
@@ -150,16 +150,17 @@ def discover() -> tuple[list[Plugin], list[Trouble]]:
             if CORE not in text:
                 continue
             troubles += [
-                Trouble(f"{distribution.name} has the entry-point group {group}, so its operations are missing",
-                        f"its author must call the group [{GROUP}]")
+                Trouble(
+                    f"{distribution.name} has the entry-point group {group}, so its operations or commands are missing",
+                    f"its author must call the group [{GROUP}] or [{COMMANDS}]",
+                )
                 for group in _misspelt_groups(text)
-            ]  # fmt: skip
+            ]
             if GROUP not in text:
                 continue
             name = normalize(distribution.metadata["Name"])
             offered = _offered(name, distribution)
-            # If two folders of sys.path have the distribution, Python imports the first one's.
-            if importlib_metadata.distribution(name).locate_file("") == distribution.locate_file(""):
+            if is_imported(name, distribution):
                 found.setdefault(name, offered)
         except Exception as error:  # broken metadata must not hide the other distributions
             what = f"the metadata of {_where(distribution)} can't be read, so its operations are missing: "
@@ -168,16 +169,23 @@ def discover() -> tuple[list[Plugin], list[Trouble]]:
     return plugins, troubles + _disabling_nothing(plugins)
 
 
+def is_imported(name: str, distribution: IDistribution) -> bool:
+    """Whether it is this one that Python imports, of distributions of one name in several folders of sys.path."""
+    import importlib_metadata
+
+    return bool(importlib_metadata.distribution(name).locate_file("") == distribution.locate_file(""))
+
+
 def _where(distribution: object) -> str:
     return str(getattr(distribution, "_path", distribution))
 
 
 def _misspelt_groups(text: str) -> list[str]:
-    """The headings of groups that look like `GROUP` but are not read as it."""
+    """The headings of groups that look like those of attnops but are not read as them."""
+    groups = (f"[{GROUP}]", f"[{COMMANDS}]", f"[{SOURCES}]")
     headings = [line.strip() for line in text.splitlines() if CORE in line and "=" not in line]
     # An entry without "=" is another error; "#" begins a comment.
-    known = {f"[{group}]" for group in (GROUP, *OTHER_GROUPS)}
-    return [x for x in headings if "[" in x.partition(CORE)[0] and not x.startswith("#") and x not in known]
+    return [x for x in headings if "[" in x.partition(CORE)[0] and not x.startswith("#") and x not in groups]
 
 
 def _disabling_nothing(plugins: list[Plugin]) -> list[Trouble]:

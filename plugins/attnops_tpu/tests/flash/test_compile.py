@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
-from attnops_tpu.aot import TOPOLOGIES, compile_for
 
-from attnops.testing.catalogue import CASES as ALL
-from attnops.testing.catalogue import CompileCase, one_target_each
+from attnops_testing.catalogue import CASES as ALL
+from attnops_testing.catalogue import CompileCase, one_target_each
+from attnops_tpu.aot import TOPOLOGIES, compile_for
 
 # What is compiled for a TPU is what a TPU would run.
 pytestmark = pytest.mark.optimised

@@ -6,14 +6,14 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from attnops_tpu.generations import UNKNOWN, target
-from attnops_tpu.interpreter import detect_races, interpret_params
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops.testing import OperationConformance
-from attnops.testing.behaviours import WITH_PROGRAM
-from attnops.testing.runner import Status
+from attnops_testing import OperationConformance
+from attnops_testing.behaviours import WITH_PROGRAM
+from attnops_testing.runner import Status
+from attnops_tpu.generations import UNKNOWN, target
+from attnops_tpu.interpreter import detect_races, interpret_params
 
 
 @pytest.fixture(autouse=True)

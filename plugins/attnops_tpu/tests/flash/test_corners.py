@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu.aot import compile_for
-from attnops_tpu.flash import forward, tile_schedule, tile_sizes
-from attnops_tpu.generations import generation, target
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, Segments
-from attnops.testing import attention, attention_gradients
-from attnops.testing.features import combine
+from attnops_testing import attention, attention_gradients
+from attnops_testing.features import combine
+from attnops_tpu.aot import compile_for
+from attnops_tpu.flash import forward, tile_schedule, tile_sizes
+from attnops_tpu.generations import generation, target
 
 FIELDS: dict[str, Any] = {"on_unsupported": "error", "block_q": 16, "block_k": 16}
 TPU = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", interpret=True, **FIELDS))

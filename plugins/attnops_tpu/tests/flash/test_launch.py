@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from attnops_tpu.flash.launch import Scratch, compiler_params, needed
-from attnops_tpu.flash.plan import Plan
-from attnops_tpu.generations import GENERATIONS, bounds_checks
 from jax.experimental import pallas as pl
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.kernels import Scoring
+from attnops_tpu.flash.launch import Scratch, compiler_params, needed
+from attnops_tpu.flash.plan import Plan
+from attnops_tpu.generations import GENERATIONS, bounds_checks
 
 
 def plan(vmem: int, dense: int = 0) -> Plan:

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu.aot import compile_for
-from attnops_tpu.flash.tile_sizes import MAX_TILES, TABLE, Problem, choose
-from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, MaskFn, Segments
-from attnops.testing import attention
-from attnops.testing.features import combine
+from attnops_testing import attention
+from attnops_testing.features import combine
+from attnops_tpu.aot import compile_for
+from attnops_tpu.flash.tile_sizes import MAX_TILES, TABLE, Problem, choose
+from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
 
 NAME = "attnops-tpu:flash"
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_tpu.flash import backward, forward, tile_sizes
-from attnops_tpu.flash.tile_schedule import KINDS, MAX_ROWS, REDUCED, Body, kinds_of, reduced, tile_schedule, unpack
-from attnops_tpu.generations import target
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Chunked, Coverage, Dense, Mask, Segments, SlidingWindow, block_map
-from attnops.testing import attention, attention_gradients
+from attnops_testing import attention, attention_gradients
+from attnops_tpu.flash import backward, forward, tile_sizes
+from attnops_tpu.flash.tile_schedule import KINDS, MAX_ROWS, REDUCED, Body, kinds_of, reduced, tile_schedule, unpack
+from attnops_tpu.generations import target
 
 
 def operation() -> Any:

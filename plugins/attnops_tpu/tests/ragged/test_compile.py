@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from attnops_caches.calls.reader import in_place_reasons, step_reasons
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
-from attnops_tpu.aot import TOPOLOGIES, compile_for
-from attnops_tpu.generations import target
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Chunked, KeyPadding, Mask, Segments, SlidingWindow
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
+from attnops_caches.calls.reader import in_place_reasons, step_reasons
+from attnops_tpu.aot import TOPOLOGIES, compile_for
+from attnops_tpu.generations import target
 
 # What is compiled for a TPU is what a TPU would run.
 pytestmark = pytest.mark.optimised

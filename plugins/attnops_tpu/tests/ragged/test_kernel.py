@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches.calls.reader import in_place_reasons, step_reasons
+
+from attnops import OperationMetadata, OperationRegistry, Reason
+from attnops.masks import Causal, Dense, KeyPadding, Lengths, Mask, MaskFn
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops_caches.bits import to_bits
+from attnops_caches.calls.reader import in_place_reasons, step_reasons
+from attnops_testing.caches import cache_problem, check_cache
+from attnops_testing.runner import Status, Subject
 from attnops_tpu.generations import GENERATIONS, target
 from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged import batches
 from attnops_tpu.ragged.tile_sizes import choose, unit_of
-
-from attnops import OperationMetadata, OperationRegistry, Reason
-from attnops.masks import Causal, Dense, KeyPadding, Lengths, Mask, MaskFn
-from attnops.testing.caches import cache_problem, check_cache
-from attnops.testing.runner import Status, Subject
 
 SUBJECT = Subject(operation="attnops-tpu:flash", platform="tpu", interpret=True)
 

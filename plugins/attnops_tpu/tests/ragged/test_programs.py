@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
 from attnops_caches import Cache, DenseCache, PagedCache, Rows, sharded
 from attnops_tpu.aot import devices
 from attnops_tpu.collectives import scheduled
 from attnops_tpu.generations import target
-
-from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 

@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import Cache, DenseCache, NewTokens, PagedCache, Quantized, Rows, WindowCache, sharded
-from attnops_tpu.flash.operation import TPUFlashAttention
-from attnops_tpu.generations import target
-from attnops_tpu.interpreter import detect_races
-from attnops_tpu.ragged import batches
-from attnops_tpu.ragged.write import Writer
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Mask, SlidingWindow
+from attnops_caches import Cache, DenseCache, NewTokens, PagedCache, Quantized, Rows, WindowCache, sharded
+from attnops_tpu.generations import target
+from attnops_tpu.interpreter import detect_races
+from attnops_tpu.ragged import batches
+from attnops_tpu.ragged.reader import TPUCacheReader
+from attnops_tpu.ragged.write import Writer
 
 PAGE, K = 16, 2
 SLOW = pytest.mark.slow
@@ -90,9 +90,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found: list[int] = []
     stepped = TPUCacheReader.step
 
-    def spy(self: TPUFlashAttention, query: jax.Array, *given: Any, **options: Any) -> Any:
+    def spy(self: TPUCacheReader, operation: Any, query: jax.Array, *given: Any, **options: Any) -> Any:
         found.append(query.shape[1])
-        return stepped(self, query, *given, **options)
+        return stepped(self, operation, query, *given, **options)
 
     monkeypatch.setattr(TPUCacheReader, "step", spy)
     yield found

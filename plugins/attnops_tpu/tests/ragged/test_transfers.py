@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal, Mask, Segments, SlidingWindow
 from attnops_caches import Cache, DenseCache, PagedCache, Rows
 from attnops_caches.bits import to_bits
 from attnops_tpu.generations import target
@@ -17,9 +20,6 @@ from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged import attention, tile_sizes
 from attnops_tpu.ragged.between import Between
 from attnops_tpu.ragged.transfers import Stream
-
-from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal, Mask, Segments, SlidingWindow
 
 PAGE, PAGES, K, D = 4, 40, 2, 16
 

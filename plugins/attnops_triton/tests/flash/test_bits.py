@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton.flash.bits import is_translatable
-from attnops_triton.flash.tile_schedule import Layout, TileSchedule, tile_schedule
 
 from attnops.biases import RelativePosition
 from attnops.masks import Causal, Coverage, Lengths, Mask, MaskFn, SlidingWindow
-from attnops.testing.corners import agree, draw
-from attnops.testing.runner import Subject
+from attnops_testing.corners import agree, draw
+from attnops_testing.runner import Subject
+from attnops_triton.flash.bits import is_translatable
+from attnops_triton.flash.tile_schedule import Layout, TileSchedule, tile_schedule
 
 INTERPRETED = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
 B, T, S, H, K, D = 2, 41, 57, 4, 2, 16

@@ -11,15 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton.aot import compile_for, kernels
-from attnops_triton.flash import backend, plan
-from attnops_triton.flash.hopper.partitions import Partitions
-from attnops_triton.flash.tile_sizes import SPECIALISED
-from attnops_triton.language import interpreter, simulator
-from attnops_triton.language.build import build
-from attnops_triton.language.launch import recording
-from attnops_triton.language.source import Kernel
-from attnops_triton.targets import SHARED_MEMORY, target
 from specialised_kernels import (
     NAME,
     SLOW,
@@ -39,7 +30,16 @@ from triton_assemblers import ASSEMBLERS
 from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
-from attnops.testing import attention, attention_gradients
+from attnops_testing import attention, attention_gradients
+from attnops_triton.aot import compile_for, kernels
+from attnops_triton.flash import backend, plan
+from attnops_triton.flash.hopper.partitions import Partitions
+from attnops_triton.flash.tile_sizes import SPECIALISED
+from attnops_triton.language import interpreter, simulator
+from attnops_triton.language.build import build
+from attnops_triton.language.launch import recording
+from attnops_triton.language.source import Kernel
+from attnops_triton.targets import SHARED_MEMORY, target
 
 FORWARD = [
     pytest.param((300, 300, 2, 1, 64), {"mask": Causal()}, id="causal, ragged, grouped"),

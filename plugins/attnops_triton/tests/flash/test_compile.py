@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton.aot import Binary, compile_for, kernels
-from attnops_triton.flash import tile_sizes
-from attnops_triton.language.build import build
-from attnops_triton.language.launch import Launched
-from attnops_triton.targets import SHARED_MEMORY, target
 from triton_assemblers import ASSEMBLERS
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.masks import Causal, Dense, MaskFn
 from attnops.softmax import Contribution
-from attnops.testing.catalogue import CASES as ALL
-from attnops.testing.catalogue import CompileCase, one_target_each
+from attnops_testing.catalogue import CASES as ALL
+from attnops_testing.catalogue import CompileCase, one_target_each
+from attnops_triton.aot import Binary, compile_for, kernels
+from attnops_triton.flash import tile_sizes
+from attnops_triton.language.build import build
+from attnops_triton.language.launch import Launched
+from attnops_triton.targets import SHARED_MEMORY, target
 
 SEEN = np.random.default_rng(0).random((4, 97)) > 0.5
 

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from attnops.testing import OperationConformance
-from attnops.testing.behaviours import WITH_PROGRAM
+from attnops_testing import OperationConformance
+from attnops_testing.behaviours import WITH_PROGRAM
 
 
 class TestFlashInTritonsInterpreter(OperationConformance):

@@ -11,15 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton import versions
-from attnops_triton.aot import kernels
-from attnops_triton.flash import plan
-from attnops_triton.flash.order import unordered
-from attnops_triton.language import assembler, simulator
-from attnops_triton.language.assembler import Assembler
-from attnops_triton.language.build import build
-from attnops_triton.language.source import Kernel
-from attnops_triton.targets import target
 from specialised_kernels import (
     SLOW,
     both,
@@ -34,7 +25,16 @@ from specialised_kernels import (
 )
 
 from attnops.masks import Causal, Dense, Mask, Segments, SlidingWindow
-from attnops.testing import attention, attention_gradients
+from attnops_testing import attention, attention_gradients
+from attnops_triton import versions
+from attnops_triton.aot import kernels
+from attnops_triton.flash import plan
+from attnops_triton.flash.order import unordered
+from attnops_triton.language import assembler, simulator
+from attnops_triton.language.assembler import Assembler
+from attnops_triton.language.build import build
+from attnops_triton.language.source import Kernel
+from attnops_triton.targets import target
 
 PROBLEMS = [
     pytest.param((200, 200, 4, 2, 64), {"mask": Causal()}, id="causal, ragged, grouped"),

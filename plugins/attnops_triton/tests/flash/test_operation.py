@@ -12,10 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton import versions
-from attnops_triton.flash.plan import head_dim_chunks
-from attnops_triton.flash.tile_sizes import TABLE, choose, known
-from attnops_triton.targets import SHARED_MEMORY, target
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +25,11 @@ from attnops import (
 )
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, Segments, SlidingWindow
-from attnops.testing import attention
+from attnops_testing import attention
+from attnops_triton import versions
+from attnops_triton.flash.plan import head_dim_chunks
+from attnops_triton.flash.tile_sizes import TABLE, choose, known
+from attnops_triton.targets import SHARED_MEMORY, target
 
 NAME = "attnops-triton:flash"
 

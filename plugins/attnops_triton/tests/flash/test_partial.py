@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnops.testing.partial import check_partial
+from attnops_testing.partial import check_partial
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton.aot import kernels
-from attnops_triton.flash.tile_sizes import TABLE
-from attnops_triton.language.build import Recipe
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
+from attnops_triton.aot import kernels
+from attnops_triton.flash.tile_sizes import TABLE
+from attnops_triton.language.build import Recipe
 
 # With batches of one and more; shorter and longer than tiles, windows and documents; multiples of tiles or not.
 LENGTHS = (17, 100, 128, 192, 256, 777, 1024, 1500, 2048, 4096)

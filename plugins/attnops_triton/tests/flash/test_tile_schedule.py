@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_triton.flash.tile_schedule import Layout, TileSchedule, layout_of, tile_schedule
 
 from attnops.masks import Causal, Chunked, Coverage, Mask, Segments, SlidingWindow, block_map
+from attnops_triton.flash.tile_schedule import Layout, TileSchedule, layout_of, tile_schedule
 
 MASKS = {
     "causal": Causal(),

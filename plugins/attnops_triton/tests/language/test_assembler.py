@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from triton_assemblers import ASSEMBLERS
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.dispatch.request import AttentionRequest
 from attnops_triton.language import assembler, compat
 from attnops_triton.language.assembler import Assembler
 from attnops_triton.language.build import Recipe, build
 from attnops_triton.language.source import Kernel
 from attnops_triton.targets import capability
-from triton_assemblers import ASSEMBLERS
-
-from attnops import OperationMetadata, OperationRegistry
-from attnops.dispatch.request import AttentionRequest
 
 
 @pytest.fixture

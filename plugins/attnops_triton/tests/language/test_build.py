@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from attnops_triton import versions
 from attnops_triton.language import build, store
 from attnops_triton.language.build import Program, Recipe

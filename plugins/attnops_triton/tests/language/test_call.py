@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxlib import gpu_triton
+
 from attnops_triton.language import call, compat
 from attnops_triton.language.build import Recipe, build
 from attnops_triton.language.source import Kernel
-from jaxlib import gpu_triton
 
 TEXT = "def copy(x_ptr, y_ptr, n):\n    tl.store(y_ptr, tl.load(x_ptr) + n)\n"
 X = jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import PagedCache, Quantized
-from attnops_triton.language.interpreter import loads
-from attnops_triton.ragged.tile_sizes import splits
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Mask, SlidingWindow
+from attnops_caches import PagedCache, Quantized
+from attnops_triton.language.interpreter import loads
+from attnops_triton.ragged.tile_sizes import splits
 
 PAGE, D, K, G, MOST = 16, 32, 2, 4, 12
 METADATA = OperationMetadata(platform="cuda", interpret=True, on_unsupported="error", block_k=32)

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.language.launch import Launched
 from attnops_triton.ragged.plan import RaggedTiles
 from attnops_triton.targets import SHARED_MEMORY
-
-from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal
 
 B, LENGTH = 8, 4096
 

@@ -9,11 +9,11 @@ import cuda_compiler
 import jax
 import jax.numpy as jnp
 import pytest
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized
-from attnops_triton.targets import target
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized
+from attnops_triton.targets import target
 
 pytestmark = [
     pytest.mark.slow,

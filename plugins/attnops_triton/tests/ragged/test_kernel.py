@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches.calls.reader import in_place_reasons
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows
-from attnops_caches.bits import to_bits
-from attnops_triton.ragged.tile_sizes import split_count, splits
 
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.masks import Causal, KeyPadding, Lengths, Mask, SlidingWindow
-from attnops.testing.caches import cache_problem, check_cache
-from attnops.testing.runner import Status, Subject
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows
+from attnops_caches.bits import to_bits
+from attnops_caches.calls.reader import in_place_reasons
+from attnops_testing.caches import cache_problem, check_cache
+from attnops_testing.runner import Status, Subject
+from attnops_triton.ragged.tile_sizes import split_count, splits
 
 SUBJECT = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
 METADATA = OperationMetadata(platform="cuda", interpret=True, on_unsupported="error", block_k=16)

@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches import DenseCache, Quantized
-from attnops_triton.language import interpreter
-from attnops_triton.language.source import Kernel
-from attnops_triton.ragged.tile_sizes import splits
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
-from attnops.testing import attention
-from attnops.testing.caches import cache_problem
-from attnops.testing.runner import Subject
+from attnops_caches import DenseCache, Quantized
+from attnops_testing import attention
+from attnops_testing.caches import cache_problem
+from attnops_testing.runner import Subject
+from attnops_triton.language import interpreter
+from attnops_triton.language.source import Kernel
+from attnops_triton.ragged.tile_sizes import splits
 
 SUBJECT = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
 # The first two are those of `test_kernel.py`, which shows that they are right.

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
 from attnops_caches import Cache, PagedCache, Quantized
 from attnops_triton.aot import kernels
 from attnops_triton.ragged.tile_sizes import splits
 from attnops_triton.targets import target
-
-from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal
 
 UNCHECKED = [jax.export.DisabledSafetyCheck.custom_call(name)
              for name in ("triton_kernel_call", "triton_kernel_call_ffi")]  # fmt: skip

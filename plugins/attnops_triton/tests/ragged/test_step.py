@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attnops_caches.calls.reader import step_reasons
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
-from attnops_triton.flash.operation import TritonFlashAttention
-from attnops_triton.ragged.tile_sizes import splits
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Mask, SlidingWindow
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
+from attnops_caches.calls.reader import step_reasons
+from attnops_triton.ragged.reader import TritonCacheReader
+from attnops_triton.ragged.tile_sizes import splits
 
 PAGE, K = 16, 2
 SIZES = {"batch": 4, "kv_heads": K, "head_dim": 16}
@@ -74,9 +74,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found: list[int] = []
     stepped = TritonCacheReader.step
 
-    def spy(self: TritonFlashAttention, query: jax.Array, *given: Any, **options: Any) -> Any:
+    def spy(self: TritonCacheReader, operation: Any, query: jax.Array, *given: Any, **options: Any) -> Any:
         found.append(query.shape[1])
-        return stepped(self, query, *given, **options)
+        return stepped(self, operation, query, *given, **options)
 
     monkeypatch.setattr(TritonCacheReader, "step", spy)
     yield found

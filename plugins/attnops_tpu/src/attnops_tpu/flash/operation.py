@@ -6,13 +6,13 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import ClassVar
 
 import jax
-from attnops_caches import slots_of_row
 
 from attnops import AttentionRequest, Limits, OperationMetadata, OperationOutput, Reason, Request
 from attnops.biases import Bias
 from attnops.kernels import FlashBackend
 from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
+from attnops_caches import slots_of_row
 from attnops_tpu.flash.primitives import PRIMITIVES
 from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
 from attnops_tpu.generations import bounds_checks, generation

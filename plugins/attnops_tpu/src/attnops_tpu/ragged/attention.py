@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attnops_caches import Cache, NewTokens, PagedCache, WindowCache
-from attnops_caches.masks import without_table
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
+from attnops_caches import Cache, NewTokens, PagedCache, WindowCache
+from attnops_caches.masks import without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Final
 
 import jax.numpy as jnp
-from attnops_caches import cache_of, slots_of_row
 
 from attnops import AttentionRequest, OperationMetadata, Reason
+from attnops_caches import cache_of, slots_of_row
 from attnops_tpu.flash.primitives import PRIMITIVES
 from attnops_tpu.ragged.tile_sizes import LANES, MAX_ITEMS, queries_a_tile, rows_a_call, unit_of
 

@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from attnops_caches import Cache, NewTokens, PagedCache
-from attnops_caches.masks import Packed, PackedByRow
 
 from attnops.kernels import FlashCall
 from attnops.masks import Mask
+from attnops_caches import Cache, NewTokens, PagedCache
+from attnops_caches.masks import Packed, PackedByRow
 from attnops_tpu.ragged.tile_sizes import packed_queries_a_tile
 
 CacheType = TypeVar("CacheType", bound=Cache)

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
-from attnops_caches import Cache, CacheLimits, CacheReader, NewTokens, cache_of, slots_of_row
 
 from attnops import AttentionRequest, OperationOutput, Reason
 from attnops.biases import Bias
 from attnops.kernels import FlashCall
 from attnops.masks import Mask
+from attnops_caches import Cache, CacheLimits, CacheReader, NewTokens, cache_of, slots_of_row
 from attnops_tpu.generations import generation
 from attnops_tpu.ragged.limits import unsupported
 from attnops_tpu.ragged.tile_sizes import MAX_NEW, packed_queries_a_tile, queries_a_tile, unit_of

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from attnops_caches.masks import Slots
 from jax import lax
 
 from attnops.kernels import merged
 from attnops.masks import Coverage, Mask, block_map
+from attnops_caches.masks import Slots
 from attnops_tpu.ragged.plan import BITS, Plan
 from attnops_tpu.ragged.tile_sizes import LANES
 from attnops_tpu.ragged.write import Written

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attnops_caches import NewTokens
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops_caches import NewTokens
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.tile_sizes import LANES
 

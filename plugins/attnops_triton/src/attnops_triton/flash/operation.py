@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Hashable, Iterable, Mapping
 from typing import ClassVar, Final
 
 import jax
@@ -67,30 +66,6 @@ class TritonFlashAttention(FlashAttention):
         from attnops_triton.targets import current
 
         return current(), environment(), is_unordered(), current_splits()
-
-    @staticmethod
-    def tune(
-        *, dtypes: list[str], head_dims: list[int], lengths: list[int], masks: list[str], output: Path | None,
-        merge: list[Path], dry: str, report: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        """Time tile sizes on this machine's GPU, and write the table that `attnops_triton.tuned` reads.
-
-        Args:
-            dtypes: of query, key and value.
-            head_dims: D and Dv.
-            lengths: T and S.
-            masks: "full" or "causal".
-            output: the table to write; its rows are kept if it is there.
-            merge: tables whose rows are added; with any, nothing is timed.
-            dry: an architecture, such as ``"sm_90"``: compile for it, and time nothing.
-            report: is called with lines of text.
-
-        Raises:
-            ValueError: there is no GPU, a file is no table, or the architecture is unknown.
-        """
-        from attnops_triton.flash.tune import run
-
-        run(dtypes, head_dims, lengths, masks, output, merge, dry, report)
 
     def unsupported(self, request: Request) -> Iterable[Reason]:
         """See `attnops.BaseOperation.unsupported`."""

@@ -115,7 +115,21 @@ def run(
     dtypes: list[str], head_dims: list[int], lengths: list[int], masks: list[str], output: Path | None,
     merge: list[Path], dry: str, report: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """See `attnops_triton.TritonFlashAttention.tune`."""
+    """Time tile sizes on this machine's GPU, and write the table that `attnops_triton.tuned` reads.
+
+    Args:
+        dtypes: of query, key and value.
+        head_dims: D and Dv.
+        lengths: T and S.
+        masks: "full" or "causal".
+        output: the table to write; its rows are kept if it is there.
+        merge: tables whose rows are added; with any, nothing is timed.
+        dry: an architecture, such as ``"sm_90"``: compile for it, and time nothing.
+        report: is called with lines of text.
+
+    Raises:
+        ValueError: there is no GPU, a file is no table, or the architecture is unknown.
+    """
     if dry and dry not in TARGETS:
         raise ValueError(f"dry={dry!r} is unknown; use one of {list(TARGETS)}")
     shapes = [Shape(*given) for given in itertools.product(dtypes, head_dims, lengths, masks)]

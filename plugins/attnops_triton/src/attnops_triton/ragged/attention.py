@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from attnops_caches import Cache, NewTokens, PagedCache
-from attnops_caches.masks import without_table
 from jax import lax
 
 from attnops.kernels import FlashCall, describe, one_by_one
+from attnops_caches import Cache, NewTokens, PagedCache
+from attnops_caches.masks import without_table
 from attnops_triton.flash.operands import Operand
 from attnops_triton.language.compat import device_arch
 from attnops_triton.language.launch import launch_any

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnops_caches import cache_of
-
 from attnops import AttentionRequest, OperationMetadata, Reason
+from attnops_caches import cache_of
 from attnops_triton.ragged.tile_sizes import rows_of
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from attnops_caches import Cache, PagedCache
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops.masks import Dense, Mask
+from attnops_caches import Cache, PagedCache
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.language.source import Writer
 from attnops_triton.language.translate import PRIMITIVES

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
 
 import jax
-from attnops_caches import Cache, CacheLimits, CacheReader, NewTokens
-from attnops_caches.masks import by_query
 
 from attnops import AttentionRequest, OperationOutput, Reason
 from attnops.biases import Bias
 from attnops.kernels import FlashCall
 from attnops.masks import Mask
+from attnops_caches import Cache, CacheLimits, CacheReader, NewTokens
+from attnops_caches.masks import by_query
 from attnops_triton.ragged.limits import not_written, unsupported
 
 CacheType = TypeVar("CacheType", bound=Cache)

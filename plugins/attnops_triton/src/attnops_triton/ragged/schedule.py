@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from attnops_caches import NewTokens
 
 from attnops.kernels import merged
 from attnops.masks import And, Coverage, Mask, Segments, block_map
+from attnops_caches import NewTokens
 from attnops_triton.flash.plan import cdiv
 from attnops_triton.ragged.plan import Plan
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from attnops_caches import Cache, NewTokens
 
+from attnops_caches import Cache, NewTokens
 from attnops_triton.language.source import Writer
 from attnops_triton.ragged.plan import Plan
 

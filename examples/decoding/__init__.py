@@ -1,1 +1,0 @@
-"""A small transformer in JAX that decodes over every kind of cache; its attention made by attnops."""

@@ -1,0 +1,264 @@
+"""A model's caches, one a layer, and their metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from attnops import OperationMetadata
+from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache, pages_that_fit, sharded
+from attnops_lm.config import Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheMetadata:
+    """What `init_cache` makes a cache from."""
+
+    batch_size: int
+    max_length: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    pad_token_id: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedMetadata:
+    """What `init_ragged_pages` makes pages from."""
+
+    pages: int
+    page_size: int
+    max_model_length: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def max_pages(self) -> int:
+        """Most pages a row."""
+        return math.ceil(self.max_model_length / self.page_size)
+
+
+class Caching:
+    """The methods of a model that make caches."""
+
+    config: Config
+    dtype: Any
+    metadata: OperationMetadata
+
+    def create_cache_metadata(self, batch_size: int, max_length: int, pad_token_id: int | None = None) -> CacheMetadata:
+        """The sizes of a cache with a row of ``max_length`` tokens for each of ``batch_size`` sequences."""
+        c = self.config
+        return CacheMetadata(
+            batch_size=batch_size, max_length=max_length, num_layers=c.num_layers, num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim, pad_token_id=c.pad_token_id if pad_token_id is None else pad_token_id,
+        )  # fmt: skip
+
+    def init_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        starts: ArrayLike | None = None,
+        shardings: dict[str, Any] | None = None,
+        pad_token_id: int | None = None,
+        *,
+        codec: Quantized | None = None,
+        max_append: int | None = None,
+    ) -> tuple[Cache, ...]:
+        """Empty caches, one a layer.
+
+        Args:
+            batch_size: B, the rows.
+            max_length: S, the tokens of a row, left padding included.
+            starts: tokens of left padding of each row, integers [B] or one for all; None for none.
+            shardings: ``{"mesh": Mesh, "rules": AxisRules}``: where the caches lie; None: on the mesh of the model's
+                metadata, or on one device where it has none.
+            pad_token_id: not used, since padding is told by lengths; taken because the protocol has it.
+            codec: how tokens are stored; None: as they are.
+            max_append: if given, layers with a window have a `WindowCache` that takes so many tokens at a time, in
+                place of all S tokens.
+
+        Memory: of each layer 2 · B · S · K · D elements; of one with a `WindowCache`, (window + max_append) for S.
+
+        Raises:
+            ValueError: starts that are not integers from 0 to S, or not B of them; sizes that are no ints of
+                at least 1; a codec that is none, or whose scales must be given.
+        """
+        c = self.config
+        del pad_token_id
+        _check_sizes(batch_size, max_length, codec, max_append)
+        if shardings is None and self.metadata.mesh is not None:
+            shardings = {"mesh": self.metadata.mesh, "rules": self.metadata.axis_rules}
+        if starts is not None:
+            _check_starts(starts, batch_size, max_length)
+            # Of NumPy's numbers nothing is compiled.
+            array = jnp if isinstance(starts, jax.Array) else np
+            starts = array.broadcast_to(array.asarray(starts, array.int32), (batch_size,))
+        sizes = (batch_size, max_length, jnp.dtype(self.dtype), codec, max_append)
+        if shardings is None:
+            return _compiled_empty(c, *sizes, starts)
+        return tuple(_placed(create, shardings) for create in _empty(c, *sizes, starts))
+
+    def create_paged_metadata(self, hbm_utilization: float, page_size: int, max_model_length: int) -> PagedMetadata:
+        """As many pages as fit a share of the device's memory, see `attnops_caches.pages_that_fit`.
+
+        Raises:
+            ValueError: the device does not report its memory (CPUs do not; give ``pages`` to `init_ragged_pages`), or
+                the pages do not hold one sequence of ``max_model_length``.
+        """
+        c = self.config
+        pages = pages_that_fit(
+            hbm_utilization=hbm_utilization, page_size=page_size, kv_heads=c.num_kv_heads, head_dim=c.head_dim,
+            dtype=self.dtype, layers=c.num_layers, max_model_length=max_model_length,
+        )  # fmt: skip
+        return self._paged_metadata(pages, page_size, max_model_length)
+
+    def _paged_metadata(self, pages: int, page_size: int, max_model_length: int) -> PagedMetadata:
+        c = self.config
+        return PagedMetadata(
+            pages=pages, page_size=page_size, max_model_length=max_model_length, num_layers=c.num_layers,
+            num_kv_heads=c.num_kv_heads, head_dim=c.head_dim,
+        )  # fmt: skip
+
+    def init_ragged_pages(
+        self,
+        metadata: PagedMetadata | None = None,
+        page_size: int | None = None,
+        hbm_utilization: float | None = None,
+        max_model_length: int | None = None,
+        *,
+        batch_size: int = 1,
+        pages: int | None = None,
+        codec: Quantized | None = None,
+    ) -> tuple[tuple[PagedCache, ...], PagePool]:
+        """Empty pages, one `PagedCache` a layer, and the pool whose table all of them share.
+
+        Give ``metadata``, or ``page_size`` and ``max_model_length`` with one of ``hbm_utilization`` and ``pages``.
+
+        Args:
+            metadata: from `create_paged_metadata`.
+            page_size: slots a page.
+            hbm_utilization: the share of the device's memory that weights and pages may take.
+            max_model_length: tokens of the longest sequence.
+            batch_size: B, the rows.
+            pages: P, where the memory is not to be asked for.
+            codec: how tokens are stored; None: as they are.
+
+        Raises:
+            ValueError: too few or too many of these are given.
+        """
+        if metadata is None:
+            if page_size is None or max_model_length is None or (hbm_utilization is None) == (pages is None):
+                raise ValueError(
+                    f"give metadata, or page_size={page_size}, max_model_length={max_model_length} and one of "
+                    f"hbm_utilization={hbm_utilization} and pages={pages}"
+                )
+            if pages is not None:
+                metadata = self._paged_metadata(pages, page_size, max_model_length)
+            else:
+                assert hbm_utilization is not None
+                metadata = self.create_paged_metadata(hbm_utilization, page_size, max_model_length)
+        elif any(x is not None for x in (page_size, hbm_utilization, max_model_length, pages)):
+            raise ValueError("metadata is given, so page_size, hbm_utilization, max_model_length and pages must not be")
+        pool = PagePool.create(
+            pages=metadata.pages, page_size=metadata.page_size, rows=batch_size, max_pages=metadata.max_pages
+        )
+        caches = tuple(
+            PagedCache.create(
+                batch=batch_size, pages=metadata.pages, page_size=metadata.page_size, max_pages=metadata.max_pages,
+                kv_heads=metadata.num_kv_heads, head_dim=metadata.head_dim, dtype=self.dtype, codec=codec,
+            )
+            for _ in range(metadata.num_layers)
+        )  # fmt: skip
+        return caches, pool
+
+
+def _check_sizes(batch_size: Any, max_length: Any, codec: Any, max_append: Any) -> None:
+    """Checks of what is static in the program that makes caches: of any other type JAX says less."""
+    sizes = {"batch_size": batch_size, "max_length": max_length}
+    for name, size in (sizes if max_append is None else sizes | {"max_append": max_append}).items():
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+            raise ValueError(f"{name}={size!r} must be an int of at least 1")
+    if codec is not None and not isinstance(codec, Quantized):
+        raise ValueError(f"codec={codec!r} must be None or an attnops_caches.Quantized")
+
+
+def _check_starts(starts: ArrayLike, batch_size: int, max_length: int) -> None:
+    if isinstance(starts, jax.core.Tracer) or not getattr(starts, "is_fully_addressable", True):
+        return  # what they are is not known here
+    host = np.asarray(starts)
+    if host.dtype.kind not in "iu" or host.shape not in ((), (batch_size,)):
+        raise ValueError(f"starts are {host.dtype} {host.shape}, but must be one integer or {batch_size}, one a row")
+    if host.min() < 0 or host.max() > max_length:
+        raise ValueError(
+            f"starts={host.tolist()} must be from 0 to max_length={max_length}: they count tokens of a row"
+        )
+
+
+def with_table(caches: tuple[PagedCache, ...], table: jax.Array) -> tuple[PagedCache, ...]:
+    """The caches of all layers with one page table."""
+    return tuple(cache.with_table(table) for cache in caches)
+
+
+def with_one_length(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
+    """The caches of all layers with the very same arrays by row, so that XLA computes what depends on them once.
+
+    Layers hold the same tokens, so these arrays are equal; but XLA can't know it of different ones, and would compute
+    which tiles are seen in each layer.
+    """
+    names = ("lengths", "starts", "written", "table")
+    kinds: dict[object, Cache] = {}
+
+    def shared(cache: Cache) -> Cache:
+        first = kinds.setdefault((type(cache), cache.length), cache)
+        same = {name: getattr(first, name) for name in names if hasattr(cache, name)}
+        return dataclasses.replace(cache, **same)  # type: ignore[arg-type]
+
+    return tuple(shared(cache) for cache in caches)
+
+
+def with_own_arrays(cache: Cache, own: Cache) -> Cache:
+    """What became of a cache of `with_one_length`, with the arrays of ``own`` that a call does not change.
+
+    Else all layers would return one array, which could not be donated to the next call.
+    """
+    names = [name for name in ("starts", "table") if hasattr(own, name)]
+    return dataclasses.replace(cache, **{name: getattr(own, name) for name in names})  # type: ignore[arg-type]
+
+
+def _empty(
+    config: Config, batch: int, length: int, dtype: Any, codec: Quantized | None, max_append: int | None,
+    starts: ArrayLike | None,
+) -> list[functools.partial[Cache]]:  # fmt: skip
+    """The functions that create each layer's cache, see `Caching.init_cache`."""
+    sizes = {
+        "batch": batch, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": dtype, "codec": codec,
+        "starts": starts,
+    }  # fmt: skip
+    creates: list[functools.partial[Cache]] = []
+    for layer in range(config.num_layers):
+        window = config.window_of(layer)
+        create: functools.partial[Cache] = functools.partial(DenseCache.create, length=length, **sizes)
+        if max_append is not None and window is not None and window - 1 + max_append < length:
+            create = functools.partial(WindowCache.create, window=window, max_append=max_append, **sizes)
+        creates.append(create)
+    return creates
+
+
+@functools.partial(jax.jit, static_argnums=range(6))
+def _compiled_empty(*given: Any) -> tuple[Cache, ...]:
+    """Caches of `_empty`, all in one call: one by one the arrays of many layers take as long as a step."""
+    return tuple(create() for create in _empty(*given))
+
+
+def _placed(create: functools.partial[Cache], shardings: dict[str, Any]) -> Cache:
+    if "mesh" not in shardings or set(shardings) - {"mesh", "rules"}:
+        raise ValueError(f"shardings has {sorted(shardings)}, but must have mesh and may have rules, an AxisRules")
+    return sharded(create, **{"mesh" if name == "mesh" else "axis_rules": x for name, x in shardings.items()})

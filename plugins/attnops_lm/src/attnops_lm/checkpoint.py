@@ -1,0 +1,224 @@
+"""Checkpoints in Hugging Face's format: ``config.json`` and safetensors.
+
+Weights are read and written one at a time. A checkpoint may be one file or several with an index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import safe_open
+from safetensors.flax import save_file
+
+from attnops_lm.dtypes import floating
+from attnops_lm.families import Weight, config_from_hf, config_to_hf, weights
+from attnops_lm.origin import Origin
+from attnops_lm.params import by_path, placed
+
+if TYPE_CHECKING:
+    import os
+
+    from jax.sharding import Mesh
+
+    from attnops_lm.model import Decoder
+    from attnops_lm.sharding import PartitionRules
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+Model = TypeVar("Model", bound="Decoder")
+
+
+def set_weights(model: Decoder, read: Callable[[str], jax.Array]) -> None:
+    """Set every weight from a checkpoint.
+
+    Args:
+        model: whose weights are replaced, in its dtype and with its shardings.
+        read: the weight of a name, in the checkpoint's layout.
+
+    Raises:
+        ValueError: a weight has another shape than the model's, or is quantised; with its name and both.
+    """
+    for weight in mapping(model):
+        value = read(weight.name)
+        value = value.swapaxes(-1, -2) if weight.swapped else value
+        param = param_of(model, weight.path)
+        if value.shape != param.shape:
+            raise ValueError(
+                f"{weight.name} has shape {tuple(value.shape)}, but {weight.path} has {tuple(param.shape)}: the "
+                f"config does not fit the checkpoint"
+            )
+        floating(weight.name, value.dtype)
+        old = param.get_value()  # an array, or only its shape
+        param.set_value(placed(jnp.asarray(value, old.dtype), old.sharding))
+
+
+def param_of(model: nnx.Module, path: str) -> Any:
+    """The parameter at a path such as ``layers.0.attention.q.kernel``."""
+    found: Any = model
+    for part in path.split("."):
+        found = found[int(part)] if part.isdigit() else getattr(found, part)
+    return found
+
+
+def mapping(model: nnx.Module) -> list[Weight]:
+    """Every weight of a causal language model or of a classifier, and its name in transformers."""
+    found = list(weights(model.config, lm_head=hasattr(model, "head")))
+    if hasattr(model, "score"):
+        found.append(Weight("score.kernel", "score.weight", swapped=True))
+    return found
+
+
+def config_of(model: Decoder) -> dict[str, Any]:
+    """The Hugging Face ``config.json`` of a causal language model or of a classifier."""
+    hf = config_to_hf(model.config)
+    if hasattr(model, "num_labels"):
+        names = {i: f"LABEL_{i}" for i in range(model.num_labels)}
+        # Gemma3ForCausalLM is of text; of classifiers that is another class.
+        text = "Text" if model.config.family == "gemma3_text" else ""
+        (architecture,) = hf["architectures"]
+        hf |= {
+            "architectures": [architecture.replace("ForCausalLM", f"{text}ForSequenceClassification")],
+            "id2label": names, "label2id": {name: i for i, name in names.items()},
+        }  # fmt: skip
+    return hf
+
+
+def refuse_wrapped(model: nnx.Module) -> None:
+    """Raise for a model with parameters that a checkpoint does not have.
+
+    Raises:
+        ValueError: with the first of them, and what to do.
+    """
+    known = {weight.path for weight in mapping(model)} | {"score.bias"}
+    extra = sorted(set(by_path(nnx.state(model))) - known)
+    if extra:
+        raise ValueError(
+            f"{extra[0]} is not in a checkpoint of {model.config.family}; call unwrap_lora_to_layers() for LoRA, and "
+            f"write a model before it is quantised"
+        )
+
+
+def load(
+    cls: type[Model],
+    directory: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    partition_rules: PartitionRules | None = None,
+    **options: Any,
+) -> Model:
+    """A model from a directory with ``config.json`` and safetensors, and perhaps ``generation_config.json``.
+
+    Args:
+        cls: the class of model, `CausalLM` or `SequenceClassifier`.
+        directory: on this machine; nothing is downloaded.
+        mesh: over which weights are sharded as they are read; None: they are on one device.
+        partition_rules: see `CausalLM.shard_model`.
+        **options: operation, metadata and dtype, see `CausalLM`; of a classifier num_labels, if not the config's.
+
+    Raises:
+        FileNotFoundError: the directory lacks a file.
+        ValueError: a family that is not mapped, weights that don't fit the config, or that the model does not have.
+    """
+    directory = Path(directory)
+    hf = _hf_config(directory)
+    config = config_from_hf(hf)
+    files = _files(directory)
+    model = cls.lazy_init(config, **(cls.head_options(hf) | options))
+    _refuse_unread(directory, model, files)
+    if mesh is not None:
+        model = model.shard_model(partition_rules, mesh)
+    handles = {path: safe_open(path, framework="flax") for path in set(files.values())}
+
+    def read(name: str) -> jax.Array:
+        if name not in files:
+            raise ValueError(f"{directory} has no weight {name}; the config {config.family!r} needs it")
+        return handles[files[name]].get_tensor(name)
+
+    set_weights(model, read)
+    if HEAD in files and config.tie_word_embeddings and not jnp.array_equal(read(HEAD), read(EMBEDDING)):
+        raise ValueError(
+            f"tie_word_embeddings=True, but {directory} has a {HEAD} of its own: set it to false in config.json, or "
+            f"remove the weight"
+        )
+    model.origin = Origin(directory)
+    return model
+
+
+def _hf_config(directory: Path) -> dict[str, Any]:
+    """``config.json``; the end tokens of ``generation_config.json``, which may have more, such as a turn's."""
+    hf: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    generation = directory / "generation_config.json"
+    if generation.exists() and (eos := json.loads(generation.read_text()).get("eos_token_id")) is not None:
+        hf["eos_token_id"] = eos
+    return hf
+
+
+def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, Path]) -> None:
+    known = {weight.name for weight in mapping(model)} | ({HEAD} if hasattr(model, "head") else set())
+    extra = sorted(name for name in set(files) - known if not name.endswith(".rotary_emb.inv_freq"))
+    if extra:
+        raise ValueError(
+            f"{directory} has {extra[0]} ({len(extra)} in all), which a {type(model).__name__} of its config.json, "
+            f"{model.config.family!r}, does not use: is the config that of these weights?"
+        )
+
+
+def _files(directory: Path) -> Mapping[str, Path]:
+    """Which file has each weight. Of both kinds the single file counts, as in transformers: it was saved later."""
+    single, index = directory / SINGLE, directory / INDEX
+    if single.exists():
+        with safe_open(single, framework="numpy") as file:
+            return dict.fromkeys(file.keys(), single)
+    if not index.exists():
+        raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX}")
+    return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+
+
+def save(
+    model: Decoder,
+    directory: str | os.PathLike[str],
+    dtype: Any = None,
+    gather_fns: Mapping[str, Callable[[jax.Array], jax.Array]] | None = None,
+) -> None:
+    """Write ``config.json`` and ``model.safetensors``, which `load` and transformers read, and the tokenizer.
+
+    A model that was loaded has the tokenizer of where it was loaded from; of any other, write it with
+    `Tokenizer.save_pretrained`.
+
+    Args:
+        model: weights that are sharded over this process's devices are gathered.
+        directory: made if it does not exist.
+        dtype: of the weights in the file; None: as they are.
+        gather_fns: by path, what makes a weight whole before it is written.
+
+    Raises:
+        ValueError: a model with LoRA or quantised layers, a path of ``gather_fns`` that it does not have, or a dtype
+            that `load` does not read.
+    """
+    directory = Path(directory)
+    refuse_wrapped(model)
+    dtype = None if dtype is None else floating("float_dtype", dtype)
+    gather = dict(gather_fns or {})
+    if unknown := sorted(set(gather) - {weight.path for weight in mapping(model)}):
+        raise ValueError(f"gather_fns has {unknown[0]}, which is not a weight's path, such as layers.0.mlp.up.kernel")
+    directory.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for weight in mapping(model):
+        value = param_of(model, weight.path)[...]
+        value = gather.get(weight.path, lambda x: x)(value)
+        value = value.swapaxes(-1, -2) if weight.swapped else value
+        value = value if dtype is None else value.astype(dtype)
+        found[weight.name] = jnp.asarray(np.ascontiguousarray(jax.device_get(value)))
+    save_file(found, directory / SINGLE, metadata={"format": "pt"})
+    written = config_of(model) | {"dtype": next(iter(found.values())).dtype.name}
+    (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    model.origin.write_tokenizer(directory)

@@ -1,0 +1,1 @@
+"""The commands of attnops-lm: `attnops demo` and `attnops serve`."""

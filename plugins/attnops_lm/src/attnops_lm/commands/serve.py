@@ -1,0 +1,1 @@
+"""`attnops serve`: the server of the language model."""

@@ -1,0 +1,57 @@
+"""A model in another dtype."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from attnops_lm.params import with_values
+
+if TYPE_CHECKING:
+    from attnops_lm.model import Decoder
+
+Model = TypeVar("Model", bound="Decoder")
+
+
+def floating(name: str, dtype: Any) -> jnp.dtype[Any]:
+    """The dtype of weights.
+
+    Raises:
+        ValueError: it is not floating-point, or has fewer than 16 bits.
+    """
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(f"{name} is {dtype.name}, but must be floating-point of at least 16 bits; see quantize for 8")
+    return dtype
+
+
+def to_dtype(model: Model, dtype: Any, change_runtime_dtype: bool = True) -> Model:
+    """A copy with floating-point parameters in another dtype; the scales of quantised weights are kept.
+
+    Args:
+        model: is left as it is.
+        dtype: such as ``jnp.bfloat16``.
+        change_runtime_dtype: whether it is computed in this dtype too. Else weights are converted where they are used.
+
+    Raises:
+        ValueError: a dtype that is not floating-point of at least 16 bits.
+    """
+    dtype = floating("dtype", dtype)
+
+    def cast(_: str, x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+        return x.astype(dtype)
+
+    result = with_values(model, cast, nnx.Param)
+    if change_runtime_dtype:
+        result.runtime_dtype = dtype
+        for _, module in nnx.iter_modules(result):
+            if isinstance(module, nnx.LoRA):  # which does not take the dtype of what it is given
+                module.dtype = dtype
+    return result

@@ -1,0 +1,302 @@
+"""How checkpoints of each family say a model's sizes, and name its weights.
+
+A family is one `Family`: its fields in a Hugging Face ``config.json``, and its weights' names. What all share is read
+by `config_from_hf`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from attnops_lm.config import Config, Experts, LayerType
+from attnops_lm.rotary import SCALINGS, RotaryConfig, RotaryScaling
+
+# Our name of each size: Hugging Face's.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "pad_token_id": "pad_token_id",
+    "bos_token_id": "bos_token_id",
+}
+# Transformers' names of activations: ours.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        architecture: the class in transformers.
+        fields: what its Hugging Face config says beyond `SIZES`.
+        to_hf: the inverse of ``fields``.
+        defaults: what transformers takes for fields that a config.json leaves out, as far as they change what is
+            computed without changing a weight's shape.
+        activation: the field with the activation.
+    """
+
+    architecture: str
+    fields: Callable[[Mapping[str, Any]], dict[str, Any]]
+    to_hf: Callable[[Config], dict[str, Any]]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    activation: str = "hidden_act"
+
+
+def _llama(hf: Mapping[str, Any]) -> dict[str, Any]:
+    bias = bool(hf.get("attention_bias"))
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def _gemma(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return _llama(hf) | {
+        "unit_offset": True,
+        "post_norms": True,
+        "embedding_scale": hf["hidden_size"] ** 0.5,
+        "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_soft_cap": hf.get("attn_logit_softcapping"),
+        "final_soft_cap": hf.get("final_logit_softcapping"),
+    }
+
+
+def _gemma_to_hf(config: Config) -> dict[str, Any]:
+    assert config.softmax_scale is not None
+    return {
+        "attention_bias": config.qkv_bias,
+        "query_pre_attn_scalar": round(config.softmax_scale**-2),
+        "attn_logit_softcapping": config.attention_soft_cap,
+        "final_logit_softcapping": config.final_soft_cap,
+    }
+
+
+def _gpt_oss(hf: Mapping[str, Any]) -> dict[str, Any]:
+    experts = Experts(
+        count=hf["num_local_experts"], per_token=hf["num_experts_per_tok"], limit=hf.get("swiglu_limit", 7.0),
+        alpha=hf.get("swiglu_alpha", 1.702),
+    )  # fmt: skip
+    return _llama(hf) | {"sinks": True, "experts": experts}
+
+
+def _gpt_oss_to_hf(config: Config) -> dict[str, Any]:
+    assert config.experts is not None
+    return {
+        "num_local_experts": config.experts.count,
+        "num_experts_per_tok": config.experts.per_token,
+        "swiglu_limit": config.experts.limit,
+        "swiglu_alpha": config.experts.alpha,
+        "attention_bias": config.qkv_bias,
+    }
+
+
+_WINDOW = {"sliding_window": 4096}
+_GEMMA = _WINDOW | {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+_QWEN = _WINDOW | {"max_window_layers": 28}
+_GPT_OSS = {"sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _llama, lambda c: {"attention_bias": c.qkv_bias}),
+    "mistral": Family("MistralForCausalLM", lambda hf: {}, lambda c: {}, _WINDOW),
+    "qwen2": Family("Qwen2ForCausalLM", lambda hf: {"qkv_bias": True}, lambda c: {}, _QWEN),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", lambda hf: {**_llama(hf), "qk_norm": True}, lambda c: {"attention_bias": c.qkv_bias}, _QWEN
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", _gemma, _gemma_to_hf,
+        {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, "hidden_activation",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", lambda hf: {**_gemma(hf), "qk_norm": True}, _gemma_to_hf,
+        {**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4}, "hidden_activation",
+    ),
+    "gpt_oss": Family("GptOssForCausalLM", _gpt_oss, _gpt_oss_to_hf, _GPT_OSS),
+}  # fmt: skip
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> Config:
+    """The config of a Hugging Face ``config.json``.
+
+    Raises:
+        ValueError: a model_type that is not in `FAMILIES`, or a choice that this decoder does not have.
+    """
+    name = hf.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(f"model_type={name!r} must be one of {sorted(FAMILIES)}; others need a mapping in families.py")
+    hf = {**FAMILIES[name].defaults, **hf}
+    if name == "gpt_oss" and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+        hf["rope_scaling"] = _GPT_OSS_ROPE
+    for field in _NOT_COMPUTED:
+        if hf.get(field):
+            raise ValueError(f"{field}={hf[field]!r} is not supported: {_NOT_COMPUTED[field]}")
+    values = {ours: hf[theirs] for ours, theirs in SIZES.items() if hf.get(theirs) is not None}
+    values.setdefault("num_kv_heads", values["num_heads"])
+    values.setdefault("head_dim", values["hidden_size"] // values["num_heads"])
+    eos = hf.get("eos_token_id")
+    types = _layer_types(name, hf)
+    values |= {
+        "family": name,
+        "layer_types": types,
+        "activation": _activation(name, hf),
+        "sliding_window": hf.get("sliding_window") if "sliding_attention" in types else None,
+        "rotary": tuple((kind, _rotary(hf, kind, values["head_dim"])) for kind in dict.fromkeys(types)),
+        "eos_token_ids": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+    }
+    return Config(**(values | FAMILIES[name].fields(hf)))
+
+
+# Fields that change what is computed in a way that this decoder does not have.
+_NOT_COMPUTED = {
+    "mlp_bias": "an MLP here has no biases",
+    "use_bidirectional_attention": "attention here is causal",
+    "quantization_config": "write the checkpoint in floating point",
+}
+
+
+def _activation(name: str, hf: Mapping[str, Any]) -> str:
+    field = FAMILIES[name].activation
+    given = hf.get(field) or ("silu" if field == "hidden_act" else "gelu_pytorch_tanh")
+    # The experts of GPT-OSS have an activation of their own.
+    known = ["silu"] if name == "gpt_oss" else sorted(ACTIVATIONS)
+    if given not in known:
+        raise ValueError(f"{field}={given!r} must be one of {known} for {name}")
+    return ACTIVATIONS[given]
+
+
+def _layer_types(name: str, hf: Mapping[str, Any]) -> tuple[LayerType, ...]:
+    own, given = _default_layer_types(name, hf), tuple(hf.get("layer_types") or ())
+    if not given:
+        return own
+    if name in ("llama", "mistral") and given != own:
+        raise ValueError(f"layer_types={given} is given, but layers of {name} are {own}: remove it if these are meant")
+    if name in ("qwen2", "qwen3") and "sliding_attention" in given and not hf.get("use_sliding_window"):
+        raise ValueError(f"layer_types={given} has windows, but use_sliding_window is not true: change one of them")
+    return given
+
+
+def _default_layer_types(name: str, hf: Mapping[str, Any]) -> tuple[LayerType, ...]:
+    count = hf["num_hidden_layers"]
+    if name == "mistral" and hf.get("sliding_window"):
+        return ("sliding_attention",) * count
+    if name in ("qwen2", "qwen3") and hf.get("use_sliding_window"):
+        first = hf["max_window_layers"]
+        return tuple("sliding_attention" if i >= first else "full_attention" for i in range(count))
+    if pattern := {"gemma2": 2, "gpt_oss": 2, "gemma3_text": hf.get("sliding_window_pattern") or 6}.get(name):
+        return tuple("full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count))
+    return ("full_attention",) * count
+
+
+def _rotary(hf: Mapping[str, Any], kind: LayerType, head_dim: int) -> RotaryConfig:
+    local = hf.get("rope_local_base_freq")
+    if kind == "sliding_attention" and local is not None and not hf.get("rope_parameters"):
+        return RotaryConfig(head_dim=head_dim, rotary_dim=head_dim, base=local)
+    return RotaryConfig.from_config(hf, layer_type=kind, head_dim=head_dim)
+
+
+def config_to_hf(config: Config) -> dict[str, Any]:
+    """The Hugging Face ``config.json`` of a config: the inverse of `config_from_hf`.
+
+    Raises:
+        ValueError: a choice that checkpoints of its family can't have.
+    """
+    family = FAMILIES[config.family]
+    by_kind = {kind: _rope_parameters(rotary) for kind, rotary in config.rotary}
+    nested = config.family == "gemma3_text"
+    hf = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
+    hf |= {
+        "model_type": config.family,
+        "architectures": [family.architecture],
+        "rope_parameters": by_kind if nested else next(iter(by_kind.values())),
+        family.activation: "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else "silu",
+        "eos_token_id": list(config.eos_token_ids) or None,
+    }
+    if config.family not in ("llama", "mistral"):  # with layer_types, transformers takes the latter for ministral
+        hf["layer_types"] = list(config.layer_types)
+    if config.sliding_window is not None:
+        hf |= {"sliding_window": config.sliding_window, "use_sliding_window": True}
+    elif config.family == "mistral":
+        hf["sliding_window"] = None
+    hf |= family.to_hf(config)
+    _check_read_back(config, hf)
+    return hf
+
+
+def _check_read_back(config: Config, hf: Mapping[str, Any]) -> None:
+    def fields(config: Config) -> dict[str, Any]:
+        own = dataclasses.asdict(config)
+        rotary = {kind: config.rotary_of(kind) for kind in config.layer_types}
+        own["rotary"] = {kind: dataclasses.replace(x, rotary_dim=x.rotated_dim) for kind, x in rotary.items()}
+        own["softmax_scale"] = config.softmax_scale or config.head_dim**-0.5
+        own["sliding_window"] = config.sliding_window if "sliding_attention" in config.layer_types else None
+        return own
+
+    given, read = fields(config), fields(config_from_hf(hf))
+    for name, value in given.items():
+        if value != read[name]:
+            raise ValueError(
+                f"{name}={value!r} can't be said in a config.json of {config.family}, which would mean {read[name]!r}"
+            )
+
+
+def _rope_parameters(rotary: RotaryConfig) -> dict[str, Any]:
+    scaling: RotaryScaling = rotary.scaling
+    kind = next(name for name, cls in SCALINGS.items() if type(scaling) is cls)
+    given = {k: v for k, v in dataclasses.asdict(scaling).items() if v is not None}  # type: ignore[call-overload]
+    return {"rope_type": kind, "rope_theta": rotary.base, **given}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One weight: its path in the model, its name in a checkpoint, and whether its two last axes are swapped there."""
+
+    path: str
+    name: str
+    swapped: bool = False
+
+
+def weights(config: Config, *, lm_head: bool = True) -> Iterator[Weight]:
+    """Every weight of a model of this config."""
+    yield Weight("embed", "model.embed_tokens.weight")
+    for i in range(config.num_layers):
+        yield from _layer(config, f"layers.{i}", f"model.layers.{i}")
+    yield Weight("norm.scale", "model.norm.weight")
+    if lm_head and not config.tie_word_embeddings:
+        yield Weight("head.kernel", "lm_head.weight", swapped=True)
+
+
+def _layer(config: Config, ours: str, theirs: str) -> Iterator[Weight]:
+    for name in "qkvo":
+        yield Weight(f"{ours}.attention.{name}.kernel", f"{theirs}.self_attn.{name}_proj.weight", swapped=True)
+        if config.output_bias if name == "o" else config.qkv_bias:
+            yield Weight(f"{ours}.attention.{name}.bias", f"{theirs}.self_attn.{name}_proj.bias")
+    if config.qk_norm:
+        for name in "qk":
+            yield Weight(f"{ours}.attention.{name}_norm.scale", f"{theirs}.self_attn.{name}_norm.weight")
+    if config.sinks:
+        yield Weight(f"{ours}.attention.sinks", f"{theirs}.self_attn.sinks")
+    yield Weight(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight")
+    if config.post_norms:
+        yield Weight(f"{ours}.attention_post_norm.scale", f"{theirs}.post_attention_layernorm.weight")
+        yield Weight(f"{ours}.mlp_norm.scale", f"{theirs}.pre_feedforward_layernorm.weight")
+        yield Weight(f"{ours}.mlp_post_norm.scale", f"{theirs}.post_feedforward_layernorm.weight")
+    else:
+        yield Weight(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight")
+    if config.experts is None:
+        for name in ("gate", "up", "down"):
+            yield Weight(f"{ours}.mlp.{name}.kernel", f"{theirs}.mlp.{name}_proj.weight", swapped=True)
+        return
+    yield Weight(f"{ours}.mlp.router.kernel", f"{theirs}.mlp.router.weight", swapped=True)
+    yield Weight(f"{ours}.mlp.router.bias", f"{theirs}.mlp.router.bias")
+    for name in ("gate_up", "down"):
+        yield Weight(f"{ours}.mlp.{name}", f"{theirs}.mlp.experts.{name}_proj")
+        yield Weight(f"{ours}.mlp.{name}_bias", f"{theirs}.mlp.experts.{name}_proj_bias")

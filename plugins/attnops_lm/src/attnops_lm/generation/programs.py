@@ -1,0 +1,190 @@
+"""The compiled programs of a model: a chunk of the prompt, and a step, which also verifies drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from attnops_caches import Cache
+from attnops_lm.generation.speculative import accepted, look_up
+from attnops_lm.generation.state import LogitsProcessor, Rows, Rules, write
+
+Caches = tuple[Cache, ...]
+Leaves = list[jax.Array]
+
+
+class Settings(NamedTuple):
+    """What the programs of steps of one model differ by.
+
+    Attributes:
+        drafts: g, tokens that are drafted at a time.
+        ngram: most last tokens that drafts are looked up by.
+        processor: of the caller.
+        trace: whether they are compiled.
+    """
+
+    drafts: int = 0
+    ngram: int = 1
+    processor: LogitsProcessor | None = None
+    trace: bool = True
+
+
+class News(NamedTuple):
+    """What the last step generated, for the host.
+
+    Attributes:
+        tokens: int32 [B, 1 + g], of row b the first ``counts[b]``.
+        counts: int32 [B].
+        finished: bool [B].
+    """
+
+    tokens: jax.Array
+    counts: jax.Array
+    finished: jax.Array
+
+
+class Network:
+    """A model as functions of its weights, for programs that close over nothing that changes. Made by `split`."""
+
+    def __init__(self, treedef: Any) -> None:
+        self.treedef = treedef
+
+    def __call__(
+        self, leaves: Leaves, tokens: jax.Array, caches: Caches, real: jax.Array, logits_at: jax.Array
+    ) -> tuple[jax.Array, Caches]:
+        """Tokens [B, T], of which the first ``real[b]`` are appended -> logits [B, n, V] of ``logits_at [B, n]``."""
+        model = jax.tree.unflatten(self.treedef, leaves)
+        out = model(tokens, past_key_values=caches, query_lengths=jnp.asarray(real), logits_at=logits_at)
+        return out.logits, out.past_key_values
+
+
+class PromptProgram:
+    """The program that appends a chunk of a prompt. Made by `prompt_program`.
+
+    Attributes:
+        traces: how often it was traced.
+    """
+
+    def __init__(self, network: Network, trace: bool) -> None:
+        self.network, self.traces = network, 0
+        self.append: Callable[..., Caches] = jax.jit(self._append, donate_argnums=1) if trace else self._append
+
+    def _append(self, leaves: Leaves, caches: Caches, tokens: jax.Array, real: jax.Array) -> Caches:
+        """The caches, which are donated, with tokens [B, C], of which the first ``real[b]`` are real."""
+        self.traces += 1
+        # XLA drops the logits, which nothing uses.
+        return self.network(leaves, tokens, caches, real, jnp.zeros((tokens.shape[0], 1), jnp.int32))[1]
+
+
+class StepProgram:
+    """The program of steps, which are repeated in it. Made by `step_program`.
+
+    Attributes:
+        traces: how often it was traced.
+    """
+
+    def __init__(self, network: Network, settings: Settings) -> None:
+        self.network, self.settings, self.traces = network, settings, 0
+        self.run: Callable[..., tuple[Rows, News]] = self._untraced_run
+        if settings.trace:
+            self.run = jax.jit(self._run, donate_argnums=1)
+
+    def _run(self, leaves: Leaves, rows: Rows, rules: Rules, stopped: jax.Array, most: jax.Array) -> tuple[Rows, News]:
+        """Rows, which are donated, after at most ``most`` steps; ``stopped [B]``: which the caller ends."""
+        self.traces += 1
+        rows = dataclasses.replace(rows, finished=rows.finished | stopped)
+        end = rows.steps + most
+        carry = rows, self._no_news(rows)
+
+        def is_left(carry: tuple[Rows, News]) -> jax.Array:
+            return (carry[0].steps < end) & ~carry[0].finished.all()
+
+        return lax.while_loop(is_left, lambda carry: self._step(leaves, carry[0], rules), carry)
+
+    def _untraced_run(
+        self, leaves: Leaves, rows: Rows, rules: Rules, stopped: jax.Array, most: jax.Array
+    ) -> tuple[Rows, News]:
+        rows = dataclasses.replace(rows, finished=rows.finished | stopped)
+        news = self._no_news(rows)
+        for _ in range(int(most)):
+            if rows.finished.all():
+                break
+            rows, news = self._step(leaves, rows, rules)
+        return rows, news
+
+    def _no_news(self, rows: Rows) -> News:
+        batch = rows.lengths.shape[0]
+        return News(
+            jnp.zeros((batch, 1 + self.settings.drafts), jnp.int32), jnp.zeros_like(rows.lengths), rows.finished
+        )
+
+    def _step(self, leaves: Leaves, rows: Rows, rules: Rules) -> tuple[Rows, News]:
+        """One call of the model: the last token of each row and its drafts, if any, and the tokens that follow."""
+        g, is_live, n = self.settings.drafts, ~rows.finished, rows.lengths
+        tokens, window, found = rows.tokens, rows.last(), jnp.zeros_like(n)
+        if g:
+            drafts, found = look_up(tokens, n, g, self.settings.ngram)
+            found = jnp.where(is_live, jnp.minimum(found, rules.most - (n - rows.first) - 1), 0)
+            tokens, window = write(tokens, drafts, n, found), jnp.concatenate([window, drafts], axis=1)
+        place = jnp.arange(1 + g, dtype=jnp.int32)
+        at = jnp.broadcast_to(place, window.shape)
+        real = jnp.where(is_live, 1 + found, 0)
+        scores, caches = self.network(leaves, jnp.maximum(window, 0), rows.caches, real, at)
+
+        def pick(scores: jax.Array, i: jax.Array) -> jax.Array:
+            return rules.pick(scores, rows, tokens, n + i, self.settings.processor)
+
+        if g:
+            picked = jax.vmap(pick, in_axes=(1, 0), out_axes=1)(scores, place)
+            right = accepted(window[:, 1:], found, picked)
+        else:
+            picked, right = pick(scores[:, 0], place[0])[:, None], found
+        count = jnp.where(is_live, 1 + right, 0)
+        is_end = rules.is_end(picked) & (place < count[:, None])
+        has_ended = is_end.any(axis=1)
+        count = jnp.where(has_ended, is_end.argmax(axis=1).astype(jnp.int32) + 1, count)
+        if g:  # rejected drafts, and those after an end, are taken back
+            caches = tuple(cache.truncate(n - 1 + count) for cache in caches)
+        grown = dataclasses.replace(
+            rows,
+            caches=caches,
+            tokens=write(tokens, picked, n, count),
+            lengths=n + count,
+            finished=rows.finished | has_ended | (n + count - rows.first >= rules.most),
+            drafted=rows.drafted + found,
+            accepted=rows.accepted + jnp.maximum(count - 1, 0),
+            steps=rows.steps + 1,
+        )
+        return grown, News(picked, count, grown.finished)
+
+
+@functools.lru_cache(maxsize=16)
+def prompt_program(network: Network, trace: bool) -> PromptProgram:
+    """The program of a model, kept for later calls."""
+    return PromptProgram(network, trace)
+
+
+@functools.lru_cache(maxsize=16)
+def step_program(network: Network, settings: Settings) -> StepProgram:
+    """The program of a model and its settings, kept for later calls."""
+    return StepProgram(network, settings)
+
+
+# One for all models that are equal but for their weights, so that programs are found without comparing models again.
+_network = functools.lru_cache(maxsize=16)(Network)
+
+
+def split(model: nnx.Module) -> tuple[Network, Leaves]:
+    """A model as functions of its weights, and the list of these.
+
+    Each call flattens the model as a pytree, since it may have been changed: a tenth of the time of `nnx.split`.
+    """
+    leaves, treedef = jax.tree.flatten(model)
+    return _network(treedef), leaves

@@ -1,0 +1,126 @@
+"""What a compiled step takes and gives: the rows being generated, and the rules that all of them follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from attnops_caches import Cache
+from attnops_lm.generation.sampling import Sampling, row_keys, sample
+
+# (tokens int32 [B, S] by index, −1 where there is none; scores float32 [B, V]; lengths int32 [B]) -> scores [B, V].
+# Tokens of a row from its length on are undefined.
+LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """B sequences being generated. The last token of each is not in the caches yet.
+
+    Attributes:
+        caches: one a layer.
+        tokens: by their index in the caches, int32 [B, S]; −1 where none is known.
+        lengths: of ``tokens``, int32 [B].
+        first: the index of the first generated token, int32 [B].
+        finished: bool [B].
+        keys: a random key a row, [B].
+        drafted: tokens that were drafted, int32 [B].
+        accepted: of them those that were right, int32 [B].
+        steps: calls of the model, int32 [].
+    """
+
+    caches: tuple[Cache, ...]
+    tokens: jax.Array
+    lengths: jax.Array
+    first: jax.Array
+    finished: jax.Array
+    keys: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    steps: jax.Array
+
+    @classmethod
+    def create(cls, caches: tuple[Cache, ...], tokens: ArrayLike, lengths: ArrayLike, key: jax.Array | None) -> Self:
+        """Rows of which nothing is generated yet; ``key`` is for all rows or one a row, None where nothing is drawn."""
+        return cls(caches, *_first(tokens, lengths, key))
+
+    def last(self) -> jax.Array:
+        """The last token of each row, int32 [B, 1]."""
+        return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)
+
+
+@jax.jit
+def _first(tokens: jax.Array, lengths: jax.Array, key: jax.Array | None) -> tuple[jax.Array, ...]:
+    """The fields of `Rows` after the caches, in one program; each has a buffer of its own, since all are donated."""
+    zeros = jnp.zeros_like(lengths)
+    keys = jax.random.clone(row_keys(jax.random.key(0) if key is None else key, len(lengths)))
+    return tokens, lengths, lengths + 0, zeros.astype(bool), keys, zeros + 0, zeros + 0, jnp.zeros((), jnp.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What may change between calls of one program.
+
+    Attributes:
+        sampling: how tokens are drawn.
+        penalty: float32 [], of tokens that the row has; 1 for none.
+        least: int32 [], tokens before which there is no end token.
+        most: int32 [], tokens a row.
+        ends: int32 [E], the end tokens.
+    """
+
+    sampling: Sampling
+    penalty: jax.Array
+    least: jax.Array
+    most: jax.Array
+    ends: jax.Array
+
+    def is_end(self, tokens: jax.Array) -> jax.Array:
+        """Whether tokens end their row, bool of their shape."""
+        return (tokens[..., None] == self.ends).any(-1)
+
+    def processed(
+        self, scores: jax.Array, tokens: jax.Array, lengths: jax.Array, first: jax.Array,
+        processor: LogitsProcessor | None,
+    ) -> jax.Array:  # fmt: skip
+        """Scores [B, V] after the penalty, the caller's processor, and without the ends that come too early."""
+
+        def penalised(scores: jax.Array) -> jax.Array:
+            is_own = jnp.arange(tokens.shape[1]) < lengths[:, None]
+            row = jnp.arange(tokens.shape[0])[:, None]
+            own = jnp.where(is_own & (tokens >= 0), tokens, scores.shape[1])
+            seen = jnp.zeros(scores.shape, bool).at[row, own].set(True, mode="drop")
+            return jnp.where(seen, jnp.where(scores > 0, scores / self.penalty, scores * self.penalty), scores)
+
+        def without_ends(scores: jax.Array) -> jax.Array:
+            early = (lengths - first < self.least)[:, None]
+            ends = jnp.zeros(scores.shape[1], bool).at[self.ends].set(True, mode="drop")
+            return jnp.where(early & ends, -jnp.inf, scores)
+
+        scores = lax.cond(self.penalty != 1, penalised, lambda scores: scores, scores)
+        if processor is not None:
+            scores = processor(tokens, scores, lengths)
+        return lax.cond(self.least > 0, without_ends, lambda scores: scores, scores)
+
+    def pick(
+        self, scores: jax.Array, rows: Rows, tokens: jax.Array, lengths: jax.Array, processor: LogitsProcessor | None
+    ) -> jax.Array:
+        """The token after the first ``lengths[b]`` of each row, int32 [B]: the same, however the row got there."""
+        scores = self.processed(scores, tokens, lengths, rows.first, processor)
+        keys = jax.vmap(jax.random.fold_in)(rows.keys, lengths - rows.first)
+        return sample(scores, keys, self.sampling)
+
+
+def write(tokens: jax.Array, new: jax.Array, at: jax.Array, count: jax.Array) -> jax.Array:
+    """Tokens [B, S] with the first ``count[b]`` of new [B, W] from index ``at[b]`` on."""
+    place = jnp.arange(new.shape[1])
+    index = jnp.where(place < count[:, None], at[:, None] + place, tokens.shape[1])
+    return tokens.at[jnp.arange(tokens.shape[0])[:, None], index].set(new, mode="drop")

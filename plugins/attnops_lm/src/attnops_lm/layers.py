@@ -1,0 +1,194 @@
+"""The layers of a decoder, as flax.nnx modules.
+
+Dimensions: `B` rows, `T` tokens, `M` width, `H` heads, `K` kv heads, `D` head_dim, `I` the MLP's width, `E` experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from attnops import OperationImpl
+from attnops.masks import Causal, Mask, SlidingWindow
+from attnops_caches import Cache, Rows
+from attnops_lm.config import Config, Experts
+from attnops_lm.rotary import apply_rotary
+
+Tables = tuple[jax.Array, jax.Array]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+class Linear(nnx.Module):
+    """``x @ kernel + bias``: [..., inputs] to [..., outputs].
+
+    ``dot_general`` may be replaced, such as by `get_dot_general_by_bits`.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        kernel = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
+        self.kernel = nnx.Param(kernel.astype(dtype))
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+        self.dot_general: Callable[..., jax.Array] = jax.lax.dot_general
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.kernel[...]
+        out = self.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), precision=precision(x))
+        return out if self.bias is None else out + self.bias[...].astype(x.dtype)
+
+
+def precision(x: jax.Array) -> str | None:
+    """Of a matrix product: in full where values are float32."""
+    return "highest" if x.dtype == jnp.float32 else None
+
+
+class Norm(nnx.Module):
+    """Root mean square normalisation over the last axis (Zhang & Sennrich 2019, arXiv:1910.07467), in float32."""
+
+    def __init__(self, size: int, config: Config, *, dtype: Any) -> None:
+        self.eps, self.unit_offset = config.rms_norm_eps, config.unit_offset
+        self.scale = nnx.Param(jnp.zeros(size, dtype) if config.unit_offset else jnp.ones(size, dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(jnp.float32) + (1.0 if self.unit_offset else 0.0)
+        return (wide * scale).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions: projections, the operation, and the output's projection."""
+
+    def __init__(self, config: Config, layer: int, operation: OperationImpl, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        M, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = H, K, D
+        self.operation = operation
+        self.kind, self.window = config.layer_types[layer], config.window_of(layer)
+        self.interleaved = config.rotary_of(self.kind).interleaved
+        options = {"softmax_scale": config.softmax_scale, "logits_soft_cap": config.attention_soft_cap}
+        self.options = tuple((name, value) for name, value in options.items() if value is not None)
+        self.q = Linear(M, H * D, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.k = Linear(M, K * D, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.v = Linear(M, K * D, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o = Linear(H * D, M, bias=config.output_bias, dtype=dtype, rngs=rngs)
+        self.q_norm = Norm(D, config, dtype=dtype) if config.qk_norm else None
+        self.k_norm = Norm(D, config, dtype=dtype) if config.qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros(H, dtype)) if config.sinks else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: Tables,
+        mask: Mask | None,
+        cache: Cache | None,
+        query_lengths: jax.Array | None,
+        rows: Rows | None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """``x [B, T, M]`` to the same shape; with a cache its tokens are appended first, and the new cache returned."""
+        B, T, _ = x.shape
+        query = self.q(x).reshape(B, T, self.heads, self.head_dim)
+        key = self.k(x).reshape(B, T, self.kv_heads, self.head_dim)
+        value = self.v(x).reshape(B, T, self.kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = apply_rotary(query, *tables, interleaved=self.interleaved)
+        key = apply_rotary(key, *tables, interleaved=self.interleaved)
+        options: dict[str, Any] = dict(self.options)
+        if self.sinks is not None:
+            options["sinks"] = self.sinks[...]
+        visible = Causal() if mask is None else Causal() & mask
+        if self.window is not None:
+            visible = visible & SlidingWindow(self.window - 1, 0)
+        if cache is None:
+            out = self.operation(query, key, value, mask=visible, **options)
+        else:
+            out, cache = self.operation.step(
+                query, key, value, cache, mask=visible, query_lengths=query_lengths, rows=rows, **options
+            )
+        return self.o(out.attention_outputs.reshape(B, T, self.heads * self.head_dim)), cache
+
+
+class MLP(nnx.Module):
+    """A gated linear unit (Shazeer 2020, arXiv:2002.05202): [..., M] to [..., M]."""
+
+    def __init__(self, config: Config, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        M, I = config.hidden_size, config.intermediate_size
+        self.activation = config.activation
+        self.gate = Linear(M, I, dtype=dtype, rngs=rngs)
+        self.up = Linear(M, I, dtype=dtype, rngs=rngs)
+        self.down = Linear(I, M, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+class MixtureOfExperts(nnx.Module):
+    """Each token's output is that of its experts, weighted by the router: [..., M] to [..., M].
+
+    Every expert computes every token: E / per_token times the work of what is used, and no tokens are moved.
+    """
+
+    def __init__(self, config: Config, experts: Experts, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        M, I, E = config.hidden_size, config.intermediate_size, experts.count
+        self.experts = experts
+
+        def weights(*shape: int) -> nnx.Param[jax.Array]:
+            return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-2] ** -0.5).astype(dtype))
+
+        self.router = Linear(M, E, bias=True, dtype=dtype, rngs=rngs)
+        self.gate_up, self.gate_up_bias = weights(E, M, 2 * I), nnx.Param(jnp.zeros((E, 2 * I), dtype))
+        self.down, self.down_bias = weights(E, I, M), nnx.Param(jnp.zeros((E, M), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scores, chosen = jax.lax.top_k(self.router(x), self.experts.per_token)
+        share = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
+        one_hot = jax.nn.one_hot(chosen, self.experts.count, dtype=jnp.float32)
+        weights = jnp.einsum("...n,...ne->...e", share, one_hot, precision="highest").astype(x.dtype)
+
+        gate_up = jnp.einsum("...m,emi->...ei", x, self.gate_up[...].astype(x.dtype), precision=precision(x))
+        gate_up = gate_up + self.gate_up_bias[...].astype(x.dtype)
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        limit = self.experts.limit
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        inner = (up + 1) * gate * jax.nn.sigmoid(self.experts.alpha * gate)
+        out = jnp.einsum("...ei,eim->...em", inner, self.down[...].astype(x.dtype), precision=precision(x))
+        out = out + self.down_bias[...].astype(x.dtype)
+        return jnp.einsum("...em,...e->...m", out, weights, precision=precision(x))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each normalised and added to what comes in."""
+
+    def __init__(self, config: Config, layer: int, operation: OperationImpl, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.attention = Attention(config, layer, operation, dtype=dtype, rngs=rngs)
+        self.mlp: MLP | MixtureOfExperts
+        if config.experts is None:
+            self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = MixtureOfExperts(config, config.experts, dtype=dtype, rngs=rngs)
+        M = config.hidden_size
+        self.attention_norm, self.mlp_norm = (Norm(M, config, dtype=dtype) for _ in range(2))
+        self.attention_post_norm = Norm(M, config, dtype=dtype) if config.post_norms else None
+        self.mlp_post_norm = Norm(M, config, dtype=dtype) if config.post_norms else None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: Tables,
+        mask: Mask | None = None,
+        cache: Cache | None = None,
+        query_lengths: jax.Array | None = None,
+        rows: Rows | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """``x [B, T, M]`` to the same shape, and the cache with the tokens appended. See `Attention`."""
+        attended, cache = self.attention(self.attention_norm(x), tables, mask, cache, query_lengths, rows)
+        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        computed = self.mlp(self.mlp_norm(x))
+        return x + (computed if self.mlp_post_norm is None else self.mlp_post_norm(computed)), cache

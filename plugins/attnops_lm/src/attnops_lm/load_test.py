@@ -1,0 +1,211 @@
+"""Loads a server as its clients would, and measures what sharing of prefixes gains.
+
+``python -m attnops_lm.load_test requests`` sends completions to a server that runs, C at a time;
+``python -m attnops_lm.load_test prefix`` times first tokens of requests with one prefix, without a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import openai
+
+if TYPE_CHECKING:
+    from attnops_lm.serve import Engine
+
+SUBJECTS = ("the sea", "a fox", "winter", "Paris", "bread", "the moon", "a violin", "rain", "chess", "a bridge")
+PROMPTS = tuple(f"{verb} {subject}" for verb in ("Write about", "A poem on", "What is") for subject in SUBJECTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What became of one request.
+
+    Attributes:
+        prompt: which was sent.
+        text: what came.
+        pieces: how many events with text.
+        first: seconds until the first of them; nan if there was none.
+        total: seconds until the end.
+        is_cancelled: whether the client closed the connection, after the first event with text.
+    """
+
+    prompt: str
+    text: str
+    pieces: int
+    first: float
+    total: float
+    is_cancelled: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All answers, and the seconds that they took together."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+
+    def agreement(self, alone: dict[str, str]) -> tuple[int, int]:
+        """How many answers, of how many that were not cancelled, equal those of their prompt alone."""
+        ended = [x for x in self.answers if not x.is_cancelled]
+        return sum(x.text == alone[x.prompt] for x in ended), len(ended)
+
+    def print(self) -> None:
+        """Requests and pieces of text a second, and the time to first tokens."""
+        first = np.array([x.first for x in self.answers if x.pieces])
+        ended = sum(not x.is_cancelled for x in self.answers)
+        pieces = sum(x.pieces for x in self.answers)
+        print(
+            f"{ended} requests answered, {len(self.answers) - ended} cancelled, in {self.seconds:.1f} s: "
+            f"{ended / self.seconds:.1f} requests/s, {pieces / self.seconds:.0f} tokens/s; first token after "
+            f"{np.median(first):.2f} s (median), {np.quantile(first, 0.95):.2f} s (95 %)"
+        )
+
+
+async def ask(client: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: int, cancel: bool = False) -> Answer:
+    """One streamed completion; with ``cancel`` closed after its first piece of text."""
+    begin, first = time.perf_counter(), float("nan")
+    pieces: list[str] = []
+    stream = await client.completions.create(
+        model=model, prompt=prompt, max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+    )
+    async with stream:
+        async for event in stream:
+            if text := event.choices[0].text:
+                first = first if pieces else time.perf_counter() - begin
+                pieces.append(text)
+                if cancel:
+                    break
+    return Answer(prompt, "".join(pieces), len(pieces), first, time.perf_counter() - begin, cancel)
+
+
+async def load(
+    client: openai.AsyncOpenAI,
+    model: str,
+    prompts: Sequence[str],
+    *,
+    requests: int,
+    concurrency: int,
+    max_tokens: Sequence[int] = (16,),
+    cancel_every: int = 0,
+) -> Report:
+    """Send requests, so many at a time.
+
+    Args:
+        client: of the server.
+        model: its name.
+        prompts: taken in turn.
+        requests: how many.
+        concurrency: how many at a time.
+        max_tokens: of each prompt, taken in turn.
+        cancel_every: each so many'th request is closed after its first piece of text; 0: none.
+    """
+    numbers = iter(range(requests))
+    lengths = dict(zip(prompts, itertools.cycle(max_tokens), strict=False))
+    answers: list[Answer] = []
+
+    async def worker() -> None:
+        for i in numbers:
+            prompt = prompts[i % len(prompts)]
+            cancel = cancel_every > 0 and i % cancel_every == cancel_every - 1
+            answers.append(await ask(client, model, prompt, lengths[prompt], cancel))
+
+    begin = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    return Report(tuple(answers), time.perf_counter() - begin)
+
+
+def first_tokens(engine: Engine, prefix: Sequence[int], ends: Sequence[Sequence[int]]) -> list[float]:
+    """Seconds until the first token of each of the requests ``prefix + end``, submitted together to an idle engine."""
+    from attnops_lm.serve import Request
+
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    engine.submit(
+        *(Request([*prefix, *end], 1, emit=lambda _: seconds.append(time.perf_counter() - begin)) for end in ends)
+    )
+    while engine.step():
+        pass
+    return seconds
+
+
+def measure_prefix(engine: Engine, *, requests: int = 16, length: int = 1024) -> dict[bool, list[float]]:
+    """`first_tokens` with and without sharing, of one engine; the prefix is new to it in both.
+
+    Args:
+        engine: idle, with room for requests of ``length`` and 8 tokens.
+        requests: how many.
+        length: tokens of the prefix.
+    """
+    generator = np.random.default_rng(0)
+    engine.warm()
+    results, sharing = {}, engine.pages.sharing
+    for engine.pages.sharing in (False, True):
+        prefix = generator.integers(0, engine.vocab_size, length).tolist()
+        ends = generator.integers(0, engine.vocab_size, (requests, 8)).tolist()
+        results[engine.pages.sharing] = first_tokens(engine, prefix, ends)
+    engine.pages.sharing = sharing
+    return results
+
+
+async def _requests(url: str, requests: int, concurrency: int, max_tokens: int, cancel_every: int) -> None:
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=None) as client:
+        model = (await client.models.list()).data[0].id
+        alone = await load(client, model, PROMPTS, requests=len(PROMPTS), concurrency=1, max_tokens=(max_tokens,))
+        print("One at a time: ", end="")
+        alone.print()
+        report = await load(
+            client, model, PROMPTS, requests=requests, concurrency=concurrency, max_tokens=(max_tokens,),
+            cancel_every=cancel_every,
+        )  # fmt: skip
+        print(f"{concurrency} at a time: ", end="")
+        report.print()
+        same, of = report.agreement({x.prompt: x.text for x in alone.answers})
+        print(f"{same} of {of} answers equal that of their prompt alone")
+
+
+def _prefix(requests: int, length: int, operation: str) -> None:
+    from attnops_lm.serve import Engine, load_model
+
+    pages = (length // 16 + 2) * requests
+    engine = Engine(*load_model(None, operation), rows=requests, pages=pages, max_length=length + 16)
+    results = measure_prefix(engine, requests=requests, length=length)
+    for sharing, seconds in results.items():
+        print(
+            f"{requests} requests {'share' if sharing else 'do not share'} a prefix of {length} tokens: first tokens "
+            f"after {np.mean(seconds):.2f} s (mean), {max(seconds):.2f} s (last)"
+        )
+    own, shared = results[False], results[True]
+    print(f"{np.mean(own) / np.mean(shared):.1f} times sooner (mean), {max(own) / max(shared):.1f} times (last)")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one of the two measurements."""
+    parser = argparse.ArgumentParser(prog="load_test", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    load_ = kinds.add_parser("requests", help="send completions to a server that runs")
+    load_.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of the server")
+    load_.add_argument("-n", "--requests", type=int, default=200, help="how many")
+    load_.add_argument("-c", "--concurrency", type=int, default=16, help="how many at a time")
+    load_.add_argument("--max-tokens", type=int, default=16, help="of each answer")
+    load_.add_argument("--cancel-every", type=int, default=0, help="close each so many'th; 0: none")
+    prefix = kinds.add_parser("prefix", help="time first tokens with and without sharing of a prefix")
+    prefix.add_argument("-n", "--requests", type=int, default=16, help="how many")
+    prefix.add_argument("--length", type=int, default=1024, help="tokens of the prefix")
+    prefix.add_argument("--operation", default="flash", help="the attention")
+    given = parser.parse_args(arguments)
+    if given.kind == "prefix":
+        _prefix(given.requests, given.length, given.operation)
+    else:
+        asyncio.run(_requests(given.url, given.requests, given.concurrency, given.max_tokens, given.cancel_every))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Where a model was loaded from, so that what it is saved to has its tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+# What a folder may have of a tokenizer: what `Tokenizer` reads, and the files that other libraries read.
+TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+FILES = (
+    TOKENIZER, CONFIG, TEMPLATE, "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+
+
+class Origin:
+    """A directory in Hugging Face's format, a GGUF file, or nothing, of a model that was not loaded.
+
+    An attribute of a model, and so a part of what its programs are found by. All are equal, since programs do not
+    depend on it.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = None if path is None else path.absolute()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __repr__(self) -> str:
+        return f"Origin({str(self.path)!r})"
+
+    def __hash__(self) -> int:
+        return hash(Origin)
+
+    def write_tokenizer(self, directory: Path) -> None:
+        """Write its tokenizer, if it has one, into a directory that exists; warn if the origin is gone."""
+        if self.path is None:
+            return
+        if not self.path.exists():
+            warnings.warn(
+                f"{directory} is written without a tokenizer: {self.path}, where the model was loaded from, is gone; "
+                f"copy {TOKENIZER} and {CONFIG} of the model there",
+                stacklevel=4,
+            )
+        elif self.path.is_file():
+            from attnops_lm.gguf_file import tokenizer_of  # which needs gguf
+
+            tokenizer_of(self.path).save_pretrained(directory)
+        elif self.path.resolve() != directory.resolve():
+            for name in FILES:
+                if (self.path / name).exists():
+                    shutil.copyfile(self.path / name, directory / name)

@@ -1,0 +1,137 @@
+"""One operation on the corpus: its agreement with the original, its time and its memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+import attnops
+from attnops.sharding import MODE_PREFILL
+from attnops_lm.sentence_embeddings.checkpoint import load_config, load_params, load_tokenizer, model_folder, tokenize
+from attnops_lm.sentence_embeddings.model import Attention, Config, Params, Tokens, embed
+
+# The largest difference, in any coordinate of any embedding, that rounding may explain. The original run in float32
+# lies 1.6e-7 from itself run in float64, and this model on a CPU 2.5e-7 from the original. The smallest mistakes tried:
+# q, k and v rounded to TF32 6e-5, the tanh GELU 4e-4, attention in bfloat16 6e-4, no padding mask 2e-1.
+TOLERANCE = 5e-6
+
+# An encoder at inference: all its tokens at once, no gradient. An operation that can't serve it should say so here and
+# not hand over to its native forward, whose figures would then stand under its name.
+METADATA = attnops.OperationMetadata(mode=MODE_PREFILL, on_unsupported="error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """All that embedding needs other than the attention."""
+
+    config: Config
+    params: Params
+    tokenizer: Tokenizer
+
+    def jit(self, attention: Attention) -> jax.stages.Wrapped:
+        """`embed` with this attention, compiled once a shape: (params, tokens [B, T]) -> [B, M]."""
+        return jax.jit(lambda params, tokens: embed(params, self.config, tokens, attention))
+
+    def tokenize(self, sentences: Sequence[str]) -> Tokens:
+        """Sentences -> tokens [B, T], padded to the longest."""
+        return tokenize(self.tokenizer, sentences)
+
+
+class Batch(NamedTuple):
+    """Some sentences of the corpus."""
+
+    rows: np.ndarray  # [B] which
+    tokens: Tokens  # [B, T]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one operation did. Times and memory are those of the last batch, the one with the longest sentences."""
+
+    embeddings: np.ndarray  # of all batches, [at least N, M]
+    max_difference: float  # from the reference, over all coordinates
+    min_cosine: float  # of an embedding with its reference
+    batch_shape: tuple[int, int]  # B, T
+    compile_seconds: float  # tracing included
+    batch_seconds: float  # median
+    temp_bytes: int | None  # XLA's allocation in addition to arguments and results; None where unknown
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains the difference. NaN does not agree."""
+        return self.max_difference <= TOLERANCE
+
+
+def create_attention(name: str) -> Attention:
+    """The installed operation of this name; `UnsupportedError` if it is not attention over query, key and value."""
+    operation = attnops.OperationRegistry.create(name, METADATA)
+    if not isinstance(operation, attnops.OperationImpl):
+        raise attnops.UnsupportedError(f"{type(operation).__name__} needs more arguments than query, key and value")
+    return operation
+
+
+def load_model() -> Model:
+    """Load it from the installed weights; `MissingWeightsError` says what to install."""
+    folder = model_folder()
+    config = load_config(folder)
+    return Model(config=config, params=load_params(folder), tokenizer=load_tokenizer(folder, config))
+
+
+def make_batches(model: Model, sentences: Sequence[str], long: int = 8) -> list[Batch]:
+    """Two batches, since each is a program to compile: the ``long`` longest sentences, after all others."""
+    order = np.argsort(model.tokenize(sentences).mask.sum(axis=1), kind="stable")
+    return [Batch(rows, model.tokenize([sentences[row] for row in rows])) for rows in (order[:-long], order[-long:])]
+
+
+def measure(
+    attention: Attention,
+    model: Model,
+    batches: Sequence[Batch],
+    reference: np.ndarray,
+    *,
+    repeats: int = 3,
+    on_batch: Callable[[], Any] = lambda: None,
+) -> Measurement:
+    """Embed every batch with `attention`, compare the first N sentences with the reference [N, M], and time the last.
+
+    `on_batch` is called after each. What the attention raises is raised.
+    """
+    forward = model.jit(attention)
+    N, M = reference.shape
+    embeddings = np.full((sum(len(batch.rows) for batch in batches), M), np.nan, reference.dtype)
+    for batch in batches:
+        start = time.perf_counter()
+        compiled = forward.lower(model.params, batch.tokens).compile()
+        compile_seconds = time.perf_counter() - start
+        embeddings[batch.rows] = compiled(model.params, batch.tokens)
+        on_batch()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        compiled(model.params, batch.tokens).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    memory = compiled.memory_analysis()
+    B, T = batch.tokens.ids.shape
+    return Measurement(
+        embeddings=embeddings,
+        max_difference=float(np.abs(embeddings[:N] - reference).max()),
+        min_cosine=_cosines(embeddings[:N], reference).min().item(),
+        batch_shape=(B, T),
+        compile_seconds=compile_seconds,
+        batch_seconds=statistics.median(seconds),
+        temp_bytes=None if memory is None else memory.temp_size_in_bytes,
+    )
+
+
+def _cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Row by row: [N, M] and [N, M] -> [N] float64."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    cosines: np.ndarray = (a * b).sum(axis=-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
+    return cosines

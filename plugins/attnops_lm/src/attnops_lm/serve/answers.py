@@ -1,0 +1,125 @@
+"""What becomes of the requests of one call: a whole answer, or a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from attnops_lm.serve.bodies import Body, ChatBody
+from attnops_lm.serve.errors import APIError
+from attnops_lm.serve.request import Delta, Request
+
+if TYPE_CHECKING:
+    from attnops_lm.serve.endpoints import Server
+
+
+class Answer:
+    """What becomes of the requests of one call, in the format of its endpoint."""
+
+    def __init__(self, server: Server, body: Body, requests: list[Request], queue: asyncio.Queue[Any]) -> None:
+        self.server, self.body, self.requests, self.queue = server, body, requests, queue
+        self.is_chat = isinstance(body, ChatBody)
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Every delta, with the number of its request."""
+        left = len(self.requests)
+        while left:
+            i, delta = await self.queue.get()
+            if delta.finish_reason == "error":
+                raise APIError(503 if self.server.engine.failure is None else 500, delta.text)
+            left -= delta.finish_reason is not None
+            yield i, delta
+
+    async def whole(self, http: HTTPRequest) -> Response:
+        """The whole text in one response; given up if the client goes."""
+        parts: list[list[Delta]] = [[] for _ in self.requests]
+
+        async def collect() -> None:
+            async for i, delta in self.deltas():
+                parts[i].append(delta)
+
+        async def gone() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.ensure_future(x) for x in (collect(), gone())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not tasks[0].done():
+                return Response(status_code=499)
+            tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+        choices = [self.choice(i, deltas, False) for i, deltas in enumerate(parts)]
+        return JSONResponse(self.envelope(choices, False) | {"usage": self.usage()})
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events of the deltas."""
+        has_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        empty = {"usage": None} if has_usage else {}
+        try:
+            if self.is_chat:
+                yield _event(self.envelope([self.choice(0, [Delta("")], True, is_first=True)], True) | empty)
+            async for i, delta in self.deltas():
+                if delta.text or delta.finish_reason:
+                    yield _event(self.envelope([self.choice(i, [delta], True)], True) | empty)
+            if has_usage:
+                yield _event(self.envelope([], True) | {"usage": self.usage()})
+        except APIError as error:
+            yield _event(error.content)
+        yield "data: [DONE]\n\n"
+
+    def envelope(self, choices: list[Any], is_part: bool) -> dict[str, Any]:
+        """What is around the choices."""
+        kind = f"chat.completion{'.chunk' * is_part}" if self.is_chat else "text_completion"
+        return {
+            "id": self.id, "object": kind, "created": self.created, "model": self.server.name, "choices": choices
+        }  # fmt: skip
+
+    def choice(self, i: int, deltas: list[Delta], is_part: bool, is_first: bool = False) -> dict[str, Any]:
+        """Deltas of request i, joined."""
+        text = "".join(x.text for x in deltas)
+        choice = {"index": i, "finish_reason": deltas[-1].finish_reason, "logprobs": None}
+        if not self.is_chat:
+            return choice | {"text": text}
+        if not is_part:
+            return choice | {"message": {"role": "assistant", "content": text}}
+        delta = {"role": "assistant", "content": ""} if is_first else {"content": text} if text else {}
+        return choice | {"delta": delta}
+
+    def usage(self) -> dict[str, Any]:
+        """How many tokens there were."""
+        prompt = sum(x.prompt_length for x in self.requests)
+        total = sum(len(x.tokens) for x in self.requests)
+        cached = sum(x.cached for x in self.requests)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": total - prompt, "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
+
+
+class Events(StreamingResponse):
+    """A stream whose requests are given up when it ends, for whatever reason."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.answer = answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answer.server.engine.cancel(*self.answer.requests)
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {JSONResponse(content).body.decode()}\n\n"  # type: ignore[union-attr]

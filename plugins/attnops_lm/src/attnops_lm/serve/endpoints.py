@@ -1,0 +1,220 @@
+"""The HTTP endpoints of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import jinja2
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from attnops_lm.serve.answers import Answer, Events
+from attnops_lm.serve.bodies import Body, ChatBody, CompletionBody
+from attnops_lm.serve.engine import Engine, QueueFullError, StoppedError
+from attnops_lm.serve.errors import APIError
+from attnops_lm.serve.request import Delta, Request
+
+# A body's limit: bytes of each token that all rows together can hold, and for the rest of the JSON. Text has four or
+# five bytes a token, a token's number in a list up to eight, and an escape such as \u00e9 six a character.
+TOKEN_BYTES, REST_BYTES = 16, 1 << 16
+
+
+class Server:
+    """The endpoints of an engine."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine, self.name, self.started = engine, name, int(time.time())
+        self.largest = REST_BYTES + TOKEN_BYTES * engine.max_length * engine.rows
+        self.thread = threading.Thread(target=engine.run, name="engine", daemon=True)
+
+    async def health(self, _: HTTPRequest) -> Response:
+        """Whether the engine runs, and how full it is."""
+        engine = self.engine
+        is_up = self.thread.is_alive() and not engine.is_stopped
+        content = {
+            "status": "ok" if is_up else "stopped", "running": len(engine.running), "waiting": len(engine.waiting),
+            "pages": engine.pages.count, "pages_free": engine.pages.available, **engine.counts,
+        }  # fmt: skip
+        return JSONResponse(content, 200 if is_up else 503)
+
+    async def models(self, _: HTTPRequest) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [self._description()]})
+
+    def _description(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self.started, "owned_by": "attnops"}
+
+    async def model(self, http: HTTPRequest) -> Response:
+        """The one model, by its name."""
+        self._check_name(http.path_params["name"])
+        return JSONResponse(self._description())
+
+    async def completions(self, http: HTTPRequest) -> Response:
+        """Continue a prompt, or several."""
+        return await self._respond(http, self._read_completion)
+
+    async def chat(self, http: HTTPRequest) -> Response:
+        """Answer a conversation."""
+        return await self._respond(http, self._read_chat)
+
+    def _read_completion(self, content: bytes) -> tuple[Body, list[Request]]:
+        body: CompletionBody = self._parse(content, CompletionBody)
+        prompt, most = body.prompt, self.engine.max_waiting
+        prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+        if len(prompts) > most:
+            message = f"prompt: {len(prompts)} prompts in a call must be at most {most}; send them in several calls"
+            raise APIError(400, message, "prompt")
+        encode = functools.partial(self.engine.tokenizer.encode, add_special_tokens=True)
+        tokens: list[list[int]] = [encode(x) if isinstance(x, str) else x for x in prompts]  # type: ignore[misc]
+        if not tokens or not all(tokens):
+            raise APIError(400, "prompt: it has no tokens", "prompt")
+        if not all(0 <= token < self.engine.vocab_size for x in tokens for token in x):
+            raise APIError(400, f"prompt: token ids must be from 0 to {self.engine.vocab_size - 1}", "prompt")
+        return body, [self._request(body, x, "prompt", default=16) for x in tokens]
+
+    def _read_chat(self, content: bytes) -> tuple[Body, list[Request]]:
+        body: ChatBody = self._parse(content, ChatBody)
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            message = "max_tokens: it is the old name of max_completion_tokens, which is given too; leave one out"
+            raise APIError(400, message, "max_tokens")
+        try:
+            text = self.engine.tokenizer.chat([x.for_template() for x in body.messages])
+        except (ValueError, jinja2.TemplateError) as error:  # such as roles that do not alternate
+            raise APIError(400, f"messages: {error}", "messages") from None
+        tokens = self.engine.tokenizer.encode(text)
+        if not tokens:
+            raise APIError(400, "messages: they have no tokens", "messages")
+        return body, [self._request(body, tokens, "messages", default=self.engine.max_length)]
+
+    def _parse(self, content: bytes, kind: type[Any]) -> Any:
+        try:
+            body = kind.model_validate_json(content)
+        except ValidationError as error:
+            raise APIError.of_body(error) from None
+        self._check_name(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise APIError(400, "stream_options: it is for stream=true alone", "stream_options")
+        return body
+
+    def _check_name(self, name: str) -> None:
+        if name != self.name:
+            raise APIError(404, f"model: {name!r} is not served, but {self.name!r}", "model", "model_not_found")
+
+    def _request(self, body: Body, tokens: list[int], param: str, default: int) -> Request:
+        """A request of these tokens, whose answer has at most ``default`` if the client gives no limit."""
+        context, (field, most) = self.engine.max_length, body.most
+        room = context - len(tokens)
+        code = "context_length_exceeded"
+        if room < 1:
+            message = f"{param}: its {len(tokens)} tokens must be fewer than the context, {context}; send less text"
+            raise APIError(400, message, param, code)
+        if most is not None and most > room:
+            message = f"{field}: {most} and {len(tokens)} tokens of {param} must be at most {context} together"
+            raise APIError(400, f"{message}; ask for at most {room}", field, code)
+        seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        return Request(
+            list(tokens), min(default, room) if most is None else most, temperature=body.temperature or 0.0,
+            top_k=body.top_k, top_p=1.0 if body.top_p is None else body.top_p, seed=seed, stop=stop,
+            ignore_eos=body.ignore_eos,
+        )  # fmt: skip
+
+    async def _content(self, http: HTTPRequest) -> bytes:
+        """The body, of at most ``largest`` bytes; nothing more is kept of a larger one."""
+        parts: list[bytes] = []
+        size = 0
+        async for part in http.stream():
+            size += len(part)
+            if size > self.largest:
+                context, rows = self.engine.max_length, self.engine.rows
+                message = f"the body must be at most {self.largest} bytes, for {rows} prompts of {context} tokens"
+                raise APIError(413, f"{message}; send less text, or several calls", code="body_too_large")
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _respond(self, http: HTTPRequest, read: Callable[[bytes], tuple[Body, list[Request]]]) -> Response:
+        # In a thread: parsing, templates and tokenizers take seconds for long texts, and other clients must not wait.
+        body, requests = await asyncio.to_thread(read, await self._content(http))
+        queue: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def emit(index: int, delta: Delta) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(queue.put_nowait, (index, delta))
+
+        for i, request in enumerate(requests):
+            request.emit = functools.partial(emit, i)
+        try:
+            self.engine.submit(*requests)
+        except QueueFullError as error:
+            raise APIError(429, str(error), code="queue_full") from None
+        except StoppedError as error:
+            raise APIError(503, str(error), code="stopped") from None
+        except ValueError as error:
+            raise APIError(400, str(error)) from None
+        answer = Answer(self, body, requests, queue)
+        if body.stream:
+            return Events(answer)
+        try:
+            return await answer.whole(http)
+        finally:
+            self.engine.cancel(*requests)
+
+
+class QuietEnd:
+    """Middleware: a request that is cancelled because the server ends is no error to be logged."""
+
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+        self.app, self.engine = app, engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self.engine.is_stopped:
+                raise
+
+
+def application(engine: Engine, name: str) -> Starlette:
+    """The ASGI application, which runs the engine in a thread while it is up."""
+    server = Server(engine, name)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        server.thread.start()
+        yield
+        engine.stop()
+        await asyncio.to_thread(server.thread.join)
+
+    async def refuse(_: HTTPRequest, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            error = APIError(error.status_code, error.detail)
+        assert isinstance(error, APIError)
+        return JSONResponse(error.content, error.status)
+
+    routes = [
+        Route("/health", server.health),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+    ]
+    return Starlette(
+        routes=routes,
+        exception_handlers={APIError: refuse, HTTPException: refuse},
+        lifespan=lifespan,
+        middleware=[Middleware(QuietEnd, engine)],
+    )

@@ -1,0 +1,347 @@
+"""Continuous batching: which requests have tokens computed in which step."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from attnops_caches import PageCopies, Quantized
+from attnops_lm.generation.text import TextOfRow
+from attnops_lm.memory import release_memory
+from attnops_lm.serve.pages import Pages
+from attnops_lm.serve.program import Batch, step_program
+from attnops_lm.serve.request import Delta, Request
+
+if TYPE_CHECKING:
+    from attnops_lm.model import CausalLM
+    from attnops_lm.tokenizer import Tokenizer
+
+CONTEXT = 4  # last tokens of a prompt, after which the text of the next is looked for
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may."""
+
+
+class StoppedError(Exception):
+    """The engine does not run any more."""
+
+
+class Engine:
+    """Continuous batching: every step is one call of the model, on whichever rows have tokens to compute.
+
+    A step has at most N tokens: one of each row that generates, and for the rest chunks of prompts. It is one of few
+    programs: [R, 1] if no row has more than one token, else packed tokens, of the least size that holds them. What
+    differs between steps is data. Pages are taken as tokens come; if there is none, the youngest request is put back,
+    and computed again when there is room: its text is the same.
+
+    Args:
+        model: its weights are read here, once.
+        tokenizer: for the text of tokens.
+        rows: R, requests that run at a time.
+        pages: pages of all requests together.
+        page_size: tokens a page.
+        max_length: most tokens of a request, prompt included, at most the model's context; rounded up to whole pages.
+        chunks: sizes of packed steps, each larger than R; the largest is N.
+        max_waiting: most requests that wait; more are a `QueueFullError`.
+        prefix_sharing: whether requests with the same first tokens share the pages of them.
+        codec: how keys and values are stored; None: as they are.
+
+    Raises:
+        ValueError: a size is not positive, a request of ``max_length`` does not fit into pages or the model's context,
+            or a step has no room for a prompt.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        *,
+        rows: int = 16,
+        pages: int = 512,
+        page_size: int = 16,
+        max_length: int = 2048,
+        chunks: Sequence[int] = (64, 256),
+        max_waiting: int = 256,
+        prefix_sharing: bool = True,
+        codec: Quantized | None = None,
+    ) -> None:
+        _check_sizes(model.config.max_position_embeddings, rows, pages, page_size, max_length, chunks)
+        width = math.ceil(max_length / page_size)  # M
+        self.tokenizer, self.rows, self.chunks, self.max_waiting = tokenizer, rows, sorted(chunks), max_waiting
+        self.vocab_size, self.max_length = model.config.vocab_size, width * page_size
+        self.eos_ids = frozenset(tokenizer.eos_ids)
+        self.pages = Pages(pages, page_size, prefix_sharing)
+        self.table = np.full((rows, width), -1, np.int32)
+        self.waiting: collections.deque[Request] = collections.deque()
+        self.running: list[Request] = []
+        self.copies: list[tuple[int, int]] = []  # pages to copy before the next step
+        self.counts: collections.Counter[str] = collections.Counter()  # traces, steps, preempted, copied, ...
+        self.changed = threading.Condition()
+        self.is_stopped = False
+        self.failure: BaseException | None = None  # what ended `run`, if `stop` did not
+        self.numbers = itertools.count()
+        graph, self.state = nnx.split(model)
+        self.caches, _ = model.init_ragged_pages(
+            batch_size=rows, pages=pages, page_size=page_size, max_model_length=self.max_length, codec=codec
+        )
+        self._step = step_program(graph, rows, self._count_trace)
+        self._copy = jax.jit(lambda caches, copies: tuple(c.copy_pages(copies) for c in caches), donate_argnums=0)
+
+    def _count_trace(self) -> None:
+        self.counts["traces"] += 1
+
+    def submit(self, *requests: Request) -> None:
+        """Queue requests, all or none; from any thread.
+
+        Raises:
+            QueueFullError: too many wait.
+            StoppedError: the engine has stopped.
+            ValueError: one can never be served, or so many never together.
+        """
+        if len(requests) > self.max_waiting:
+            raise ValueError(
+                f"{len(requests)} requests at a time must be at most max_waiting={self.max_waiting}; submit fewer"
+            )
+        for request in requests:
+            self._check(request)
+        with self.changed:
+            if self.is_stopped:
+                raise StoppedError("the engine has stopped")
+            if len(self.waiting) + len(requests) > self.max_waiting:
+                raise QueueFullError(
+                    f"{len(self.waiting)} requests wait, and {len(requests)} more would be above "
+                    f"max_waiting={self.max_waiting}; send them again later"
+                )
+            for request in requests:
+                request.number = next(self.numbers)
+                request.text = TextOfRow(self.tokenizer, request.stop, request.tokens[-CONTEXT:])
+                self.waiting.append(request)
+            self.changed.notify_all()
+
+    def _check(self, x: Request) -> None:
+        """Raise for what can't be computed: an error in a step would end all requests."""
+        if not 0 < len(x.tokens) <= self.max_length - x.max_tokens or x.max_tokens < 1:
+            raise ValueError(
+                f"{len(x.tokens)} tokens of prompt and max_tokens={x.max_tokens} must each be at least "
+                f"1, and together at most max_length={self.max_length}"
+            )
+        if not 0 <= min(x.tokens) <= max(x.tokens) < self.vocab_size:
+            raise ValueError(
+                f"tokens from {min(x.tokens)} to {max(x.tokens)} must be of the vocabulary, 0 to {self.vocab_size - 1}"
+            )
+        if not (0 <= x.temperature < math.inf and 0 < x.top_p <= 1 and x.top_k >= 0 and 0 <= x.seed < 2**32):
+            raise ValueError(
+                f"temperature={x.temperature} must be finite and at least 0, top_p={x.top_p} above 0 and at most 1, "
+                f"top_k={x.top_k} at least 0, seed={x.seed} from 0 to 2**32 - 1"
+            )
+
+    def cancel(self, *requests: Request) -> None:
+        """Give up requests, such as those whose client has gone, before the next step; from any thread."""
+        for request in requests:
+            request.is_cancelled = True
+
+    def stop(self, error: str = "the server is shutting down") -> None:
+        """End `run`, and all requests with an error; from any thread."""
+        with self.changed:
+            self.is_stopped = True
+            self.changed.notify_all()
+            for request in [*self.running, *self.waiting]:
+                request.emit(Delta(error, finish_reason="error"))
+                self._release(request)
+            self.waiting.clear()
+
+    def run(self) -> None:
+        """Step while there are requests, wait for them while there are none, until `stop`."""
+        while not self.is_stopped:
+            try:
+                if not self.step():
+                    with self.changed:
+                        self.changed.wait_for(lambda: self.is_stopped or self.waiting)
+            except BaseException as error:
+                self.failure = error
+                self.stop(f"{type(error).__name__}: {error}")  # the caches may be gone: donated, and not returned
+                raise
+
+    def warm(self) -> None:
+        """Compile the programs, by steps without tokens."""
+        for size in (self.rows, *self.chunks):
+            self._call(self._batch({}, size))
+            release_memory()  # of the compiler, before the next program needs as much
+        self._copy_pages([])
+        release_memory()
+
+    def step(self) -> bool:
+        """Compute one batch. False: there was nothing to compute."""
+        with self.changed:
+            runs = self._schedule()
+        if not runs:
+            return False
+        if self.copies:
+            self._copy_pages(self.copies)
+            self.copies.clear()
+        total = sum(runs.values())
+        is_packed = max(runs.values()) > 1
+        size = next(n for n in self.chunks if n >= total) if is_packed else self.rows
+        tokens = self._call(self._batch(runs, size))
+        self.counts.update(steps=1, tokens=total)
+        with self.changed:
+            for request in runs:
+                if not request.pending and not self.is_stopped:
+                    self._advance(request, int(tokens[request.row]))
+        return True
+
+    def _schedule(self) -> dict[Request, int]:
+        """How many tokens of which requests the next step computes; their pages are taken."""
+        for request in [x for x in [*self.running, *self.waiting] if x.is_cancelled]:
+            self.counts["cancelled"] += 1
+            self._release(request)
+        self.waiting = collections.deque(x for x in self.waiting if not x.is_cancelled)
+        self.pages.filling.clear()
+        runs: dict[Request, int] = {}
+        left, preempted = self.chunks[-1], self.counts["preempted"]
+        # Those that generate come first, so that no prompt delays them.
+        for request in sorted(self.running, key=lambda x: (x.pending > 1, x.number)):
+            count = min(request.pending, left)
+            if request.row >= 0 and count and self._grow(request, request.computed + count):
+                runs[request] = count
+                left -= count
+        runs = {request: count for request, count in runs.items() if request.row >= 0}
+        for request, count in runs.items():
+            self._compute(request, count)
+        while self.waiting and left and self.counts["preempted"] == preempted:
+            request = self.waiting[0]
+            if len(self.running) == self.rows or not self._admit(request):
+                break
+            self.waiting.popleft()
+            count = min(request.pending, left)
+            self._grow(request, request.computed + count)
+            runs[request] = count
+            left -= count
+            self._compute(request, count)
+        return runs
+
+    def _admit(self, request: Request) -> bool:
+        """Give a request a row and the pages that have its first tokens, if there are pages for all its tokens."""
+        size, tokens = self.pages.size, request.tokens
+        # The last token is computed in any case, for the logits of the next.
+        pages, key = self.pages.find(tokens[:-1])
+        part, count = self.pages.find_part(key, tokens[len(pages) * size : -1])
+        count *= count >= size // 2  # a copy for fewer is not worth it
+        held = [*pages, part] if count else pages
+        for page in held:
+            self.pages.hold(page)
+        # And a page for each that runs, so that the next step does not put it back.
+        needed = math.ceil(len(tokens) / size) - len(pages) + len(self.running)
+        if count and self.pages.available < needed:  # the page to copy from may be one of these
+            self.pages.drop(held.pop())
+            count = 0
+        if self.pages.available < needed:
+            for page in reversed(held):
+                self.pages.drop(page)
+            return False
+        request.row = min(set(range(self.rows)) - {x.row for x in self.running})
+        self.running.append(request)
+        request.pages, request.key, request.shared = list(pages), key, len(pages)
+        if count:  # a page that is shared in part is copied, since this row writes the rest of it
+            request.pages.append(self.pages.take())
+            self.copies.append((part, request.pages[-1]))
+            self.pages.drop(part)
+        self.table[request.row, : len(request.pages)] = request.pages
+        request.computed = request.shared * size + count
+        request.cached = max(request.cached, min(request.computed, request.prompt_length))
+        self.counts["shared"] += request.computed
+        return True
+
+    def _grow(self, request: Request, length: int) -> bool:
+        """Pages for this many tokens of a request; False if it was put back for the want of them."""
+        while len(request.pages) * self.pages.size < length:
+            if not self.pages.available:
+                youngest = max(self.running, key=lambda x: x.number)
+                self._release(youngest)
+                self.waiting.appendleft(youngest)
+                self.counts["preempted"] += 1
+                if youngest is request:
+                    return False
+                continue
+            self.table[request.row, len(request.pages)] = page = self.pages.take()
+            request.pages.append(page)
+        return True
+
+    def _compute(self, request: Request, count: int) -> None:
+        """The step will compute ``count`` tokens; the pages that this fills get their keys."""
+        request.computed += count
+        size = self.pages.size
+        for i in range(request.shared, request.computed // size):
+            request.key = self.pages.name(request.key, request.tokens[i * size : (i + 1) * size], request.pages[i])
+        request.shared = request.computed // size
+
+    def _release(self, request: Request) -> None:
+        """Take its row and pages from a request."""
+        if request.row < 0:
+            return
+        for page in reversed(request.pages):  # the end of a prefix is forgotten before its beginning
+            self.pages.drop(page)
+        self.table[request.row] = -1
+        self.running.remove(request)
+        request.row, request.computed, request.pages, request.key, request.shared = -1, 0, [], b"", 0
+
+    def _batch(self, runs: dict[Request, int], size: int) -> Batch:
+        R = self.rows
+        tokens = np.zeros(size, np.int32)
+        by_row = [np.zeros(R, t) for t in (np.int32, np.int32, np.float32, np.int32, np.float32, np.uint32, np.int32)]
+        counts, lengths, temperature, top_k, top_p, seed, index = by_row
+        top_p[:] = 1
+        start = 0
+        for x, count in sorted(runs.items(), key=lambda item: item[0].row):
+            r, first = x.row, start if size > R else x.row
+            tokens[first : first + count] = x.tokens[x.computed - count : x.computed]
+            start, counts[r], lengths[r] = start + count, count, x.computed - count
+            temperature[r], top_k[r], top_p[r], seed[r] = x.temperature, min(x.top_k, self.vocab_size), x.top_p, x.seed
+            index[r] = len(x.tokens) - x.prompt_length
+        return Batch(tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index)
+
+    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        padded = np.asarray(copies + [(-1, -1)] * (self.rows - len(copies)), np.int32)
+        self.caches = self._copy(self.caches, PageCopies(jnp.asarray(padded[:, 0]), jnp.asarray(padded[:, 1])))
+        self.counts["copied"] += len(copies)
+
+    def _call(self, batch: Batch) -> np.ndarray:
+        results, self.caches = self._step(self.state, self.caches, batch)
+        tokens: np.ndarray
+        tokens, has_overflowed = jax.device_get(results)
+        if has_overflowed:
+            raise RuntimeError("a token had no page, so the tables of pages are wrong")
+        return tokens
+
+    def _advance(self, request: Request, token: int) -> None:
+        """Add a token to a request, and what it adds to its text."""
+        request.tokens.append(token)
+        is_end = token in self.eos_ids and not request.ignore_eos
+        text = "" if is_end else request.text.push(token)
+        is_full = len(request.tokens) - request.prompt_length == request.max_tokens
+        reason = "stop" if is_end or request.text.stopped else "length" if is_full else None
+        if reason is not None:
+            text += request.text.finish()
+            self._release(request)
+        request.emit(Delta(text, reason))
+
+
+def _check_sizes(context: int, rows: int, pages: int, page_size: int, max_length: int, chunks: Sequence[int]) -> None:
+    if min(rows, page_size, max_length) < 1:
+        raise ValueError(f"rows={rows}, page_size={page_size} and max_length={max_length} must each be at least 1")
+    if pages * page_size < max_length:
+        raise ValueError(f"pages={pages} of {page_size} tokens must hold one request of max_length={max_length}")
+    if max_length > context:
+        raise ValueError(f"max_length={max_length} must be at most the model's context, {context} tokens")
+    if not chunks or min(chunks) <= rows:
+        raise ValueError(f"chunks={chunks} must be more than rows={rows}: prompts advance while others generate")

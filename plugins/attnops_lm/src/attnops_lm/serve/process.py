@@ -1,0 +1,62 @@
+"""The process of a server: when it ends, and with which status."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from types import FrameType
+
+import uvicorn
+
+from attnops_lm.serve.endpoints import application
+from attnops_lm.serve.engine import Engine
+
+GRACE = 5  # seconds in which connections must end when the server does
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn's server, which ends when its engine ends, and tells the engine first when a signal comes.
+
+    The engine then ends all streams. uvicorn alone waits for open streams before it tells the application to stop,
+    which is what the streams would wait for.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self.engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal ends all requests; the second ends the process at once."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end; asked ten times a second."""
+        return await super().on_tick(counter) or self.engine.is_stopped
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End streams, then connections, then the engine's thread."""
+        self.engine.stop()
+        await super().shutdown(sockets)
+
+
+def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 8000) -> int:
+    """Serve until a signal comes or the engine fails.
+
+    Args:
+        engine: is stopped at the end.
+        name: of the model, for clients.
+        host: the address to listen on.
+        port: 0 for any that is free.
+
+    Returns:
+        An exit status: 1 if the engine failed, else 0.
+    """
+    config = uvicorn.Config(
+        application(engine, name), host=host, port=port, log_level="info", timeout_graceful_shutdown=GRACE
+    )
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises its signals again when it has ended
+        HTTPServer(config, engine).run()
+    return int(engine.failure is not None)

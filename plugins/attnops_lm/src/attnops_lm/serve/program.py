@@ -1,0 +1,59 @@
+"""The program of a step: one call of the model on the tokens of all rows, and a token drawn for each row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from attnops_caches import Rows
+from attnops_lm.generation.sampling import Sampling, sample
+
+
+class Batch(NamedTuple):
+    """What one step computes; arrays by row have R entries, and a row that does nothing has count 0."""
+
+    tokens: Any  # int32 [N], packed; [R] where each row has one
+    counts: Any  # int32 [R], tokens a row
+    lengths: Any  # int32 [R], tokens that the row's pages hold already
+    table: Any  # int32 [R, M]
+    temperature: Any  # float32 [R]; 0 is greedy
+    top_k: Any  # int32 [R]
+    top_p: Any  # float32 [R]
+    seed: Any  # uint32 [R]
+    index: Any  # int32 [R], of the token among those generated
+
+
+def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[..., tuple[Any, Any]]:
+    """The compiled function ``(state, caches, batch) -> (tokens int32 [R], whether pages overflowed), caches``.
+
+    Args:
+        graph: of the model, from `nnx.split`.
+        rows: R.
+        traced: is called whenever the function is traced, once for each size of ``batch.tokens``.
+    """
+
+    def step(state: Any, caches: Any, batch: Batch) -> tuple[Any, Any]:
+        traced()
+        # Lengths and table are the host's; the device keeps the tokens.
+        caches = tuple(dataclasses.replace(c.with_table(batch.table), lengths=batch.lengths) for c in caches)
+        ends = jnp.cumsum(batch.counts)
+        if batch.tokens.shape[0] > rows:
+            slots = jnp.arange(rows, dtype=jnp.int32)
+            given: dict[str, Any] = {"rows": Rows(jnp.concatenate([jnp.zeros(1, ends.dtype), ends]), slots)}
+            tokens, last = batch.tokens[None], jnp.maximum(ends - 1, 0)[None]
+        else:
+            given = {"query_lengths": batch.counts}
+            tokens, last = batch.tokens[:, None], jnp.zeros((rows, 1), jnp.int32)
+        out = nnx.merge(graph, state)(tokens, past_key_values=caches, logits_at=last, **given)
+        keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(batch.seed, batch.index)
+        sampling = Sampling(batch.temperature, batch.top_k, batch.top_p, jnp.zeros(rows))
+        tokens = sample(out.logits.reshape(rows, -1), keys, sampling)
+        assert out.past_key_values is not None
+        return (tokens, out.past_key_values[0].overflowed.any()), out.past_key_values
+
+    return jax.jit(step, donate_argnums=1)

@@ -1,0 +1,55 @@
+"""A small random model for tests, and a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from attnops_lm.families import config_from_hf
+from attnops_lm.model import CausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0},
+    "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def small(family: str = "llama", operation: str = "flash", seed: int = 0, **changes: Any) -> CausalLM:
+    """A model of two layers, 96 tokens and random weights, whose logits are of the order of 3.
+
+    Args:
+        family: llama; mistral, all of whose layers have a window of 8; gemma2, every other one; gpt_oss, with sinks.
+        operation: the attention.
+        seed: of the weights.
+        **changes: fields of a Hugging Face config.
+    """
+    hf = {"model_type": family} | SIZES | _FAMILIES[family] | changes
+    model = CausalLM(config_from_hf(hf), operation, rngs=nnx.Rngs(seed))
+    graphdef, state = nnx.split(model)
+    # Far enough from 0 that greedy choices have no near ties, and that attention matters.
+    state = jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, state)
+    return nnx.merge(graphdef, state)
+
+
+class Characters:
+    """A token a character, from the space on."""
+
+    eos_ids: Sequence[int] = ()
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [ord(x) - 32 for x in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(32 + x) for x in ids)
+
+    def chat(self, messages: Sequence[Any]) -> str:
+        return "".join(f"<{x['role']}>{x['content']}" for x in messages)

@@ -1,0 +1,146 @@
+"""Text to tokens and back, by Hugging Face's ``tokenizers``; conversations by the model's own chat template."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.sandbox
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from attnops_lm.origin import CONFIG, TEMPLATE, TOKENIZER
+
+if TYPE_CHECKING:
+    import os
+
+_CONTROL = 3  # GGUF's token type of special tokens
+
+
+class Tokenizer:
+    """A tokenizer and a chat template.
+
+    Attributes:
+        backend: the ``tokenizers.Tokenizer``.
+        template: jinja2's source; None where there is none.
+        special: names of special tokens, such as ``bos_token``, and their text.
+        eos_ids: tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: str | None = None,
+        special: Mapping[str, str] | None = None,
+        eos_ids: Sequence[int] = (),
+    ) -> None:
+        self.backend, self.template = backend, template
+        self.special, self.eos_ids = dict(special or {}), tuple(eos_ids)
+
+    @classmethod
+    def from_gguf(cls, fields: Mapping[str, Any]) -> Tokenizer:
+        """From the fields of a GGUF file whose tokenizer is byte-level BPE with single digits, as SmolLM's."""
+        if (kind := fields["tokenizer.ggml.pre"]) != "smollm":
+            raise ValueError(f"tokenizer.ggml.pre={kind!r} must be 'smollm'; others split text in another way")
+        tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+        merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+        backend = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+        backend.decoder = decoders.ByteLevel()
+        control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+        special = {
+            f"{name}_token": tokens[fields[f"tokenizer.ggml.{name}_token_id"]] for name in ("bos", "eos", "unknown")
+        }
+        eos = (fields["tokenizer.ggml.eos_token_id"],)
+        return cls(backend, fields.get("tokenizer.chat_template"), special, eos)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str], eos_ids: Sequence[int] = ()) -> Tokenizer:
+        """From a directory with ``tokenizer.json`` and perhaps ``tokenizer_config.json`` or ``chat_template.jinja``.
+
+        Raises:
+            FileNotFoundError: there is no ``tokenizer.json``.
+        """
+        directory = Path(directory)
+        if not (directory / TOKENIZER).exists():
+            raise FileNotFoundError(
+                f"{directory} has no {TOKENIZER}: copy it, and {CONFIG} with the chat template, from the folder of the "
+                f"model that this one was made from, or write it by Tokenizer.save_pretrained"
+            )
+        backend = tokenizers.Tokenizer.from_file(str(directory / TOKENIZER))
+        backend.no_truncation()  # a file may have both, for training
+        backend.no_padding()
+        config_file, template_file = directory / CONFIG, directory / TEMPLATE
+        config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+        template = template_file.read_text(encoding="utf-8") if template_file.exists() else config.get("chat_template")
+        special = {}
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            if (value := config.get(name)) is not None:
+                special[name] = value["content"] if isinstance(value, dict) else value
+        if not eos_ids and "eos_token" in special:
+            eos_ids = [backend.token_to_id(special["eos_token"])]
+        return cls(backend, template, special, eos_ids)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write the files that `from_pretrained` and transformers read, in a directory that exists."""
+        directory = Path(directory)
+        self.backend.save(str(directory / TOKENIZER))
+        names = {"unknown_token": "unk_token"}  # GGUF's
+        config = {names.get(name, name): text for name, text in self.special.items()}
+        if len(self.eos_ids) == 1:
+            config["eos_token"] = self.backend.id_to_token(self.eos_ids[0])
+        if self.template is not None:
+            config["chat_template"] = self.template
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (directory / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The tokens of a text; special tokens in it are recognised.
+
+        Args:
+            text: such as a prompt.
+            add_special_tokens: whether those are added that the tokenizer begins a text with. Chat templates have them.
+        """
+        # A batch of one: unlike ``encode`` it lets other threads run.
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens; bytes that are not whole characters become U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation of ``{"role": …, "content": …}``, up to where the model answers.
+
+        Raises:
+            ValueError: the model has no chat template.
+            jinja2.TemplateError: the template refuses the conversation, such as roles that do not alternate.
+        """
+        if self.template is None:
+            raise ValueError("the model has no chat template; encode a text of your own")
+        # What templates may use: as in transformers.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
+        template = environment.from_string(self.template)
+        return template.render(
+            messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt,
+            **self.special,
+        )  # fmt: skip
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """Jinja's own would escape what is special in HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)

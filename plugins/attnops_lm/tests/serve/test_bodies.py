@@ -1,0 +1,102 @@
+"""What clients of that API send is taken if it asks for nothing more, and else refused in words that say what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from attnops_lm.serve.bodies import ChatBody, CompletionBody
+from attnops_lm.serve.errors import APIError
+
+PROMPT: dict[str, Any] = {"model": "small", "prompt": "a"}
+CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
+
+
+def said(message: dict[str, Any]) -> dict[str, Any]:
+    return CHAT | {"messages": [*CHAT["messages"], message]}
+
+
+def refusal(body: dict[str, Any]) -> dict[str, Any]:
+    kind = ChatBody if "messages" in body else CompletionBody
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    error = APIError.of_body(caught.value)
+    assert error.status == 400
+    return error.content["error"]
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        {"metadata": {"run": "7"}}, {"store": True}, {"user": "x"}, {"service_tier": "auto"}, {"prompt_cache_key": "k"},
+        {"prompt_cache_retention": "24h"}, {"safety_identifier": "s"},
+    ],
+    ids=lambda x: next(iter(x)),
+)  # fmt: skip
+def test_what_only_labels_a_request_is_taken(label: dict[str, Any]) -> None:
+    CompletionBody.model_validate(PROMPT | label)
+    ChatBody.model_validate(CHAT | label)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        PROMPT | {"presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "echo": False, "suffix": None},
+        CHAT | {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]},
+        CHAT | {"response_format": {"type": "text"}, "logprobs": False, "logit_bias": {}, "n": 1},
+        CHAT | {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
+        said({"role": "user", "content": "a", "name": "Ann"}),
+        said({"role": "assistant", "content": "b", "refusal": None, "annotations": [], "tool_calls": None}),
+    ],
+)
+def test_what_asks_for_nothing_is_taken(body: dict[str, Any]) -> None:
+    (ChatBody if "messages" in body else CompletionBody).model_validate(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (PROMPT | {"presence_penalty": 0.5}, "presence_penalty", "0.5 is not served; leave it out or send 0"),
+        (PROMPT | {"n": 2}, "n", "2 is not served; leave it out or send 1"),
+        (PROMPT | {"n": True}, "n", "true is not served; leave it out or send 1"),
+        (PROMPT | {"suffix": "b"}, "suffix", '"b" is not served; leave it out'),
+        (PROMPT | {"logprobs": 0}, "logprobs", "0 is not served; leave it out"),
+        (CHAT | {"tool_choice": "required"}, "tool_choice", '"required" is not served; leave it out or send "none" or'),
+        (
+            CHAT | {"response_format": {"type": "json_object"}},
+            "response_format",
+            '{"type": "json_object"} is not served; leave it out or send {"type": "text"}',
+        ),
+        (CHAT | {"tools": [{"type": "function"}]}, "tools", '[{"type": "function"}] is not served; leave it out or'),
+        (said({"role": "tool", "content": "a"}), "messages[1].role", '"tool" is not served; send "system" or "devel'),
+        (
+            said({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
+            "messages[1].content",
+            '"image_url" is not served; send "text"',
+        ),
+        (said({"role": "user", "content": None}), "messages[1].content", "it must be text or a list of parts; only"),
+        (said({"role": "system"}), "messages[1].content", "it must be text or a list of parts; only an assistant's"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_its_value_and_what_to_send(
+    body: dict[str, Any], param: str, message: str
+) -> None:
+    error = refusal(body)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: {message}")
+    assert "Input should" not in error["message"]
+
+
+def test_a_developer_is_a_system_and_an_assistants_null_is_an_empty_turn() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts},
+        {"role": "assistant", "content": None}, {"role": "assistant"},
+    ]  # fmt: skip
+    body = ChatBody.model_validate(CHAT | {"messages": messages})
+    assert [x.for_template() for x in body.messages] == [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": ""}, {"role": "assistant", "content": ""},
+    ]  # fmt: skip

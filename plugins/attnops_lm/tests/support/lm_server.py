@@ -1,0 +1,79 @@
+"""What tests of the server share: the sizes of a small engine, and an engine without a model."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import uvicorn
+
+from attnops_lm.serve import Engine, application
+from attnops_lm.serve.process import GRACE, HTTPServer
+from attnops_lm.serve.program import Batch
+from attnops_lm.testing import Characters
+
+PAGE, PAGES, LENGTH, CHUNK = 4, 20, 64, 12  # a request alone may take 16 pages of the 20
+
+
+class FakeEngine(Engine):
+    """Answers every prompt with ``!`` again and again.
+
+    Args:
+        seconds: that a step takes.
+        fails_after: steps after which the device is lost.
+        **options: see `Engine`.
+    """
+
+    def __init__(self, *, seconds: float = 0.0, fails_after: int = 1 << 30, **options: Any) -> None:
+        config = SimpleNamespace(max_position_embeddings=1 << 20, vocab_size=96)
+        model = SimpleNamespace(config=config, init_ragged_pages=lambda **_: ((), None))
+        sizes = {"rows": 4, "pages": 1 << 10, "page_size": 16, "max_length": 1 << 12, "chunks": [64]}
+        super().__init__(model, Characters(), **(sizes | options))  # type: ignore[arg-type]
+        self.seconds, self.fails_after = seconds, fails_after
+
+    def _call(self, batch: Batch) -> np.ndarray:
+        if self.counts["steps"] >= self.fails_after:
+            raise RuntimeError("the device is lost")
+        time.sleep(self.seconds)
+        return np.full(self.rows, Characters().encode("!")[0])
+
+    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        self.counts["copied"] += len(copies)
+
+
+@contextlib.contextmanager
+def running(engine: FakeEngine) -> Iterator[tuple[HTTPServer, str, threading.Thread]]:
+    """A server in a thread of this process."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        config = uvicorn.Config(application(engine, "fake"), log_level="warning", timeout_graceful_shutdown=GRACE)
+        server = HTTPServer(config, engine)
+        thread = threading.Thread(target=server.run, args=([bound],))
+        thread.start()
+        try:
+            yield server, f"http://127.0.0.1:{bound.getsockname()[1]}", thread
+        finally:
+            server.should_exit = True
+            engine.stop()
+            thread.join(60)
+        assert not thread.is_alive()
+
+
+def check_pages(engine: Engine) -> None:
+    """Pages are free, unused, or held by as many rows as they count."""
+    held = collections.Counter(page for request in engine.running for page in request.pages)
+    pages = engine.pages
+    assert [held[page] for page in range(pages.count)] == pages.references
+    assert sorted([*held, *pages.free, *pages.unused]) == list(range(pages.count))
+    assert set(pages.page_of.values()) == set(pages.content) >= set(pages.unused)
+    for request in engine.running:
+        assert engine.table[request.row, : len(request.pages)].tolist() == request.pages
+        assert (engine.table[request.row, len(request.pages) :] == -1).all()
+        # What is still to be written to is in pages of its own.
+        assert all(pages.references[page] == 1 for page in request.pages[request.computed // pages.size :])

@@ -1,0 +1,40 @@
+"""Tests of operations: the float64 oracle, the tolerance rule, and the conformance suite that every plugin runs.
+
+`OperationConformance` and `Conformance` need pytest, and `attnops_testing.strategies` hypothesis; the rest needs
+neither.
+
+Three modules list features of the contract, each for another use: `features` as small problems that are run and
+compared with the oracle; `catalogue` as calls of real sizes that are only compiled; `support_table` as requests, whose
+reasons make the README's table. Calls over caches have a list of their own, `cache_features`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from attnops_testing.oracle import Gradients, Result, attention, attention_gradients, dropout_keep
+from attnops_testing.problem import Problem
+from attnops_testing.reference import check_against
+from attnops_testing.tolerance import assert_close
+
+if TYPE_CHECKING:
+    from attnops_testing.conformance import Conformance, OperationConformance
+
+__all__ = [
+    "Conformance",
+    "Gradients",
+    "OperationConformance",
+    "Problem",
+    "Result",
+    "assert_close",
+    "attention",
+    "attention_gradients",
+    "check_against",
+    "dropout_keep",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Conformance", "OperationConformance"):
+        from attnops_testing import conformance
+
+        return getattr(conformance, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,31 @@
+"""Operations and peers side by side: each is checked against the oracle, and only what is right is timed."""
+
+from attnops_testing.bench.caches import CacheCase, reading
+from attnops_testing.bench.case import Case, Refused, packed_documents
+from attnops_testing.bench.contenders import find, operation
+from attnops_testing.bench.machine import default_memory_limit, describe_machine, peak_rss
+from attnops_testing.bench.measure import Measurement, measure
+from attnops_testing.bench.peers import PEERS, missing_peers
+from attnops_testing.bench.program import Contender, Ready
+from attnops_testing.bench.tokens import Tokens, ragged
+
+__all__ = [
+    "PEERS",
+    "CacheCase",
+    "Case",
+    "Contender",
+    "Measurement",
+    "Ready",
+    "Refused",
+    "Tokens",
+    "default_memory_limit",
+    "describe_machine",
+    "find",
+    "measure",
+    "missing_peers",
+    "operation",
+    "packed_documents",
+    "peak_rss",
+    "ragged",
+    "reading",
+]

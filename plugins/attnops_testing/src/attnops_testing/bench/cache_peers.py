@@ -1,0 +1,151 @@
+"""Peers over the tokens of a cache: they read plain arrays, after a codec the dequantised tokens."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops_testing.bench.caches import CacheCase
+from attnops_testing.bench.case import Array, Refused
+from attnops_testing.bench.program import Ready
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
+
+
+def jax_nn(case: CacheCase, what: str) -> Ready:
+    """`jax.nn.dot_product_attention` with ``key_value_seq_lengths``, and a mask array where that is not all."""
+    tokens = case.tokens
+    if tokens.latent is not None:
+        raise Refused(f"it needs Dv = D, but the value is {tokens.latent} of {tokens.head_dim} features of the key")
+    lengths = {"key_value_seq_lengths": jnp.asarray(tokens.lengths, jnp.int32)}
+    if tokens.T > 1:
+        lengths["query_seq_lengths"] = jnp.asarray(tokens.queries, jnp.int32)
+    whole = is_whole_prompt(case)
+    mask = None if whole or sees_all(case) else jnp.asarray(mask_array(case, tokens.S))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, lengths: PyTree) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=whole, **lengths)
+
+    given = " and ".join([*lengths, *(["is_causal"] if whole else [] if mask is None else ["a mask array"])])
+    return compiled(case, attend, (*tokens.plain(case.cache.codec), mask, lengths), f"{what} with {given}", plain=True)
+
+
+def flax_nnx(case: CacheCase, what: str) -> Ready:
+    """The function by which flax.nnx's `MultiHeadAttention` decodes: over all slots, with a mask array."""
+    tokens = case.tokens
+    if tokens.latent is not None:
+        raise Refused(f"it needs Dv = D, but the value is {tokens.latent} of {tokens.head_dim} features of the key")
+    nnx: Any = importlib.import_module("flax.nnx")
+    mask = jnp.asarray(mask_array(case, tokens.S))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        return nnx.dot_product_attention(q, k, v, mask=mask)
+
+    arguments = (*tokens.plain(case.cache.codec), mask)
+    return compiled(case, attend, arguments, f"{what} over all slots with a mask array", plain=True)
+
+
+def torch(case: CacheCase, what: str) -> Ready:
+    """The SDPA of torch over the slice of the arrays that is in use."""
+    tokens = case.tokens
+    if len(set(zip(tokens.lengths, tokens.queries, strict=True))) > 1:
+        raise Refused(f"it takes rows of one length, but they have {min(tokens.lengths)} to {max(tokens.lengths)}")
+    if jax.default_backend() != "cpu":
+        raise Refused("over a cache it is measured on a CPU only")
+    module: Any = importlib.import_module("torch")
+    dtype, used = getattr(module, case.dtype), tokens.lengths[0]
+
+    def tensor(x: jax.Array) -> Any:
+        """[B, T, h, D] of JAX to [B, h, T, D]."""
+        return module.from_numpy(np.array(x, np.float32)).to(dtype).transpose(1, 2).contiguous()
+
+    query, key, value = map(tensor, tokens.plain(case.cache.codec))
+    key, value = key[:, :, :used], value[:, :, :used]
+    whole = is_whole_prompt(case)
+    options: dict[str, Any] = {"is_causal": whole, "enable_gqa": True}
+    if not whole and not sees_all(case):
+        options["attn_mask"] = module.from_numpy(mask_array(case, used))
+
+    def run() -> Any:
+        with module.no_grad():
+            return module.nn.functional.scaled_dot_product_attention(query, key, value, **options)
+
+    def results(d_out: Array) -> dict[str, Array]:
+        return {"output": run().transpose(1, 2).float().numpy()}
+
+    return Ready(
+        run=run, wait=lambda outputs: outputs, results=results, what=f"{what} over the visible slice",
+        bytes_seen=case.plain_bytes,
+    )  # fmt: skip
+
+
+def sees_all(case: CacheCase) -> bool:
+    """Whether every query sees all tokens of its row."""
+    return all(bool(case.seen(row).all()) for row in range(case.tokens.batch))
+
+
+def is_whole_prompt(case: CacheCase) -> bool:
+    """Whether each row's tokens are all queries, of more than one token, and causal: peers have a name for that."""
+    tokens = case.tokens
+    if tokens.lengths != tokens.queries or tokens.T == 1:
+        return False
+    return all(bool((case.seen(row) == np.tri(count, dtype=bool)).all()) for row, count in enumerate(tokens.queries))
+
+
+def mask_array(case: CacheCase, columns: int) -> Array:
+    """What each query sees as an array, bool [B, H or 1, T, columns].
+
+    Raises:
+        Refused: it needs more than the memory limit.
+    """
+    rows = [case.seen(row) for row in range(case.tokens.batch)]
+    shape = (len(rows), max(x.shape[0] for x in rows), case.tokens.T, columns)
+    case.check_memory(int(np.prod(shape)), "a mask as an array of T × S")
+    mask = np.zeros(shape, bool)
+    for row, x in enumerate(rows):
+        mask[row, :, : x.shape[1], : x.shape[2]] = x
+    return mask
+
+
+def compiled(case: CacheCase, function: Any, arguments: tuple[Any, ...], what: str, *, plain: bool = False) -> Ready:
+    """A JAX function of some arguments, which gives the output, as a program.
+
+    Args:
+        case: the case.
+        function: gives the output [B, T, H, Dv], or [1, N, H, Dv] of packed rows.
+        arguments: its arguments.
+        what: what runs, human-readable.
+        plain: whether it reads plain arrays, [B, T] always; False for the cache.
+
+    Raises:
+        attnops_testing.bench.case.Refused: it needs more than the memory limit.
+    """
+    start = time.perf_counter()
+    # All multiply float32 matrices in full float32, as attnops does by default.
+    with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
+        program = jax.jit(function).lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    memory = program.memory_analysis()
+    if memory is not None:
+        sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
+        case.check_memory(sum(sizes), "it")
+
+    def results(d_out: Array) -> dict[str, Array]:
+        out = np.asarray(program(*arguments))
+        return {"output": out if plain else case.unpacked(out)}
+
+    return Ready(
+        run=lambda: program(*arguments),
+        wait=jax.block_until_ready,
+        results=results,
+        what=what,
+        temp_bytes=None if memory is None else memory.temp_size_in_bytes,
+        compile_seconds=seconds,
+        bytes_seen=case.plain_bytes if plain else case.stored_bytes,
+    )

@@ -1,0 +1,160 @@
+"""Measuring: everything is checked first, then timed in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import jax
+
+from attnops.errors import pass_interrupt
+from attnops_testing.bench.cache_truth import CacheTruth
+from attnops_testing.bench.caches import CacheCase
+from attnops_testing.bench.case import Case, Refused
+from attnops_testing.bench.program import Contender, Ready
+from attnops_testing.bench.truth import Truth
+
+# A timing lasts at least this many seconds, so that the clock's cost and resolution are negligible.
+_SHORTEST: Final = 0.01
+
+Status = Literal["ok", "wrong", "refused", "failed"]
+
+
+@dataclasses.dataclass
+class Measurement:
+    """The result of one contender in one case.
+
+    Attributes:
+        name: the contender's.
+        is_peer: whether it is another library's.
+        case: the case.
+        status: "ok", or "wrong" by the oracle, "refused" before it ran, "failed" with an error; only ok is timed.
+        reason: why it is not ok.
+        what: what ran, human-readable.
+        seconds: the time of a call in each round.
+        temp_bytes: see `Ready`.
+        compile_seconds: see `Ready`.
+        checked_rows: the number of queries that were compared with the oracle: of each batch and head, or over a cache
+            of all rows.
+        bytes_seen: see `Ready`.
+    """
+
+    name: str
+    is_peer: bool
+    case: Case | CacheCase
+    status: Status = "ok"
+    reason: str = ""
+    what: str = ""
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    temp_bytes: int | None = None
+    compile_seconds: float | None = None
+    checked_rows: int = 0
+    bytes_seen: int | None = None
+
+    @property
+    def best(self) -> float | None:
+        """The shortest time, which is least affected by other work on the machine."""
+        return min(self.seconds, default=None)
+
+    @property
+    def median(self) -> float | None:
+        """The median time."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second of the tokens that are seen, in the shortest time."""
+        return self.bytes_seen / self.best if self.bytes_seen and self.best else None
+
+    def to_json(self) -> dict[str, object]:
+        """Every field, for a program to read."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "case"}
+        return self.case.to_json() | own | {"best_seconds": self.best, "median_seconds": self.median}
+
+
+def measure(
+    entries: Sequence[tuple[Case | CacheCase, Contender]],
+    *,
+    rounds: int = 5,
+    most_seconds: float = 30.0,
+    shortest: float = _SHORTEST,
+    progress: Callable[[str, int], None] = lambda what, steps: None,
+) -> list[Measurement]:
+    """Prepare and check all, then time them in turns, so that a slow period of the machine affects all.
+
+    Args:
+        entries: the contenders and their cases; those to be compared must be in one call.
+        rounds: timings of each.
+        most_seconds: an entry whose timings took longer together is not timed again, once it has two.
+        shortest: a timing lasts at least so many seconds; 0 for one call, before which the others' calls have replaced
+            what the processor's caches held.
+        progress: called with the next step, and how many steps were completed; all are ``len(entries) * (rounds + 1)``.
+    """
+    truths = {id(case): case.truth if isinstance(case, CacheCase) else Truth(case) for case, _ in entries}
+    found, ready = [], []
+    for case, contender in entries:
+        progress(f"{contender.name}: checking", 0)
+        measurement = Measurement(contender.name, contender.is_peer, case)
+        program = _prepare(measurement, contender, truths[id(case)])
+        found.append(measurement)
+        if program is not None:
+            ready.append((measurement, program, _calls(program, shortest)))
+        progress(f"{contender.name}: {measurement.status}", 1 if program else 1 + rounds)
+    for _ in range(rounds):
+        for measurement, program, calls in ready:
+            progress(f"{measurement.name}: timing", 0)
+            if len(measurement.seconds) < 2 or calls * sum(measurement.seconds) < most_seconds:
+                measurement.seconds.append(_time(program, calls))
+            progress(f"{measurement.name}: timing", 1)
+    return found
+
+
+def _prepare(measurement: Measurement, contender: Contender, truth: Truth | CacheTruth) -> Ready | None:
+    """The program if it exists and is right; otherwise None, with the reason in the measurement."""
+    try:
+        program = contender.prepare(measurement.case)
+        measurement.what = program.what
+        measurement.compile_seconds, measurement.temp_bytes = program.compile_seconds, program.temp_bytes
+        measurement.bytes_seen = program.bytes_seen
+        if program.results is None:
+            return program
+        results = program.results(truth.d_out)
+    except Refused as error:
+        measurement.status, measurement.reason = "refused", str(error)
+        return None
+    except BaseException as error:  # whatever another library raises
+        pass_interrupt(error)
+        first_line = next(iter(str(error).splitlines()), "")
+        measurement.status, measurement.reason = "failed", f"{type(error).__name__}: {first_line}"
+        return None
+    try:
+        truth.check(results)
+    except AssertionError as error:
+        measurement.status, measurement.reason = "wrong", str(error)
+        return None
+    except ValueError as error:  # the oracle overflows in this dtype, so that nothing can be compared with it
+        measurement.status, measurement.reason = "failed", str(error)
+        return None
+    measurement.checked_rows = len(truth.rows)
+    return program
+
+
+def _calls(program: Ready, shortest: float) -> int:
+    """The number of calls in a timing, from one call, which also warms up."""
+    once = max(_time(program, 1), 1e-6)
+    return max(1, round(shortest / once))
+
+
+def _time(program: Ready, calls: int) -> float:
+    # An accelerator runs calls one after another and is kept busy; a CPU would run them concurrently.
+    wait_each = jax.default_backend() == "cpu"
+    start = time.perf_counter()
+    for _ in range(calls):
+        outputs = program.run()
+        if wait_each:
+            program.wait(outputs)
+    program.wait(outputs)
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,230 @@
+"""Peers: other libraries' attention. One adapter each, and one table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from attnops.masks import And, Causal, Full, Mask, Segments, SlidingWindow
+from attnops_testing.bench import cache_peers
+from attnops_testing.bench.caches import CacheCase
+from attnops_testing.bench.case import Array, Case, Refused
+from attnops_testing.bench.program import RESULTS, Contender, Ready, compile_jax
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A peer.
+
+    Attributes:
+        name: as the command line and the table name it.
+        package: what pip installs and Python imports.
+        adapt: the program for a case.
+        function: what is called, by its full name.
+        adapt_cache: the program for a call over a cache, and what runs; None where there is none.
+    """
+
+    name: str
+    package: str
+    adapt: Callable[[Case], Ready]
+    function: str = ""
+    adapt_cache: Callable[[CacheCase, str], Ready] | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package is there; nothing is imported to know."""
+        return importlib.util.find_spec(self.package) is not None
+
+    @property
+    def contender(self) -> Contender:
+        """The peer as a contender, refused where it is not installed."""
+        return Contender(self.name, self._prepare, is_peer=True)
+
+    def _prepare(self, case: Case | CacheCase) -> Ready:
+        if not self.installed:
+            raise Refused(f"{self.package} is not installed: pip install {self.package}")
+        if isinstance(case, Case):
+            return self.adapt(case)
+        if self.adapt_cache is None:
+            raise Refused("it is not measured over caches")
+        return self.adapt_cache(case, self.describe())
+
+    def describe(self) -> str:
+        """What runs, with its version."""
+        return f"{self.function} {importlib.metadata.version(self.package)}"
+
+
+def missing_peers() -> list[Peer]:
+    """The peers that are not installed."""
+    return [peer for peer in PEERS.values() if not peer.installed]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Terms:
+    """A mask in the words that peers have; all must allow.
+
+    Attributes:
+        causal: no query sees a key after it. With T = S top-left and bottom-right alignment are one.
+        window: keys before and after, each query's own not counted.
+        segments: segment ids.
+        rest: what they have no word for, to be given as an array.
+    """
+
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    segments: Segments | None = None
+    rest: Mask | None = None
+
+
+def _terms(case: Case) -> _Terms:
+    found = _Terms()
+    parts = [] if case.mask is None else [case.mask]
+    while parts:
+        part = parts.pop()
+        match part:
+            case And(left, right):
+                parts += [right, left]
+            case Full():
+                pass
+            case Causal(offset=None | 0):
+                found = dataclasses.replace(found, causal=True)
+            case SlidingWindow(int() | None, int() | None, offset=None | 0) if found.window is None:
+                before, after = (case.length if side is None else side for side in (part.left, part.right))
+                found = dataclasses.replace(found, window=(before, after))
+            case Segments(kv_ids=None) if found.segments is None:
+                found = dataclasses.replace(found, segments=part)
+            case _:
+                found = dataclasses.replace(found, rest=part if found.rest is None else found.rest & part)
+    return found
+
+
+def _all(*masks: Mask | None) -> Mask | None:
+    given = [mask for mask in masks if mask is not None]
+    return functools.reduce(And, given) if given else None
+
+
+def _jax_nn(case: Case) -> Ready:
+    """`jax.nn.dot_product_attention`: causal and window by name, the rest as an array."""
+    return _like_jax_nn(case, jax.nn.dot_product_attention, PEERS["jax.nn"].describe())
+
+
+def _flax(case: Case) -> Ready:
+    """`flax.nnx.dot_product_attention`: causal by name, the rest as an array."""
+    nnx: Any = importlib.import_module("flax.nnx")
+    terms = _terms(case)
+    window = None if terms.window is None else SlidingWindow(*terms.window)
+    dense = case.dense(_all(window, terms.segments, terms.rest))
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return nnx.dot_product_attention(query, key, value, mask=mask, is_causal=terms.causal)
+
+    return compile_jax(case, attend, dense, PEERS["flax.nnx"].describe())
+
+
+def _tokamax(case: Case) -> Ready:
+    """`tokamax.dot_product_attention`, which has jax.nn's arguments and picks its implementation by device."""
+    tokamax = importlib.import_module("tokamax")
+    return _like_jax_nn(case, tokamax.dot_product_attention, PEERS["tokamax"].describe())
+
+
+def _like_jax_nn(case: Case, function: Callable[..., jax.Array], what: str) -> Ready:
+    terms = _terms(case)
+    dense = case.dense(_all(terms.segments, terms.rest))
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return function(
+            query, key, value, mask=mask, is_causal=terms.causal, local_window_size=terms.window
+        )  # fmt: skip
+
+    return compile_jax(case, attend, dense, what)
+
+
+def _ejkernel(case: Case) -> Ready:
+    """`ejkernel.modules.flash_attention`: causal, window and segments by name, or all as an array."""
+    flash_attention = importlib.import_module("ejkernel.modules").flash_attention
+    MaskInfo = importlib.import_module("ejkernel.types").MaskInfo
+    terms = _terms(case)
+    precision = jax.lax.Precision.HIGHEST if case.dtype == "float32" else jax.lax.Precision.DEFAULT
+    if terms.rest is not None:
+        extra = case.dense(case.mask)
+        assert extra is not None
+        extra = jnp.broadcast_to(extra, (case.batch, *extra.shape[1:]))  # it does not broadcast a batch of 1
+        terms = _Terms()
+    else:
+        ids = None if terms.segments is None else terms.segments.bind(*case.shape).q_ids
+        extra = None if ids is None else jnp.broadcast_to(jnp.asarray(ids), (case.batch, case.length))
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, extra: jax.Array | None) -> jax.Array:
+        info = None
+        if extra is not None:
+            info = MaskInfo.from_segments(extra) if extra.ndim == 2 else MaskInfo.from_attention_mask(extra)
+        return flash_attention(
+            query, key, value, mask_info=info, causal=terms.causal, sliding_window=terms.window, precision=precision
+        )  # fmt: skip
+
+    return compile_jax(case, attend, extra, PEERS["ejkernel"].describe())
+
+
+def _torch(case: Case) -> Ready:
+    """`torch.nn.functional.scaled_dot_product_attention`, eager: ``is_causal``, or all of the mask as an array.
+
+    On CUDA where both it and JAX find one; its arrays have the layout that it likes best, heads before length.
+    """
+    torch: Any = importlib.import_module("torch")
+    device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+    if (device == "cpu") != (jax.default_backend() == "cpu"):
+        raise Refused(f"this torch does not run on {jax.default_backend()}, where JAX does")
+    dtype = getattr(torch, case.dtype)
+
+    def tensor(x: Array) -> Any:
+        """[B, T, h, D] of numpy, which has no bfloat16 that torch knows, to [B, h, T, D]."""
+        return torch.from_numpy(x.astype("float32")).to(device, dtype).transpose(1, 2).contiguous()
+
+    inputs = [tensor(x).requires_grad_(case.backward) for x in case.inputs]
+    terms = _terms(case)
+    only_causal = terms == _Terms(causal=True)
+    dense = None if only_causal else case.dense(_all(case.mask if terms != _Terms() else None))
+    mask = None if dense is None else torch.from_numpy(jax.device_get(dense).copy()).to(device)
+    function = torch.nn.functional.scaled_dot_product_attention
+
+    def run(d_out: Any) -> Any:
+        with torch.set_grad_enabled(case.backward):
+            out = function(*inputs, attn_mask=mask, is_causal=only_causal, enable_gqa=case.heads != case.K)
+            return (out, *torch.autograd.grad(out, inputs, d_out)) if case.backward else (out,)
+
+    def wait(outputs: PyTree) -> PyTree:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return outputs
+
+    def results(d_out: Array) -> dict[str, Array]:
+        outputs = wait(run(tensor(d_out)))
+        arrays = [x.detach().transpose(1, 2).float().cpu().numpy() for x in outputs]
+        return dict(zip(RESULTS, arrays, strict=False))
+
+    d_out = tensor(case.d_out)
+    what = PEERS["torch"].describe()
+    return Ready(run=lambda: run(d_out), wait=wait, results=results, what=f"{what} on {device}")
+
+
+PEERS: Final = {
+    peer.name: peer
+    for peer in (
+        Peer("jax.nn", "jax", _jax_nn, "jax.nn.dot_product_attention", cache_peers.jax_nn),
+        Peer("flax.nnx", "flax", _flax, "flax.nnx.dot_product_attention", cache_peers.flax_nnx),
+        Peer("torch", "torch", _torch, "torch.nn.functional.scaled_dot_product_attention", cache_peers.torch),
+        Peer("tokamax", "tokamax", _tokamax, "tokamax.dot_product_attention"),
+        Peer("ejkernel", "ejkernel", _ejkernel, "ejkernel.modules.flash_attention"),
+    )
+}

@@ -1,0 +1,109 @@
+"""A contender, and its program for a case."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops_testing.bench.case import Array, Case
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
+
+RESULTS = ("output", "gradient of query", "gradient of key", "gradient of value")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A program for one case.
+
+    Attributes:
+        run: starts the call that is timed, and returns its results, possibly not yet computed.
+        wait: waits for the results of `run`.
+        results: the same program's results as numpy arrays, by name (see `RESULTS`), for a cotangent [B, T, H, D];
+            None for a program that computes no attention and is not checked.
+        what: what runs, human-readable.
+        temp_bytes: the memory that it needs in addition to inputs and outputs; None where that is not known.
+        compile_seconds: the time of tracing and compiling; None where nothing is compiled.
+        bytes_seen: over a cache, the bytes of the tokens that are seen, as this program reads them.
+    """
+
+    run: Callable[[], object]
+    wait: Callable[[PyTree], object]
+    results: Callable[[Array], dict[str, Array]] | None
+    what: str
+    temp_bytes: int | None = None
+    compile_seconds: float | None = None
+    bytes_seen: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """An operation, or another library's function, to be measured.
+
+    Attributes:
+        name: in the table.
+        prepare: makes the program for a `Case` or `CacheCase`; raises `Refused` where it can't.
+        is_peer: whether it is another library's.
+    """
+
+    name: str
+    prepare: Callable[[Any], Ready]
+    is_peer: bool = False
+
+
+def compile_jax(
+    case: Case, attend: Callable[[jax.Array, jax.Array, jax.Array, PyTree], jax.Array], extra: PyTree, what: str
+) -> Ready:
+    """A JAX function as a program.
+
+    Args:
+        case: the case.
+        attend: ``attend(query, key, value, extra)`` gives the output [B, T, H, D].
+        extra: a pytree of its further arguments.
+        what: what runs, human-readable.
+
+    Raises:
+        attnops_testing.bench.case.Refused: it needs more than the memory limit.
+    """
+
+    def both(
+        query: jax.Array, key: jax.Array, value: jax.Array, extra: PyTree, d_out: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, extra), query, key, value)
+        return out, *pull_back(d_out)
+
+    def forward(query: jax.Array, key: jax.Array, value: jax.Array, extra: PyTree) -> tuple[jax.Array, ...]:
+        return (attend(query, key, value, extra),)
+
+    function: Callable[..., tuple[jax.Array, ...]] = both if case.backward else forward
+    arguments = (*case.device_inputs, extra)
+    cotangent = (jnp.asarray(case.d_out),) if case.backward else ()
+    start = time.perf_counter()
+    # All multiply float32 matrices in full float32, as attnops does by default.
+    with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
+        compiled = jax.jit(function).lower(*arguments, *cotangent).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
+        case.check_memory(sum(sizes), "it")
+
+    def results(d_out: Array) -> dict[str, Array]:
+        outputs = compiled(*arguments, *((jnp.asarray(d_out),) if case.backward else ()))
+        return {name: np.asarray(x) for name, x in zip(RESULTS, outputs, strict=False)}
+
+    return Ready(
+        run=lambda: compiled(*arguments, *cotangent),
+        wait=jax.block_until_ready,
+        results=results,
+        what=what,
+        temp_bytes=None if memory is None else memory.temp_size_in_bytes,
+        compile_seconds=seconds,
+    )

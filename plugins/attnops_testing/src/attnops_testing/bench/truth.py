@@ -1,0 +1,80 @@
+"""The oracle's results, so that only right programs are timed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+import jax.numpy as jnp
+import numpy as np
+
+from attnops_testing import oracle
+from attnops_testing.bench.case import Array, Case
+from attnops_testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
+
+# Scores that the oracle computes for a case, at least FEWEST_ROWS rows of them.
+_SCORES: Final = 1 << 21
+_FEWEST_ROWS: Final = 4
+
+
+class Truth:
+    """Output and gradients of a case by the float64 oracle, and the errors that the tolerance rule allows.
+
+    The oracle is too slow for all of a long case, but not for some of its queries: each row of the output is
+    its own. So are the gradients of a cotangent that is 0 at all other queries, those of key and value included, and
+    the program that computes them is the one that is timed.
+
+    Attributes:
+        rows: the queries that are checked: all where they are few, else the first, the last and some between.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        count = max(_FEWEST_ROWS, _SCORES // (case.batch * case.heads * case.length))
+        if count >= case.length:
+            self.rows = np.arange(case.length)
+        else:
+            between = np.random.default_rng(case.seed).choice(np.arange(1, case.length - 1), count - 2, replace=False)
+            self.rows = np.sort(np.concatenate([[0], between, [case.length - 1]]))
+
+    @functools.cached_property
+    def d_out(self) -> Array:
+        """The cotangent to check with, 0 at the queries that are not checked."""
+        masked = np.zeros_like(self.case.d_out)
+        masked[:, self.rows] = self.case.d_out[:, self.rows]
+        return masked
+
+    def check(self, results: dict[str, Array]) -> None:
+        """Compare a contender's results with the oracle.
+
+        Args:
+            results: "output", and with a backward pass "gradient of query", "… key" and "… value".
+
+        Raises:
+            AssertionError: one is wrong; the message says where.
+        """
+        assert set(results) == set(self._expected), f"gave {sorted(results)}, but must give {sorted(self._expected)}"
+        for name, actual in results.items():
+            exact, allowed = self._expected[name]
+            if name in ("output", "gradient of query"):
+                assert actual.shape == self.case.inputs[0].shape, f"{name} has shape {actual.shape}"
+                others = np.delete(actual, self.rows, axis=1) if name != "output" else np.zeros(0)
+                assert not np.any(others), f"{name} is not 0 where the cotangent is"
+                actual = actual[:, self.rows]
+            assert_close(name, actual, exact, allowed)
+
+    @functools.cached_property
+    def _expected(self) -> dict[str, tuple[Array, float]]:
+        query, key, value = self.case.inputs
+        dtype = jnp.dtype(self.case.dtype)
+        inputs = query[:, self.rows], key, value
+        options: dict[str, Any] = {"mask": self.case.rows_seen(self.rows)}
+        exact, narrow = (oracle.attention(*inputs, dtype=d, **options) for d in (np.float64, dtype))
+        found = {"output": (exact.out, tolerance(exact.out, narrow.out, exact.out_magnitude, dtype, OUTPUT_FACTOR))}
+        if self.case.backward:
+            options["d_out"] = self.case.d_out[:, self.rows]
+            right, rough = (oracle.attention_gradients(*inputs, dtype=d, **options) for d in (np.float64, dtype))
+            for name, gradient in right.values.items():
+                allowed = tolerance(gradient, rough.values[name], right.magnitudes[name], dtype, GRADIENT_FACTOR)
+                found[f"gradient of {name}"] = gradient, allowed
+        return found

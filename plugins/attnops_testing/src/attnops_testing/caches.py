@@ -1,0 +1,55 @@
+"""Runs an operation on calls over caches: each feature is right, refused or wrong, as in `attnops_testing.runner`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnops_testing.cache_features import combine_cache
+from attnops_testing.cache_problem import CacheProblem
+from attnops_testing.pairs import joined
+from attnops_testing.runner import Outcome, Status, Subject, attempt
+
+
+def check_cache(subject: Subject, names: Sequence[str]) -> Outcome:
+    """Values of a call over a cache that has these features."""
+
+    def check() -> None:
+        problem = cache_problem(subject, names)
+        problem.check(subject.make(problem.metadata), subject.compiler_options)
+
+    return attempt(cache_name(names), check)
+
+
+def check_cache_row(subject: Subject, row: Sequence[str]) -> list[Outcome]:
+    """Each feature of the row, from one program if possible; those that are refused alone are left out of it."""
+    together = check_cache(subject, row)
+    if together.status is not Status.REFUSED:
+        return [together]
+    found = {name: outcome for name in row if (outcome := cache_refusal(subject, [name])) is not None}
+    served = [name for name in row if name not in found]
+    if len(served) == len(row):
+        return [together]  # only their combination is refused
+    return [*found.values(), *([check_cache(subject, served)] if served else [])]
+
+
+def cache_refusal(subject: Subject, names: Sequence[str]) -> Outcome | None:
+    """The outcome of these features together where it is known without compiling: refused, or wrong."""
+
+    def check() -> None:
+        problem = cache_problem(subject, names)
+        problem.trace(subject.make(problem.metadata))
+
+    outcome = attempt(cache_name(names), check)
+    return None if outcome.status is Status.RIGHT else outcome
+
+
+def cache_problem(subject: Subject, names: Sequence[str]) -> CacheProblem:
+    """The problem that has these features, and fits the operation; in the runtime mode that a call over a cache has."""
+    fit = subject.fit
+    metadata = subject.base.replace(mode=None, block_q=fit.block, block_k=fit.block)
+    return CacheProblem(combine_cache(names), metadata, head_dim=fit.D, dtype=fit.dtype)
+
+
+def cache_name(names: Sequence[str]) -> str:
+    """The name of features of a call over a cache, combined."""
+    return joined(names) if names else "plain cache"

@@ -1,0 +1,1 @@
+"""The commands of attnops-testing: `attnops check`, `attnops bench` and `attnops new`."""

@@ -1,0 +1,200 @@
+"""Caches in `attnops bench`: the cases of its options, and their table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+from rich.table import Table
+
+from attnops.cli.output import print_text, printer
+from attnops.masks import Mask
+from attnops_caches import Cache, PagedCache
+from attnops_caches.described import make_cache
+from attnops_testing.bench import CacheCase, Contender, Measurement, Tokens, ragged, reading
+from attnops_testing.commands.bench_tables import milliseconds, print_reasons, status_text
+
+# Options of the commands that take a cache.
+Storage = Annotated[
+    str | None, typer.Option(help="DenseCache, WindowCache or PagedCache, of S slots a row, where keys and values are.")
+]
+PageSize = Annotated[int | None, typer.Option(help="Slots a page.", show_default="16", min=1)]
+Codec = Annotated[str | None, typer.Option(help="int8, float8_e4m3fn or float8_e5m2.")]
+Scales = Annotated[
+    str | None, typer.Option(help="Of the codec: tensor, head or token_head.", show_default="token_head")
+]
+Latent = Annotated[int | None, typer.Option(help="The value is so many features of the key (MLA).", min=1)]
+
+
+def check_without_cache(options: dict[str, Any]) -> None:
+    """Refuse options of caches where there is none, by name.
+
+    Raises:
+        ValueError: one is given.
+    """
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    if given:
+        raise ValueError(f"{', '.join(given)} is given, but no cache; give --cache PagedCache, for example")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """The options of the command line about caches.
+
+    Attributes:
+        storage: the class of the cache; None for calls on arrays.
+        page_size, codec, scales, latent: see `attnops_caches.described.make_cache`.
+        queries: T; None for 1.
+        used: tokens of a row, its queries included; None for S.
+        ragged: whether rows differ in tokens and queries.
+        packed: whether the queries of all rows are packed.
+    """
+
+    storage: str | None
+    page_size: int | None
+    codec: str | None
+    scales: str | None
+    latent: int | None
+    queries: int | None
+    used: int | None
+    ragged: bool
+    packed: bool
+
+    def check(self, *, backward: bool, documents: int | None) -> None:
+        """Refuse options that do not go together.
+
+        Raises:
+            ValueError: with the options.
+        """
+        if self.storage is None:
+            own = dataclasses.asdict(self)
+            check_without_cache({name: value for name, value in own.items() if name != "storage"})
+        elif backward:
+            raise ValueError("--backward is given, but attention over a cache has no gradient; leave it out")
+        elif documents is not None:
+            raise ValueError("--documents is given, but a cache has one sequence a row; leave it out")
+
+    def case(
+        self,
+        *,
+        length: int,
+        batch: int,
+        heads: int,
+        kv_heads: int | None,
+        head_dim: int,
+        dtype: str,
+        mask: Mask | None,
+        memory_limit: int,
+    ) -> CacheCase:
+        """The case with caches of ``length`` slots a row.
+
+        Raises:
+            ValueError: no such cache, or tokens that it does not fit.
+        """
+        assert self.storage is not None
+        kv_heads, queries, used = kv_heads or heads, self.queries or 1, self.used or length
+        lengths, counts = ragged(batch, used, queries) if self.ragged else ((used,) * batch, (queries,) * batch)
+        tokens = Tokens(
+            lengths=lengths, queries=counts, slots=max(used, length), heads=heads, kv_heads=kv_heads,
+            head_dim=head_dim, latent=self.latent, dtype=dtype,
+        )  # fmt: skip
+        storage = self.storage
+
+        def make() -> Cache:
+            return make_cache(
+                storage, batch=batch, query_length=queries, length=length, kv_heads=kv_heads, head_dim=head_dim,
+                value_head_dim=tokens.value_head_dim, dtype=jnp.dtype(dtype), page_size=self.page_size,
+                codec=self.codec, scales=self.scales, latent=self.latent,
+            )  # fmt: skip
+
+        cache = jax.eval_shape(make)
+        return CacheCase(tokens=tokens, cache=cache, mask=mask, packed=self.packed, memory_limit=memory_limit)
+
+    def contenders(self, found: list[Contender]) -> list[Contender]:
+        """Those, and what reads the bytes of the tokens once; of peers' arrays too where they differ."""
+        if self.storage is None:
+            return found
+        differ = self.codec is not None or self.latent is not None
+        plain = [reading(plain=True)] if differ and any(c.is_peer for c in found) else []
+        return [*found, reading(), *plain]
+
+
+def describe_cache_case(case: CacheCase, mask: str) -> str:
+    """The title of a table: everything but S and the dtype."""
+    tokens, cache = case.tokens, case.cache
+    parts = [
+        f"B{tokens.batch} H{tokens.heads} K{tokens.kv_heads} D{tokens.head_dim}",
+        cache.storage + (f" of pages of {cache.page_size}" if isinstance(cache, PagedCache) else ""),
+        *([str(cache.codec)] if cache.codec is not None else []),
+        *([f"latent {tokens.latent}"] if tokens.latent is not None else []),
+        f"T={_range(tokens.queries)}" + (" packed" if case.packed else ""),
+        mask,
+    ]
+    return ", ".join(parts)
+
+
+def print_cache_measurements(measurements: Sequence[Measurement], title: str) -> None:
+    """Print the table, then what it has no room for."""
+    columns = ("dtype", "S", "used", "operation", "best", "median", "GB/s", "of read", "memory", "")
+    print_text(f"{title}\n")
+    console = printer()
+    gap = 2 if console.width >= 100 else 1
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("dtype", "operation", "") else "right", no_wrap=True)
+    previous = None
+    for m in measurements:
+        case = m.case
+        assert isinstance(case, CacheCase)
+        if previous is not None and previous is not case:
+            table.add_row()
+        first = (case.dtype, f"{case.length:,}", _range(case.tokens.lengths)) if previous is not case else ("", "", "")
+        share = share_of_read(m, measurements)
+        table.add_row(
+            *first,
+            m.name,
+            milliseconds(m.best),
+            milliseconds(m.median),
+            f"{m.bandwidth / 1e9:,.1f}" if m.bandwidth else "",
+            f"{share:.2f}" if share else "",
+            "" if m.temp_bytes is None else f"{m.temp_bytes / 2**20:,.1f} MiB",
+            status_text(m),
+        )
+        previous = case
+    console.print(table)
+    print_text("")
+    for name, what in dict.fromkeys((m.name, m.what.partition(": ")[0]) for m in measurements if m.what):
+        print_text(f"{name}: {what}")
+    print_reasons(measurements)
+    if any(m.checked_rows for m in measurements):
+        print_text(
+            f"\nChecked before timing, against float64: {_checked(measurements)}. GB/s is of the tokens that are seen."
+        )
+
+
+def share_of_read(m: Measurement, measurements: Sequence[Measurement]) -> float | None:
+    """The bandwidth as a share of that of reading as many bytes once, in the same case."""
+    reads = [x for x in measurements if x.case is m.case and x.name.startswith("one read") and x.bandwidth]
+    same = next((x for x in reads if x.bytes_seen == m.bytes_seen), None)
+    if m.bandwidth is None or same is None or same.bandwidth is None:
+        return None
+    return m.bandwidth / same.bandwidth
+
+
+def _checked(measurements: Sequence[Measurement]) -> str:
+    found: dict[Any, tuple[int, int]] = {}
+    for m in measurements:
+        assert isinstance(m.case, CacheCase)
+        if m.checked_rows:
+            found[m.case.label] = m.checked_rows, sum(m.case.tokens.queries)
+    some = [f"{rows} of {every}" for rows, every in found.values() if rows < every]
+    return f"{', '.join(some)} queries" if some else "all queries"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"

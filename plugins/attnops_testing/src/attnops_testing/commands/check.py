@@ -1,0 +1,271 @@
+"""`attnops check`: whether an operation is right, feature by feature."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import jax
+import typer
+
+from attnops.cli.noise import find_devices
+from attnops.cli.output import fail, print_text
+from attnops.dispatch.platforms import platform_of
+from attnops.errors import PluginError
+from attnops_testing.cache_features import CACHE_FEATURES, combine_cache
+from attnops_testing.commands.check_report import Report
+from attnops_testing.commands.shrink import Explained, explain
+from attnops_testing.features import FEATURES, combine
+from attnops_testing.limit import default_limit, limited
+from attnops_testing.long import LONG
+from attnops_testing.runner import NothingToCheckError, Outcome, Status, Subject
+from attnops_testing.suite import SUITE, make_cpu_devices
+
+Check = tuple[str, Callable[[], list[Outcome]]]
+
+# A warning is printed where fewer of the features are served: what is refused is not checked.
+COVERAGE: Final = 1 / 4
+
+# So many failures are explained: others often have the same cause.
+EXPLAINED: Final = 3
+
+_OF_CACHES: Final = CACHE_FEATURES.keys() - FEATURES.keys()
+
+# The parts of the suite, by section: of several features in a problem, and, with --all, of each alone and in long ones.
+_QUICK: Final = {"features": ("each_feature",), "behaviours": ("behaviour", "memory_growth"), "caches": ("caches",)}
+_ALL: Final = _QUICK | {"features": ("feature",), "long": ("long",)}
+_PAIRS: Final = {"none": (), "sample": ("sampled_pair",), "all": ("all_pairs",)}
+
+
+# A parameter for each option of the command line, which typer reads from the signature.
+def command(
+    operation: Annotated[str, typer.Argument(help="Name of the operation, or distribution:operation.")],
+    platform: Annotated[
+        str | None, typer.Option(help="cpu, cuda, rocm, gpu, tpu or tt.", show_default="this machine's")
+    ] = None,
+    interpret: Annotated[bool, typer.Option("--interpret", help="Run kernels in their interpreter.")] = False,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Each feature alone, corners, long problems and pairs too, as pytest -m '' does."),
+    ] = False,
+    feature: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Check only this feature or behaviour, or features joined by ' + '; of caches too; may be repeated.",
+            metavar="NAME",
+        ),
+    ] = None,
+    refuses: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Is refused by intent, as in `refuses` of OperationConformance; may be repeated.", metavar="NAME"
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of query, key and value.", show_default="float32, else what is served")
+    ] = None,
+    pairs: Annotated[
+        Literal["none", "sample", "all"] | None,
+        typer.Option(help="Features combined: a sample has each of them.", show_default="sample with --all, else none"),
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="train, prefill, decode or insert; gradients are checked in train.")
+    ] = "train",
+    block: Annotated[int, typer.Option(help="Queries and keys a tile; lengths are 2.5 times it.", min=4)] = 16,
+    limit: Annotated[
+        float | None, typer.Option(help="Seconds a check may take.", show_default="100, interpreted 300", min=1)
+    ] = None,
+    shrink: Annotated[
+        float, typer.Option(help="Seconds in which smaller problems are tried where a feature is wrong.", min=0)
+    ] = 30,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print the whole traceback of what was raised.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with every check.")] = False,
+) -> None:
+    """Run the conformance suite: each feature of the contract is right, refused with a reason, or wrong.
+
+    What is wrong is explained: by which features, in the smallest problem that still fails, with both values.
+
+    Values and gradients are compared with a float64 oracle, in problems that the kernel serves. What it checks by
+    default is what pytest runs of the class OperationConformance: several features in a problem. Ctrl-C ends it with a
+    summary.
+
+    Exits with 1 if anything is wrong, with 2 if there is no such operation or platform, or only the core's native
+    forward where a kernel was asked for, with 130 if it was stopped.
+    """
+    make_cpu_devices()
+    find_devices()
+    try:
+        subject = Subject(
+            operation=operation, platform=platform, interpret=interpret, mode=mode, block=block, dtype=dtype
+        )
+        with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when imported
+            subject.require_kernel()
+            _require_platform(subject)
+            heading = _heading(subject)
+            pairs = pairs or ("sample" if every else "none")
+            declared = refuses or []
+            _require_known("--refuses", (name for text in declared for name in text.split(" + ") if text != "caches"))
+            named = None if feature is None else _named(subject, feature, declared)
+            sections = named or _sections(subject, every, pairs, declared)
+    except (ValueError, PluginError) as error:
+        fail(error, 2)
+    report = Report(functools.partial(_described, subject) if json else None, verbose)
+    if not json:
+        print_text(heading)
+    limit = default_limit(interpret) if limit is None else limit
+    end = functools.partial(limited, report=report.ended)
+    try:
+        for section, checks in sections.items():
+            by_row = section == "features" and feature is None
+            report.section(section, list(FEATURES) if by_row else [name for name, _ in checks])
+            for name, check in checks:
+                with end(name, limit), contextlib.redirect_stdout(sys.stderr):
+                    outcomes = check()
+                report.add(outcomes)
+            report.close()
+        with end("the search for smaller problems", shrink + limit):
+            report.explained = _explained(
+                subject if every or feature else subject.small(4), subject, report.found, shrink
+            )
+    except KeyboardInterrupt:
+        report.stopped = True
+    report.finish()
+    if feature is None and (warning := _low_coverage(report.found["features"])) and not report.stopped:
+        print(f"attnops: {warning}", file=sys.stderr)
+    raise typer.Exit(130 if report.stopped else int(report.counts[Status.WRONG] > 0))
+
+
+def _require_platform(subject: Subject) -> None:
+    """Make sure that the kernel can run here.
+
+    Raises:
+        NothingToCheckError: it is another platform's, and is not interpreted.
+    """
+    here = {platform_of(device) for device in jax.local_devices()}
+    if not subject.interpret and subject.at not in here and subject.forward != "native":
+        hint = "add --interpret, which runs the kernel in its interpreter"
+        raise NothingToCheckError(
+            f"{subject.name} is for {subject.at}, but JAX has only {', '.join(sorted(here))} here: "
+            f"{'set JAX_PLATFORMS=cpu' if subject.at == 'cpu' else hint}"
+        )
+
+
+def _heading(subject: Subject) -> str:
+    """What is checked, and on which problems."""
+    forward, where = subject.place
+    text = f"{subject.name}: {forward} on {subject.at}"
+    if subject.base.interpret:
+        text += ", interpreted"
+    fit, long = subject.fit, subject.long.fit
+    lengths = fit.tokens(2, 0.5), long.tokens(2, 0.5)
+    problems = (
+        f"problems of B{fit.B} H{fit.H} D{fit.D} {fit.dtype}, T = {lengths[0]} in tiles of {fit.block} and "
+        f"T = {lengths[1]} in tiles of {long.block}"
+    )
+    return "\n".join([text, *([f"  {where}"] if where else []), f"  {problems}; for larger tiles state --block"])
+
+
+def _sections(subject: Subject, every: bool, pairs: str, refuses: Sequence[str]) -> dict[str, list[Check]]:
+    return {
+        section: [
+            (part.name(case), functools.partial(part.check, subject, case, refuses))
+            for part in map(SUITE.__getitem__, parts)
+            for case in part.cases
+            if every or section == "pairs" or part.quick(case, subject.interpret)
+        ]
+        for section, parts in {**(_ALL if every else _QUICK), "pairs": _PAIRS[pairs]}.items()
+    }
+
+
+def _behaviours() -> dict[str, tuple[str, str]]:
+    """By name: the part of the suite, and its case."""
+    parts = ("behaviour", "memory_growth")
+    return {SUITE[part].name(case): (part, case) for part in parts for case in SUITE[part].cases}
+
+
+def _require_known(what: str, names: Iterable[str]) -> None:
+    """Raise a `ValueError` that lists what can be named, unless these can."""
+    known = {**FEATURES, **CACHE_FEATURES, **_behaviours()}
+    for name in (name for name in names if name not in known):
+        near = difflib.get_close_matches(name, known)
+        meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise ValueError(f"{what} {name!r} is unknown; {meant}there are {', '.join(known)}")
+
+
+def _named(subject: Subject, names: Sequence[str], refuses: Sequence[str]) -> dict[str, list[Check]]:
+    """The cases of ``--feature``: features, single or joined, in long problems where these are checked; behaviours.
+
+    Features of which one is of caches only, such as ``"paged + Causal"``, are those of a call over a cache.
+
+    Raises:
+        ValueError: one is unknown, or two exclude each other.
+    """
+    behaviours = _behaviours()
+    rows = [tuple(name.strip() for name in text.split(" + ")) for text in names]
+    _require_known("feature", (name for row in rows for name in row))
+    chosen = [behaviours[row[0]] for row in rows if row[0] in behaviours]
+    rows = [row for row in rows if row[0] not in behaviours]
+    of_caches = [row for row in rows if set(row) <= set(CACHE_FEATURES) and set(row) & _OF_CACHES]
+    rows = [row for row in rows if row not in of_caches]
+    for row in of_caches:
+        combine_cache(row)
+    for row in rows:
+        combine(row)
+    long = [row for row in LONG if any(set(row) == set(named) for named in rows)]
+    cases: dict[str, list[tuple[str, Any]]] = {
+        "features": [("feature", row) for row in rows], "long": [("long", row) for row in long],
+        "behaviours": chosen, "caches": [("caches", row) for row in of_caches],
+    }  # fmt: skip
+    return {
+        section: [
+            (SUITE[part].name(case), functools.partial(SUITE[part].check, subject, case, refuses))
+            for part, case in chosen
+        ]
+        for section, chosen in cases.items()
+    }
+
+
+def _described(subject: Subject, found: dict[str, list[Outcome]]) -> dict[str, Any]:
+    forward, where = subject.place
+    return {
+        "operation": subject.name,
+        "platform": subject.at,
+        "forward": subject.forward,
+        "function": forward,
+        "file": where,
+        "problem": dataclasses.asdict(subject.fit),
+    } | {section: [dataclasses.asdict(x) for x in outcomes] for section, outcomes in found.items()}
+
+
+def _explained(single: Subject, subject: Subject, found: dict[str, list[Outcome]], seconds: float) -> list[Explained]:
+    """The first features that are wrong, and pairs of features that are right by themselves, in smaller problems."""
+    wrong: dict[str, tuple[Subject, Outcome]] = {}
+    for section, at in (("features", single), ("long", subject.long), ("pairs", subject)):
+        for outcome in found.get(section, ()):
+            if outcome.status is Status.WRONG and not wrong.keys() & {outcome.name, *outcome.name.split(" + ")}:
+                wrong[outcome.name] = at, outcome
+    chosen = list(wrong.values())[:EXPLAINED] if seconds else []
+    end = time.monotonic() + seconds
+    explained = []
+    for n, (at, outcome) in enumerate(chosen):
+        share = max(0.0, end - time.monotonic()) / (len(chosen) - n)
+        with contextlib.redirect_stdout(sys.stderr):
+            explained.append(explain(at, outcome, outcome.name.split(" + "), share))
+    return [x for x in explained if x is not None]
+
+
+def _low_coverage(features: list[Outcome]) -> str:
+    """What to say where little was served; empty where enough was."""
+    served = sum(outcome.status is not Status.REFUSED for outcome in features)
+    if served >= COVERAGE * len(features):
+        return ""
+    return (
+        f"only {served} of {len(features)} features are served; whatever else a call asks for runs forward_native, "
+        f"or raises, which this check does not cover"
+    )

@@ -1,0 +1,178 @@
+"""Combinations of features: rows with each feature once, pairs with each feature, rows that cover all pairs."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from attnops_testing.feature_masks import TRACED_MASKS
+from attnops_testing.features import FEATURES, combine
+from attnops_testing.fit import Fit
+
+# The most features in one problem, so that each still has an effect.
+ROW: Final = 5
+
+# Pairs with which kernels have been wrong, though right with each feature: in every sample.
+ALWAYS: Final = (("GQA", "Segments"), ("D ≠ Dv", "sinks"), ("SlidingWindow", "logsumexp"), ("T < S", "Causal"))
+
+# A feature that has an effect only with the other: with any other dtype this bias is an ordinary one.
+COMPANIONS: Final = {"bfloat16": "float32 bias"}
+
+# Features whose scores are so far apart that changes by features of `OF_SCORES` hardly show.
+EXTREME: Final = frozenset({"rising bias", "bias near finfo.min", "large logits"})
+OF_SCORES: Final = frozenset({"bias", "scale", "logits", "cap", "sinks"})
+# A float32 sum of so many products of large logits is off by more than numpy's, which the tolerance goes by: XLA's CPU
+# backend sums small products one after the other (4.4 ulp of the largest for numpy's 1.8, at 24 × 24 × 256, JAX 0.12).
+INEXACT: Final = {"large logits": frozenset({"head_dim 256", "head dims 576/512"})}
+
+
+def joined(names: Sequence[str]) -> str:
+    """The name of features combined."""
+    return " + ".join(names) or "plain"
+
+
+def changing(fit: Fit | None = None) -> tuple[str, ...]:
+    """The features that a problem of this fit does not have anyway."""
+    plain = combine([], fit=fit)
+    return tuple(name for name in FEATURES if combine([name], fit=fit) != plain)
+
+
+def proven_pairs(row: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs that a problem with all features of the row proves."""
+    trivial = {name for name in row if FEATURES[name].trivial}
+    return [pair for pair in itertools.combinations(row, 2) if not trivial or trivial & set(pair)]
+
+
+def all_pairs(names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+    """Every pair of features of different groups.
+
+    Args:
+        names: the features, in the order of `FEATURES`; None for all that change the default problem.
+    """
+    for a, b in itertools.combinations(changing() if names is None else names, 2):
+        if FEATURES[a].group != FEATURES[b].group:
+            yield a, b
+
+
+@functools.cache
+def rows_of_each() -> tuple[tuple[str, ...], ...]:
+    """Combinations in which every feature occurs once, as few as the largest group allows and equally costly.
+
+    A row has at most two masks, joined by ``&``, either of which hides what the other shows. Features that make others
+    hold trivially have a row of their own.
+    """
+    order = list(FEATURES)
+    sizes = collections.Counter(feature.group for feature in FEATURES.values())
+    sizes["mask"] = -(-sizes["mask"] // 2)
+    rows: list[list[str]] = [[] for _ in range(max(sizes.values()))]
+    # The largest group first; of the others, the costliest first.
+    for name in sorted(changing(), key=lambda name: (-sizes[FEATURES[name].group], -FEATURES[name].cost)):
+        if FEATURES[name].trivial:
+            rows.append([name])
+            continue
+        shown = [row for row in rows if COMPANIONS.get(name) in row]
+        free = (row for row in shown or rows if _combine([*row, name]))
+        row = min(free, key=lambda row: sum(FEATURES[other].cost for other in row), default=None)
+        if row is None:
+            rows.append(row := [])
+        row.append(name)
+    return tuple(tuple(sorted(row, key=order.index)) for row in rows)
+
+
+def _combine(row: Sequence[str]) -> bool:
+    """Whether the last of these features may join the others in one problem, in which all still act."""
+    *others, new = (FEATURES[name] for name in row)
+    groups = collections.Counter(feature.group for feature in others)
+    masks = [feature for feature in (*others, new) if feature.group == "mask"]
+    if (
+        new.trivial
+        or any(feature.trivial for feature in others)
+        or groups[new.group] >= (2 if new.group == "mask" else 1)
+    ):
+        return False
+    # A mask whose arrays are arguments of the program would make another's arguments too.
+    if len({feature.name in TRACED_MASKS for feature in masks}) > 1:
+        return False
+    if any(x.name in EXTREME and y.group in OF_SCORES for other in others for x, y in ((other, new), (new, other))):
+        return False
+    names = set(row)
+    if any(name in names and not many.isdisjoint(names) for name, many in INEXACT.items()):
+        return False
+    if new.group not in ("mask", "padding"):
+        return True
+    # None may hide all that the others hide.
+    shape = 2, 2, 24, 24
+    seen = [
+        np.broadcast_to(feature.changes[feature.group](*shape).visible, shape)
+        for feature in (*others, new)
+        if feature.group in ("mask", "padding")
+    ]
+    without = [np.logical_and.reduce([x for x in seen if x is not one] or [np.ones(shape, bool)]) for one in seen]
+    return bool(
+        np.logical_and.reduce(seen).any() and all((x & ~one).any() for x, one in zip(without, seen, strict=True))
+    )
+
+
+def sampled_pairs() -> list[tuple[str, str]]:
+    """Pairs in which every feature occurs that some other combines with.
+
+    Those of `ALWAYS` first; then each feature with one from as far away in the table as possible.
+    """
+    names = changing()
+    found = list(ALWAYS)
+    left = [name for name in names if not any(name in pair for pair in found)]
+    half = len(left) // 2
+    first, second = left[:half], left[half:]
+    for i, name in enumerate(first):
+        partners = (second[(i + shift) % len(second)] for shift in range(len(second)))
+        used = {partner for _, partner in found}
+        free = [p for p in partners if FEATURES[p].group != FEATURES[name].group]
+        if partner := next((p for p in free if p not in used), None):
+            found.append((name, partner))
+    paired = {name for pair in found for name in pair}
+    for name in names:
+        if name not in paired:
+            others = (p for p in names if FEATURES[p].group != FEATURES[name].group)
+            if partner := next(others, None):
+                a, b = sorted((name, partner), key=list(FEATURES).index)
+                found.append((a, b))
+    return list(dict.fromkeys(found))
+
+
+@functools.cache
+def covering_rows() -> tuple[tuple[str, ...], ...]:
+    """Combinations of at most `ROW` features in which every pair is proven, each by the first that has it.
+
+    Greedy all-pairs testing (Cohen et al. 1997, "The AETG system"), seeded by nothing: always the same rows.
+    """
+    missing, changes = dict.fromkeys(all_pairs()), changing()
+    order = {name: i for i, name in enumerate(FEATURES)}
+    rows = []
+    while missing:
+        row = list(next(iter(missing)))
+        while len(row) < ROW:
+            groups = {FEATURES[name].group for name in row}
+            gains = {name: _gain(row, name, missing, order) for name in changes if FEATURES[name].group not in groups}
+            best = max(gains, key=lambda name: gains[name], default=None)
+            if best is None or not gains[best]:
+                break
+            row.append(best)
+        row.sort(key=order.__getitem__)
+        for pair in proven_pairs(row):
+            missing.pop(pair, None)
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _gain(row: Sequence[str], feature: str, missing: dict[tuple[str, str], None], order: dict[str, int]) -> int:
+    """How many missing pairs the row proves with the feature and not without."""
+    if FEATURES[feature].trivial:
+        return 0  # it would take away what the others prove
+    trivial = [name for name in row if FEATURES[name].trivial]
+    partners = trivial or row
+    return sum(tuple(sorted((name, feature), key=order.__getitem__)) in missing for name in partners)

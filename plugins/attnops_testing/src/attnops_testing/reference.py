@@ -1,0 +1,273 @@
+"""Operations that are not softmax attention, held to a reference of their author's: linear attention, rms_norm, ….
+
+The reference is the computation written plainly in `jax.numpy`, in the dtype of its arguments. In float64 it is the
+truth, gradients included; in the input's dtype it determines the error that the tolerance rule allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import BaseOperation
+from attnops.dispatch.registry import OperationRegistry
+from attnops_testing.runner import NotRunError, Outcome, attempt
+from attnops_testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jax.typing import ArrayLike
+
+    from attnops.typing import PyTree
+    from attnops_testing.oracle import Array
+
+    # Outputs, and their gradients, a sequence or None.
+    _Results: TypeAlias = tuple[Sequence[jax.Array], PyTree]
+
+# A function of a `numpy.random.Generator` that draws one call: its arguments and its options. Shapes do not depend on
+# the draw; floating-point arrays are cast to the dtype that is checked, and are what gradients are taken of.
+ReferenceProblem = Callable[[np.random.Generator], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceSubject:
+    """An operation, and what it is held to.
+
+    Attributes:
+        operation: its name, ``distribution:name``, or its class.
+        reference: a function of the same arguments and options in `jax.numpy`, which computes in their dtype and gives
+            the arrays that the operation gives, in the same order.
+        platform: see `OperationMetadata`; None for this machine's.
+        interpret: see `OperationMetadata`.
+        metadata: further fields.
+        gradients: whether it has a backward pass.
+    """
+
+    operation: str | type[BaseOperation]
+    reference: Callable[..., object]
+    platform: str | None = None
+    interpret: bool = False
+    metadata: OperationMetadata = dataclasses.field(default_factory=OperationMetadata)
+    gradients: bool = True
+
+    def make(self) -> BaseOperation:
+        """The operation; what it can't serve it refuses."""
+        metadata = self.metadata.replace(
+            platform=self.platform, interpret=self.interpret, on_unsupported="error",
+            mode=self.metadata.mode or ("train" if self.gradients else "prefill"),
+        )  # fmt: skip
+        if isinstance(self.operation, str):
+            return OperationRegistry.create(self.operation, metadata)
+        return self.operation(metadata)
+
+    def check(self, problem: ReferenceProblem, check: str, dtype: str = "float32", name: str = "") -> Outcome:
+        """One of `CHECKS` of one problem in one dtype."""
+        return attempt(
+            " ".join(filter(None, (name, dtype, check))), lambda: CHECKS[check](self, _Call.draw(problem, dtype, 0))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One draw of a problem: floating-point arrays apart from the rest."""
+
+    problem: ReferenceProblem
+    dtype: str
+    names: tuple[str, ...]
+    arrays: tuple[Array, ...]
+    others: tuple[object, ...]
+    is_array: tuple[bool, ...]
+    tree: jax.tree_util.PyTreeDef
+
+    @classmethod
+    def draw(cls, problem: ReferenceProblem, dtype: str, seed: int) -> _Call:
+        arguments, options = problem(np.random.default_rng(seed))
+        leaves, tree = jax.tree.flatten_with_path((tuple(arguments), dict(options)))
+        is_array = tuple(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) for _, x in leaves)
+        pairs = list(zip(leaves, is_array, strict=True))
+        arrays = tuple(np.asarray(x).astype(jnp.dtype(dtype)) for (_, x), floats in pairs if floats)
+        names = tuple(jax.tree_util.keystr(path[1:]) for (path, _), floats in pairs if floats)
+        return cls(problem, dtype, names, arrays, tuple(x for (_, x), floats in pairs if not floats), is_array, tree)
+
+    def again(self, seed: int) -> _Call:
+        return self.draw(self.problem, self.dtype, seed)
+
+    def run(self, function: Callable[..., object], arrays: Iterable[ArrayLike]) -> list[jax.Array]:
+        """What a function gives for other values of the arrays: its arrays in order."""
+        floats, others = iter(arrays), iter(self.others)
+        leaves = [next(floats) if is_array else next(others) for is_array in self.is_array]
+        arguments, options = jax.tree.unflatten(self.tree, leaves)
+        return jax.tree.leaves(function(*arguments, **options))
+
+
+def _values(
+    call: _Call, function: Callable[..., object], arrays: Iterable[ArrayLike], cotangents: Sequence[ArrayLike] | None
+) -> _Results:
+    """Outputs, and the gradients of the arrays; None for those where no cotangents are given."""
+    if cotangents is None:
+        return call.run(function, arrays), None
+    outputs, pull_back = jax.vjp(lambda *x: call.run(function, x), *arrays)
+    assert len(outputs) == len(cotangents), (
+        f"there are {len(outputs)} outputs, but the reference gives {len(cotangents)}"
+    )
+    given = [jnp.asarray(c).astype(out.dtype) for c, out in zip(cotangents, outputs, strict=True)]
+    return outputs, pull_back(given)
+
+
+def _truth(subject: ReferenceSubject, call: _Call) -> tuple[list[Array] | None, _Results, _Results]:
+    """The cotangents; outputs and gradients of the reference in float64, and in the call's dtype."""
+    shapes = jax.eval_shape(lambda *x: call.run(subject.reference, x), *call.arrays)
+    rng = np.random.default_rng(17)
+    cotangents = [rng.normal(size=x.shape) for x in shapes] if subject.gradients else None
+    # Cotangents reach the operation rounded; so do they the reference.
+    if cotangents is not None:
+        cotangents = [np.asarray(c.astype(x.dtype), np.float64) for c, x in zip(cotangents, shapes, strict=True)]
+    narrow = _values(call, subject.reference, call.arrays, cotangents)
+    with jax.enable_x64(True):
+        wide = [x.astype(np.float64) for x in call.arrays]
+        exact = _values(call, subject.reference, wide, cotangents)
+        for x in exact[0]:
+            if x.dtype != np.float64:
+                raise ValueError(
+                    f"the reference gave {x.dtype} for float64 arguments, but must compute in the dtype of its "
+                    f"arguments: leave out what casts"
+                )
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64), exact)
+    return cotangents, exact, narrow
+
+
+def _compare(call: _Call, found: _Results, exact: _Results, narrow: _Results) -> None:
+    """Assert that outputs and gradients are within what the tolerance rule allows, and of the right dtypes."""
+    for factor, what, *sides in ((OUTPUT_FACTOR, "output", found[0], exact[0], narrow[0]),
+                                 (GRADIENT_FACTOR, "gradient of ", found[1], exact[1], narrow[1])):  # fmt: skip
+        if sides[0] is None:
+            continue
+        actual, truth, plain = sides
+        assert len(actual) == len(truth), f"there are {len(actual)} outputs, but the reference gives {len(truth)}"
+        for i, (x, wide, same) in enumerate(zip(actual, truth, plain, strict=True)):
+            name = f"output {i}" if factor == OUTPUT_FACTOR else f"{what}{call.names[i]}"
+            assert x.dtype == same.dtype, f"{name} has dtype {x.dtype}, but must have {same.dtype}, as the reference's"
+            assert_close(name, x, wide, tolerance(wide, np.asarray(same, np.float64), wide, same.dtype, factor))
+
+
+def _jit(subject: ReferenceSubject, call: _Call) -> None:
+    """Values and gradients under `jax.jit`."""
+    cotangents, exact, narrow = _truth(subject, call)
+    operation = subject.make()
+    found = jax.jit(lambda *x: _values(call, operation, x, cotangents))(*map(jnp.asarray, call.arrays))
+    _compare(call, found, exact, narrow)
+
+
+def _eager(subject: ReferenceSubject, call: _Call) -> None:
+    """Values and gradients outside `jax.jit`."""
+    cotangents, exact, narrow = _truth(subject, call)
+    _compare(call, _values(call, subject.make(), map(jnp.asarray, call.arrays), cotangents), exact, narrow)
+
+
+def _vmap(subject: ReferenceSubject, call: _Call) -> None:
+    """Each slice under `jax.vmap` is right, gradients included."""
+    calls = [call, call.again(1)]
+    truths = [_truth(subject, x) for x in calls]
+    operation = subject.make()
+    stacked = [jnp.stack(pair) for pair in zip(*(x.arrays for x in calls), strict=True)]
+    found = jax.jit(jax.vmap(lambda *x: _values(call, operation, x, truths[0][0])))(*stacked)
+    for i, (cotangents, exact, narrow) in enumerate(truths):
+        del cotangents  # those of equal shapes are equal
+        _compare(call, jax.tree.map(lambda x, i=i: x[i], found), exact, narrow)
+
+
+def _deterministic(subject: ReferenceSubject, call: _Call) -> None:
+    """Outputs and gradients are the same to the bit when the program runs again."""
+    cotangents, *_ = _truth(subject, call)
+    operation = subject.make()
+    program = jax.jit(lambda *x: _values(call, operation, x, cotangents))
+    first, again = (jax.tree.leaves(program(*map(jnp.asarray, call.arrays))) for _ in range(2))
+    for i, (a, b) in enumerate(zip(first, again, strict=True)):
+        differ = int((np.asarray(a).view(np.uint8) != np.asarray(b).view(np.uint8)).sum())
+        assert not differ, f"result {i}: {differ} bytes differ when run again"
+
+
+def _control(subject: ReferenceSubject, call: _Call) -> None:
+    """The problem can fail: with any one array drawn anew the reference's answer is beyond what the rule allows.
+
+    An array that changes nothing could be ignored, and this problem would not show it.
+    """
+    _, exact, narrow = _truth(subject, call)
+    other = call.again(1)
+    if not call.arrays:
+        raise NotRunError("the problem has no floating-point array")
+    for i, name in enumerate(call.names):
+        mixed = [*call.arrays[:i], other.arrays[i], *call.arrays[i + 1 :]]
+        changed = call.run(subject.reference, mixed)
+        try:
+            _compare(call, (changed, None), exact, narrow)
+        except AssertionError:
+            continue
+        raise AssertionError(f"{name} changes no output of this problem, so that it can't show whether it is honoured")
+
+
+CHECKS: Final[dict[str, Callable[[ReferenceSubject, _Call], None]]] = {
+    "jit": _jit,
+    "eager": _eager,
+    "vmap": _vmap,
+    "deterministic": _deterministic,
+    "negative control": _control,
+}
+
+
+def check_against(
+    operation: str | type[BaseOperation],
+    reference: Callable[..., object],
+    problems: Mapping[str, ReferenceProblem],
+    *,
+    platform: str | None = None,
+    interpret: bool = False,
+    metadata: OperationMetadata | None = None,
+    dtypes: Iterable[str] = ("float32",),
+    gradients: bool = True,
+) -> list[Outcome]:
+    """Hold an operation that is not softmax attention to a reference of its own.
+
+    ::
+
+        def rms_norm(x, weight, eps=1e-6):
+            return x * (jnp.mean(x * x, -1, keepdims=True) + eps) ** -0.5 * weight
+
+        problems = {"plain": lambda rng: ((rng.normal(size=(2, 8, 16)), rng.normal(size=16)), {})}
+        outcomes = check_against("rms_norm", rms_norm, problems)
+
+    Values and gradients agree with the reference in float64 by the tolerance rule: at most twice (gradients: three
+    times) the error of the reference in the input's dtype, plus 2 ulp. So under `jax.jit`, eagerly and under
+    `jax.vmap`; dtypes are the reference's, results are the same to the bit when run again, and each problem would fail
+    if an array were ignored.
+
+    Args:
+        operation: see `ReferenceSubject`.
+        reference: see `ReferenceSubject`.
+        problems: by name, see `ReferenceProblem`.
+        platform: see `OperationMetadata`.
+        interpret: see `OperationMetadata`.
+        metadata: further fields.
+        dtypes: those that floating-point arrays are cast to, one after the other.
+        gradients: whether it has a backward pass.
+
+    Returns:
+        An outcome for each problem, dtype and check; ``status`` is right, refused, wrong or not run.
+    """
+    subject = ReferenceSubject(
+        operation=operation, reference=reference, platform=platform, interpret=interpret, gradients=gradients,
+        metadata=OperationMetadata() if metadata is None else metadata,
+    )  # fmt: skip
+    return [
+        subject.check(problem, check, dtype, name)
+        for name, problem in problems.items()
+        for dtype in dtypes
+        for check in CHECKS
+    ]

@@ -1,0 +1,372 @@
+"""Runs an operation on the features, single and combined: each is right, refused or wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.limits import Limits
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import forward_for
+from attnops.dispatch.platforms import find_platform
+from attnops.dispatch.plugins import CORE
+from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.request import AttentionRequest
+from attnops.errors import Reason, UnsupportedError, pass_interrupt, printable
+from attnops.sharding.modes import MODE_TRAIN
+from attnops_testing.features import combine
+from attnops_testing.fit import DTYPES, Fit, find_fit
+from attnops_testing.pairs import all_pairs, changing, joined, proven_pairs
+from attnops_testing.problem import FAST_COMPILE, Problem
+
+
+class Status(enum.StrEnum):
+    """What became of a check."""
+
+    RIGHT = "right"
+    REFUSED = "refused"
+    WRONG = "wrong"
+    NOT_RUN = "not run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a check.
+
+    Attributes:
+        name: the feature, or what else was checked; features combined are joined by " + ".
+        status: see `Status`.
+        detail: the reasons of a refusal, what is wrong, or why it was not run.
+        raised: the name of the exception, where it is wrong because it raised one and not because of a value.
+        traceback: of that exception, as text.
+        rules: of a refusal: its reasons without their values, so that refusals that say one thing are equal.
+    """
+
+    name: str
+    status: Status
+    detail: str = ""
+    raised: str = ""
+    traceback: str = ""
+    rules: str = ""
+
+
+class NotRunError(Exception):
+    """A check that can't be made here, or that a declaration of the operation makes pointless."""
+
+
+def attempt(name: str, check: Callable[[], None]) -> Outcome:
+    """Run a check: one that raises `UnsupportedError` is refused, one that raises anything else is wrong."""
+    try:
+        check()
+    except UnsupportedError as error:
+        if not error.reasons:
+            return Outcome(name, Status.WRONG, f"refused without a reason: {error}")
+        return refused(name, error.reasons)
+    except NotRunError as error:
+        return Outcome(name, Status.NOT_RUN, str(error))
+    except BaseException as error:
+        pass_interrupt(error)
+        if isinstance(error, AssertionError) and _is_of_the_suite(error):
+            return Outcome(name, Status.WRONG, str(error) or "an assertion failed")
+        kind, text = type(error).__name__, "".join(traceback.format_exception(error))
+        return Outcome(name, Status.WRONG, f"{kind}: {printable(error)}", kind, text)
+    return Outcome(name, Status.RIGHT)
+
+
+def refused(name: str, reasons: Iterable[Reason]) -> Outcome:
+    """The outcome of a refusal for these reasons."""
+    reasons = list(reasons)
+    rules = (f"{x.argument}: {x.limit}{f'; {x.hint}' if x.hint else ''}" for x in reasons)
+    return Outcome(name, Status.REFUSED, _listed(map(str, reasons)), rules=_listed(rules))
+
+
+def judged(outcome: Outcome, refuses: Collection[str], behaviour: bool = False) -> Outcome:
+    """The outcome, given the names of what is declared to be refused; they mean nothing for any other.
+
+    What is named must not be right. A behaviour that is named may also raise: JAX refuses some for the operation.
+    """
+    if outcome.name not in refuses or outcome.status is Status.REFUSED:
+        return outcome
+    if outcome.status is Status.RIGHT:
+        return Outcome(outcome.name, Status.WRONG, "is in `refuses`, but is right: take it out")
+    if not (behaviour and outcome.raised):
+        return outcome
+    return Outcome(outcome.name, Status.REFUSED, f"as declared: {outcome.detail}", rules="as declared")
+
+
+def _is_of_the_suite(error: AssertionError) -> bool:
+    """Whether a comparison of the suite failed, and not an assertion of what it runs."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [module for module in modules if module.partition(".")[0] not in ("numpy", "contextlib")]
+    return own[-1].startswith("attnops_testing.")
+
+
+_OF_ITS_OWN: Final = "attnops_testing.check_against holds an operation to a reference of its own"
+
+
+class NothingToCheckError(ValueError):
+    """What would be checked is the core's native forward, not the kernel that was meant."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The operation that is checked, and how.
+
+    Attributes:
+        operation: its name, ``distribution:name``, or its class.
+        platform: see `OperationMetadata`; None for this machine's.
+        interpret: see `OperationMetadata`.
+        mode: the runtime mode; gradients are checked in train mode only.
+        block: queries and keys a tile, small so that small problems have several; larger for a kernel whose lengths
+            must be multiples of a larger number.
+        dtype: of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
+        metadata: further fields, on top of which the above are set.
+
+    Raises:
+        ValueError: the dtype is unknown, or the metadata has another platform, mode or interpret.
+    """
+
+    operation: str | type[OperationImpl]
+    platform: str | None = None
+    interpret: bool = False
+    mode: str = "train"
+    block: int = 16
+    dtype: str | None = None
+    metadata: OperationMetadata = dataclasses.field(default_factory=OperationMetadata)
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {list(DTYPES)}")
+        stated = self.metadata
+        given = OperationMetadata(platform=self.platform, interpret=self.interpret, mode=self.mode)
+        for name in ("platform", "interpret", "mode"):
+            if getattr(stated, name) and getattr(stated, name) != getattr(given, name):
+                raise ValueError(
+                    f"metadata.{name}={getattr(stated, name)!r}, but {name}={getattr(self, name)!r} is checked: "
+                    f"state {name} outside the metadata"
+                )
+
+    @functools.cached_property
+    def cls(self) -> type[OperationImpl]:
+        """The class that is checked.
+
+        Raises:
+            ValueError, PluginError: see `OperationRegistry.get`; or it is no operation of query, key and value.
+        """
+        cls = OperationRegistry.get(self.operation, self.at) if isinstance(self.operation, str) else self.operation
+        if not issubclass(cls, OperationImpl):
+            raise ValueError(f"operation={self.operation!r} is not attention of query, key and value; {_OF_ITS_OWN}")
+        return cls
+
+    @functools.cached_property
+    def base(self) -> OperationMetadata:
+        """The metadata of every problem."""
+        return self.metadata.replace(
+            platform=self.platform, interpret=self.interpret, mode=self.mode, on_unsupported="error"
+        )
+
+    @property
+    def at(self) -> str:
+        """The platform that it is checked for."""
+        return find_platform(self.base.platform, self.base.mesh, ())
+
+    @property
+    def forward(self) -> str:
+        """The forward that is checked, such as ``"tpu"`` or ``"native"``."""
+        return forward_for(self.cls, self.at)
+
+    @property
+    def name(self) -> str:
+        """``distribution:operation``; the class's own name where no distribution offers it."""
+        plugins = (plugin for plugin in OperationRegistry.plugins() if plugin.operation_class is self.cls)
+        return next((plugin.name for plugin in plugins), self.cls.__qualname__)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The forward as ``module.Class.forward_name``, and the ``file:line`` that has it."""
+        function = inspect.unwrap(getattr(self.cls, f"forward_{self.forward}"))
+        try:
+            where = f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+        except (TypeError, OSError):
+            where = ""  # no Python source, or it is gone
+        return f"{self.cls.__module__}.{self.cls.__qualname__}.forward_{self.forward}", where
+
+    def require_kernel(self) -> None:
+        """Make sure that there is something to check other than the core's native forward by mistake.
+
+        Raises:
+            NothingToCheckError: the class that was found overrides no forward for the platform: the plugin that
+                should is not installed, or does not load. Or it does not declare that it computes attention.
+        """
+        if self.cls.computes != "attention":
+            raise NothingToCheckError(
+                f'{self.name} does not declare that it computes softmax attention, as computes = "attention" does; '
+                f"{_OF_ITS_OWN}"
+            )
+        native = self.forward == "native" and _is_core(self.cls.forward_native)
+        if not native or self.cls.get_impl_name() == "auto":
+            return
+        if not _is_core(self.cls):
+            raise NothingToCheckError(
+                f"{self.name} on {self.at}: {self.cls.__module__}.{self.cls.__qualname__} does not override "
+                f"forward_{self.at}, so that the core's forward_native would be checked; state the platform that it "
+                f"serves"
+            )
+        if not isinstance(self.operation, str) or self.operation.startswith(f"{CORE}:"):
+            return
+        failed = [
+            f"\n  - {plugin.name} is {plugin.state}: {plugin.cause}"
+            for plugin in OperationRegistry.plugins(load=True)
+            if plugin.operation_class is None and plugin.cause and plugin.distribution != CORE
+        ]
+        of_this = [text for text in failed if f":{self.operation} is " in text]
+        if of_this or self.platform not in (None, "cpu"):
+            raise NothingToCheckError(
+                f"no installed plugin overrides forward_{self.at} for {self.operation!r}; did yours load? see "
+                f"`attnops doctor`; {CORE}:{self.operation} checks the core's own{''.join(failed)}"
+            )
+
+    @functools.cached_property
+    def fit(self) -> Fit:
+        """The plain problem that the operation serves; the default one where it serves none."""
+        operation = self.make(self.base)
+        cast = self.base.runtime_dtype
+        dtypes = [self.dtype] if self.dtype else ["float32"] if cast else [d for d in DTYPES if d in self.limits.dtypes]
+        plain = combine([]).problem(self.base).request(operation)
+
+        def reasons(request: AttentionRequest) -> list[Reason]:
+            return operation.reasons(request if cast is None else request.replace(dtypes=(jnp.dtype(cast).name,) * 3))
+
+        assert isinstance(plain, AttentionRequest)
+        fit = find_fit(reasons, plain, self.block, dtypes or DTYPES)
+        return dataclasses.replace(fit, dtype=self.dtype or fit.dtype)
+
+    @functools.cached_property
+    def served(self) -> tuple[str, ...]:
+        """The single features that it serves, except those of the plain problem; compiles nothing."""
+        return tuple(name for name in changing(self.fit) if self.refusal([name]) is None)
+
+    @functools.cached_property
+    def long(self) -> Subject:
+        """The same in long problems, of 2.5 tiles of at least 128: for what a kernel with tiles of its own does."""
+        fit = self.fit
+        block = max(128, 2 * fit.multiple, fit.block)
+        copy = dataclasses.replace(self)
+        H = 2 if fit.H == 4 else fit.H
+        smaller = dataclasses.replace(fit, block=block, B=1, H=H)
+        vars(copy)["fit"] = smaller  # if it refuses this one, every check reports that
+        return copy
+
+    def small(self, heads: int) -> Subject:
+        """The same with fewer heads, where the operation serves any number of them, and fewer tiles if interpreted.
+
+        An interpreter's time grows with heads and tiles; 1.5 tiles have empty, partial and full ones and a ragged end.
+        """
+        copy = dataclasses.replace(self)
+        H = heads if self.fit.H == Fit.H else self.fit.H
+        vars(copy)["fit"] = dataclasses.replace(self.fit, H=H, tiles=1 if self.interpret else self.fit.tiles)
+        return copy
+
+    @property
+    def limits(self) -> Limits:
+        """What that forward declares."""
+        return self.make(self.base)._limits(self.forward)
+
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients are checked."""
+        return self.base.mode == MODE_TRAIN
+
+    @property
+    def compiler_options(self) -> dict[str, int] | None:
+        """See `attnops_testing.problem.FAST_COMPILE`; for CPUs only."""
+        return FAST_COMPILE if jax.default_backend() == "cpu" else None
+
+    def make(self, metadata: OperationMetadata) -> OperationImpl:
+        """The operation, with this metadata."""
+        return self.cls(metadata)
+
+    def problem(self, names: Iterable[str], seed: int = 0, metadata: OperationMetadata | None = None) -> Problem:
+        """The problem that has these features."""
+        return combine(names, fit=self.fit).problem(metadata or self.base, seed)
+
+    def reasons(self, names: Iterable[str]) -> list[Reason]:
+        """Why it refuses these features together; compiles nothing."""
+        problem = self.problem(names)
+        return problem.reasons(self.make(problem.metadata))
+
+    def check(self, names: Sequence[str]) -> Outcome:
+        """Values and gradients of a problem that has these features."""
+
+        def check() -> None:
+            problem = self.problem(names)
+            problem.check(self.make(problem.metadata), self.gradients, self.compiler_options)
+
+        return attempt(joined(names), check)
+
+    def check_row(self, row: Sequence[str]) -> list[Outcome]:
+        """Each feature of the row, from one small program if possible."""
+        return self.small(4 if "GQA" in row else 2)._check_parts(row, [(name,) for name in row], least=1)
+
+    def check_pairs(self, row: Sequence[str]) -> list[Outcome]:
+        """Every pair that the row covers, from as few programs as possible."""
+        return self._check_parts(row, proven_pairs(row), least=3)
+
+    def _check_parts(self, row: Sequence[str], parts: Sequence[tuple[str, ...]], least: int) -> list[Outcome]:
+        """Parts of a row. Refusals are found without compiling.
+
+        The other parts run in one problem, where that has at least ``least`` features; if it is wrong, or refused
+        although none of its parts is, each runs by itself.
+        """
+        found = {part: self.refusal(part) for part in parts}
+        served = [name for name in row if any(name in part for part in parts if found[part] is None)]
+        together = self.check(served) if len(served) >= least else None
+        for part in parts:
+            if found[part] is None:
+                right = together is not None and together.status is Status.RIGHT
+                found[part] = Outcome(joined(part), Status.RIGHT) if right else self.check(part)
+        outcomes = [outcome for outcome in found.values() if outcome is not None]
+        wrong = any(outcome.status is Status.WRONG for outcome in outcomes)
+        if together is not None and together.status is Status.WRONG and not wrong:
+            outcomes.append(together)  # only their combination is wrong
+        return outcomes
+
+    def check_pair_or_others(self, pair: tuple[str, str]) -> list[Outcome]:
+        """A pair; if it is refused, each feature of it that is served, with the first other it is served with."""
+        outcomes = self.check_pairs(pair)
+        if all(outcome.status is Status.REFUSED for outcome in outcomes):
+            for name in pair:
+                if name in self.served:
+                    others = (p for p in all_pairs(self.served) if name in p and self.refusal(p) is None)
+                    outcomes.append(self.check(next(others, (name,))))
+        return outcomes
+
+    def refusal(self, names: Sequence[str]) -> Outcome | None:
+        """The outcome of these features together, if known without compiling: refused, or wrong."""
+        reasons: list[Reason] = []
+
+        def check() -> None:
+            reasons.extend(self.reasons(names))
+
+        outcome = attempt(joined(names), check)
+        if outcome.status is Status.RIGHT:
+            return refused(joined(names), reasons) if reasons else None
+        return outcome
+
+
+def _is_core(value: type | Callable[..., object]) -> bool:
+    """Whether a class or a function is the core's."""
+    return str(value.__module__).partition(".")[0] == CORE
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))

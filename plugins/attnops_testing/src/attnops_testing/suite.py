@@ -1,0 +1,93 @@
+"""The conformance suite as one table, which both `attnops check` and `OperationConformance` run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+import jax
+
+from attnops_testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
+from attnops_testing.cache_features import cache_pair_rows, cache_rows
+from attnops_testing.caches import cache_name, check_cache_row
+from attnops_testing.corners import CORNERS
+from attnops_testing.features import FEATURES
+from attnops_testing.long import LONG
+from attnops_testing.pairs import covering_rows, joined, rows_of_each, sampled_pairs
+from attnops_testing.runner import Outcome, Subject, attempt, judged
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One kind of checks.
+
+    Attributes:
+        listed: what gives its cases: names, or names of features combined.
+        run: checks a case.
+        name: of a case.
+        quick: which cases, of what is compiled or interpreted, always run; the others upon request.
+        group: a name in ``refuses`` that stands for every case.
+    """
+
+    listed: Callable[[], Collection[Any]]
+    run: Callable[[Subject, Any], list[Outcome]]
+    name: Callable[[Any], str] = lambda case: case if isinstance(case, str) else joined(case)
+    quick: Callable[[Any, bool], bool] = lambda case, interpret: False
+    group: str = ""
+
+    @functools.cached_property
+    def cases(self) -> Collection[Any]:
+        """What it checks; computed when it is needed."""
+        return self.listed()
+
+    def check(self, subject: Subject, case: Any, refuses: Collection[str] = ()) -> list[Outcome]:
+        """The outcomes of a case, given the names of what is declared to be refused, see `judged`."""
+        outcomes = self.run(subject, case)
+        every = self.group in refuses
+        names = {outcome.name for outcome in outcomes} if every else refuses
+        return [judged(outcome, names, behaviour=self.cases is BEHAVIOURS) for outcome in outcomes]
+
+
+def make_cpu_devices() -> None:
+    """Have JAX show the CPU as four devices, for meshes, unless the user set a number or JAX has started."""
+    unset = jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]
+    if unset and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", 4)
+
+
+def _feature(subject: Subject, case: str | Sequence[str]) -> list[Outcome]:
+    return [subject.check([case] if isinstance(case, str) else case)]
+
+
+def _behaviour(subject: Subject, case: str) -> list[Outcome]:
+    return [attempt(case, functools.partial(BEHAVIOURS[case], subject))]
+
+
+def _memory(subject: Subject, case: str) -> list[Outcome]:
+    return [attempt(f"memory, {case}", functools.partial(memory_growth, subject, case))]
+
+
+# By name; `OperationConformance` has a test for each.
+SUITE: Final = {
+    # Every feature, several in a problem; below each by itself, and together with another that is served.
+    "each_feature": Part(rows_of_each, Subject.check_row, quick=lambda row, interpret: True),
+    "feature": Part(lambda: FEATURES, _feature),
+    "sampled_pair": Part(sampled_pairs, Subject.check_pair_or_others),
+    # In several tiles of 128, as kernels that choose their tiles themselves have them.
+    "long": Part(lambda: LONG, lambda subject, row: _feature(subject.long, row), lambda row: f"long: {joined(row)}"),
+    "all_pairs": Part(covering_rows, Subject.check_pairs),
+    "behaviour": Part(lambda: BEHAVIOURS, _behaviour, quick=lambda name, interpret: name not in CORNERS),
+    "memory_growth": Part(lambda: MEMORY, _memory, "memory, {}".format, lambda case, interpret: case == "Causal"),
+    # Every feature of calls over a cache, several in a problem; of interpreted kernels only the second row, which has
+    # more features than the first.
+    "caches": Part(
+        cache_rows, check_cache_row, cache_name,
+        lambda row, interpret: not interpret or row == cache_rows()[1], "caches",
+    ),
+    "cache_pairs": Part(cache_pair_rows, check_cache_row, cache_name, group="caches"),
+}  # fmt: skip

@@ -1,0 +1,169 @@
+"""The README's table: which operation serves which feature on which platform, by requests, without running anything."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import ATTENTION, forward_for
+from attnops.dispatch.platforms import PLATFORMS
+from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.request import AttentionRequest
+from attnops.masks import MaskStructure
+from attnops.sharding.modes import MODE_DECODE
+from attnops_caches import CacheRequest
+from attnops_caches.calls.reader import in_place_reasons
+from attnops_caches.codec import LARGEST, SCALES
+
+# A call that every implementation should serve; each row changes it.
+PLAIN: Final[dict[str, Any]] = {
+    "batch": 2, "query_length": 1024, "key_length": 1024, "heads": 8, "kv_heads": 8, "head_dim": 64,
+    "value_head_dim": 64, "dtypes": ("bfloat16",) * 3,
+}  # fmt: skip
+
+STORAGES: Final = ("DenseCache", "WindowCache", "PagedCache")
+
+ROWS: Final[dict[str, dict[str, Any]]] = {
+    "bfloat16": {},
+    "float16": {"dtypes": ("float16",) * 3},
+    "float32": {"dtypes": ("float32",) * 3},
+    "GQA and MQA": {"kv_heads": 2},
+    "T ≠ S": {"query_length": 256},
+    "odd lengths": {"query_length": 1023, "key_length": 1023},
+    "D ≠ Dv": {"head_dim": 64, "value_head_dim": 32},
+    "head_dim 80": {"head_dim": 80, "value_head_dim": 80},
+    "head_dim 256": {"head_dim": 256, "value_head_dim": 256},
+    "head dims 576/512 (MLA)": {"kv_heads": 1, "head_dim": 576, "value_head_dim": 512},
+    "array mask": {"mask": "Dense", "mask_kinds": frozenset({"Dense"}), "mask_shape": (2, 1, 1024, 1024)},
+    "`Causal`": {
+        "mask": "Causal()",
+        "mask_kinds": frozenset({"Causal"}),
+        "mask_structure": MaskStructure(band=(0, None)),
+    },
+    "windows, chunks, prefixes": {"mask": "…", "mask_kinds": frozenset({"SlidingWindow", "Chunked", "PrefixLM", "|"})},
+    "segments, lengths, padding, trees of drafts": {
+        "mask": "…",
+        "mask_kinds": frozenset({"Segments", "Lengths", "KeyPadding", "Ancestors", "&"}),
+    },
+    "`MaskFn`, `~`, positions": {"mask": "…", "mask_kinds": frozenset({"MaskFn", "~", "at"})},
+    "array bias": {"bias_kind": "array", "bias_shape": (1, 8, 1024, 1024), "bias_dtype": "bfloat16"},
+    "`ALiBi`, `RelativePosition`": {"bias_kind": "RelativePosition"},
+    "`ScoreFn`": {"bias_kind": "ScoreFn"},
+    "softmax_scale": {"softmax_scale": 0.1},
+    "soft cap": {"logits_soft_cap": 30.0},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout_prob": 0.1, "options": frozenset({"dropout_key"})},
+    "logsumexp": {"return_lse": True},
+    "weights": {"return_weights": True},
+}
+
+# What a call over a cache needs: storages, one of which must do, and descriptions that all must be served.
+CACHES: Final[dict[str, tuple[tuple[str, ...], tuple[dict[str, Any], ...]]]] = {
+    "`DenseCache`": (("DenseCache",), ({},)),
+    "`WindowCache`": (("WindowCache",), ({},)),
+    "`PagedCache`": (("PagedCache",), ({},)),
+    "caches in int8, e4m3, e5m2": (
+        STORAGES, tuple({"codec": codec, "scales": scales} for codec in LARGEST for scales in SCALES),
+    ),
+    "latent caches (MLA)": (STORAGES, ({"latent": True},)),
+    "packed rows over a cache": (STORAGES, ({"is_packed": True},)),
+}  # fmt: skip
+
+_OPTIONS = {
+    "mask": "mask",
+    "bias": "bias_kind",
+    "softmax_scale": "softmax_scale",
+    "logits_soft_cap": "logits_soft_cap",
+    "sinks": "sinks",
+    "return_lse": "return_lse",
+    "return_weights": "return_weights",
+}
+
+
+def row_request(feature: str, platform: str) -> AttentionRequest:
+    """The request of one row, in train mode, which includes the backward pass."""
+    fields = PLAIN | ROWS[feature]
+    options = {option for option, field in _OPTIONS.items() if fields.get(field)}
+    fields["options"] = frozenset(options) | fields.get("options", frozenset())
+    return AttentionRequest(platform=platform, **fields)
+
+
+def support(operation: type[OperationImpl], feature: str, platform: str) -> str:
+    """How an operation serves a feature on a platform.
+
+    Returns:
+        "kernel" (the platform's own forward), "native" (the native forward, by design or instead of the platform's),
+        or "refused".
+    """
+    forward = forward_for(operation, platform)
+    made = operation(OperationMetadata(platform=platform))
+    request = row_request(feature, platform)
+    if any(reason.argument == "mesh" for reason in made.reasons(request)):
+        request = request.replace(sequence_axes=("sp",))  # an operation for sequences sharded over a mesh
+    if forward != "native" and not made.reasons(request):
+        return "kernel"
+    return "refused" if made.reasons_for("native", request) else "native"
+
+
+def cache_support(operation: type[OperationImpl], feature: str, platform: str) -> str:
+    """How an operation serves a call over a cache on a platform, in decode mode.
+
+    Returns:
+        "kernel" or "native" (the platform's own forward or the native one reads the cache in place), "read" (one of
+        them is given the arrays of ``cache.read()``), or "refused".
+    """
+    storages, descriptions = CACHES[feature]
+    order = ("kernel", "native", "read", "refused")
+    return min(
+        (
+            max((_cache_support(operation, platform, storage, which) for which in descriptions), key=order.index)
+            for storage in storages
+        ),
+        key=order.index,
+    )
+
+
+def _cache_support(operation: type[OperationImpl], platform: str, storage: str, which: dict[str, Any]) -> str:
+    made = operation(OperationMetadata(platform=platform))
+    fields = PLAIN | {"query_length": 1, "kv_heads": 2, "head_dim": 128, "value_head_dim": 128}
+    if which.get("latent"):
+        fields |= {"kv_heads": 1, "head_dim": 576, "value_head_dim": 512}
+    if which.get("is_packed"):
+        fields |= {"batch": 1, "query_length": 8, "key_length": 2 * 1024}
+    request = AttentionRequest(
+        platform=platform, mode=MODE_DECODE, mask="…", mask_kinds=frozenset({"Causal", "at", "Segments", "&"}),
+        options=frozenset({"mask"}),
+        source=CacheRequest(storage, page_size=16 if storage == "PagedCache" else 0, **which), **fields,
+    )  # fmt: skip
+    forwards = [
+        forward for forward in (forward_for(operation, platform), "native") if not made.reasons_for(forward, request)
+    ]
+    if not forwards:
+        return "refused"
+    if in_place_reasons(made, forwards[0], request):
+        return "read"
+    return "native" if forwards[0] == "native" else "kernel"
+
+
+def markdown_table() -> str:
+    """Features by installed operation and platform, in GitHub's Markdown."""
+    columns: dict[str, list[str]] = {}
+    for name in OperationRegistry.list_implementations():
+        if name == "auto":
+            continue
+        by_platform = {}
+        for platform in PLATFORMS:
+            cls = OperationRegistry.get(name, platform)
+            if issubclass(cls, OperationImpl) and cls.computes == ATTENTION:
+                cells = [support(cls, feature, platform) for feature in ROWS]
+                by_platform[platform] = (*cells, *(cache_support(cls, feature, platform) for feature in CACHES))
+        # Platforms with equal cells share a column.
+        for column in dict.fromkeys(by_platform.values()):
+            where = ", ".join(platform for platform, own in by_platform.items() if own == column)
+            columns[f"`{name}` {'everywhere' if len(where.split(', ')) == len(PLATFORMS) else where}"] = list(column)
+    symbols = {"kernel": "●", "native": "○", "read": "◌", "refused": "–"}
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + ":-:|" * len(columns)]
+    for row, feature in enumerate([*ROWS, *CACHES]):
+        lines.append(f"| {feature} | " + " | ".join(symbols[cells[row]] for cells in columns.values()) + " |")
+    return "\n".join(lines)

@@ -55,7 +55,7 @@ class NewTokens(NamedTuple):
 
     Attributes:
         tokens: by the names of the store's arrays, as they are stored, [B, K, T, d]; scales by token [B, K, T]. Of
-            packed rows [1, K, N, d] and [1, K, N]. Where lines have several tokens, d is that of one token.
+            packed rows [1, K, N, d] and [1, K, N].
         first: the slot of each row's first, int32 [B]; after a ring's last slot comes its first.
         size: how many fit, int32 [B].
         blocks: the blocks that they go to, in order, int32 [B, blocks].
@@ -157,7 +157,7 @@ class Cache(abc.ABC):
         store = self.store
         arrays = [x for x in (store.key, store.value) if x is not None]
         scales = [x for x in (store.key_scale, store.value_scale) if x is not None and store.has_token_scales]
-        features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays) // store.tokens_per_line
+        features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays)
         return store.kv_heads * (features + 4 * len(scales))
 
     def append(

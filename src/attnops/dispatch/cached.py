@@ -114,7 +114,6 @@ def bind_cached(
         page_size=cache.page_size if isinstance(cache, PagedCache) else 0,
         width=cache.store.width,
         joined=cache.store.is_joined,
-        tokens_per_line=cache.store.tokens_per_line,
         is_packed=scores.is_packed,
         rows=cache.batch,
         **(_described(options["mask"]) if scores.is_packed else {}),

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 ATTENTION_ONLY: Final = (
     "max_head_dim", "head_dim_multiple", "equal_head_dims", "mask_kinds", "bias_kinds", "mask_primitives",
     "bias_primitives", "linear_memory", "symbolic", "caches", "codecs", "latent", "packed",
-    "lines",
 )  # fmt: skip
 # The values of `Limits.symbolic`.
 SYMBOLIC: Final = frozenset({"batch", "length"})
@@ -61,7 +60,6 @@ class Limits:
         codecs: the dtypes of codecs that it reads in place, such as "int8".
         latent: it reads latent content in place.
         packed: it reads packed rows in place.
-        lines: it reads several tokens a line in place, see `attnops.caches.PagedCache.create`.
         symbolic: the dimensions that may be symbolic, of `jax.export.symbolic_shape`: "batch" and "length". Where
             another one is, ``unsupported`` is not called, since comparisons with it may be inconclusive.
 
@@ -89,7 +87,6 @@ class Limits:
     codecs: frozenset[str] = frozenset()
     latent: bool = False
     packed: bool = False
-    lines: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", frozenset(_dtype(dtype) for dtype in _collection("dtypes", self.dtypes)))
@@ -120,11 +117,7 @@ class Limits:
             reasons.append(
                 Reason("cache.codec", cache.codec, f"must be one of {sorted(self.codecs)} to be read in place")
             )
-        lines = cache.tokens_per_line > 1 and cache.tokens_per_line
-        for name, given, can in (
-            ("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed),
-            ("tokens_per_line", lines, self.lines),
-        ):  # fmt: skip
+        for name, given, can in (("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed)):
             if given and not can:
                 reasons.append(Reason(name, given, "is not read in place"))
         return reasons

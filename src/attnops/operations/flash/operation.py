@@ -49,7 +49,7 @@ class FlashAttention(OperationImpl):
         "native": Limits(
             bias_kinds=None, symbolic=frozenset({"batch"}),
             caches=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
-            codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}), latent=True, packed=True, lines=True,
+            codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}), latent=True, packed=True,
         )
     }  # fmt: skip
 

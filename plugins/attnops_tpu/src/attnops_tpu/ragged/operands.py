@@ -29,7 +29,8 @@ class Arrays(NamedTuple):
     Attributes:
         scalars: float32 or int32 [B] each, of those by query [items].
         by_row: float32 or int32 [items, K or 1, R padded to lanes] each.
-        by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; B is the rows of the cache where ``plan.is_by_row``; None for none.
+        by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; B is the rows of the
+            cache where ``plan.is_by_row``; None for none.
         scales: float32 [K] each, of keys and of values unless they are latent; empty unless scales are by head.
     """
 

@@ -14,7 +14,6 @@ from attnops.kernels import Elementwise
 from attnops_tpu.flash.tile import REPLACEMENTS
 from attnops_tpu.ragged.between import Between
 from attnops_tpu.ragged.operands import Kind, Value, named, values
-from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.transfers import Tile
 
 if TYPE_CHECKING:

@@ -45,9 +45,7 @@ KERNEL: Final = "attnops_ragged"
 
 
 class Case(NamedTuple):
-    """What is compiled: slots a page, kv heads, query heads of each, head dim, codec, whether it is latent, queries,
-    tokens a line.
-    """
+    """What is compiled: slots a page, kv heads, query heads of each, head dim, codec, whether it is latent, queries."""
 
     page: int
     kv_heads: int
@@ -56,7 +54,6 @@ class Case(NamedTuple):
     codec: str = ""
     latent: bool = False
     queries: int = 1
-    line: int = 1
 
     @property
     def value_head_dim(self) -> int:
@@ -66,7 +63,7 @@ class Case(NamedTuple):
     @property
     def width(self) -> int:
         """Features of a token as it is stored."""
-        return -(-self.features // 128) * 128 if self.line == 1 else self.features
+        return -(-self.features // 128) * 128
 
     @property
     def features(self) -> int:
@@ -91,13 +88,12 @@ def child(case: Case, generation: str) -> None:
     from attnops_tpu.generations import target
     from attnops_tpu.ragged.attention import make_plan
 
-    page, K, G, D, codec, latent, T, F = case
+    page, K, G, D, codec, latent, T = case
     # Larger than vector memory, in which the compiler would keep it.
     cache = jax.eval_shape(
         lambda: PagedCache.create(batch=ROWS, pages=ROWS * SLOTS // page, page_size=page, max_pages=SLOTS // page,
                                   kv_heads=K, head_dim=D, latent=512 if latent else None,
-                                  codec=Quantized(codec) if codec else None,
-                                  **({"width": case.width} if F == 1 else {"tokens_per_line": F}))
+                                  codec=Quantized(codec) if codec else None, width=case.width)
     )  # fmt: skip
     metadata = OperationMetadata(platform="tpu", on_unsupported="error")
     operation = OperationRegistry.create("attnops-tpu:flash", metadata)
@@ -111,7 +107,7 @@ def child(case: Case, generation: str) -> None:
     with target(generation):
         plan = make_plan(FlashCall(metadata, query, keys, values), cache, False)
     transfers = plan.units * plan.sources
-    print(json.dumps({"keys": plan.bk * F, "transfers": transfers, "buffers": plan.buffers,
+    print(json.dumps({"keys": plan.bk, "transfers": transfers, "buffers": plan.buffers,
                       "pieces": plan.units / plan.piece}))  # fmt: skip
 
 
@@ -181,12 +177,9 @@ def whole() -> list[Case]:
     plain += [Case(page, 2, 4) for page in (16, 64, 256)]
     plain += [Case(page, K, G) for K in (8, 1) for G in (1, 8, 16) for page in (16, 256)]
     dims = [Case(64, 8, 4, D) for D in (64, 80, 256)]
-    lines = [Case(page, K, 4, 64, line=2) for K in (8, 1) for page in (32, 64, 256)]
-    lines += [Case(64, 8, 4, 80, line=4), Case(128, 8, 4, 80, line=8)]
     codecs = [Case(128, K, 4, codec=codec) for codec in ("int8", "float8_e4m3fn") for K in (8, 1)]
     latents = [Case(page, 1, 128, 576, latent=True) for page in (64, 256)]
-    latents += [Case(64, 1, G, 576, latent=True, line=F) for G in (16, 32) for F in (1, 2)]
-    return [*plain, *dims, *lines, *codecs, *latents]
+    return [*plain, *dims, *codecs, *latents]
 
 
 def line_of(case: Case, generation: str, names: Iterable[str], kept: list[dict[str, Any]]) -> dict[str, Any]:
@@ -209,7 +202,6 @@ def main(
     head_dim: Annotated[list[int], typer.Option()] = [128],  # noqa: B006
     codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
     latent: Annotated[bool, typer.Option("--latent")] = False,
-    line: Annotated[list[int], typer.Option(help="tokens a line")] = [1],  # noqa: B006
     queries: Annotated[list[int], typer.Option(help="a row, in one tile")] = [1],  # noqa: B006
     is_whole: Annotated[bool, typer.Option("--whole", help="All cases of the READMEs; of these options only "
                                            "--generation counts.")] = False,
@@ -229,7 +221,7 @@ def main(
         raise typer.BadParameter(f"--peer is {unknown[0]!r}; it is one of {', '.join(PEERS)}")
     names = [name for name in PEERS if with_peers or name in peer]
     dims = [576] if latent else head_dim
-    cases = [Case(p, k, g, d, c, latent, t, f) for t in queries for f in line for c in codec for d in dims
+    cases = [Case(p, k, g, d, c, latent, t) for t in queries for c in codec for d in dims
              for k in kv_heads for g in groups for p in page]  # fmt: skip
     kept = json.loads(json_file.read_text()) if json_file is not None and json_file.exists() else []
     lines = []

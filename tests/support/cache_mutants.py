@@ -163,19 +163,13 @@ MUTANTS = {
         "int8 by head",
     ),
     "a latent value is the key's last features": Mutant(
-        STORE + "Store.value_of", "self.key_of(x)[..., : self.latent]", "self.key_of(x)[..., -self.latent:]", "latent"
+        STORE + "Store.value_of", "x[..., : self.latent]", "self.key_of(x)[..., -self.latent :]", "latent"
     ),
     "a joined value begins where the key ends, not where the zeros do": Mutant(
         STORE + "Store.value_of",
-        "x[..., self.width - self.tokens_per_line * self.value_head_dim :]",
+        "x[..., self.width - self.value_head_dim :]",
         "x[..., self.head_dim : self.head_dim + self.value_head_dim]",
         "joined",
-    ),
-    "of a line of two tokens both are written": Mutant(
-        STORE + "_write",
-        "of_lines(jnp.broadcast_to(is_new, of_line[2:]))",
-        "is_new[::size]",
-        "op.step + 2 tokens a line",
     ),
     "a vector of zeros is 0 times infinity": Mutant(
         CODEC + "encode",

@@ -132,11 +132,6 @@ def test_tokens_that_a_kernel_would_write_are_those_of_a_device() -> None:
         after.write_new(new, np.ones(B, bool))
 
 
-def test_a_line_of_several_tokens_is_on_one_device() -> None:
-    placed = sharded(lambda: create("dense", tokens_per_line=2), mesh_of("dp", "sp", shape=(1, 4)))
-    assert placed.specs.store.key == P(None, None, None, None)  # 12 slots, but 6 lines, which 4 does not divide
-
-
 @pytest.mark.parametrize("name", ["vanilla", pytest.param("attnops:flash", marks=slow)])
 @pytest.mark.slow
 def test_a_cache_without_placement_is_not_cut_by_the_rules(name: str) -> None:

@@ -89,7 +89,6 @@ class Cache(Source):
             latent=store.latent is not None,
             width=store.width,
             joined=store.is_joined,
-            tokens_per_line=store.tokens_per_line,
             rows=self.batch,
         )
 
@@ -173,7 +172,7 @@ class Cache(Source):
         store = self.store
         arrays = [x for x in (store.key, store.value) if x is not None]
         scales = [x for x in (store.key_scale, store.value_scale) if x is not None and store.has_token_scales]
-        features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays) // store.tokens_per_line
+        features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays)
         return store.kv_heads * (features + 4 * len(scales))
 
     def append(

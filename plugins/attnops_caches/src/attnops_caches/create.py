@@ -32,7 +32,6 @@ def create_store(
     value_scale: ArrayLike | None,
     layers: int | None,
     width: int | None,
-    tokens_per_line: int = 1,
 ) -> Store:
     """An empty store, its arguments checked; see `DenseCache.create`."""
     for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim)):
@@ -56,22 +55,10 @@ def create_store(
     if width is not None and check_size("width", width) < least:
         what = "the features of a latent" if latent is not None else "the features of key and value together"
         raise ValueError(f"width={width} must be at least {least}, {what}; or None for no padding")
-    F = check_size("tokens_per_line", tokens_per_line)
-    if F > 1:
-        if width not in (None, least):
-            raise ValueError(
-                f"width={width} and tokens_per_line={F}, but a line of several tokens has no zeros: leave width out"
-            )
-        if slots % F:
-            raise ValueError(
-                f"tokens_per_line={F}, but page_size, or length without pages, is {slots}: the first must divide the "
-                f"second"
-            )
-        width = F * least
     stored = bits_dtype(dtype if codec is None else codec.stored_dtype)
 
     def tokens(d: int) -> jax.Array:
-        return jnp.zeros((*lead, blocks, kv_heads, slots // F, d), stored)
+        return jnp.zeros((*lead, blocks, kv_heads, slots, d), stored)
 
     def scales(name: str, given: ArrayLike | None) -> jax.Array | None:
         if codec is None or codec.scales == "token_head":
@@ -101,7 +88,6 @@ def create_store(
         codec=codec,
         latent=latent,
         head_dims=(int(head_dim), int(dv)),
-        tokens_per_line=F,
     )
 
 

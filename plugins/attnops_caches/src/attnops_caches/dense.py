@@ -51,7 +51,6 @@ class DenseCache(Cache):
         starts: ArrayLike | None = None,
         layers: int | None = None,
         width: int | None = None,
-        tokens_per_line: int = 1,
     ) -> DenseCache:
         """An empty cache.
 
@@ -71,20 +70,18 @@ class DenseCache(Cache):
             layers: L, for a layer axis in front of every array; None for none.
             width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
                 key and zeros. None: keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
-                products on CPUs read where they are; with ``tokens_per_line`` above 1 they are one array of lines.
-            tokens_per_line: see `PagedCache.create`; S takes the place of ``page_size``.
+                products on CPUs read where they are.
 
         Memory: B · S tokens of ``bytes_per_token``, times L.
 
         Raises:
             ValueError: a size below 1; another dtype or codec; a latent larger than D; scales that are missing, or that
-                the codec computes itself, or that are known not to be above 0; starts that are known to be negative;
-                ``tokens_per_line`` that does not divide the slots, or with a ``width``.
+                the codec computes itself, or that are known not to be above 0; starts that are known to be negative.
         """
         check_size("batch", batch)
         store = create_store(
             batch, check_size("length", length), kv_heads, head_dim, value_head_dim, dtype, codec, latent,
-            key_scale, value_scale, layers, width, tokens_per_line,
+            key_scale, value_scale, layers, width,
         )  # fmt: skip
         return cls(store=store, **create_rows(batch, starts, layers))
 

@@ -71,7 +71,6 @@ class PagedCache(Cache):
         table: ArrayLike | None = None,
         layers: int | None = None,
         width: int | None = None,
-        tokens_per_line: int = 1,
     ) -> PagedCache:
         """An empty cache.
 
@@ -92,27 +91,19 @@ class PagedCache(Cache):
             starts: see `DenseCache.create`.
             layers: see `DenseCache.create`.
             width: W, the features of a token in the array of keys and values: its key, zeros, and its value last; of
-                latent content the key and zeros. None: no zeros, W = D + Dv, or with ``tokens_per_line`` as stated
-                there. Keys and values are one array, [P, K, page_size, W], so that a page is one transfer.
-            tokens_per_line: F, the consecutive slots whose tokens lie side by side: keys and values are one array of
-                lines [P, K, page_size / F, W] of W = F · (D + Dv) features, of latent content F · D. F must divide the
-                slots of a page, and ``width`` must be None. 1: each token is a line.
-
-        On lines: TPUs read them in place where W is a multiple of 128, so that no head dim needs zeros, and where
-        ``page_size`` is a multiple of 16 · F (8 · F in float32, 32 · F of 8 bits), but not with scales by token and
-        head. With D = 64 their matrix unit takes half as long for F = 2 as for F = 1. On a TPU a key that is infinite
-        or NaN makes all scores of its line NaN. GPUs' kernels do not read lines in place.
+                latent content the key and zeros. None: no zeros, W = D + Dv. Keys and values are one array,
+                [P, K, page_size, W], so that a page is one transfer.
 
         Memory: ``pages * page_size`` tokens of ``bytes_per_token``, times L.
 
         Raises:
             ValueError: see `DenseCache.create` and `with_table`.
         """
-        if width is None and latent is None and tokens_per_line == 1:
+        if width is None and latent is None:
             width = joined_width(head_dim, value_head_dim)
         store = create_store(
             check_size("pages", pages), check_size("page_size", page_size), kv_heads, head_dim, value_head_dim, dtype,
-            codec, latent, key_scale, value_scale, layers, width, tokens_per_line,
+            codec, latent, key_scale, value_scale, layers, width,
         )  # fmt: skip
         lead = () if layers is None else (layers,)
         empty = jnp.full((*lead, check_size("batch", batch), check_size("max_pages", max_pages)), -1, jnp.int32)

@@ -188,8 +188,7 @@ def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_
         mesh=mesh,
         batch=_dividing(spec[0], rows, mesh) if by_page or not paged else None,
         kv_heads=_dividing(spec[1], cache.kv_heads, mesh),
-        # A line of several tokens is on one device.
-        slots=_dividing(spec[2], cache.length // cache.store.tokens_per_line, mesh) if dense else None,
+        slots=_dividing(spec[2], cache.length, mesh) if dense else None,
     )
 
 

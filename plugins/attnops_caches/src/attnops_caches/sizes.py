@@ -30,13 +30,12 @@ def bytes_per_page(
     latent: int | None = None,
     layers: int | None = None,
     width: int | None = None,
-    tokens_per_line: int = 1,
     platform: str | None = None,
 ) -> int:
     """The bytes of one page of a `PagedCache` of all its layers, with its scales and the padding of the platform.
 
     A TPU stores the last two dimensions of an array in tiles of (8, 128) for 4-byte elements, (16, 128) for 2-byte and
-    (32, 128) for 1-byte ones, and pads both to multiples: the ``[page_size / F, W]`` of keys and values, and the
+    (32, 128) for 1-byte ones, and pads both to multiples: the ``[page_size, W]`` of keys and values, and the
     ``[K, page_size]`` of scales by token and head. On CPUs and GPUs nothing is padded.
 
     Args:
@@ -49,7 +48,6 @@ def bytes_per_page(
         latent: see `DenseCache.create`.
         layers: see `DenseCache.create`.
         width: see `PagedCache.create`.
-        tokens_per_line: see `PagedCache.create`.
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``. None: of JAX's default backend.
 
     Raises:
@@ -66,7 +64,6 @@ def bytes_per_page(
             batch=1, pages=1, page_size=page_size, max_pages=1, kv_heads=kv_heads, head_dim=head_dim,
             value_head_dim=value_head_dim, dtype=dtype, codec=codec, latent=latent, key_scale=scale,
             value_scale=None if latent is not None else scale, layers=layers, width=width,
-            tokens_per_line=tokens_per_line,
         )  # fmt: skip
 
     check_size("kv_heads", kv_heads)
@@ -87,7 +84,6 @@ def pages_that_fit(
     latent: int | None = None,
     layers: int | None = None,
     width: int | None = None,
-    tokens_per_line: int = 1,
     max_model_length: int | None = None,
     device: jax.Device | None = None,
     bytes_limit: int | None = None,
@@ -112,7 +108,6 @@ def pages_that_fit(
         latent: see `DenseCache.create`.
         layers: see `DenseCache.create`.
         width: see `PagedCache.create`.
-        tokens_per_line: see `PagedCache.create`.
         max_model_length: tokens of the longest sequence. If given, the pages must hold it.
         device: whose memory; None for JAX's first local device.
         bytes_limit: the bytes of the memory. None: as the device reports, which CPUs do not.
@@ -139,7 +134,7 @@ def pages_that_fit(
         platform = device.platform
     page = bytes_per_page(
         page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype,
-        codec=codec, latent=latent, layers=layers, width=width, tokens_per_line=tokens_per_line, platform=platform,
+        codec=codec, latent=latent, layers=layers, width=width, platform=platform,
     )  # fmt: skip
     budget = int(hbm_utilization * bytes_limit) - (bytes_in_use or 0)
     pages = max(budget, 0) // page

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,7 +18,6 @@ from jax import lax
 from attnops.exported import serialised
 from attnops_caches.bits import from_bits, to_bits
 from attnops_caches.codec import Quantized
-from attnops_caches.lines import from_lines, to_lines
 
 if TYPE_CHECKING:
     from attnops.typing import DType
@@ -55,8 +53,7 @@ class Store:
 
     Attributes:
         key: [blocks, K, n, D], in the codec's dtype; narrow floats as bits, see `attnops_caches.bits`. Of joined or
-            padded tokens [blocks, K, n, W]: the key first, then zeros, and the value last if it is joined. Of F tokens
-            a line [blocks, K, n / F, W], see `attnops_caches.lines`.
+            padded tokens [blocks, K, n, W]: the key first, then zeros, and the value last if it is joined.
         value: [blocks, K, n, Dv]; None where it is joined, and for latent content, whose value is a part of the key.
         key_scale: float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: the same of the values; None of latent content.
@@ -64,7 +61,6 @@ class Store:
         codec: None: tokens are stored as they are.
         latent: the value is the first so many features of the key; None where values are stored.
         head_dims: D of keys and Dv of values.
-        tokens_per_line: F, the consecutive slots whose tokens lie side by side in the array of keys.
         first: of one layer in the arrays of all layers, [L, blocks, K, n, D], its first block, int32 []; None where all
             blocks are its own.
         blocks: of one layer in the arrays of all layers, how many; None where all blocks are its own.
@@ -78,7 +74,6 @@ class Store:
     codec: Quantized | None = dataclasses.field(metadata={"static": True})
     latent: int | None = dataclasses.field(metadata={"static": True})
     head_dims: tuple[int, int] = dataclasses.field(metadata={"static": True})
-    tokens_per_line: int = dataclasses.field(default=1, metadata={"static": True})
     first: jax.Array | None = None
     blocks: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -95,7 +90,7 @@ class Store:
     @property
     def slots(self) -> int:
         """n, the slots of a block."""
-        return self.key.shape[-2] * self.tokens_per_line
+        return self.key.shape[-2]
 
     @property
     def own_blocks(self) -> int:
@@ -177,20 +172,14 @@ class Store:
         return self.key.shape[-1]
 
     def key_of(self, x: jax.Array) -> jax.Array:
-        """The keys [..., n, D] of the array of keys [..., n / F, W], or of some of its lines."""
-        return from_lines(x[..., : self.tokens_per_line * self.head_dim], self.tokens_per_line)
+        """The keys [..., D] of the array of keys [..., W], or of a part of it."""
+        return x[..., : self.head_dim]
 
     def value_of(self, x: jax.Array, value: jax.Array | None) -> jax.Array:
-        """The values [..., n, Dv] of the arrays of keys and of values, or of some lines; encoded as they are."""
+        """The values [..., Dv] of the arrays of keys and of values, or of parts of them; encoded as they are."""
         if value is not None:
             return value
-        if self.latent is not None:
-            return self.key_of(x)[..., : self.latent]
-        return from_lines(x[..., self.width - self.tokens_per_line * self.value_head_dim :], self.tokens_per_line)
-
-    def lines_of(self, x: jax.Array) -> jax.Array:
-        """Tokens as `NewTokens` has them, [..., n, d], as lines of the array of keys, [..., n / F, W]."""
-        return to_lines(x, self.tokens_per_line, self.head_dim)
+        return x[..., : self.latent] if self.latent is not None else x[..., self.width - self.value_head_dim :]
 
     @functools.partial(jax.jit, inline=True)
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces) -> Store:
@@ -220,31 +209,23 @@ class Store:
             return x[..., None] if name in scales else x
 
         targets = [with_features(name, getattr(self, name)) for name in tokens]
-        lines: list[Callable[[jax.Array], jax.Array] | None] = [
-            self.lines_of if name == "key" and self.tokens_per_line > 1 else None for name in tokens
-        ]
         layer = None if self.first is None else self.first // self.own_blocks
-        given = [with_features(*x) for x in tokens.items()]
-        written = _write(targets, given, lines, self.tokens_per_line, pieces, count, layer)
+        written = _write(targets, [with_features(*x) for x in tokens.items()], pieces, count, layer)
         changes: dict[str, Any] = {
             name: x[..., 0] if name in scales else x for name, x in zip(tokens, written, strict=True)
         }
         return dataclasses.replace(self, **changes)
 
     def _tokens(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
-        """New tokens as they are stored, [B, K, T, d], and their scales by token, [B, K, T]; by the names of arrays.
-
-        Where lines have several tokens, d of keys is that of one token: what `lines_of` takes.
-        """
+        """New tokens as they are stored, [B, K, T, d], and their scales by token, [B, K, T]; by the names of arrays."""
         stored, scale = self._encoded(key, self.key_scale)
         found, scales = {"key": stored}, {"key_scale": scale}
         if value is not None:
             found["value"], scales["value_scale"] = self._encoded(value, self.value_scale)
         if self.value is None:
             joined = [found["key"], *([found.pop("value")] if value is not None else [])]
-            if self.tokens_per_line == 1:
-                zeros = jnp.zeros((*stored.shape[:-1], self.width - sum(x.shape[-1] for x in joined)), stored.dtype)
-                joined.insert(1, zeros)
+            zeros = jnp.zeros((*stored.shape[:-1], self.width - sum(x.shape[-1] for x in joined)), stored.dtype)
+            joined.insert(1, zeros)
             found["key"] = jnp.concatenate([x for x in joined if x.shape[-1]], axis=-1)
         return found | {name: x for name, x in scales.items() if x is not None and self.has_token_scales}
 
@@ -273,8 +254,6 @@ class Store:
 def _write(
     targets: list[jax.Array],
     tokens: list[jax.Array],
-    lines: list[Callable[[jax.Array], jax.Array] | None],
-    F: int,
     pieces: Pieces,
     count: jax.Array | int,
     layer: jax.Array | None,
@@ -282,40 +261,32 @@ def _write(
     """Each target with pieces of new tokens [B, K, T, d].
 
     Args:
-        targets: [blocks, K, n, d] each, or a layer of [L, blocks, K, n, d]; of lines [blocks, K, n / F, W].
+        targets: [blocks, K, n, d] each, or a layer of [L, blocks, K, n, d].
         tokens: for each target.
-        lines: for each target, what makes [..., n / F, W] of [..., n, d]; None where its slots are no lines.
-        F: tokens a line.
         pieces: where they go.
         count: how many of the pieces are written, the first ones.
         layer: which one.
     """
-    T = tokens[0].shape[2]
-    # Of one token, the same one for each slot that is written.
-    before = 0 if T == 1 else T + 2 * F
+    T, n = tokens[0].shape[2], targets[0].shape[-2]
+    # A window of a row's new tokens may begin before the first and end after the last of them.
+    window = min(T, n)
+    before = 0 if T == 1 else window
     padded = [x if T == 1 else jnp.pad(x, ((0, 0), (0, 0), (before, before), (0, 0))) for x in tokens]
+    place = jnp.arange(window, dtype=jnp.int32)[:, None]
 
     def piece(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-        row, first, size_of_piece, block, slot = (x[i] for x in pieces)
+        row, first, size, block, slot = (x[i] for x in pieces)
         zero = jnp.int32(0)
+        start = jnp.clip(slot, 0, n - window)
+        shift = slot - start
+        is_new = (place >= shift) & (place < shift + size)
+        from_token = zero if T == 1 else first - shift + before
+        at = (*(() if layer is None else (layer,)), block, zero, start, zero)
         results = []
-        for array, new, of_lines in zip(arrays, padded, lines, strict=True):
-            size, n = 1 if of_lines is None else F, array.shape[-2]
-            # A window of a row's new tokens may begin before the first and end after the last of them.
-            window = min(T if size == 1 else (T - 1) // size + 1 + (T > 1), n)
-            start = jnp.clip(slot // size if size > 1 else slot, 0, n - window)
-            shift = slot - start * size
-            place = jnp.arange(window * size, dtype=jnp.int32)[:, None]
-            is_new = (place >= shift) & (place < shift + size_of_piece)
-            of_row = (1, array.shape[-3], 1 if T == 1 else window * size, new.shape[-1])
-            given = lax.dynamic_slice(new, (row, zero, zero if T == 1 else first - shift + before, zero), of_row)
-            if of_lines is not None:
-                of_line = (*given.shape[:2], window * size, given.shape[3])
-                given = of_lines(jnp.broadcast_to(given, of_line))
-                is_new = of_lines(jnp.broadcast_to(is_new, of_line[2:]))
-            at = (*(() if layer is None else (layer,)), block, zero, start, zero)
-            sizes = (*(1,) * (array.ndim - 3), array.shape[-3], window, array.shape[-1])
-            old = lax.dynamic_slice(array, at, sizes)
+        for array, new in zip(arrays, padded, strict=True):
+            sizes = (1, array.shape[-3], window, array.shape[-1])
+            given = lax.dynamic_slice(new, (row, zero, from_token, zero), sizes)
+            old = lax.dynamic_slice(array, at, (*(1,) * (array.ndim - 4), *sizes))
             results.append(lax.dynamic_update_slice(array, jnp.where(is_new, given, old), at))
         return results
 

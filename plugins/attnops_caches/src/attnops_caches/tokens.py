@@ -31,7 +31,7 @@ class NewTokens(NamedTuple):
 
     Attributes:
         tokens: by the names of the store's arrays, as they are stored, [B, K, T, d]; scales by token [B, K, T]. Of
-            packed rows [1, K, N, d] and [1, K, N]. Where lines have several tokens, d is that of one token.
+            packed rows [1, K, N, d] and [1, K, N].
         first: the slot of each row's first, int32 [B]; after a ring's last slot comes its first.
         size: how many fit, int32 [B].
         blocks: the blocks that they go to, in order, int32 [B, blocks].

@@ -22,8 +22,8 @@ class CacheSpec:
     Attributes:
         storage: "dense", "ring" or "paged".
         codec: how tokens are stored.
-        content: "equal" head dims, "Dv" another one of values, "joined" keys and values with zeros between them,
-            "latent" with zeros, or "lines" of two tokens each.
+        content: "equal" head dims, "Dv" another one of values, "joined" keys and values with zeros between them, or
+            "latent" with zeros.
         dtype: None for the one that fits the operation.
         mask, bias: see `attnops_testing.cache_masks`.
         T: queries a row.
@@ -77,8 +77,7 @@ def _features() -> Iterator[tuple[str, CacheFeature]]:
     biases = ("ALiBi", "RelativePosition", "ScoreFn", "array bias")
     yield from group("bias", **{name: {"bias": name} for name in biases})
     yield from group(
-        "content", **{"D ≠ Dv": {"content": "Dv"}, "joined": {"content": "joined"}, "latent": {"content": "latent"},
-                      "2 tokens a line": {"content": "lines"}}
+        "content", **{"D ≠ Dv": {"content": "Dv"}, "joined": {"content": "joined"}, "latent": {"content": "latent"}}
     )  # fmt: skip
     yield from group("heads", GQA={"kv_heads": 2}, MQA={"kv_heads": 1})
     yield from group("dtype", bfloat16={"dtype": "bfloat16"}, float16={"dtype": "float16"})
@@ -123,7 +122,7 @@ def are_compatible(a: str, b: str) -> bool:
         return False
     if pair == {"packed rows", "Ancestors"}:  # which numbers the queries of each row
         return False
-    return not ("ring" in pair and (pair & _BY_KEY or "2 tokens a line" in pair))
+    return not ("ring" in pair and pair & _BY_KEY)
 
 
 def all_cache_pairs() -> Iterator[tuple[str, str]]:

@@ -61,7 +61,7 @@ class Model:
         layout: of the real cache.
         kv_heads, head_dim, value_head_dim, dtype: see `DenseCache.create`.
         codec: how they are stored.
-        latent, width, tokens_per_line: see `DenseCache.create`.
+        latent, width: see `DenseCache.create`.
         starts: tokens of left padding of each row.
         scales: of keys and values, where the codec has them given: float32 [] or [K].
         window, max_append: of a ring.
@@ -77,7 +77,6 @@ class Model:
     codec: Codec | None = None
     latent: int | None = None
     width: int | None = None
-    tokens_per_line: int = 1
     starts: tuple[int, ...] = ()
     scales: tuple[Array, Array] | None = None
     window: int = 0
@@ -149,9 +148,6 @@ class Model:
             if self.latent is None:
                 options["value_scale"] = self.scales[1]
 
-        if self.tokens_per_line > 1:
-            options["tokens_per_line"] = self.tokens_per_line
-
         def create() -> Cache:
             if self.layout.storage == "dense":
                 return DenseCache.create(length=self.layout.slots, **options)
@@ -184,7 +180,7 @@ class Model:
                 if index < self.starts[row] or place is None:
                     continue  # left padding is never seen
                 for name, x in self._fields(self.rows[row][index], store, width):
-                    self._put(name, store[name], place, x)
+                    store[name][place[0], :, place[1]] = x
         counts = np.array([len(row) for row in self.rows], np.int32)
         fields: dict[str, Any] = {
             # Stores may hold the bits of narrow floats in integers.
@@ -204,35 +200,12 @@ class Model:
             fields |= {"table": table, "copied": np.full(self.layout.pages, -1, np.int32)}
         return dataclasses.replace(shapes, **fields)
 
-    def _put(self, name: str, array: Array, place: tuple[int, int], x: Array) -> None:
-        """Write the token of a block and a slot, [K, d] or [K], to one of the arrays."""
-        if name != "key" or self.tokens_per_line == 1:
-            array[place[0], :, place[1]] = x
-            return
-        line, features = self._in_line(array, place)
-        line[:, features] = x
-
-    def _get(self, name: str, array: Array, place: tuple[int, int]) -> Array:
-        if name != "key" or self.tokens_per_line == 1:
-            return np.asarray(array[place[0], :, place[1]])
-        line, features = self._in_line(array, place)
-        return np.asarray(line[:, features])
-
-    def _in_line(self, array: Array, place: tuple[int, int]) -> tuple[Array, Array]:
-        """A token's line [K, W], and its features in it: the keys of F tokens side by side, and then their values."""
-        (block, slot), F = place, self.tokens_per_line
-        features = np.arange(self.head_dim) + slot % F * self.head_dim
-        if self.latent is None:
-            values = F * self.head_dim + slot % F * self.value_head_dim + np.arange(self.value_head_dim)
-            features = np.concatenate([features, values])
-        return array[block, :, slot // F], features
-
     def _fields(self, token: Token, store: dict[str, Any], width: int) -> list[tuple[str, Array]]:
         key = token.key
         if "value" not in store:  # joined or latent, with zeros up to the width
             parts = [key] if token.value is None else [key, token.value]
-            zeros = width - sum(x.shape[-1] for x in parts) if self.tokens_per_line == 1 else 0
-            key = np.concatenate([*parts[:1], np.zeros((len(key), zeros), key.dtype), *parts[1:]], axis=-1)
+            zeros = np.zeros((len(key), width - sum(x.shape[-1] for x in parts)), key.dtype)
+            key = np.concatenate([*parts[:1], zeros, *parts[1:]], axis=-1)
         fields = [("key", key), ("value", token.value), ("key_scale", token.key_scale),
                   ("value_scale", token.value_scale)]  # fmt: skip
         by_token = self.codec is not None and self.codec.scales == "token_head"
@@ -265,11 +238,11 @@ class Model:
                 place = self.layout.place(row, index)
                 assert place is not None
                 for name, x in self._fields(self.rows[row][index], wanted, before.store.width):
-                    real = self._get(name, found[name], place).astype(np.float64)
+                    real = found[name][place[0], :, place[1]].astype(np.float64)
                     if name.endswith("scale"):
                         np.testing.assert_allclose(real, x, rtol=1e-6, err_msg=f"{name} of row {row}, index {index}")
                         setattr(self.rows[row][index], name, real)
-                    self._put(name, wanted[name], place, real if name.endswith("scale") else x)
+                    wanted[name][place[0], :, place[1]] = real if name.endswith("scale") else x
         for name, x in wanted.items():
             same = (found[name] == x) | (np.isnan(found[name].astype(np.float32)) & np.isnan(x.astype(np.float32)))
             assert same.all(), f"{name} differs at {np.argwhere(~same)[:3].tolist()} (block, head, slot, feature)"

@@ -101,7 +101,6 @@ class CacheProblem:
             layout=layout, kv_heads=spec.kv_heads, head_dim=self.head_dim, latent=latent, codec=spec.codec,
             value_head_dim=self.head_dim // 2 if spec.content in ("Dv", "latent") else self.head_dim,
             width={"joined": 2 * self.head_dim + 4, "latent": self.head_dim + 4}.get(spec.content),
-            tokens_per_line=2 if spec.content == "lines" else 1,
             dtype=spec.dtype or self.dtype, starts=STARTS if spec.starts else (), scales=scales, window=WINDOW,
             max_append=max(self.T, PAGE), max_pages=PAGES_OF_A_ROW,
         )  # fmt: skip

@@ -90,28 +90,6 @@ def test_pages_are_read_where_they_are(generation: str, page: int, K: int, G: in
     assert temporaries(cache, generation, G, mask=Causal()) <= SMALL < 2 * cache.store.key.size
 
 
-# The generation, a page, K, G, D and the tokens a line.
-LINES = [
-    ("tpu7x", 64, 8, 4, 64, 2), ("v6e", 32, 1, 8, 64, 2), ("v5e", 128, 2, 4, 80, 8), ("v4", 64, 8, 4, 80, 4),
-    ("v5p", 64, 1, 16, 576, 2),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("generation", "page", "K", "G", "D", "F"),
-    [pytest.param(*x, marks=pytest.mark.slow if x is LINES[0] else pytest.mark.exhaustive) for x in LINES],
-)
-def test_lines_of_several_tokens_are_read_where_they_are(
-    generation: str, page: int, K: int, G: int, D: int, F: int
-) -> None:
-    def make() -> Cache:
-        return PagedCache.create(batch=8, pages=8 * SLOTS // page, page_size=page, max_pages=SLOTS // page, kv_heads=K,
-                                 head_dim=D, latent=512 if D == 576 else None, tokens_per_line=F)  # fmt: skip
-
-    cache = jax.eval_shape(make)
-    assert temporaries(cache, generation, G, mask=Causal()) <= SMALL < 2 * cache.store.key.size
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, Causal() & SlidingWindow(1000, 0), Chunked(4096)], ids=repr)
 @pytest.mark.tier(every=3)

@@ -17,10 +17,9 @@ from attnops_caches.bits import to_bits
 from attnops_caches.calls.reader import in_place_reasons, step_reasons
 from attnops_testing.caches import cache_problem, check_cache
 from attnops_testing.runner import Status, Subject
-from attnops_tpu.generations import GENERATIONS, target
+from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
 from attnops_tpu.ragged import batches
-from attnops_tpu.ragged.tile_sizes import choose, unit_of
 
 SUBJECT = Subject(operation="attnops-tpu:flash", platform="tpu", interpret=True)
 
@@ -41,14 +40,12 @@ SLOW = (
     ("paged", "float8_e4m3fn by token_head", "latent", "19 queries", "GQA", "bfloat16"),
     ("paged", "packed rows", "Segments", "GQA", "19 queries", "sinks", "soft cap", "logsumexp", "left padding"),
     ("paged", "packed rows", "window per head", "ScoreFn", "4 queries", "op.step", "int8 by token_head"),
-    ("paged", "2 tokens a line", "Segments", "5 queries", "GQA", "sinks", "soft cap", "logsumexp", "op.step"),
-    ("paged", "2 tokens a line", "packed rows", "SlidingWindow", "4 queries", "float8_e4m3fn by head"),
+    ("paged", "packed rows", "SlidingWindow", "4 queries", "float8_e4m3fn by head"),
     ("packed rows", "Chunked", "ALiBi", "float8_e4m3fn by head", "joined", "19 queries"),
 )
 EXHAUSTIVE = (
-    ("2 tokens a line", "window per head", "ALiBi", "3 queries", "GQA", "op.step", "query_lengths"),
-    ("paged", "2 tokens a line", "bfloat16", "19 queries", "left padding", "op.step", "int8 by head"),
-    ("2 tokens a line", "KeyPadding", "ScoreFn", "MQA", "3 queries"),
+    ("window per head", "ALiBi", "3 queries", "GQA", "op.step", "query_lengths"),
+    ("paged", "bfloat16", "19 queries", "left padding", "op.step", "int8 by head"),
     ("KeyPadding", "ScoreFn", "4 queries", "D ≠ Dv"),
     ("paged", "PrefixLM", "GQA", "5 queries"),
     ("paged", "Chunked", "logsumexp", "op.step", "bfloat16"),
@@ -228,13 +225,8 @@ def test_layouts_that_a_tpu_would_copy_are_not_read_in_place() -> None:
     assert told(DenseCache.create(batch=2, length=100, kv_heads=2, head_dim=128)) == ["length"]
     assert told(DenseCache.create(batch=2, length=80, kv_heads=2, head_dim=128)) == []
 
-    def hints(cache: Cache) -> set[str]:
-        return {reason.hint for reason in not_in_place(cache)}
-
-    # What would not be read in place either is no remedy.
-    assert hints(pages(64, 80)) == {"create the cache with width=256, or with tokens_per_line=4"}
-    assert hints(pages(16, 80)) == {"create the cache with width=256"}
-    assert hints(pages(16, 80, tokens_per_line=2)) == {"create the cache with width=256 in place of tokens_per_line"}
+    (reason,) = not_in_place(pages(16, 80))
+    assert reason.hint == "create the cache with width=256"
 
 
 def test_what_no_step_of_one_kernel_writes_is_told() -> None:
@@ -259,14 +251,6 @@ def test_what_no_step_of_one_kernel_writes_is_told() -> None:
     assert told(cache, 2, Rows([0, 1, 2], [0, 1])) == []
     with target("v5p"):  # of rows of several tiles the tokens are written before
         assert told(cache, 1024, Rows([0, 1, 2], [0, 1])) == []
-
-
-def test_block_k_is_in_keys_whatever_a_line_has() -> None:
-    def keys(F: int) -> int:
-        tiles = choose(GENERATIONS["v6e"], None, 512, (1, 4096), (16, 2), 512, 2, unit_of(64, 4096, F), False, F)
-        return tiles.bk * F
-
-    assert [keys(F) for F in (1, 2, 4)] == [512] * 3
 
 
 def test_scales_of_tokens_fill_the_lanes() -> None:

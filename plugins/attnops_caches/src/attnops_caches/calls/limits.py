@@ -21,7 +21,6 @@ class CacheLimits:
         codecs: the dtypes of codecs, such as "int8".
         latent: it reads latent content.
         packed: it reads packed rows.
-        lines: it reads several tokens a line.
 
     Raises:
         ValueError: storages or codecs are no collection.
@@ -31,7 +30,6 @@ class CacheLimits:
     codecs: frozenset[str] = frozenset()
     latent: bool = False
     packed: bool = False
-    lines: bool = False
 
     def __post_init__(self) -> None:
         for name in ("storages", "codecs"):
@@ -51,11 +49,7 @@ class CacheLimits:
             reasons.append(
                 Reason("cache.codec", cache.codec, f"must be one of {sorted(self.codecs)} to be read in place")
             )
-        lines = cache.tokens_per_line > 1 and cache.tokens_per_line
-        for name, given, can in (
-            ("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed),
-            ("tokens_per_line", lines, self.lines),
-        ):  # fmt: skip
+        for name, given, can in (("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed)):
             if given and not can:
                 reasons.append(Reason(name, given, "is not read in place"))
         return reasons

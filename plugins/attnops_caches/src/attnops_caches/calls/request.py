@@ -29,7 +29,6 @@ class CacheRequest(SourceRequest):
         page_size: slots a page; 0 for a storage without pages.
         width: features of a token in the array of keys, zeros included; D + Dv at least where values are joined to it.
         joined: whether keys and values are one array.
-        tokens_per_line: F, see `PagedCache.create`; ``width`` is that of a line.
         is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.
         rows: of the cache; 1 where it is not known.
         mask_kinds: of packed rows those of the caller's mask, which may be an array by packed query and slot for
@@ -44,7 +43,6 @@ class CacheRequest(SourceRequest):
     page_size: int = 0
     width: int = 0
     joined: bool = False
-    tokens_per_line: int = 1
     is_packed: bool = False
     rows: int = 1
     mask_kinds: frozenset[str] = frozenset()
@@ -53,8 +51,7 @@ class CacheRequest(SourceRequest):
     def __str__(self) -> str:
         codec = f" {self.codec} by {self.scales}" if self.codec else ""
         pages = f" of pages of {self.page_size}" if self.page_size else ""
-        lines = f" in lines of {self.tokens_per_line}" if self.tokens_per_line > 1 else ""
-        return f"{self.storage}{pages}{lines}{codec}{' latent' * self.latent}{' packed' * self.is_packed}"
+        return f"{self.storage}{pages}{codec}{' latent' * self.latent}{' packed' * self.is_packed}"
 
     def reasons(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
         """See `attnops.dispatch.source.SourceRequest.reasons`: none where the forward reads the cache in place."""

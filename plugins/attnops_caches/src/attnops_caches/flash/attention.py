@@ -56,14 +56,12 @@ class Blocks(NamedTuple):
         itemsize: bytes of a stored number.
         page_size: slots a block, if blocks are pages; 0 where a block is a row.
         is_packed: whether the tiles of all rows follow one another.
-        tokens_per_line: see `attnops_caches.PagedCache.create`.
     """
 
     slots: int
     itemsize: int
     page_size: int
     is_packed: bool
-    tokens_per_line: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +92,8 @@ class CachedFlash(NativeFlash):
 
     def _fitting(self, block_k: int) -> int:
         """The nearest size of tiles that whole pages fill, and of packed rows, that divides a row."""
-        slots, _, page, is_packed, F = self.blocks
-        unit = page or F
+        slots, _, page, is_packed = self.blocks
+        unit = page or 1
         most = max(1, min(block_k, slots) // unit)
         if not is_packed:
             return most * unit
@@ -124,9 +122,7 @@ def cached_attention(call: FlashCall, cache: Cache, is_packed: bool) -> tuple[ja
     """
     page_size = cache.page_size if isinstance(cache, PagedCache) else 0
     store = cache.store
-    backend = CachedFlash(
-        Blocks(cache.length, jnp.dtype(store.stored_dtype).itemsize, page_size, is_packed, store.tokens_per_line)
-    )
+    backend = CachedFlash(Blocks(cache.length, jnp.dtype(store.stored_dtype).itemsize, page_size, is_packed))
     plan = dataclasses.replace(backend.plan(call), overlaps=True)
     table = cache.table if isinstance(cache, PagedCache) else None
     given = call.query, store, table, backend.arrays(plan, call), backend.schedule(plan, call)[0]
@@ -168,20 +164,20 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
         if blocks.is_packed:
             row, slot = slot // blocks.slots, slot % blocks.slots
 
-        def tile(x: jax.Array, feature: int, d: int, F: int = 1) -> jax.Array:
-            """[P, bk / F, d] of an array [blocks, K, n / F, W], or one with L in front, from a feature on."""
-            ones, heads, size = (1,) * len(lead), plan.problems_per_tile, plan.bk // F
+        def tile(x: jax.Array, feature: int, d: int) -> jax.Array:
+            """[P, bk, d] of an array [blocks, K, n, W], or [L, blocks, K, n, W], from a feature on."""
+            ones, heads = (1,) * len(lead), plan.problems_per_tile
             if pages is None:
-                start = plan.indices(*lead, row + base, head, slot if F == 1 else slot // F, feature)
-                return lax.dynamic_slice(x, start, (*ones, 1, heads, size, d)).reshape(heads, size, d)
+                start = plan.indices(*lead, row + base, head, slot, feature)
+                return lax.dynamic_slice(x, start, (*ones, 1, heads, plan.bk, d)).reshape(heads, plan.bk, d)
             count = plan.bk // blocks.page_size
             numbers = lax.dynamic_slice(pages, plan.indices(row, slot // blocks.page_size), (1, count))[0]
             # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,
             # concatenated, take up to 1.5 times the CPU time at 16 tokens a page.
             starts = [jnp.broadcast_to(i, numbers.shape) for i in plan.indices(*lead, numbers, head, feature)]
-            sizes = (*ones, 1, heads, blocks.page_size // F, d)
+            sizes = (*ones, 1, heads, blocks.page_size, d)
             taken = lax.gather(x, jnp.stack(starts, 1), _by_page(len(lead)), sizes, mode="promise_in_bounds")
-            return taken.swapaxes(0, 1).reshape(heads, size, d)
+            return taken.swapaxes(0, 1).reshape(heads, plan.bk, d)
 
         def scale(x: jax.Array | None) -> jax.Array | None:
             """What broadcasts to [P, bk] of a scale [], [K] or [blocks, K, n]."""
@@ -195,13 +191,8 @@ def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None
             """In the dtype of products, which holds each number of 8 bits."""
             return from_bits(x, store.stored_dtype).astype(plan.dtype)
 
-        (D, Dv), F = store.head_dims, store.tokens_per_line
+        D, Dv = store.head_dims
         key_scale = scale(store.key_scale)
-        if F > 1:
-            lines = tile(store.key, 0, store.width, F)
-            key, value = store.key_of(lines), store.value_of(lines, None)
-            value_scale = key_scale if store.latent is not None else scale(store.value_scale)
-            return KeyValue(operand(key), operand(value), key_scale, value_scale)
         if store.latent is not None:
             key = operand(tile(store.key, 0, D))
             return KeyValue(key, key[..., :Dv], key_scale, key_scale)

@@ -27,7 +27,6 @@ class NativeFlashReader(CacheReader):
 
     limits: ClassVar[CacheLimits] = CacheLimits(
         storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}), codecs=CODECS, latent=True, packed=True,
-        lines=True,
     )  # fmt: skip
 
     # The contract's options, a parameter each.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -68,7 +67,7 @@ def cached_attention(
     if plan.scales == "head":
         scales = store.key_scale, store.value_scale
         given = given._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
-    new_tokens = None if new is None else written(plan, new, store.base, blocks, store.lines_of)
+    new_tokens = None if new is None else written(plan, new, store.base, blocks)
     out, *rest = run_in_batches(
         _run, plan, queries(plan, call.query), sources, _tables(plan, cache),
         jnp.asarray(store.base, jnp.int32)[None], given,
@@ -80,9 +79,7 @@ def cached_attention(
         cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays_of))
         rest = rest[: -len(sources)]
     lse = outputs(plan, rest[0][..., :1])[..., 0].swapaxes(1, 2) if rest else None
-    # Of a line's tokens each has the sum of its own values: float32 unless there is one.
-    of_tokens = [out[..., plan.value_of(token)] for token in range(plan.F)]
-    out = outputs(plan, functools.reduce(jnp.add, of_tokens).astype(plan.out_dtype))
+    out = outputs(plan, out[..., plan.value_lanes - plan.Dv :])
     if of_tiles is not None:
         out, lse = packed(of_tiles, out, lse)
     return out, lse, cache
@@ -101,15 +98,15 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, is_packed: bool = 
     store = cache.store
     widths = [x.shape[-1] for x in (store.key, store.value) if x is not None]
     itemsize = jnp.dtype(store.key.dtype).itemsize
-    line_bytes, F = K * sum(-(-d // LANES) * LANES for d in widths) * itemsize, store.tokens_per_line
+    token_bytes = K * sum(-(-d // LANES) * LANES for d in widths) * itemsize
     tiles = choose(
-        chip, metadata.block_q, metadata.block_k, (T, S), (H, K), line_bytes, itemsize,
-        unit_of(cache.page_size if isinstance(cache, PagedCache) else 0, S, F), metadata.interpret, F,
+        chip, metadata.block_q, metadata.block_k, (T, S), (H, K), token_bytes, itemsize,
+        unit_of(cache.page_size if isinstance(cache, PagedCache) else 0, S), metadata.interpret,
     )  # fmt: skip
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return Plan(
-        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, F=F, width=store.width, is_packed=is_packed, is_by_row=is_by_row,
+        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_packed=is_packed, is_by_row=is_by_row,
         is_ring=isinstance(cache, WindowCache), is_paged=isinstance(cache, PagedCache),
         cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), operand=_operand(cache, dtype, chip),
         out_dtype=jnp.dtype(call.query.dtype), is_latent=store.latent is not None, is_joined=store.is_joined,
@@ -152,7 +149,7 @@ def _run(
     plan: Plan, query: jax.Array, sources: list[jax.Array], tables: list[jax.Array], block: jax.Array, given: Arrays,
     items: Schedule, new: Written | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The output [items, K, Q, value_lanes], the logsumexp [items, K, Q, 128] if asked for, and sources with what is
+    """The output [items, K, R, value_lanes], the logsumexp [items, K, R, 128] if asked for, and sources with what is
     written to them.
     """
     query, sources, tables, block, given, items, new = equally_varying(
@@ -161,10 +158,9 @@ def _run(
     scalars = [*items, block, *given.scalars, *given.scales, *([] if new is None else new[:3])]
     tokens = [] if new is None else list(new.tokens)
     by_key = [] if given.by_key is None else [given.by_key]
-    out_dtype = plan.out_dtype if plan.F == 1 else jnp.dtype(jnp.float32)
-    results = [output_like(query, (plan.items, plan.K, plan.Q, plan.value_lanes), out_dtype)]
+    results = [output_like(query, (plan.items, plan.K, plan.R, plan.value_lanes), plan.out_dtype)]
     if plan.wants_lse:
-        results.append(output_like(query, (plan.items, plan.K, plan.Q, LANES), jnp.dtype(jnp.float32)))
+        results.append(output_like(query, (plan.items, plan.K, plan.R, LANES), jnp.dtype(jnp.float32)))
     before = len(scalars) + 1 + len(given.by_row) + len(tokens) + len(tables)
     aliases = {} if new is None else {before + i: len(results) + i for i in range(len(sources))}
     written_to = [] if new is None else [output_like(query, x.shape, x.dtype) for x in sources]

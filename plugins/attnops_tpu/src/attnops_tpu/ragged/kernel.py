@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +21,7 @@ from attnops_tpu.flash.tile import LOG2E
 from attnops_tpu.ragged.between import Between
 from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import named, values
-from attnops_tpu.ragged.part import Part, Seen, by_token
+from attnops_tpu.ragged.part import Part, Seen
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.tile_sizes import LANES
 from attnops_tpu.ragged.transfers import Stream, Tile
@@ -77,8 +76,8 @@ class Kernel:
         scales: of keys and of values by kv head [K], in scalar memory; empty unless scales are by head.
         by_row: values by row, [1, K or 1, R padded to lanes].
         query: [1, K, R, key_lanes].
-        out: [1, K, Q, value_lanes].
-        lse: [1, K, Q, 128]; None if it is not asked for.
+        out: [1, K, R, value_lanes].
+        lse: [1, K, R, 128]; None if it is not asked for.
         state: see `State`.
         missing: of a paged cache; else None.
     """
@@ -174,7 +173,7 @@ class Kernel:
                     visible = part.visible()
                     # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
                     shared = visible, part.seen(visible)
-                scores = self._scores(part, *(shared or (None, None)))
+                scores = self._scores(part, None if shared is None else shared[0])
                 ahead.append((part, scores, None if shared is None else shared[1]))
                 if len(ahead) > lag:
                     self._accumulate(*ahead.popleft())
@@ -217,14 +216,10 @@ class Kernel:
             self._add_held(buffer, tile, Between(self.plan, []), None)
             held.buffer[0] = jnp.int32(-1)
 
-    def _scores(self, part: Part, visible: jax.Array | None, seen: Seen | None) -> jax.Array:
+    def _scores(self, part: Part, visible: jax.Array | None) -> jax.Array:
         """The scores of a part, float32 [R, keys]."""
         plan = self.plan
-        key = self._key(part)
-        if plan.F > 1 and seen is not None:
-            # The scores of a line's other tokens would be NaN too.
-            key = jnp.where(by_token(plan, seen, plan.key_lanes, 0, plan.D), key, jnp.zeros((), key.dtype))
-        s = _product(plan, self.query[0, part.head], key, 1)
+        s = _product(plan, self.query[0, part.head], self._key(part), 1)
         scale = self._scale(0, part)
         if scale is not None:
             s = s * scale
@@ -261,9 +256,7 @@ class Kernel:
         plan, state, head = self.plan, self.state, part.head
         value = self._value(part)
         if seen is not None:
-            step = plan.D if plan.is_latent else plan.Dv
-            column = by_token(plan, seen, plan.value_lanes, plan.value_of(0).start, step)
-            value = jnp.where(column, value, jnp.zeros((), value.dtype))
+            value = jnp.where(seen.column, value, jnp.zeros((), value.dtype))
         product = _product(plan, weights, value, 0)
         if plan.scales == "head":
             product = product * self._scale(0 if plan.is_latent else 1, part)
@@ -280,7 +273,7 @@ class Kernel:
             return x
         # Queries have zeros there, but a value may be infinite, and 0 · inf is NaN.
         lane = lax.broadcasted_iota(jnp.int32, (1, plan.key_lanes), 1)
-        return jnp.where(lane < plan.F * plan.D, x, jnp.zeros((), x.dtype))
+        return jnp.where(lane < plan.D, x, jnp.zeros((), x.dtype))
 
     def _value(self, part: Part) -> jax.Array:
         """Values [size, value_lanes], in the dtype of products; keys may be in front of them."""
@@ -310,12 +303,12 @@ class Kernel:
         plan, unit = self.plan, self.plan.score_unit
         sinks = named(values(plan), "sinks")
         for head in range(plan.K):
-            m, l, acc = self._merged(head)
-            m = m * unit
+            m = self.state.m[head] * unit
+            l, acc = jnp.sum(self.state.l[head], axis=1, keepdims=True), self.state.acc[head]
             sees_any = l != 0  # NaN too
             factor = jnp.ones((), jnp.float32)
             if sinks:
-                sink = self.state.by_row[sinks[0].place][head, : plan.Q]
+                sink = self.state.by_row[sinks[0].place][head]
                 larger = jnp.maximum(m, sink)
                 factor = jnp.exp2((m - larger) * LOG2E)
                 l = l * factor + jnp.exp2((sink - larger) * LOG2E)
@@ -326,26 +319,6 @@ class Kernel:
             self.out[0, head] = jnp.concatenate(parts, axis=1).astype(self.out.dtype)
             if self.lse is not None:
                 self.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
-
-    def _merged(self, head: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The state of a kv head: the largest score [Q, 128], the sum of weights [Q, 1] and that of values [Q,
-        value_lanes], of which each token of a line has its features.
-        """
-        plan, state = self.plan, self.state
-        if plan.F == 1:
-            return state.m[head], jnp.sum(state.l[head], axis=1, keepdims=True), state.acc[head]
-        rows = [slice(f * plan.Q, (f + 1) * plan.Q) for f in range(plan.F)]
-        largest = [state.m[head, some] for some in rows]
-        m = functools.reduce(jnp.maximum, largest)
-        shares = [jnp.exp2((x - m) * (plan.score_unit * LOG2E)) for x in largest]
-        l = sum(share * state.l[head, some] for share, some in zip(shares, rows, strict=True))
-        lane = lax.broadcasted_iota(jnp.int32, (1, plan.value_lanes), 1)
-        acc = jnp.zeros((plan.Q, plan.value_lanes), jnp.float32)
-        for f, (share, some) in enumerate(zip(shares, rows, strict=True)):
-            own = plan.value_of(f)
-            scaled = [x * share[:, : x.shape[1]] for x in _by_lanes(state.acc[head, some])]
-            acc = jnp.where((lane >= own.start) & (lane < own.stop), jnp.concatenate(scaled, axis=1), acc)
-        return m, jnp.sum(l, axis=1, keepdims=True), acc
 
 
 def _floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

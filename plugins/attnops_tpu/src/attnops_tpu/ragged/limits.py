@@ -34,14 +34,11 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
                      "use a mask that is computed from positions")  # fmt: skip
     if cache.is_packed and "Dense" in request.mask_kinds:
         yield from _by_row(request)
-    G = request.heads // request.kv_heads * cache.tokens_per_line
+    G = request.heads // request.kv_heads
     tiles = -(-request.query_length // queries_a_tile(metadata.block_q, request.query_length, G))
     if not cache.is_packed and not rows_a_call(tiles):
         yield Reason("query", request.query_length, f"is {tiles} tiles of queries a row, more than {MAX_ITEMS}",
                      "give it in several calls")  # fmt: skip
-    if cache.tokens_per_line > 1 and cache.scales == "token_head":
-        yield Reason("tokens_per_line", cache.tokens_per_line, "and scales by token and head are not read in place",
-                     "create the cache with scales by head, or with tokens_per_line=1")  # fmt: skip
     if not request.interpret:
         yield from _layout(request)
 
@@ -66,20 +63,15 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
     }  # fmt: skip
     itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
     by_token = cache.scales == "token_head"
-    F, rows = cache.tokens_per_line, _SUBLANES * 4 // itemsize
-    unit = unit_of(cache.page_size, slots_of_row(request), F)
+    rows, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, slots_of_row(request))
     what = ("page_size", cache.page_size) if cache.page_size else ("length", slots_of_row(request))
     wider = f"create the cache with width={-(-least // LANES) * LANES}"
-    wider += "" if F == 1 else " in place of tokens_per_line"
     for name, dim in dims.items():
         if dim % LANES:
             # Of such arrays the compiler keeps another axis in the lanes: each call would copy all of the cache.
-            lines = LANES // math.gcd(least, LANES)
-            fits = lines > 1 and what[1] % (rows * lines) == 0 and not by_token and cache.storage != "WindowCache"
-            yield Reason(name, dim, f"must be a multiple of {LANES} to be read in place",
-                         f"{wider}, or with tokens_per_line={lines}" if fits else wider)  # fmt: skip
+            yield Reason(name, dim, f"must be a multiple of {LANES} to be read in place", wider)
     if unit % rows or math.lcm(unit, LANES) > 8 * max(unit, LANES):
-        yield Reason(*what, f"must be a multiple of {rows * F} to be read in place", "" if F == 1 else wider)
+        yield Reason(*what, f"must be a multiple of {rows} to be read in place")
     elif by_token and unit % LANES:
         # A transfer of fewer scales would begin between lanes.
         yield Reason(*what, f"must be a multiple of {LANES} for scales by token and head to be read in place",

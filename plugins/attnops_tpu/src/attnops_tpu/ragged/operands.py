@@ -29,8 +29,8 @@ class Arrays(NamedTuple):
     Attributes:
         scalars: float32 or int32 [B] each, of those by query [items].
         by_row: float32 or int32 [items, K or 1, R padded to lanes] each.
-        by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other, for each token of a
-            line in turn; B is the rows of the cache where ``plan.is_by_row``; None for none.
+        by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; B is the rows of the
+            cache where ``plan.is_by_row``; None for none.
         scales: float32 [K] each, of keys and of values unless they are latent; empty unless scales are by head.
     """
 
@@ -69,13 +69,13 @@ def values(plan: Plan) -> list[Value]:
         kind = Kind.BY_ROW if by_head or ("q" in axes and plan.bq > 1) else Kind.SCALAR
         kind = Kind.BY_KEY if "kv" in axes else kind
         found.append(Value(name, kind, dtype, by_head, "q" in axes, count[kind]))
-        count[kind] += (plan.H if by_head else 1) * plan.F if kind is Kind.BY_KEY else 1
+        count[kind] += plan.H if by_head and kind is Kind.BY_KEY else 1
     return found
 
 
 def rows_by_key(plan: Plan) -> int:
     """How many rows values by key have in all."""
-    return sum((plan.H if v.by_head else 1) * plan.F for v in values(plan) if v.kind is Kind.BY_KEY)
+    return sum(plan.H if v.by_head else 1 for v in values(plan) if v.kind is Kind.BY_KEY)
 
 
 def _axes(plan: Plan) -> Iterator[tuple[tuple[str, int], frozenset[str], jnp.dtype]]:
@@ -147,16 +147,15 @@ def _by_row(plan: Plan, x: jax.Array) -> jax.Array:
         x = jnp.broadcast_to(
             x.reshape(plan.B, plan.nq, 1, 1, plan.bq), (plan.B, plan.nq, 1, plan.G, plan.bq)
         )  # fmt: skip
-    x = jnp.tile(x.reshape(plan.B * plan.nq, x.shape[2], plan.Q), (1, 1, plan.F))
+    x = x.reshape(plan.B * plan.nq, x.shape[2], plan.R)
     return _padded(plan, jnp.pad(x, ((0, 0), (0, 0), (0, -plan.R % LANES))))
 
 
 def _by_key(plan: Plan, x: jax.Array) -> jax.Array:
-    """[B or 1, H or 1, 1, S] to [B or 1, nk, F · (H or 1), bk], as bits; the last is repeated."""
+    """[B or 1, H or 1, 1, S] to [B or 1, nk, H or 1, bk], as bits; the last is repeated."""
     x = lax.bitcast_convert_type(x, jnp.int32)[:, :, 0]
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.nk * plan.bk * plan.F - plan.S)), mode="edge")
-    x = x.reshape(*x.shape[:2], plan.nk, plan.bk, plan.F).transpose(0, 2, 4, 1, 3)
-    return x.reshape(*x.shape[:2], -1, plan.bk)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.nk * plan.bk - plan.S)), mode="edge")
+    return x.reshape(*x.shape[:2], plan.nk, plan.bk).transpose(0, 2, 1, 3)
 
 
 _LAYOUTS = {Kind.SCALAR: _scalar, Kind.BY_ROW: _by_row, Kind.BY_KEY: _by_key}
@@ -167,14 +166,12 @@ def queries(plan: Plan, query: jax.Array) -> jax.Array:
     x = query.astype(plan.dtype) * jnp.asarray(plan.folded, plan.dtype)
     x = jnp.pad(x, ((0, 0), (0, plan.nq * plan.bq - plan.T), (0, 0), (0, 0)))
     x = x.reshape(plan.B, plan.nq, plan.bq, plan.K, plan.G, plan.D).transpose(0, 1, 3, 4, 2, 5)
-    x = x.reshape(plan.B * plan.nq, plan.K, plan.Q, plan.D)
-    zeros = [(f * plan.D, plan.key_lanes - (f + 1) * plan.D) for f in range(plan.F)]
-    x = jnp.concatenate([jnp.pad(x, (*[(0, 0)] * 3, around)) for around in zeros], axis=2)
-    return _padded(plan, x)
+    x = x.reshape(plan.B * plan.nq, plan.K, plan.R, plan.D)
+    return _padded(plan, jnp.pad(x, (*[(0, 0)] * 3, (0, plan.key_lanes - plan.D))))
 
 
 def outputs(plan: Plan, x: jax.Array) -> jax.Array:
-    """[items, K, Q, d] to [B, T, H, d]."""
+    """[items, K, R, d] to [B, T, H, d]."""
     x = x[: plan.B * plan.nq].reshape(plan.B, plan.nq, plan.K, plan.G, plan.bq, x.shape[-1])
     x = x.transpose(0, 1, 4, 2, 3, 5).reshape(plan.B, plan.nq * plan.bq, plan.H, x.shape[-1])
     return x[:, : plan.T]

@@ -46,7 +46,7 @@ def unpacked(call: FlashCall, cache: Cache) -> Unpacked:
     """A call of packed rows as one of a batch of tiles, see `has_packed`."""
     mask, (_, N, H, _) = call.mask, call.query.shape
     assert isinstance(mask, (Packed, PackedByRow))
-    G = H // cache.kv_heads * cache.store.tokens_per_line
+    G = H // cache.kv_heads
     bq = packed_queries_a_tile(call.metadata.block_q, N, cache.batch, G)
     rows, number = mask.q_rows, jnp.arange(N, dtype=jnp.int32)
     is_real = rows >= 0

@@ -1,9 +1,8 @@
-"""Some lines of keys of a tile, for one kv head: which scores are not masked, and the soft cap and the bias."""
+"""Some keys of a tile, for one kv head: which scores are not masked, and the soft cap and the bias."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -15,7 +14,6 @@ from attnops.kernels import Elementwise
 from attnops_tpu.flash.tile import REPLACEMENTS
 from attnops_tpu.ragged.between import Between
 from attnops_tpu.ragged.operands import Kind, Value, named, values
-from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.transfers import Tile
 
 if TYPE_CHECKING:
@@ -24,15 +22,10 @@ if TYPE_CHECKING:
 
 
 class Seen(NamedTuple):
-    """Which keys of a part some query sees, booleans.
-
-    Attributes:
-        row: [1, size], by line: any token of it.
-        columns: [size, 1] for each token of a line.
-    """
+    """Which keys of a part some query sees, booleans [1, size] and [size, 1]."""
 
     row: jax.Array
-    columns: tuple[jax.Array, ...]
+    column: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +37,8 @@ class Part:
         tile: of keys.
         buffer: of the tile.
         head: the kv head.
-        start: the first line of keys, counted from the tile's first.
-        size: how many lines.
+        start: the first key, counted from the tile's first.
+        size: how many keys.
         between: what to start between loads.
     """
 
@@ -59,7 +52,7 @@ class Part:
 
     @property
     def keys(self) -> Any:
-        """The range of lines in the tile."""
+        """The range of keys in the tile."""
         return pl.ds(self.start, self.size)
 
     @property
@@ -84,15 +77,8 @@ class Part:
 
     def seen(self, visible: jax.Array) -> Seen:
         """What of `visible` some query sees."""
-        plan, as_float = self.kernel.plan, visible.astype(jnp.float32)
-        any_of = functools.partial(jnp.max, axis=0, keepdims=True)
-        if plan.F == 1:
-            rows = [any_of(as_float)]
-        else:
-            token = self._token()
-            rows = [any_of(jnp.where(token == f, as_float, 0.0)) for f in range(plan.F)]
-        row = functools.reduce(jnp.maximum, rows)
-        return Seen(row > 0, tuple(_to_column(x) > 0 for x in rows))
+        row = jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)
+        return Seen(row > 0, _to_column(row) > 0)
 
     def with_cap_and_bias(self, scores: jax.Array) -> jax.Array:
         """Scores, float32 times the full scale, with soft cap and bias."""
@@ -112,8 +98,7 @@ class Part:
     ) -> jax.Array:
         plan = self.kernel.plan
         row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
-        head = lax.div(row, jnp.int32(plan.bq))
-        h = self.head * plan.G + (head if plan.F == 1 else lax.rem(head, jnp.int32(plan.G)))
+        h = self.head * plan.G + lax.div(row, jnp.int32(plan.bq))
         return function.apply(scores, self.tile.entry, h, q, kv, given, (), REPLACEMENTS)
 
     def _values(self, name: str) -> list[Leaf]:
@@ -132,51 +117,22 @@ class Part:
             ref = kernel.state.by_row[value.place]
             return ref[self.head if ref.shape[0] > 1 else 0][:, :1]
         count = plan.G if value.by_head else 1
-        found = []
-        for token in range(plan.F):
-            first = value.place + (token * plan.H + self.head * plan.G if value.by_head else token)
-            rows = kernel.stream.by_key_buffer[self.buffer, first : first + count, self.keys]
-            if jnp.issubdtype(value.dtype, jnp.floating):
-                rows = lax.bitcast_convert_type(rows, jnp.float32)
-            if plan.F == 1 and (count == 1 or plan.bq == 1):
-                return rows
-            each = plan.Q // count
-            found += [jnp.broadcast_to(rows[g : g + 1], (each, self.size)) for g in range(count)]
-        return jnp.concatenate(found)
+        first = value.place + (self.head * plan.G if value.by_head else 0)
+        rows = kernel.stream.by_key_buffer[self.buffer, first : first + count, self.keys]
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            rows = lax.bitcast_convert_type(rows, jnp.float32)
+        if count == 1 or plan.bq == 1:
+            return rows
+        return jnp.concatenate([jnp.broadcast_to(rows[g : g + 1], (plan.bq, self.size)) for g in range(count)])
 
     def _indices(self) -> tuple[jax.Array, jax.Array]:
-        """The indices of queries, [R, 1], and of slots, [1, size], or [R, size] of lines of several tokens."""
+        """The indices of queries, [R, 1], and of slots, [1, size]."""
         plan = self.kernel.plan
         row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
         first = lax.rem(self.tile.item, jnp.int32(plan.nq)) * plan.bq
         q = first + lax.rem(row, jnp.int32(plan.bq))
         kv = self.tile.number * plan.bk + self.start + lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
-        return q, kv if plan.F == 1 else kv * plan.F + self._token()
-
-    def _token(self) -> jax.Array:
-        """Which token of its line each row of scores is of, [R, 1]."""
-        plan = self.kernel.plan
-        return lax.div(lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0), jnp.int32(plan.Q))
-
-
-def by_token(plan: Plan, seen: Seen, lanes: int, start: int, step: int) -> jax.Array:
-    """Which keys or values some query sees: booleans [size, 1], or [size, lanes] of lines of several tokens.
-
-    Args:
-        plan: of the call.
-        seen: of a part.
-        lanes: of its keys or values.
-        start: the first feature of a line's first token.
-        step: features from each token to the next.
-    """
-    if plan.F == 1:
-        return seen.columns[0]
-    lane = lax.broadcasted_iota(jnp.int32, (1, lanes), 1)
-    own = jnp.zeros((1, 1), jnp.float32)
-    for f, column in enumerate(seen.columns):
-        is_own = (lane >= start + f * step) & (lane < start + (f + 1) * step)
-        own = own + column.astype(jnp.float32) * is_own.astype(jnp.float32)
-    return own > 0
+        return q, kv
 
 
 def _to_column(x: jax.Array) -> jax.Array:

@@ -23,11 +23,7 @@ class Plan:
     """Shapes, tiles and options of a call; hashable.
 
     A grid step is an *item*: a tile of queries of a row of the cache. It visits the tiles of keys that its queries may
-    see. The G query heads of a kv head are rows of one tile, Q = G · bq of them: row r is query r % bq of head r // bq.
-
-    Keys are counted in lines of F tokens, see `attnops_caches.lines`; F is 1 for most. A tile of scores has R = F · Q
-    rows, Q for each token of a line: queries of token f have zeros but for the features of its key, so that one product
-    gives the scores of F tokens. Each has a softmax of its own, which are merged in the end.
+    see. The G query heads of a kv head are rows of one tile, R = G · bq of them: row r is query r % bq of head r // bq.
 
     A tile of keys is ``units`` units; a unit is what is transferred or left out: a page, or a part of a row of a
     storage without pages.
@@ -35,13 +31,12 @@ class Plan:
     Attributes:
         B, T, S, H, K, D, Dv: the dimensions of the call; S slots a row. Of packed rows B is their tiles of queries and
             T the queries of one.
-        F: tokens a line.
-        width: features of a line in the array of keys, zeros and joined values included.
+        width: features of a token in the array of keys, zeros and joined values included.
         bq: queries a tile.
-        bk: lines of keys a tile, a multiple of ``unit``.
-        part: lines of a tile that are computed at a time.
+        bk: keys a tile, a multiple of ``unit``.
+        part: keys of a tile that are computed at a time.
         masked_part: the same of a tile that is masked, of which parts without keys that are seen are left out.
-        unit: lines a unit.
+        unit: slots a unit.
         is_packed: whether the schedule tells the row of the cache of each item; else they follow one another.
         is_by_row: of packed rows, whether values by key are those of rows of the cache, instead of those of items.
         is_ring: whether the slot after a row's last is its first.
@@ -74,7 +69,6 @@ class Plan:
     K: int
     D: int
     Dv: int
-    F: int
     width: int
     bq: int
     bk: int
@@ -111,24 +105,9 @@ class Plan:
         return self.H // self.K
 
     @property
-    def Q(self) -> int:
-        """Rows of a tile of queries."""
-        return self.G * self.bq
-
-    @property
     def R(self) -> int:
-        """Rows of a tile of scores."""
-        return self.F * self.Q
-
-    @property
-    def lines(self) -> int:
-        """Lines a row."""
-        return self.S // self.F
-
-    @property
-    def unit_slots(self) -> int:
-        """Slots a unit."""
-        return self.unit * self.F
+        """Rows of a tile."""
+        return self.G * self.bq
 
     @property
     def nq(self) -> int:
@@ -153,31 +132,23 @@ class Plan:
 
     @property
     def key_lanes(self) -> int:
-        """Features of keys' array that are multiplied with queries, which have zeros beyond F · D; whole registers."""
-        return min(-(-self.F * self.D // LANES) * LANES, self.width)
+        """Features of keys' array that are multiplied with queries, which have zeros beyond D; whole registers."""
+        return min(-(-self.D // LANES) * LANES, self.width)
 
     @property
     def values_in_key_lanes(self) -> bool:
         """Whether some of them are of the joined value."""
-        return self.is_joined and self.width - self.F * self.Dv < self.key_lanes
+        return self.is_joined and self.width - self.Dv < self.key_lanes
 
     @property
     def value_start(self) -> int:
         """The first feature of values' array that weights are multiplied with, at the start of a register."""
-        return (self.width - self.F * self.Dv) // LANES * LANES if self.is_joined else 0
+        return (self.width - self.Dv) // LANES * LANES if self.is_joined else 0
 
     @property
     def value_lanes(self) -> int:
-        """Features that weights are multiplied with; see `value_of`."""
-        if self.is_joined:
-            return self.width - self.value_start
-        return self.Dv if self.F == 1 else self.F * self.D
-
-    def value_of(self, token: int) -> slice:
-        """Which of them are the value of a token of a line."""
-        step = self.D if self.is_latent else self.Dv
-        first = token * step + (self.value_lanes - self.F * self.Dv if self.is_joined else 0)
-        return slice(first, first + self.Dv)
+        """Features that weights are multiplied with; the last Dv are the value."""
+        return self.width - self.value_start if self.is_joined else self.Dv
 
     @property
     def units(self) -> int:
@@ -186,7 +157,7 @@ class Plan:
 
     @property
     def last_part(self) -> int:
-        """Lines of a tile's last part."""
+        """Keys of a tile's last part."""
         return (self.bk - 1) % self.part + 1
 
     @property
@@ -197,7 +168,7 @@ class Plan:
     @property
     def nk(self) -> int:
         """Tiles of keys a row, the last of which may reach beyond S."""
-        return -(-self.lines // self.bk)
+        return -(-self.S // self.bk)
 
     @property
     def folded(self) -> float:

@@ -29,7 +29,6 @@ class TPUCacheReader(CacheReader):
         codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
         latent=True,
         packed=True,
-        lines=True,
     )
     writes: ClassVar[bool] = True
 
@@ -61,17 +60,17 @@ class TPUCacheReader(CacheReader):
     def not_written(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
         """See `attnops_caches.CacheReader.not_written`."""
         cache, slots = cache_of(request), slots_of_row(request)
-        F, G, T = cache.tokens_per_line, request.heads // request.kv_heads, request.query_length
+        G, T = request.heads // request.kv_heads, request.query_length
         if cache.is_packed:
             # The kernel writes the tokens of rows of one tile.
-            T = packed_queries_a_tile(operation.metadata.block_q, T, cache.rows, F * G)
-        tile = queries_a_tile(operation.metadata.block_q, T, F * G)
+            T = packed_queries_a_tile(operation.metadata.block_q, T, cache.rows, G)
+        tile = queries_a_tile(operation.metadata.block_q, T, G)
         if tile < T and (cores := generation().cores) > 1:
             yield Reason("query", T, f"is more than one tile of {tile} queries, which {cores} cores "
                          f"compute in any order", "give block_q, or fewer tokens a step")  # fmt: skip
-        unit = unit_of(cache.page_size, slots, F)
+        unit = unit_of(cache.page_size, slots)
         itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
-        features = cache.width // F + (0 if cache.joined or cache.latent else request.value_head_dim)
+        features = cache.width + (0 if cache.joined or cache.latent else request.value_head_dim)
         size = T * request.kv_heads * features * itemsize
         if size > MAX_NEW:
             yield Reason("query", T, f"new tokens a row are {size} bytes, but at most {MAX_NEW} are "
@@ -83,7 +82,7 @@ class TPUCacheReader(CacheReader):
         packed = 4 // itemsize
         if unit % packed:
             yield Reason("page_size" if cache.page_size else "length", cache.page_size or slots,
-                         f"must be a multiple of {packed * F}, the slots of a word of 32 bits")  # fmt: skip
+                         f"must be a multiple of {packed}, the slots of a word of 32 bits")  # fmt: skip
 
     def step(
         self, operation: Any, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any

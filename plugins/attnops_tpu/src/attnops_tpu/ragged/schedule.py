@@ -53,7 +53,7 @@ def schedule(
         row: of the cache, of each tile of packed rows, int32 [B].
     """
     shape = plan.B, plan.H, plan.T, plan.S
-    coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, plan.unit_slots).coverage, 1, 1)[:, 0])
+    coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, plan.unit).coverage, 1, 1)[:, 0])
     coverage = jnp.broadcast_to(coverage, (plan.B, *coverage.shape[1:])).reshape(plan.B * plan.nq, -1)
     wanting = plan.items - coverage.shape[0], plan.nk * plan.units - coverage.shape[1]
     coverage = jnp.pad(coverage, [(0, n) for n in wanting])
@@ -74,10 +74,9 @@ def schedule(
 
 
 def _written(plan: Plan, new: Written) -> jax.Array:
-    unit = plan.unit_slots
-    start = jnp.arange(plan.nk * plan.units, dtype=jnp.int32) * unit
+    start = jnp.arange(plan.nk * plan.units, dtype=jnp.int32) * plan.unit
     first, stop = new.first[:, None], new.stop[:, None]
-    units = (first < stop) & (start < stop) & (first < start + unit) & (start < plan.S)
+    units = (first < stop) & (start < stop) & (first < start + plan.unit) & (start < plan.S)
     if plan.is_ring:
         units |= start < stop - plan.S
     # By the last item of each row.
@@ -87,7 +86,7 @@ def _written(plan: Plan, new: Written) -> jax.Array:
 
 def _missing(plan: Plan, slots: Slots, first: jax.Array, stop: jax.Array) -> jax.Array:
     page = jnp.arange(slots.exists.shape[1], dtype=jnp.int32)
-    has_tokens = (page >= slots.start[:, None] // plan.unit_slots) & (page * plan.unit_slots < slots.stop[:, None])
+    has_tokens = (page >= slots.start[:, None] // plan.unit) & (page * plan.unit < slots.stop[:, None])
     rows = jnp.minimum(jnp.arange(plan.items) // plan.nq, plan.B - 1)
     # Of a tile that has a page that is read, the others too.
     first, stop = first // plan.units * plan.units, -(-stop // plan.units) * plan.units

@@ -100,9 +100,9 @@ class Tiles(NamedTuple):
     holds: bool
 
 
-def unit_of(page_size: int, slots: int, F: int) -> int:
-    """Lines of F tokens a unit: a page, or what divides the slots of a row."""
-    return page_size // F or math.gcd(_UNIT, slots // F)
+def unit_of(page_size: int, slots: int) -> int:
+    """Slots a unit: a page, or what divides the slots of a row."""
+    return page_size or math.gcd(_UNIT, slots)
 
 
 def queries_a_tile(block_q: int | None, T: int, G: int) -> int:
@@ -111,7 +111,7 @@ def queries_a_tile(block_q: int | None, T: int, G: int) -> int:
     Args:
         block_q: the metadata's; None for the table's.
         T: queries a row.
-        G: query heads a kv head, times tokens a line.
+        G: query heads a kv head.
     """
     return min(T, block_q or max(_ROWS // G // 8, 1) * 8)
 
@@ -123,7 +123,7 @@ def packed_queries_a_tile(block_q: int | None, N: int, rows: int, G: int) -> int
         block_q: the metadata's; None for the table's.
         N: packed queries.
         rows: of the cache.
-        G: query heads a kv head, times tokens a line.
+        G: query heads a kv head.
     """
     most = max(_PACKED_ROWS // G // 8, 1) * 8
     return min(N, block_q or min(-(-N // (8 * rows)) * 8, most))
@@ -135,11 +135,10 @@ def choose(
     block_k: int | None,
     lengths: tuple[int, int],
     heads: tuple[int, int],
-    line_bytes: int,
+    token_bytes: int,
     itemsize: int,
     unit: int,
     interpret: bool,
-    F: int = 1,
 ) -> Tiles:
     """The tiles of a call.
 
@@ -149,24 +148,23 @@ def choose(
         block_k: the metadata's; None for the table's.
         lengths: T, and S of a row.
         heads: H and K.
-        line_bytes: of the keys and values of a line, all heads, as vector memory holds them.
+        token_bytes: of the keys and values of a token, all heads, as vector memory holds them.
         itemsize: bytes of a feature.
         unit: see `unit_of`.
         interpret: whether tiles need not fill the lanes.
-        F: tokens a line, for each of which a tile of scores has rows.
     """
     (T, S), (H, K), row = lengths, heads, TABLE[generation.name]
-    G, S = F * H // K, S // F
+    G = H // K
     bq = queries_a_tile(block_q, T, G)
     step = unit if interpret else math.lcm(unit, LANES)
     rows = -(-G * bq // 8) * 8
     part = max(_PART // rows // LANES * LANES, _LEAST_PART if rows <= LANES else LANES)
-    tile = 2 * row.tile if row.buffers > 2 and unit * line_bytes <= _SMALL_UNIT else row.tile
-    most = min(tile // line_bytes, _SCORES // (G * bq))
+    tile = 2 * row.tile if row.buffers > 2 and unit * token_bytes <= _SMALL_UNIT else row.tile
+    most = min(tile // token_bytes, _SCORES // (G * bq))
     is_long = _MANY_ROWS <= rows <= LANES
     if is_long:
-        most = max(most, min(_PARTS // K, generation.vmem // _SHARE // line_bytes // part) * part)
-    most = block_k // F if block_k else min(most, unit * _MAX_UNITS)
+        most = max(most, min(_PARTS // K, generation.vmem // _SHARE // token_bytes // part) * part)
+    most = block_k or min(most, unit * _MAX_UNITS)
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
     units = bk // unit
@@ -181,7 +179,7 @@ def choose(
         # Few scores, so that those of four parts are in registers while the products of others are on their way.
         part = min(part, _LEAST_PART)
     part = min(part, bk)
-    masked = min(part, max(_MASKED // line_bytes // LANES * LANES, LANES))
+    masked = min(part, max(_MASKED // token_bytes // LANES * LANES, LANES))
     masked = part if bk % masked else masked
     if interpret:
         # Only some tests interpret the plan of a generation other than v4: with parts.

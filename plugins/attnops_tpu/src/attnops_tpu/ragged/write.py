@@ -1,6 +1,6 @@
 """New tokens of a row: written into the tile that they lie in, once it has come, and from there to main memory.
 
-A transfer moves whole *groups* of lines, those of a register's sublanes: 8 of 32 bits, 16 of 16, 32 of 8; of scales,
+A transfer moves whole *groups* of slots, those of a register's sublanes: 8 of 32 bits, 16 of 16, 32 of 8; of scales,
 whose slots are in the lanes, 128. The tokens come as groups that lie as those of the row; the other slots of a group
 keep what was transferred. No other row reads what a call writes: pages that rows share are full.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from attnops_tpu.ragged.transfers import Tile
 
 _SUBLANES = 8
-# Tokens [..., n, d] as lines [..., n / F, W].
-LinesOf = Callable[[jax.Array], jax.Array]
 
 
 class Written(NamedTuple):
@@ -43,7 +41,7 @@ class Written(NamedTuple):
         stop: the slot after the last, int32 [B]; ``first`` for none. Of a ring it may be beyond the last slot, after
             which comes the first.
         blocks: the blocks of the row that have new tokens, int32 [B · blocks a row].
-        tokens: bits of tokens as they are stored, int32 words [rows, K, n, d] of 1, 2 or 4 lines each: the groups, or
+        tokens: bits of tokens as they are stored, int32 words [rows, K, n, d] of 1, 2 or 4 slots each: the groups, or
             of one token a row one word that has it in each slot. Scales float32 [rows, K, n], whole groups. With one
             tile of queries a row, there are as many rows as items.
     """
@@ -55,13 +53,11 @@ class Written(NamedTuple):
 
 
 def group_of(plan: Plan, array: int, itemsize: int) -> int:
-    """Lines a group of one of the arrays that are written to."""
+    """Slots a group of one of the arrays that are written to."""
     return math.gcd(LANES if array >= plan.token_arrays else _SUBLANES * 4 // itemsize, plan.unit)
 
 
-def written(
-    plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Mapping[str, jax.Array], lines_of: LinesOf
-) -> Written:
+def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Mapping[str, jax.Array]) -> Written:
     """What a call writes.
 
     Args:
@@ -69,19 +65,13 @@ def written(
         new: of the cache.
         base: the first block of the cache.
         blocks: the arrays that are written to, by name; scales last. JAX sorts the names of ``new.tokens``.
-        lines_of: that of the cache's store.
     """
     found = []
     for i, (name, array) in enumerate(blocks.items()):
-        group = group_of(plan, i, array.dtype.itemsize) * plan.F  # in slots
+        group = group_of(plan, i, array.dtype.itemsize)
         token = jnp.arange(((plan.T + group - 2) // group + 1) * group, dtype=jnp.int32) - (new.first % group)[:, None]
         token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]
-        if i >= plan.token_arrays:
-            own = jnp.take_along_axis(x, token, 2)
-        elif plan.F == 1:
-            own = _words_of(x, token[..., None])
-        else:
-            own = _words_of_lines(plan, x, token[..., None], lines_of)
+        own = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])
         wanting = plan.items - plan.B if plan.nq == 1 else 0
         found.append(jnp.pad(own, ((0, wanting), *[(0, 0)] * (own.ndim - 1))))
     return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(found))
@@ -102,15 +92,6 @@ def _words_of(x: jax.Array, token: jax.Array) -> jax.Array:
 
     words = functools.reduce(jnp.bitwise_or, map(shifted, range(packed)))
     return lax.bitcast_convert_type(words, jnp.int32)
-
-
-def _words_of_lines(plan: Plan, x: jax.Array, token: jax.Array, lines_of: LinesOf) -> jax.Array:
-    """`_words_of`, of lines of tokens."""
-    if plan.T == 1:
-        lines = lines_of(jnp.broadcast_to(x, (*x.shape[:2], plan.F, x.shape[3])))
-        return _words_of(lines, token)
-    lines = lines_of(jnp.take_along_axis(x, token, 2))
-    return _words_of(lines, jnp.arange(lines.shape[2], dtype=jnp.int32)[None, None, :, None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,9 +118,8 @@ class Writer:
 
     def has(self, entry: jax.Array, number: jax.Array) -> jax.Array:
         """Whether a tile of an entry has new tokens."""
-        tile = self.plan.bk * self.plan.F
-        first, stop, start = self.first[entry], self.stop[entry], number * tile
-        found = (stop > first) & (start < stop) & (first < start + tile)
+        first, stop, start = self.first[entry], self.stop[entry], number * self.plan.bk
+        found = (stop > first) & (start < stop) & (first < start + self.plan.bk)
         return found | (start < stop - self.plan.S) if self.plan.is_ring else found
 
     @property
@@ -193,9 +173,8 @@ class Writer:
         of_tile, before = self.plan.bk // group, turn // group
         end = (number + 1) * of_tile
         end = jnp.minimum(end, self.plan.S // group) + before if self.plan.is_ring else end
-        slots = group * self.plan.F
-        first = jnp.maximum(lax.div(self.first[entry], np.int32(slots)), number * of_tile + before)
-        stop = jnp.minimum(lax.div(self.stop[entry] + (slots - 1), np.int32(slots)), end)
+        first = jnp.maximum(lax.div(self.first[entry], np.int32(group)), number * of_tile + before)
+        stop = jnp.minimum(lax.div(self.stop[entry] + (group - 1), np.int32(group)), end)
         return first, jnp.where(self.has(entry, number), stop, first)
 
     def _merge(
@@ -203,10 +182,9 @@ class Writer:
         turn: int,
     ) -> None:  # fmt: skip
         at = pl.ds(pl.multiple_of(index * group - turn - number * self.plan.bk, group), group)
-        F = self.plan.F
-        first, stop = (ref[entry] - index * (group * F) for ref in (self.first, self.stop))
+        first, stop = (ref[entry] - index * group for ref in (self.first, self.stop))
         to, tokens = self.buffers[array], self.tokens[array]
-        given = index - lax.div(self.first[entry], np.int32(group * F))
+        given = index - lax.div(self.first[entry], np.int32(group))
         if array >= self.plan.token_arrays:
             old = to[buffer, :, at]
             lane = lax.broadcasted_iota(jnp.int32, old.shape, 1)
@@ -220,7 +198,7 @@ class Writer:
             old = to[buffer, head, at]
             old = old if old.dtype == jnp.int32 else pltpu.bitcast(old, jnp.int32)
             new = jnp.broadcast_to(tokens[0, head, given_at], old.shape)
-            is_new = _bits_of_slots(self.plan, old.shape, first, stop, packed)
+            is_new = _bits_of_slots(old.shape, first, stop, packed)
             merged = (new & is_new) | (old & ~is_new)
             to[buffer, head, at] = pltpu.bitcast(merged, to.dtype)
 
@@ -228,13 +206,12 @@ class Writer:
         self, entry: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array,
         turn: int,
     ) -> Any:  # fmt: skip
-        plan, slot = self.plan, index * group - turn  # counted in lines
+        plan, slot = self.plan, index * group - turn
         at = pl.multiple_of(slot - number * plan.bk, group)
         if plan.is_paged:
             unit = np.int32(plan.unit)
             each = self.blocks.shape[0] // plan.B
-            first = lax.div(self.first[entry], np.int32(plan.unit_slots))
-            block = self.blocks[entry * each + lax.div(slot, unit) - first]
+            block = self.blocks[entry * each + lax.div(slot, unit) - lax.div(self.first[entry], unit)]
             slot = lax.rem(slot, unit)
         else:
             block = self.blocks[entry]
@@ -242,18 +219,12 @@ class Writer:
         return pltpu.make_async_copy(self.buffers[array].at[buffer, :, pl.ds(at, group)], target, self.written.at[0])
 
 
-def _bits_of_slots(plan: Plan, shape: tuple[int, ...], first: jax.Array, stop: jax.Array, packed: int) -> jax.Array:
+def _bits_of_slots(shape: tuple[int, ...], first: jax.Array, stop: jax.Array, packed: int) -> jax.Array:
     """Words [words, width] of which the bits of slots from ``first`` to ``stop`` are 1."""
-    slot = lax.broadcasted_iota(jnp.int32, shape, 0) * (packed * plan.F)
-    if plan.F > 1:
-        lane, of_keys = lax.broadcasted_iota(jnp.int32, shape, 1), plan.F * plan.D
-        # The token of a line that a feature belongs to: the number of tokens that end before it.
-        ends = [of_keys * is_value + (f + 1) * d for is_value, d in ((0, plan.D), (1, plan.Dv)) for f in range(plan.F)]
-        for i, end in enumerate(x for x in ends if x < shape[1]):
-            slot += jnp.where(lane >= end, jnp.int32(1 - plan.F if i == plan.F - 1 else 1), jnp.int32(0))
+    slot = lax.broadcasted_iota(jnp.int32, shape, 0) * packed
     bits, found = 32 // packed, jnp.zeros(shape, jnp.int32)
     for i in range(packed):
         mask = np.array((((1 << bits) - 1) << (bits * i)), np.uint32).astype(np.int32)
-        at = slot + i * plan.F
+        at = slot + i
         found |= jnp.where((at >= first) & (at < stop), jnp.int32(mask), jnp.int32(0))
     return found

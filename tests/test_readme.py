@@ -106,18 +106,24 @@ def test_the_plugin_loads_as_printed():
 def test_the_table_says_how_a_cache_is_read():
     from attnops import Limits, OperationOutput
     from attnops.operations.vanilla import VanillaAttention
+    from attnops_caches import CacheLimits, CacheReader
     from attnops_testing.support_table import CACHES, cache_support
+
+    class Reader(CacheReader):
+        limits = CacheLimits(storages={"PagedCache"}, codecs={"int8"}, latent=True)
+
+        def attend(self, operation, query, cache, *, mask):
+            return OperationOutput(query)
 
     class Paged(VanillaAttention):
         limits = {  # noqa: RUF012
             "native": VanillaAttention.limits.get("native", Limits()),
-            "cuda": Limits(caches={"PagedCache"}, codecs={"int8"}, latent=True, max_head_dim=576),
+            "cuda": Limits(max_head_dim=576),
         }
 
-        def forward_cuda(self, query, key, value, *, mask=None):
-            return OperationOutput(query)
+        readers = {"cuda": Reader()}  # noqa: RUF012
 
-        def cached_cuda(self, query, cache, *, mask):
+        def forward_cuda(self, query, key, value, *, mask=None):
             return OperationOutput(query)
 
     assert [cache_support(Paged, feature, "cuda") for feature in CACHES] == [

@@ -54,45 +54,52 @@ def test_explain_asks_what_the_library_asks(run: Any) -> None:
 def test_explain_describes_a_cache(run: Any, run_json: Any) -> None:
     arguments = (
         "explain", "vanilla", "-B", "2", "-T", "1", "-S", "4096", "-H", "8", "-K", "2", "-D", "64", "--dtype",
-        "bfloat16", "--cache", "PagedCache", "--page-size", "32", "--codec", "int8", "--scales", "head",
+        "bfloat16", "--source", "PagedCache", "--source-options", "page_size=32, codec=int8, scales=head",
     )  # fmt: skip
     found = run_json(*arguments)
-    assert found["request"]["cache"] == {
+    assert found["request"]["source"] == {
         "storage": "PagedCache", "codec": "int8", "scales": "head", "latent": False, "page_size": 32,
         "width": 128, "joined": True,
         "is_packed": False, "rows": 2, "mask_kinds": [], "mask_primitives": [],
     }  # fmt: skip
     assert (found["request"]["mode"], found["request"]["key_length"]) == ("decode", 4096)
     # 2 rows of 4,096 slots of 2 heads of 64 + 64 features of 2 bytes
-    assert found["chosen"]["bytes_read"] == 2 * 4096 * 2 * (64 + 64) * 2
-    assert [reason["argument"] for reason in found["chosen"]["read_reasons"]] == ["cache"]
-    printed = run(*arguments).output.splitlines()
-    assert printed[3] == (
-        "  reads the cache into arrays by cache.read(), 4.2 MB a call: cache=PagedCache: VanillaAttention has no "
-        "cached_native"
+    assert 2 * 4096 * 2 * (64 + 64) * 2 == 4_194_304
+    reads = (
+        "reads the cache into arrays by cache.read(), 4.2 MB a call: cache=PagedCache: VanillaAttention has no reader "
+        "of caches for native"
     )
+    assert found["chosen"]["source_use"]["reads"] == reads
+    printed = run(*arguments).output.splitlines()
+    assert printed[3] == f"  {reads}"
 
 
 def test_explain_describes_latent_and_packed_caches(run_json: Any) -> None:
     sizes = ("-B", "3", "-T", "5", "-S", "40", "-K", "2", "-D", "24")
-    found = run_json("explain", "vanilla", *sizes, "--cache", "window", "--latent", "16", "--packed")["request"]
-    assert found["cache"]["storage"] == "WindowCache"
-    assert (found["cache"]["latent"], found["cache"]["is_packed"]) == (True, True)
+    found = run_json(
+        "explain", "vanilla", *sizes, "--source", "windowcache", "--source-options", "latent=16,packed=true"
+    )["request"]
+    assert found["source"]["storage"] == "WindowCache"
+    assert (found["source"]["latent"], found["source"]["is_packed"]) == (True, True)
     assert (found["batch"], found["key_length"], found["value_head_dim"], found["mode"]) == (1, 120, 16, "prefill")
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--codec", "int8", "--packed"], "--codec, --packed is given, but no cache; give --cache PagedCache"),
-        (["--cache", "sparse"], "cache='sparse' is unknown; use one of ['DenseCache', 'WindowCache', 'PagedCache']"),
-        (["--cache", "DenseCache", "--page-size", "16"], "page_size=16 is given, but a DenseCache has no pages"),
-        (["--cache", "DenseCache", "--scales", "head"], "scales='head' is given, but codec is not"),
-        (["--cache", "DenseCache", "--codec", "int4"], "must be one of"),
-        (["--cache", "PagedCache", "-S", "40", "-T", "1"], "S=40 must be a multiple of page_size=16"),
-        (["--cache", "WindowCache", "-S", "4", "-T", "5"], "S=4 slots do not hold the T=5 tokens"),
-        (["--cache", "DenseCache", "--latent", "32", "--value-head-dim", "16"], "latent=32 must be at most"),
-        (["--cache", "DenseCache", "--dropout", "0.5"], "attention over a cache has no dropout"),
+        (["--source-options", "codec=int8"], "--source-options='codec=int8' is given, but no source"),
+        (["--source", "sparse"], "source='sparse' is unknown; use one of ['DenseCache', 'PagedCache', 'WindowCache']"),
+        (["--source", "DenseCache", "--source-options", "16"], "must be name=value, separated by commas"),
+        (["--source", "DenseCache", "--source-options", "pages=4"], "source_options names pages, but a DenseCache has"),
+        (["--source", "DenseCache", "--source-options", "latent=no"], "latent=no must be an integer of at least 1"),
+        (["--source", "DenseCache", "--source-options", "packed=1"], "packed='1' must be true or false"),
+        (["--source", "DenseCache", "--source-options", "page_size=16"], "given, but a DenseCache has no pages"),
+        (["--source", "DenseCache", "--source-options", "scales=head"], "scales='head' is given, but codec is not"),
+        (["--source", "DenseCache", "--source-options", "codec=int4"], "must be one of"),
+        (["--source", "PagedCache", "-S", "40", "-T", "1"], "S=40 must be a multiple of page_size=16"),
+        (["--source", "WindowCache", "-S", "4", "-T", "5"], "S=4 slots do not hold the T=5 tokens"),
+        (["--source", "DenseCache", "--source-options", "latent=32", "--value-head-dim", "16"], "latent=32 must be at"),
+        (["--source", "DenseCache", "--dropout", "0.5"], "attention over a cache has no dropout"),
     ],
 )
 def test_explain_refuses_what_no_cache_is(run: Any, arguments: list[str], sentence: str) -> None:

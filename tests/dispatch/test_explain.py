@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import Limits, OperationImpl, OperationMetadata, OperationOutput, OperationRegistry, Rank, explain
+from attnops import OperationImpl, OperationMetadata, OperationOutput, OperationRegistry, Rank, explain
 from attnops.dispatch.platforms import PLATFORMS
-from attnops_caches import DenseCache, PagedCache, Quantized
-from attnops_caches.calls.bind import printed_bytes
+from attnops_caches import CacheLimits, CacheReader, DenseCache, PagedCache, Quantized
+from attnops_caches.calls.request import printed_bytes
 from attnops_testing.oracle import attention
 
 
@@ -79,16 +79,18 @@ def test_a_subclass_of_a_core_operation_may_say_that_it_computes_something_else(
     assert "acme:mean" not in {c.name for c in (found.chosen, *found.others)}
 
 
-def cached(self: Any, query: Any, cache: Any, *, mask: Any) -> OperationOutput:
-    return OperationOutput(jnp.zeros_like(query))
+class PagesReader(CacheReader):
+    limits = CacheLimits(storages={"PagedCache"}, codecs={"int8"})
+
+    def attend(self, operation: Any, query: Any, cache: Any, *, mask: Any) -> OperationOutput:
+        return OperationOutput(jnp.zeros_like(query))
 
 
 @pytest.mark.slow
 def test_a_class_that_declares_a_storage_reads_it_in_place() -> None:
     vanilla = OperationRegistry.get("vanilla", "cpu")
-    limits = {"native": Limits(caches={"PagedCache"}, codecs={"int8"})}
     name = {"get_impl_name": classmethod(lambda cls: "paged"), "__module__": "acme.paged"}
-    cls = type("Paged", (vanilla,), name | {"limits": limits, "cached_native": cached})
+    cls = type("Paged", (vanilla,), name | {"readers": {"native": PagesReader()}})
     OperationRegistry.register(cls)
     sizes = {"batch": 1, "kv_heads": 2, "head_dim": 8, "dtype": jnp.float32}
     pages = {"pages": 4, "page_size": 8, "max_pages": 4, **sizes}
@@ -97,16 +99,17 @@ def test_a_class_that_declares_a_storage_reads_it_in_place() -> None:
     def told(cache: Any, **options: Any) -> tuple[str, int]:
         request = OperationRegistry.create("paged").request(q, cache, **options)
         found = explain(request, "paged")
-        assert f"\n  {found.chosen.reads}" in str(found)
-        return found.chosen.reads, found.chosen.bytes_read
+        use: Any = found.chosen.source_use
+        assert f"\n  {use.reads}" in str(found)
+        return use.reads, use.bytes_read
 
-    in_place = "reads the cache in place (cached_native)", 0
+    in_place = "reads the cache in place (forward_native)", 0
     assert told(PagedCache.create(**pages)) == told(PagedCache.create(codec=Quantized("int8"), **pages)) == in_place
     through = "reads the cache into arrays by cache.read(), 4.1 kB a call: "  # 32 slots of 2 · (8 + 8) float32
     for cache, options, why in (
         (DenseCache.create(length=32, **sizes), {}, "cache=DenseCache: must be one of ['PagedCache']"),
         (PagedCache.create(codec=Quantized("float8_e5m2"), **pages), {}, "cache.codec=float8_e5m2: must be one of"),
-        (PagedCache.create(**pages), {"return_lse": True}, "return_lse=given: cached_native has no such option"),
+        (PagedCache.create(**pages), {"return_lse": True}, "return_lse=given: PagesReader.attend has no such option"),
     ):
         reads, size = told(cache, **options)
         assert reads.startswith(through + why)
@@ -116,7 +119,7 @@ def test_a_class_that_declares_a_storage_reads_it_in_place() -> None:
 def test_a_call_without_a_cache_tells_of_none() -> None:
     q = jnp.ones((1, 5, 2, 8))
     found = explain(OperationRegistry.create("auto").request(q, q, q))
-    assert (found.chosen.read_reasons, found.chosen.bytes_read) == ((), 0)
+    assert found.chosen.source_use is None
     assert "the cache" not in str(found)
 
 

@@ -239,7 +239,7 @@ MUTANTS = {
 }
 
 # Of flash, which reads caches in place.
-TILES = "operations.flash.cached:from_store"
+TILES = "flash.attention:from_store"
 IN_PLACE = {
     "values are dequantised with the keys' scales": Mutant(
         TILES, "key_scale, scale(store.value_scale)", "key_scale, key_scale", "int8 by token_head"

@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "step without a cache": (
         lambda op: op.step(draw(B, T, H), draw(B, T), draw(B, T), None),
-        r"cache is a NoneType, but must be an attnops_caches.Cache: op.step\(query, key, value, cache\)",
+        r"source is a NoneType, but must be an attnops.Source, such as a cache of attnops-caches: op.step\(query, key",
     ),
     "step with fewer queries than keys": (
         lambda op: op.step(draw(B, 2, H), draw(B, T), draw(B, T), dense()),
@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"layer=-1 must be from 0 to 1",
     ),
     "a layer that is no integer": (lambda op: LAYERS.layer(0.5), r"layer is float64 \(\), but must be an integer"),
-    "a partial softmax": (lambda op: op.partial(draw(B, T, H), dense(), None), r"key is a cache, but a partial"),
+    "a partial softmax": (lambda op: op.partial(draw(B, T, H), dense(), None), r"key is a DenseCache, but a partial"),
     "a scale of 0": (
         lambda op: DenseCache.create(
             length=8, codec=Quantized("int8", "head"), key_scale=[0.0, 1.0], value_scale=[1.0, 1.0], **OPTIONS

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from cache_mutants import IN_PLACE, MUTANTS
 
-from attnops.operations.flash import cached
+from attnops_caches.flash import attention
 from attnops_testing.caches import check_cache
 from attnops_testing.runner import Status, Subject
 
 VANILLA, FLASH = Subject(operation="attnops:vanilla"), Subject(operation="attnops:flash")
 # What flash, which reads caches in place, does not call.
-READS = ("caches.paged:PagedCache.read", "caches.store:Store.decoded", "caches.store:Store.value_of",
-         "caches.codec:Quantized.decode", "dispatch.over_cache:arrays_of")  # fmt: skip
+READS = ("paged:PagedCache.read", "store:Store.decoded", "store:Store.value_of", "codec:Quantized.decode",
+         "calls.run:arrays_of")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -57,8 +57,8 @@ def test_a_mistake_is_wrong_in_place_too(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_a_mistake_of_flash_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     IN_PLACE[name].apply(monkeypatch)
-    cached._compiled.clear_cache()
+    attention._compiled.clear_cache()
     outcome = check_cache(FLASH, IN_PLACE[name].found_by.split(" + "))
-    cached._compiled.clear_cache()
+    attention._compiled.clear_cache()
     assert outcome.status is Status.WRONG, f"{name} is {outcome.status} in {outcome.name}"
     assert not outcome.raised, outcome.detail

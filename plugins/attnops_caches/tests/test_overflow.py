@@ -192,10 +192,10 @@ def test_offsets_beyond_int32() -> None:
     assert pieces.slot[wrote].tolist() == [page - 1, 0, 0]
 
 
-DENSE = "caches.dense:DenseCache."
+DENSE = "dense:DenseCache."
 MISTAKES = {
     "positions are int16": (
-        Mutant("caches.base:Cache.query_positions", ", position, -1)",
+        Mutant("base:Cache.query_positions", ", position, -1)",
                ", position.astype(jnp.int16).astype(jnp.int32), -1)", ""),
         lambda: test_positions_beyond_int16(lambda: DenseCache.create(length=40_000, **OPTIONS | {"batch": 1})),
     ),
@@ -204,15 +204,15 @@ MISTAKES = {
         lambda: test_a_full_row_drops_all_and_changes_nothing_else(dense, None),
     ),
     "overflow is not told": (
-        Mutant("caches.base:Cache._appended", "overflowed | dropped", "overflowed", ""),
+        Mutant("base:Cache._appended", "overflowed | dropped", "overflowed", ""),
         lambda: test_the_first_tokens_that_fit_are_kept(dense),
     ),
     "pages after one that is missing are written": (
-        Mutant("caches.paged:PagedCache.place", "jnp.cumprod(exists, axis=1)", "exists", ""),
+        Mutant("paged:PagedCache.place", "jnp.cumprod(exists, axis=1)", "exists", ""),
         test_a_page_that_is_missing_in_the_middle_ends_what_fits,
     ),
     "a page is found by the 32-bit index of its first element": (
-        Mutant("caches.paged:PagedCache.place", "jnp.clip(page, 0, self.pages - 1)",
+        Mutant("paged:PagedCache.place", "jnp.clip(page, 0, self.pages - 1)",
                "page * (p * 64) // (p * 64)", ""),
         test_offsets_beyond_int32,
     ),

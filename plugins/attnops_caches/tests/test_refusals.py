@@ -139,9 +139,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: OP(x(B, 1, H, 4), dense()), r"query has head_dim 4, but the cache has head_dim 8: they must be equal",
     ),
     "heads that K does not divide": (lambda: OP(x(B, 1, 3, D), dense()), r"query has 3 heads and the cache has 2"),
-    "value with a cache": (lambda: OP(QUERY, dense(), NEW), r"key is a cache and value is given too"),
+    "value with a cache": (lambda: OP(QUERY, dense(), NEW), r"key is a DenseCache and value is given too"),
     "query_lengths without a cache": (
-        lambda: OP(QUERY, NEW, NEW, query_lengths=[1, 1]), r"query_lengths is given, but key is no cache",
+        lambda: OP(QUERY, NEW, NEW, query_lengths=[1, 1]), r"has no option 'query_lengths'.*; write op\(query, cache, query_lengths=...\)",
     ),
     "dropout": (
         lambda: OP(QUERY, dense(), dropout_key=jax.random.key(0)),

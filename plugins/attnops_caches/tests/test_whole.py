@@ -12,7 +12,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
-from attnops.operations.flash import cached, whole
+from attnops_caches.flash import attention as cached, whole
 from attnops_caches import Cache, DenseCache
 from attnops_testing import oracle
 from attnops_testing.cache_features import CacheSpec

@@ -74,6 +74,8 @@ _HERE: Final = {
     "backend": _NAME,
     "layout": "OperationMetadata(layout='BTHD') or 'BHTD'",
     "precision": "OperationMetadata(precision=...)",
+    "query_lengths": "op(query, cache, query_lengths=...) of a cache; over arrays, mask=attnops.masks.Lengths(lengths)",
+    "rows": "op(query, cache, rows=...) of a cache; over arrays, mask=attnops.masks.Segments(ids)",
 }
 
 

@@ -27,7 +27,7 @@ def tiles(
     query = jnp.zeros((1, T, H, head_dim))
     keys = jax.ShapeDtypeStruct((1, slots, K, head_dim), jnp.float32)
     call = FlashCall(OperationMetadata(**options), query, keys, keys, mask)
-    return CachedFlash(Blocks(slots, itemsize, page, is_packed)).tiles(call, WIDE)
+    return CachedFlash(Blocks(slots, itemsize, page or 1, is_packed)).tiles(call, WIDE)
 
 
 def test_a_tile_of_few_queries_has_no_row_that_does_not_exist():

@@ -12,8 +12,9 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
-from attnops_caches.flash import attention as cached, whole
 from attnops_caches import Cache, DenseCache
+from attnops_caches.flash import attention as cached
+from attnops_caches.flash import whole
 from attnops_testing import oracle
 from attnops_testing.cache_features import CacheSpec
 from attnops_testing.cache_problem import CacheProblem

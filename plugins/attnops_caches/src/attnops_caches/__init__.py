@@ -21,6 +21,9 @@ from attnops_caches.placement import Placement, sharded
 from attnops_caches.pool import PageCopies, PagePool
 from attnops_caches.rows import Rows
 from attnops_caches.sizes import bytes_per_page, pages_that_fit
+from attnops_caches.store import Pieces
+from attnops_caches.stored import StoredCache
+from attnops_caches.tiles import KeyValue, TileAt, TileLoader
 from attnops_caches.tokens import Contents, NewTokens
 from attnops_caches.window import WindowCache
 
@@ -31,13 +34,18 @@ __all__ = [
     "CacheRequest",
     "Contents",
     "DenseCache",
+    "KeyValue",
     "NewTokens",
     "PageCopies",
     "PagePool",
     "PagedCache",
+    "Pieces",
     "Placement",
     "Quantized",
     "Rows",
+    "StoredCache",
+    "TileAt",
+    "TileLoader",
     "WindowCache",
     "__version__",
     "bytes_per_page",

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
 
 from attnops.dispatch.source import Source
 from attnops.masks.base import Mask
@@ -20,15 +18,12 @@ from attnops_caches.calls.bind import bind_cached
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.calls.run import run_over_cache
 from attnops_caches.calls.step import step
-from attnops_caches.codec import Quantized
-from attnops_caches.integers import check_layer, integers_by_row
+from attnops_caches.integers import integers_by_row
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement
-from attnops_caches.placement import append as append_by_shard
-from attnops_caches.placement import pending as pending_by_shard
 from attnops_caches.rows import Rows, check_rows
-from attnops_caches.store import Pieces, Store
-from attnops_caches.tokens import Contents, NewTokens
+from attnops_caches.store import Pieces
+from attnops_caches.tokens import Contents, Planned
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -37,6 +32,7 @@ if TYPE_CHECKING:
     from attnops.dispatch.binding import Call
     from attnops.output import OperationOutput
     from attnops.typing import DType
+    from attnops_caches.tiles import TileLoader
 
 
 CacheType = TypeVar("CacheType", bound="Cache")
@@ -55,19 +51,17 @@ class Cache(Source):
     with ``keys, values, positions, held = cache.read()``. All methods return a new cache and leave the old one as it
     is; where its buffers are donated they are updated in place.
 
-    A layer axis may be in front of every array (``create(layers=L)``). Methods are for one layer, see `layer`, and
-    raise a `ValueError` for all together; except those that empty, shorten or move rows or pages (``reset``,
-    ``truncate``, ``with_table``, ``take_rows``, ``fork``, ``copy_pages``), which are for all layers.
+    The storages of this package are `StoredCache`s. A storage of another layout subclasses this class, and implements
+    ``length``, ``kv_heads``, ``head_dim``, ``value_head_dim``, ``dtype``, `place`, `write`, `read` and `slots`; and
+    `loader`, for native `flash` to read it in place.
 
     Attributes:
-        store: the arrays of the tokens.
         lengths: indices in use, left padding included, int32 [B].
         starts: tokens of left padding, int32 [B].
         overflowed: whether tokens were dropped because they did not fit, bool [B]; it stays True.
         placement: the mesh axes that shard it, see `attnops_caches.sharded`; None without a mesh.
     """
 
-    store: Store
     lengths: jax.Array
     starts: jax.Array
     overflowed: jax.Array
@@ -79,18 +73,14 @@ class Cache(Source):
     # Whether positions may exceed the number of slots, so that masks and biases with an array by key have no meaning.
     unbounded: ClassVar[bool] = False
 
+    # The fields that have an entry for each row, [B] or [B, …].
+    by_row: ClassVar[tuple[str, ...]] = ("lengths", "starts", "overflowed")
+    # Whether it is a `StoredCache`, whose tokens kernels may write, and which a mesh may shard.
+    is_stored: ClassVar[bool] = False
+
     def describe(self) -> CacheRequest:
         """The static description of this cache in a request."""
-        store, codec = self.store, self.codec
-        return CacheRequest(
-            storage=self.storage,
-            codec="" if codec is None else codec.dtype,
-            scales="" if codec is None else codec.scales,
-            latent=store.latent is not None,
-            width=store.width,
-            joined=store.is_joined,
-            rows=self.batch,
-        )
+        return CacheRequest(storage=self.storage, rows=self.batch, has_loader=type(self).loader is not Cache.loader)
 
     def bind(self, operation: OperationImpl, query: ArrayLike, options: Mapping[str, Any]) -> Call:
         """See `attnops.Source.bind`. Options of a call over a cache, in addition to the operation's:
@@ -131,49 +121,24 @@ class Cache(Source):
         """S, the slots of a row."""
 
     @property
+    @abc.abstractmethod
     def kv_heads(self) -> int:
         """K."""
-        return self.store.kv_heads
 
     @property
+    @abc.abstractmethod
     def head_dim(self) -> int:
         """D, of keys."""
-        return self.store.head_dim
 
     @property
+    @abc.abstractmethod
     def value_head_dim(self) -> int:
         """Dv, of values."""
-        return self.store.value_head_dim
 
     @property
+    @abc.abstractmethod
     def dtype(self) -> DType:
-        """The dtype of keys and values as they are appended and read."""
-        return self.store.dtype
-
-    @property
-    def codec(self) -> Quantized | None:
-        """How tokens are stored; None: as they are."""
-        return self.store.codec
-
-    @property
-    def specs(self) -> Self:
-        """The partition spec of every array on the mesh of ``placement``, a pytree of this structure.
-
-        Raises:
-            ValueError: it has no placement.
-        """
-        if self.placement is None:
-            raise ValueError("placement=None: the cache is on no mesh; make it by attnops_caches.sharded(create, mesh)")
-        return self.placement.specs(self)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """The bytes of one token of one layer, scales and zeros of its ``width`` included."""
-        store = self.store
-        arrays = [x for x in (store.key, store.value) if x is not None]
-        scales = [x for x in (store.key_scale, store.value_scale) if x is not None and store.has_token_scales]
-        features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays)
-        return store.kv_heads * (features + 4 * len(scales))
+        """The dtype of keys and values as they are appended and read: float32, bfloat16 or float16."""
 
     def append(
         self,
@@ -198,74 +163,7 @@ class Cache(Source):
             ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
             UnsupportedError: packed rows, and a mesh that shards the context.
         """
-        key, value, count, rows = self._new(key, value, lengths, rows)
-        placement = None if self.placement is None else self.placement.free()
-        if placement is not None:
-            return append_by_shard(placement, self, key, value, count, rows)
-        return self._append(key, value, count, rows)
-
-    def pending(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
-    ) -> tuple[Self, NewTokens]:
-        """`append` without its writes, for a kernel that writes: the cache after them, and the tokens.
-
-        Raises:
-            ValueError: see `append`.
-            UnsupportedError: a mesh that shards the context, or of packed rows the rows.
-        """
-        key, value, count, rows = self._new(key, value, lengths, rows)
-        placement = None if self.placement is None else self.placement.free()
-        if placement is None:
-            return self._pending(key, value, count, rows)
-        return pending_by_shard(placement, self, key, value, count, rows)
-
-    def _pending(
-        self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
-    ) -> tuple[Self, NewTokens]:
-        """`pending` on one device, its arguments checked."""
-        T, starts = key.shape[1], None
-        if rows is None:
-            assert count is not None
-            wanted = count
-        else:
-            slots, none = jnp.clip(rows.slots, 0, self.batch - 1), jnp.zeros((self.batch,), jnp.int32)
-            wanted, own = none.at[slots].add(rows.counts(T, self.batch)), rows.first_counts(T, self.batch)
-            count = none.at[slots].add(own)
-            starts = none.at[slots].add(jnp.where(own > 0, rows.firsts(T), 0))
-        pieces, fit = self.place(T, count, jnp.arange(self.batch, dtype=jnp.int32))
-        first, blocks = self._first_new(pieces)
-        new = NewTokens(self.store._tokens(key, value), first, fit, blocks, starts)
-        return self._appended(self.store, self.lengths + fit, fit < wanted), new
-
-    def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
-        """The cache with some of the tokens that `pending` returned with it, where a kernel does not write them all.
-
-        Args:
-            new: the tokens.
-            rows: whose are written, bool [B].
-
-        The loop that writes has a turn for each page of these rows that has new tokens; before it, all pages that the
-        tokens of all rows might lie in are sorted.
-
-        Raises:
-            ValueError: the cache is on a mesh: a kernel is given each device's part.
-        """
-        if self.placement is not None and self.placement.free() is not None:
-            raise ValueError("the cache is on a mesh: write_new is for a device's part of it, inside jax.shard_map")
-        before = dataclasses.replace(self, lengths=self.lengths - new.size)
-        T, every = new.tokens["key"].shape[2], jnp.arange(self.batch, dtype=jnp.int32)
-        pieces, _ = before.place(T, jnp.where(rows, new.size, 0), every)
-        if new.starts is not None:
-            pieces = pieces._replace(first=pieces.first + new.starts[pieces.row], row=jnp.zeros_like(pieces.row))
-        return dataclasses.replace(self, store=self.store.write_some(new.tokens, pieces))
-
-    def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
-        """``first`` and ``blocks`` of `NewTokens`, from the pieces of all rows."""
-        return self.lengths, pieces.block.reshape(self.batch, -1)
+        return self._append(*self._new(key, value, lengths, rows))
 
     def _new(
         self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
@@ -285,27 +183,50 @@ class Cache(Source):
             raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
         return key, value, None, check_rows(rows).checked(T, self.batch)
 
-    @functools.partial(jax.jit, inline=True)  # of eager calls too, one program
-    def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
-        """`append` on one device, its arguments checked."""
-        T = key.shape[1]
+    def planned(self, T: int, count: jax.Array | None, rows: Rows | None) -> Planned:
+        """Where new tokens go, and what the rows are afterwards; its arguments are checked.
+
+        Args:
+            T: tokens a row, or N packed tokens.
+            count: real tokens of each row, int32 [B]; None of packed rows.
+            rows: of packed rows; else None.
+        """
+        every, starts = jnp.arange(self.batch, dtype=jnp.int32), None
         if rows is None:
             assert count is not None
-            pieces, fit = self.place(T, count, jnp.arange(self.batch, dtype=jnp.int32))
-            return self._appended(self.store.write(key, value, pieces), self.lengths + fit, fit < count)
-        wanted = rows.counts(T, self.batch)
-        count = rows.first_counts(T, self.batch)
-        slots = jnp.clip(rows.slots, 0, self.batch - 1)
-        pieces, fit = self.place(T, count, slots)
-        pieces = pieces._replace(first=pieces.first + rows.firsts(T)[pieces.row], row=jnp.zeros_like(pieces.row))
-        grown = jnp.asarray(self.lengths).at[slots].add(fit)
-        dropped = jnp.zeros_like(self.overflowed).at[slots].max(fit < wanted)
-        store = self.store.write_some(self.store._tokens(key, value), pieces)
-        return self._appended(store, grown, dropped)
+            wanted = count
+        else:
+            slots, none = jnp.clip(rows.slots, 0, self.batch - 1), jnp.zeros((self.batch,), jnp.int32)
+            wanted, own = none.at[slots].add(rows.counts(T, self.batch)), rows.first_counts(T, self.batch)
+            count = none.at[slots].add(own)
+            starts = none.at[slots].add(jnp.where(own > 0, rows.firsts(T), 0))
+        pieces, fit = self.place(T, count, every)
+        return Planned(pieces, fit, self.lengths + fit, fit < wanted, starts)
 
-    def _appended(self, store: Store, lengths: jax.Array, dropped: jax.Array) -> Self:
-        """This cache with another store after an append."""
-        return dataclasses.replace(self, store=store, lengths=lengths, overflowed=self.overflowed | dropped)
+    @functools.partial(jax.jit, inline=True)  # of eager calls too, one program
+    def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
+        """`append`, its arguments checked."""
+        planned = self.planned(key.shape[1], count, rows)
+        return self.write(key, value, planned.pieces_of_tokens, rows is not None).grown(planned)
+
+    def grown(self, planned: Planned) -> Self:
+        """This cache with the lengths that it has after an append."""
+        return dataclasses.replace(self, lengths=planned.lengths, overflowed=self.overflowed | planned.dropped)
+
+    @abc.abstractmethod
+    def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
+        """This cache with new tokens in its arrays; every other slot is unchanged, and so are the lengths.
+
+        Args:
+            key: [B, T, K, D]; of packed rows [1, N, K, D].
+            value: [B, T, K, Dv]; of packed rows [1, N, K, Dv]. None if the value is a part of the key.
+            pieces: where they go.
+            sparse: whether most pieces may be empty.
+        """
+
+    def loader(self) -> TileLoader | None:
+        """What loads tiles for native `flash`; None for a cache that is read by `read` alone."""
+        return None
 
     @abc.abstractmethod
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
@@ -322,9 +243,12 @@ class Cache(Source):
         O(B · S) memory: for operations that don't read the storage in place.
         """
 
-    @abc.abstractmethod
     def slots(self) -> Slots:
-        """Where the tokens of each row lie: the last two of `read`, as values by row."""
+        """Where the tokens of each row lie: the last two of `read`, as values by row.
+
+        The token of index i is in slot i, unless a storage says otherwise.
+        """
+        return self._slots()
 
     def positions(self) -> tuple[jax.Array, jax.Array]:
         """The last two of `read`: positions int32 [B, S] and held bool [B, S]."""
@@ -356,69 +280,9 @@ class Cache(Source):
         """This cache without its placement; tokens, and what it means, are the same."""
         return dataclasses.replace(self, placement=None)
 
-    def _read_placed(self) -> Contents:
-        """`read` of a cache on a mesh."""
-        assert self.placement is not None
-        placement = self.placement.free()
-        if placement is None:
-            return self.without_mesh().read()
-        by_token = PartitionSpec(placement.batch, placement.slots, placement.kv_heads)
-        by_slot = PartitionSpec(placement.batch, placement.slots)
-        specs = Contents(by_token, by_token, by_slot, by_slot)  # type: ignore[arg-type]
-        result: Contents = placement.by_compiler(lambda cache: cache.without_mesh().read(), specs, self)
-        return result
-
-    def layer(self, layer: ArrayLike) -> Self:
-        """One layer of a cache with a layer axis, for `jax.lax.scan` over layers without a copy of the cache.
-
-        The arrays stay those of all layers, so that an append updates them in place: carry the cache through the scan,
-        and put the layer back by `with_layer`::
-
-            def block(carry, layer):
-                x, cache = carry
-                ...
-                out, one = op.step(query, key, value, cache.layer(layer), mask=Causal())
-                return (x, cache.with_layer(layer, one)), None
-
-        A cache that is an input and an output of the scan, and not its carry, is copied by XLA.
-
-        Args:
-            layer: an integer, which may be traced.
-
-        Raises:
-            ValueError: there is no layer axis, or a known layer is not in it.
-        """
-        if self.lengths.ndim != 2:
-            raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
-        check_layer(layer, self.lengths.shape[0])
-        fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._of_layer().items()}
-        return dataclasses.replace(self, store=self.store.layer(layer), **fields)  # type: ignore[arg-type]
-
-    def with_layer(self, layer: ArrayLike, one: Self) -> Self:
-        """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``.
-
-        Args:
-            layer: the integer that `layer` was given.
-            one: that layer afterwards.
-
-        Raises:
-            ValueError: there is no layer axis, a known layer is not in it, or ``one`` is no layer of a cache.
-        """
-        if self.lengths.ndim != 2 or not isinstance(one, Cache) or one.store.first is None:
-            raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
-        check_layer(layer, self.lengths.shape[0])
-        new = one._of_layer()
-        fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
-        return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
-
     def _rows(self) -> dict[str, jax.Array]:
-        """The arrays by row."""
-        names = ("lengths", "starts", "overflowed", "written", "table")
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
-
-    def _of_layer(self) -> dict[str, jax.Array]:
-        """The arrays outside the store that have the layer axis."""
-        return self._rows()
+        """The arrays of ``by_row``."""
+        return {name: getattr(self, name) for name in self.by_row}
 
     def reset(self, rows: ArrayLike) -> Self:
         """The cache with some rows emptied, for new sequences: no tokens, no padding, not overflowed.
@@ -486,16 +350,8 @@ class Cache(Source):
             )
 
     def _value(self, value: ArrayLike | None, batch: int) -> jax.Array | None:
-        latent = self.store.latent
-        if latent is not None:
-            if value is not None:
-                raise ValueError(
-                    f"value is given, but the cache has latent content: its value is the first {latent} features of "
-                    f"the key; leave value out"
-                )
-            return None
         if value is None:
-            raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
+            raise ValueError(f"value=None, but a {type(self).__name__} stores values; give them")
         return self._tokens("value", value, self.value_head_dim, batch)
 
     def _tokens(self, name: str, x: Any, d: int, batch: int) -> jax.Array:

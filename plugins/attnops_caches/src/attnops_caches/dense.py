@@ -11,13 +11,12 @@ import numpy as np
 
 from attnops.exported import serialised
 from attnops.sharding.placing import placed
-from attnops_caches.base import Cache, CacheType
 from attnops_caches.codec import Quantized
 from attnops_caches.create import check_size, create_rows, create_store
 from attnops_caches.integers import int32
-from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.store import Pieces
+from attnops_caches.stored import StoredCache, StoredType
 from attnops_caches.tokens import Contents
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 @serialised(placement=PLACEMENT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DenseCache(Cache):
+class DenseCache(StoredCache):
     """A row of S slots for each sequence; the token of index i is in slot i. See `Cache`."""
 
     storage: ClassVar[str] = "DenseCache"
@@ -96,9 +95,6 @@ class DenseCache(Cache):
         slot = jnp.maximum(lengths, 0)
         return Pieces(run, slot - lengths, jnp.maximum(lengths + fit - slot, 0), rows, slot), fit
 
-    def slots(self) -> Slots:
-        return self._slots()
-
     def read(self) -> Contents:
         self._check_layer()
         if self.placement is not None:
@@ -121,7 +117,7 @@ class DenseCache(Cache):
         return take_rows(self, rows)
 
 
-def read_blocks(cache: Cache) -> tuple[jax.Array, jax.Array]:
+def read_blocks(cache: StoredCache) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, n, K, d] of a cache whose blocks are its rows."""
     store = cache.store
     own = {name: store.own(x) for name, x in store._blocks().items()}
@@ -130,7 +126,7 @@ def read_blocks(cache: Cache) -> tuple[jax.Array, jax.Array]:
     return key.swapaxes(1, 2).astype(store.dtype), value.swapaxes(1, 2).astype(store.dtype)
 
 
-def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
+def take_rows(cache: StoredType, rows: ArrayLike) -> StoredType:
     """A cache whose blocks are its rows with other rows; see `DenseCache.take_rows`."""
     if cache.store.first is not None:
         raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
@@ -141,7 +137,7 @@ def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
         raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {cache.batch - 1}")
     given, axis = int32(array), cache.lengths.ndim - 1
 
-    def taken(cache: CacheType, given: jax.Array) -> CacheType:
+    def taken(cache: StoredType, given: jax.Array) -> StoredType:
         exists, index = (given >= 0) & (given < cache.batch), jnp.clip(given, 0, cache.batch - 1)
         blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
         fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
@@ -155,8 +151,8 @@ def take_rows(cache: CacheType, rows: ArrayLike) -> CacheType:
     changed = {"placement": cache.placement.for_rows(given.shape[0])}
     specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(cache, **changed))  # type: ignore[arg-type]
 
-    def moved(cache: CacheType, given: jax.Array) -> CacheType:
+    def moved(cache: StoredType, given: jax.Array) -> StoredType:
         return dataclasses.replace(taken(cache, given), **changed)  # type: ignore[arg-type]
 
-    result: CacheType = placement.by_compiler(moved, specs, cache, given)
+    result: StoredType = placement.by_compiler(moved, specs, cache, given)
     return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from attnops.typing import DType
-from attnops_caches.base import Cache
 from attnops_caches.codec import Quantized
 from attnops_caches.dense import DenseCache
 from attnops_caches.paged import PagedCache
 from attnops_caches.rows import Rows
+from attnops_caches.stored import StoredCache
 from attnops_caches.window import WindowCache
 
 STORAGES: Final = ("DenseCache", "WindowCache", "PagedCache")
@@ -32,7 +32,7 @@ def make_cache(
     codec: str | None,
     scales: str | None,
     latent: int | None,
-) -> Cache:
+) -> StoredCache:
     """A cache of ``length`` slots a row to which ``query_length`` tokens can be appended.
 
     Call it while tracing, so that no array is allocated.
@@ -74,7 +74,7 @@ _OPTIONS: Final = ("page_size", "codec", "scales", "latent", "packed")
 
 def source(
     storage: str, query: jax.Array, key: jax.Array, value_head_dim: int | None, options: dict[str, str]
-) -> tuple[jax.Array, Cache, dict[str, Any]]:
+) -> tuple[jax.Array, StoredCache, dict[str, Any]]:
     """A cache for ``attnops explain``, see `attnops.cli.sources`.
 
     Args:
@@ -104,17 +104,17 @@ def source(
     return query[:1], cache, {"rows": Rows(jnp.zeros(B + 1, jnp.int32), jnp.zeros(B, jnp.int32))}
 
 
-def dense(*call: Any) -> tuple[jax.Array, Cache, dict[str, Any]]:
+def dense(*call: Any) -> tuple[jax.Array, StoredCache, dict[str, Any]]:
     """`source` of a `DenseCache`."""
     return source("DenseCache", *call)
 
 
-def window(*call: Any) -> tuple[jax.Array, Cache, dict[str, Any]]:
+def window(*call: Any) -> tuple[jax.Array, StoredCache, dict[str, Any]]:
     """`source` of a `WindowCache`."""
     return source("WindowCache", *call)
 
 
-def paged(*call: Any) -> tuple[jax.Array, Cache, dict[str, Any]]:
+def paged(*call: Any) -> tuple[jax.Array, StoredCache, dict[str, Any]]:
     """`source` of a `PagedCache`."""
     return source("PagedCache", *call)
 

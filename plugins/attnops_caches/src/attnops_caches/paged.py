@@ -14,7 +14,6 @@ from attnops.errors import Reason, UnsupportedError
 from attnops.exported import serialised
 from attnops.sharding.mesh import names_of
 from attnops.sharding.placing import placed, whole
-from attnops_caches.base import Cache
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
 from attnops_caches.create import check_size, create_rows, create_store, joined_width
@@ -22,6 +21,8 @@ from attnops_caches.integers import int32, integers
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.store import Pieces
+from attnops_caches.stored import StoredCache
+from attnops_caches.tiles import StoreLoader, TileLoader
 from attnops_caches.tokens import Contents
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @serialised(placement=PLACEMENT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PagedCache(Cache):
+class PagedCache(StoredCache):
     """Pages of ``page_size`` slots, and a table of the pages of each row (Kwon et al. 2023, arXiv:2309.06180).
 
     The token of index i of row b is in slot ``i % page_size`` of page ``table[b, i // page_size]``. Which pages belong
@@ -49,6 +50,7 @@ class PagedCache(Cache):
     table: jax.Array
     copied: jax.Array
 
+    by_row: ClassVar[tuple[str, ...]] = (*StoredCache.by_row, "table")
     storage: ClassVar[str] = "PagedCache"
 
     @classmethod
@@ -145,6 +147,10 @@ class PagedCache(Cache):
         """See `Cache.describe`."""
         return dataclasses.replace(super().describe(), page_size=self.page_size)
 
+    def loader(self) -> TileLoader:
+        """See `Cache.loader`."""
+        return StoreLoader(self.store, self.table)
+
     @property
     def page_size(self) -> int:
         """Slots a page."""
@@ -239,7 +245,7 @@ class PagedCache(Cache):
 
     def slots(self) -> Slots:
         exists = (self.table >= 0) & (self.table < self.pages_of_row)
-        return dataclasses.replace(self._slots(), exists=exists, page_size=self.page_size)
+        return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
 
     def read(self) -> Contents:
         self._check_layer()

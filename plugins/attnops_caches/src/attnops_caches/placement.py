@@ -27,8 +27,9 @@ from attnops_caches.tokens import NewTokens
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
-    from attnops_caches.base import Cache, CacheType
+    from attnops_caches.base import CacheType
     from attnops_caches.rows import Rows
+    from attnops_caches.stored import StoredCache, StoredType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,12 @@ class Placement:
         last: dict[str, tuple[MeshAxes, ...]] = dict.fromkeys(
             ("key", "value"), (self.batch, self.kv_heads, self.slots, None)
         )
+        if not cache.is_stored:
+            result: CacheType = jax.tree.map(lambda x: PartitionSpec(), cache)
+            return result
+        held: Any = cache
         by_scale = {"tensor": (), "head": (self.kv_heads,), "token_head": (self.batch, self.kv_heads, self.slots)}
-        scale = () if cache.codec is None else by_scale[cache.codec.scales]
+        scale = () if held.codec is None else by_scale[held.codec.scales]
         last |= {"key_scale": scale, "value_scale": scale, "first": (), "table": (self.batch, None)}
         last["copied"] = (self.batch,)
 
@@ -93,10 +98,10 @@ class Placement:
             entries = last.get(getattr(path[-1], "name", ""), (self.batch,))
             return PartitionSpec(*(None,) * (len(x.shape) - len(entries)), *entries)
 
-        result: CacheType = jax.tree_util.tree_map_with_path(spec, cache)
+        result = jax.tree_util.tree_map_with_path(spec, cache)
         return result
 
-    def specs_of_new(self, cache: Cache, is_packed: bool) -> NewTokens:
+    def specs_of_new(self, cache: Any, is_packed: bool) -> NewTokens:
         """The partition specs of the new tokens of a cache."""
         by_row, by_head = PartitionSpec(self.batch), PartitionSpec(self.batch, self.kv_heads)
         tokens: Any = dict.fromkeys(cache.store._blocks(), by_head)
@@ -119,7 +124,10 @@ class Placement:
         Of a context that is cut, rows begin ``first`` slots later: lengths and starts count from there, so that
         positions are those of the whole cache.
         """
-        own = dataclasses.replace(cache, placement=None, store=cache.store.local())
+        if not cache.is_stored:
+            return dataclasses.replace(cache, placement=None)
+        held: Any = cache
+        own: CacheType = dataclasses.replace(held, placement=None, store=held.store.local())
         if self.slots is None:
             return own
         first = lax.axis_index(self.slots) * cache.length
@@ -154,9 +162,11 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
         The cache with its ``placement``; its methods give caches with the same one.
 
     Raises:
-        ValueError: see the ``create`` of the cache's class.
+        ValueError: a cache that can't be sharded; see also the ``create`` of its class.
     """
     shape = jax.eval_shape(create)
+    if not shape.is_stored:
+        raise ValueError(f"create made a {type(shape).__name__}, which no mesh shards; make a DenseCache, for example")
     placement = placement_of(shape, mesh, axis_rules)
 
     def made() -> CacheType:
@@ -177,11 +187,14 @@ def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_
         axis_rules: the rules.
         by_page: whether the rows of a `PagedCache` may have pages of their shard only.
     """
+    if not cache.is_stored:
+        return Placement(mesh, None, None, None)
+    held: Any = cache
     spec = axis_rules.spec([BATCH, KV_HEAD, KV_LENGTH], mode=MODE_DECODE)
     paged, dense = cache.storage == "PagedCache", cache.storage == "DenseCache"
     # A number that mesh axes divide if they divide rows and pages.
-    rows = math.gcd(cache.batch, cache.store.own_blocks) if paged else cache.batch
-    if cache.store.first is not None:
+    rows = math.gcd(cache.batch, held.store.own_blocks) if paged else cache.batch
+    if held.store.first is not None:
         rows = 1  # one layer among the blocks of others
 
     return Placement(
@@ -201,9 +214,9 @@ def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
 
 
 def append(
-    placement: Placement, cache: CacheType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
+    placement: Placement, cache: StoredType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
     rows: Rows | None,
-) -> CacheType:  # fmt: skip
+) -> StoredType:  # fmt: skip
     """`Cache.append` on a mesh, its arguments checked: each device writes the tokens of its rows, heads and slots.
 
     Raises:
@@ -213,7 +226,7 @@ def append(
         check_packed(placement)
     given = cache, key, value, count, rows
     moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
-    result: CacheType = _append(placement, *moved)
+    result: StoredType = _append(placement, *moved)
     return result
 
 
@@ -237,9 +250,9 @@ def _append_specs(placement: Placement, given: tuple[Any, ...]) -> tuple[Any, ..
 
 
 def _append_own(
-    placement: Placement, cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
+    placement: Placement, cache: StoredCache, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
     rows: Rows | None,
-) -> Cache:  # fmt: skip
+) -> StoredCache:  # fmt: skip
     """The append of one device, to its part of a cache."""
     own = placement.local(cache)
     if rows is not None:
@@ -252,15 +265,16 @@ def _append_own(
         assert count is not None
         fit = jnp.clip(own.length * placement.shards(placement.slots) - cache.lengths, 0, count)
         store = own._append(key, value, fit, None).store
-        own = cache._appended(store, cache.lengths + fit, fit < count)
+        dropped = cache.overflowed | (fit < count)
+        own = dataclasses.replace(cache, store=store, lengths=cache.lengths + fit, overflowed=dropped)
     store = dataclasses.replace(own.store, first=cache.store.first, blocks=cache.store.blocks)
     return dataclasses.replace(own, placement=cache.placement, store=store)
 
 
 def pending(
-    placement: Placement, cache: CacheType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
+    placement: Placement, cache: StoredType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
     rows: Rows | None,
-) -> tuple[CacheType, NewTokens]:  # fmt: skip
+) -> tuple[StoredType, NewTokens]:  # fmt: skip
     """`Cache.pending` on a mesh: each device's new tokens.
 
     Raises:
@@ -278,7 +292,9 @@ def pending(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pending(placement: Placement, *given: Any) -> Any:
-    def own(cache: Cache, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Any:
+    def own(
+        cache: StoredCache, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
+    ) -> Any:
         after, new = placement.local(cache)._pending(key, value, count, rows)
         return _grown(after), new
 
@@ -290,7 +306,7 @@ def _pending(placement: Placement, *given: Any) -> Any:
     )(*given)  # fmt: skip
 
 
-def _grown(cache: Cache) -> dict[str, Any]:
+def _grown(cache: StoredCache) -> dict[str, Any]:
     """What an append changes of a cache, other than its store."""
     return {name: x for name, x in cache._rows().items() if name not in ("starts", "table")}
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from attnops.exported import serialised_tuple
+from attnops_caches.store import Pieces
 
 
 @serialised_tuple
@@ -43,3 +45,33 @@ class NewTokens(NamedTuple):
     size: jax.Array
     blocks: jax.Array
     starts: jax.Array | None = None
+
+
+class Planned(NamedTuple):
+    """Where new tokens go, and what the rows are after they are written.
+
+    Attributes:
+        pieces: by row of the cache; ``first`` counts the row's own new tokens.
+        fit: how many of each row's tokens fit, int32 [B].
+        lengths: of the rows afterwards, int32 [B].
+        dropped: whether some token of the row did not fit, bool [B].
+        starts: of packed rows, the number of each row's first token among the N, int32 [B]; None for a batch.
+    """
+
+    pieces: Pieces
+    fit: jax.Array
+    lengths: jax.Array
+    dropped: jax.Array
+    starts: jax.Array | None
+
+    @property
+    def pieces_of_tokens(self) -> Pieces:
+        """The pieces by row of the tokens, which is one row if rows are packed."""
+        return of_packed(self.pieces, self.starts)
+
+
+def of_packed(pieces: Pieces, starts: jax.Array | None) -> Pieces:
+    """Pieces by row of a cache as pieces of packed tokens that begin at ``starts``; None: they are not packed."""
+    if starts is None:
+        return pieces
+    return pieces._replace(first=pieces.first + starts[pieces.row], row=jnp.zeros_like(pieces.row))

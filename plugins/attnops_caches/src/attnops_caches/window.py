@@ -12,15 +12,15 @@ import numpy as np
 from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
-from attnops_caches.base import Cache
 from attnops_caches.codec import Quantized
 from attnops_caches.create import check_size, create_rows, create_store
 from attnops_caches.dense import read_blocks, take_rows
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.rows import Rows, check_rows
-from attnops_caches.store import Pieces, Store
-from attnops_caches.tokens import Contents, NewTokens
+from attnops_caches.store import Pieces
+from attnops_caches.stored import StoredCache
+from attnops_caches.tokens import Contents, NewTokens, Planned
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @serialised(placement=PLACEMENT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WindowCache(Cache):
+class WindowCache(StoredCache):
     """A ring of R slots for each sequence; the token of index i is in slot i mod R. See `Cache`.
 
     A query sees the last ``window`` tokens, itself included: the window belongs to every call over this cache, as if
@@ -48,6 +48,7 @@ class WindowCache(Cache):
     window: int = dataclasses.field(metadata={"static": True})
     max_append: int = dataclasses.field(metadata={"static": True})
 
+    by_row: ClassVar[tuple[str, ...]] = (*StoredCache.by_row, "written")
     storage: ClassVar[str] = "WindowCache"
     unbounded: ClassVar[bool] = True
 
@@ -166,9 +167,9 @@ class WindowCache(Cache):
         pieces = Pieces(run, zero, before, rows, slot), Pieces(run, before, fit - before, rows, zero)
         return Pieces(*(jnp.concatenate(x) for x in zip(*pieces, strict=True))), fit
 
-    def _appended(self, store: Store, lengths: jax.Array, dropped: jax.Array) -> Self:
-        cache = super()._appended(store, lengths, dropped)
-        return dataclasses.replace(cache, written=jnp.maximum(self.written, lengths))
+    def grown(self, planned: Planned) -> Self:
+        cache = super().grown(planned)
+        return dataclasses.replace(cache, written=jnp.maximum(self.written, planned.lengths))
 
     def truncate(self, lengths: ArrayLike) -> Self:
         """See `Cache.truncate`. Taking back more than ``max_append`` tokens sets ``overflowed`` where the ring lost

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
+from attnops_caches import DenseCache, PagedCache, Quantized, StoredCache, WindowCache
 from attnops_testing.cache_codec import Codec, stored_dtype
 
 Array = np.ndarray[Any, Any]
@@ -135,7 +135,7 @@ class Model:
         key = token.key * token.key_scale[:, None]
         return key, key[:, : self.latent] if token.value is None else token.value * token.value_scale[:, None]
 
-    def empty(self) -> Cache:
+    def empty(self) -> StoredCache:
         """A real cache of this layout without arrays."""
         codec = None if self.codec is None else Quantized(self.codec.dtype, self.codec.scales)
         options: dict[str, Any] = {
@@ -148,7 +148,7 @@ class Model:
             if self.latent is None:
                 options["value_scale"] = self.scales[1]
 
-        def create() -> Cache:
+        def create() -> StoredCache:
             if self.layout.storage == "dense":
                 return DenseCache.create(length=self.layout.slots, **options)
             if self.layout.storage == "ring":
@@ -157,10 +157,10 @@ class Model:
                 pages=self.layout.pages, page_size=self.layout.slots, max_pages=self.max_pages, **options
             )
 
-        shapes: Cache = jax.eval_shape(create)
+        shapes: StoredCache = jax.eval_shape(create)
         return shapes
 
-    def cache(self) -> Cache:
+    def cache(self) -> StoredCache:
         """A real cache with these tokens, of numpy's arrays; every other slot and scale is NaN, or 127 of int8."""
         shapes = self.empty()
         store: dict[str, Any] = {}
@@ -211,7 +211,7 @@ class Model:
         by_token = self.codec is not None and self.codec.scales == "token_head"
         return [(k, v) for k, v in fields if k in store and v is not None and (by_token or not k.endswith("scale"))]
 
-    def check(self, cache: Cache, before: Cache) -> None:
+    def check(self, cache: StoredCache, before: StoredCache) -> None:
         """Assert that a real cache holds these tokens, and is as before wherever it holds none of the new ones.
 
         Args:

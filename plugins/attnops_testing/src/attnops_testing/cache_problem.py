@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
-from attnops_caches import Cache, Rows
+from attnops_caches import Cache, PagedCache, Rows
 from attnops_testing import oracle
 from attnops_testing.cache_features import PAGE, CacheSpec
 from attnops_testing.cache_masks import Case, bias_case, mask_case
@@ -33,6 +34,18 @@ STARTS: Final = (0, 3, 17)
 PAGES: Final = B * PAGES_OF_A_ROW + 1  # one belongs to no row
 
 
+class Foreign(NamedTuple):
+    """A storage that is not one of attnops-caches, for tokens in pages without codec or latent.
+
+    Attributes:
+        of_pages: it with the tokens of a `PagedCache`.
+        to_pages: a `PagedCache` with its tokens; the second argument is one of the same sizes.
+    """
+
+    of_pages: Callable[[PagedCache], Cache]
+    to_pages: Callable[[Cache, PagedCache], PagedCache]
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheProblem:
     """One call over a cache.
@@ -43,6 +56,7 @@ class CacheProblem:
         head_dim: D.
         dtype: of queries, keys and values, where the description has none.
         seed: of the tokens.
+        foreign: another storage that holds the tokens of a `PagedCache`; None for the storages of attnops-caches.
     """
 
     spec: CacheSpec
@@ -50,6 +64,7 @@ class CacheProblem:
     head_dim: int = 16
     dtype: str = "float32"
     seed: int = 0
+    foreign: Foreign | None = None
 
     def with_mask(self, name: str | None) -> CacheProblem:
         """The same call with another mask, over the same tokens."""
@@ -201,7 +216,8 @@ class CacheProblem:
     @property
     def cache(self) -> Cache:
         """The cache of the call."""
-        return (self.before if self.spec.step else self.after).cache()
+        cache = (self.before if self.spec.step else self.after).cache()
+        return cache if self.foreign is None else self.foreign.of_pages(cache)  # type: ignore[arg-type]
 
     def program(self, operation: OperationImpl) -> Any:
         """A function of `arguments` that gives the output, and the cache afterwards."""
@@ -234,7 +250,9 @@ class CacheProblem:
         program = jax.jit(self.program(operation), compiler_options=compiler_options)
         out, lse, cache = jax.tree.map(np.asarray, program(*self.arguments))
         if self.spec.step:
-            self.after.check(cache, self.before.cache())
+            before = self.before.cache()
+            given = cache if self.foreign is None else self.foreign.to_pages(cache, before)  # type: ignore[arg-type]
+            self.after.check(given, before)
             assert not cache.overflowed.any(), "overflowed is set, but every token fits"
         self.check_output(out, lse)
 

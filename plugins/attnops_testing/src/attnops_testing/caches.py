@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attnops_testing.cache_features import combine_cache
-from attnops_testing.cache_problem import CacheProblem
+from attnops_testing.cache_problem import CacheProblem, Foreign
 from attnops_testing.pairs import joined
 from attnops_testing.runner import Outcome, Status, Subject, attempt
 
 
-def check_cache(subject: Subject, names: Sequence[str]) -> Outcome:
-    """Values of a call over a cache that has these features."""
+def check_cache(subject: Subject, names: Sequence[str], foreign: Foreign | None = None) -> Outcome:
+    """Values of a call over a cache that has these features; ``foreign``: over another storage, see `CacheProblem`."""
 
     def check() -> None:
-        problem = cache_problem(subject, names)
+        problem = cache_problem(subject, names, foreign)
         problem.check(subject.make(problem.metadata), subject.compiler_options)
 
     return attempt(cache_name(names), check)
@@ -43,11 +43,11 @@ def cache_refusal(subject: Subject, names: Sequence[str]) -> Outcome | None:
     return None if outcome.status is Status.RIGHT else outcome
 
 
-def cache_problem(subject: Subject, names: Sequence[str]) -> CacheProblem:
+def cache_problem(subject: Subject, names: Sequence[str], foreign: Foreign | None = None) -> CacheProblem:
     """The problem that has these features, and fits the operation; in the runtime mode that a call over a cache has."""
     fit = subject.fit
     metadata = subject.base.replace(mode=None, block_q=fit.block, block_k=fit.block)
-    return CacheProblem(combine_cache(names), metadata, head_dim=fit.D, dtype=fit.dtype)
+    return CacheProblem(combine_cache(names), metadata, head_dim=fit.D, dtype=fit.dtype, foreign=foreign)
 
 
 def cache_name(names: Sequence[str]) -> str:

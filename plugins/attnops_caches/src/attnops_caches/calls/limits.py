@@ -17,7 +17,7 @@ class CacheLimits:
     """The caches that a reader serves.
 
     Attributes:
-        storages: the classes of caches, by name, such as "PagedCache".
+        storages: the classes of caches, by name, such as "PagedCache". None: any.
         codecs: the dtypes of codecs, such as "int8".
         latent: it reads latent content.
         packed: it reads packed rows.
@@ -26,7 +26,7 @@ class CacheLimits:
         ValueError: storages or codecs are no collection.
     """
 
-    storages: frozenset[str]
+    storages: frozenset[str] | None
     codecs: frozenset[str] = frozenset()
     latent: bool = False
     packed: bool = False
@@ -34,6 +34,8 @@ class CacheLimits:
     def __post_init__(self) -> None:
         for name in ("storages", "codecs"):
             value: Any = getattr(self, name)
+            if value is None and name == "storages":
+                continue
             if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
                 raise ValueError(f"{name}={value!r} must be a collection, such as {{{value!r}}}")
             object.__setattr__(self, name, frozenset(value))
@@ -41,7 +43,7 @@ class CacheLimits:
     def reasons(self, cache: CacheRequest) -> list[Reason]:
         """Every limit that reading ``cache`` in place breaks."""
         reasons = []
-        if cache.storage not in self.storages:
+        if self.storages is not None and cache.storage not in self.storages:
             reasons.append(
                 Reason("cache", cache.storage, f"must be one of {sorted(self.storages)} to be read in place")
             )

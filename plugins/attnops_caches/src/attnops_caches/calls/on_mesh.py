@@ -105,7 +105,7 @@ def find_cache_boundary(
     dividing = functools.partial(dividing_axes, chosen, free)
     of = functools.partial(rule_axes, rules, request.mode)
     heads = placement.kv_heads
-    if heads is None:
+    if heads is None and cache.is_stored:
         taken = names_of(placement.batch) + names_of(placement.slots)
         heads = dividing(tuple(name for name in of(HEAD) if name not in taken), request.heads)
     is_explicit = bool(explicit_names(chosen) | explicit_names(typed))
@@ -184,7 +184,8 @@ def run_cached(
     group = query.shape[2] // cache.kv_heads
     own = by_kv_head(options, forward.option_axes)
     names = () if new is None else tuple(new.tokens)
-    written = [getattr(cache_specs.store, name) for name in names]
+    held: Any = cache_specs
+    written = [getattr(held.store, name) for name in names]
     local = _Local(
         forward, operands.template, wanted, names, placement, boundary.batch, boundary.heads, keys, group, own
     )
@@ -202,7 +203,8 @@ def run_cached(
     output = OperationOutput(**dict(zip(wanted, results[: len(wanted)], strict=True)))
     if new is not None:
         arrays: dict[str, Any] = dict(zip(names, results[len(wanted) :], strict=True))
-        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays))
+        held = cache
+        cache = dataclasses.replace(held, store=dataclasses.replace(held.store, **arrays))
     return output, cache
 
 
@@ -245,7 +247,7 @@ class _Local:
     def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
         """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
         (query, cache, new), rest = self.template.filled(arrays)
-        own = self.placement.local(cache)
+        own: Any = self.placement.local(cache)
         shard = Shard(first_index(self.batch, query.shape[0]), first_index(self.heads, query.shape[2]),
                       query.shape[0], query.shape[2])  # fmt: skip
         if self.placement.kv_heads != self.heads:
@@ -333,7 +335,7 @@ def _slot_specs(positions: jax.Array | Slots, spec_of: SpecOf) -> Any:
     return specs_of(positions, spec_of) if isinstance(positions, Slots) else spec_of(positions.shape, "bs")
 
 
-def _with_heads(cache: Cache, shard: Shard, group: int) -> Cache:
+def _with_heads(cache: Any, shard: Shard, group: int) -> Any:
     """A cache with the kv heads that this device's query heads use; a copy, unless those are all."""
     store = cache.store
     if store.kv_heads == 1:

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from attnops_caches.base import Cache
     from attnops_caches.calls.limits import CacheLimits
     from attnops_caches.calls.request import CacheRequest
+    from attnops_caches.stored import StoredCache
     from attnops_caches.tokens import NewTokens
 
-CacheType = TypeVar("CacheType", bound="Cache")
+StoredType = TypeVar("StoredType", bound="StoredCache")
 
 
 class CacheReader(abc.ABC):
@@ -72,8 +73,8 @@ class CacheReader(abc.ABC):
         """
 
     def step(
-        self, operation: Any, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any
-    ) -> tuple[OperationOutput, CacheType]:
+        self, operation: Any, query: jax.Array, cache: StoredType, new: NewTokens, **options: Any
+    ) -> tuple[OperationOutput, StoredType]:
         """`attend`, and the new tokens written in the same kernel; of a class with ``writes``.
 
         Args:

@@ -29,6 +29,7 @@ class CacheRequest(SourceRequest):
         page_size: slots a page; 0 for a storage without pages.
         width: features of a token in the array of keys, zeros included; D + Dv at least where values are joined to it.
         joined: whether keys and values are one array.
+        has_loader: whether native `flash` can read its tiles in place, see `Cache.loader`.
         is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.
         rows: of the cache; 1 where it is not known.
         mask_kinds: of packed rows those of the caller's mask, which may be an array by packed query and slot for
@@ -43,6 +44,7 @@ class CacheRequest(SourceRequest):
     page_size: int = 0
     width: int = 0
     joined: bool = False
+    has_loader: bool = True
     is_packed: bool = False
     rows: int = 1
     mask_kinds: frozenset[str] = frozenset()

@@ -136,10 +136,11 @@ def fused(
     is_cut = placement is not None and (
         placement.slots is not None or (rows is not None and placement.batch is not None)
     )
-    if is_cut or not may_write(operation):
+    if not cache.is_stored or is_cut or not may_write(operation):
         return None
     key, value = _in_bthd(layout, key, value)
-    after, new = cache.pending(key, value, query_lengths, rows)
+    stored: Any = cache
+    after, new = stored.pending(key, value, query_lengths, rows)
     T = jnp.shape(key)[1]
     _check_length(layout, query, T)
     lengths = _wanted_lengths(cache, T, query_lengths, rows)

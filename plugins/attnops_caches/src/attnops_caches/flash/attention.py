@@ -12,25 +12,20 @@ import functools
 from typing import Final, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from attnops.kernels.flash import FlashCall
 from attnops.masks.at import At
 from attnops.masks.base import And, Mask
 from attnops.masks.positions import SlidingWindow
 from attnops.operations.flash.backend import NativeFlash, call_once
-from attnops.operations.flash.forward import KeyValue, LoadKeyValue, forward
+from attnops.operations.flash.forward import KeyValue, forward
 from attnops.operations.flash.operands import Arrays
 from attnops.operations.flash.plan import Index, Plan, quotient_and_remainder
 from attnops.operations.flash.tile_schedule import TileSchedule
 from attnops.operations.flash.tile_sizes import Row, choose_tiles
-from attnops_caches.base import Cache
-from attnops_caches.bits import from_bits
 from attnops_caches.flash import whole
 from attnops_caches.masks.slots import AtSlots
-from attnops_caches.paged import PagedCache
-from attnops_caches.store import Store
+from attnops_caches.tiles import StoreLoader, TileAt, TileLoader
 
 # Up to so many queries, keys take longer to read than to multiply with, and the tiles are these.
 _FEW: Final = 16
@@ -54,13 +49,13 @@ class Blocks(NamedTuple):
     Attributes:
         slots: of a row of the cache.
         itemsize: bytes of a stored number.
-        page_size: slots a block, if blocks are pages; 0 where a block is a row.
+        unit: see `TileLoader`.
         is_packed: whether the tiles of all rows follow one another.
     """
 
     slots: int
     itemsize: int
-    page_size: int
+    unit: int
     is_packed: bool
 
 
@@ -92,8 +87,7 @@ class CachedFlash(NativeFlash):
 
     def _fitting(self, block_k: int) -> int:
         """The nearest size of tiles that whole pages fill, and of packed rows, that divides a row."""
-        slots, _, page, is_packed = self.blocks
-        unit = page or 1
+        slots, _, unit, is_packed = self.blocks
         most = max(1, min(block_k, slots) // unit)
         if not is_packed:
             return most * unit
@@ -112,20 +106,17 @@ def _window(mask: Mask | None) -> int | None:
     return None
 
 
-def cached_attention(call: FlashCall, cache: Cache, is_packed: bool) -> tuple[jax.Array, jax.Array]:
+def cached_attention(call: FlashCall, loader: TileLoader, is_packed: bool) -> tuple[jax.Array, jax.Array]:
     """The output [B, T, H, Dv] and the logsumexp, float32 [B, H, T].
 
     Args:
         call: of the scores by slot; key and value have shape and dtype only.
-        cache: the cache.
+        loader: of the cache.
         is_packed: whether the queries are packed rows.
     """
-    page_size = cache.page_size if isinstance(cache, PagedCache) else 0
-    store = cache.store
-    backend = CachedFlash(Blocks(cache.length, jnp.dtype(store.stored_dtype).itemsize, page_size, is_packed))
+    backend = CachedFlash(Blocks(loader.slots, loader.itemsize, loader.unit, is_packed))
     plan = dataclasses.replace(backend.plan(call), overlaps=True)
-    table = cache.table if isinstance(cache, PagedCache) else None
-    given = call.query, store, table, backend.arrays(plan, call), backend.schedule(plan, call)[0]
+    given = call.query, loader, backend.arrays(plan, call), backend.schedule(plan, call)[0]
     if plan.scoring.holds_function:
         out, lse, _ = call_once(functools.partial(_forward, plan, backend.blocks), given)
     else:
@@ -134,83 +125,23 @@ def cached_attention(call: FlashCall, cache: Cache, is_packed: bool) -> tuple[ja
 
 
 def _forward(
-    plan: Plan, blocks: Blocks, query: jax.Array, store: Store, table: jax.Array | None, arrays: Arrays,
-    schedule: TileSchedule,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return forward(plan, query, from_store(plan, blocks, store, table), arrays, schedule, of_rows=blocks.is_packed)
+    plan: Plan, blocks: Blocks, query: jax.Array, loader: TileLoader, arrays: Arrays, schedule: TileSchedule
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
+        row, head = quotient_and_remainder(group * plan.problems_per_tile, plan.K)
+        slot = plan.first_key(kv_tile)
+        if blocks.is_packed:
+            row, slot = slot // blocks.slots, slot % blocks.slots
+        return loader.load(TileAt(row, head, slot, plan.problems_per_tile, plan.bk, plan.dtype))
 
-    if table is None and not blocks.is_packed and whole.serves(plan, store):
-        return whole.attend_or(plan, query, store, arrays, schedule, in_tiles)
+    def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return forward(plan, query, load_key_value, arrays, schedule, of_rows=blocks.is_packed)
+
+    rows = loader.store if isinstance(loader, StoreLoader) and loader.table is None else None
+    if rows is not None and not blocks.is_packed and whole.serves(plan, rows):
+        return whole.attend_or(plan, query, rows, arrays, schedule, in_tiles)
     return in_tiles()
 
 
 # Compiled once for equal plans, also where the caller does not compile.
 _compiled = jax.jit(_forward, static_argnums=(0, 1))
-
-
-def from_store(plan: Plan, blocks: Blocks, store: Store, table: jax.Array | None) -> LoadKeyValue:
-    """Tiles of the tokens in a store; ``table`` int32 [rows, pages a row] where its blocks are pages."""
-    # The arrays of all layers keep the layer axis: XLA's CPU backend copies a loop's array that is reshaped, for K = 1.
-    has_layers = store.key.ndim == 5
-    base = 0 if has_layers else store.base
-    lead = [store.base // store.own_blocks] if has_layers else []
-    pages = None if table is None else jnp.clip(table, 0, store.own_blocks - 1) + base
-
-    def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
-        first = group * plan.problems_per_tile
-        row, head = quotient_and_remainder(first, plan.K)
-        slot = plan.first_key(kv_tile)
-        if blocks.is_packed:
-            row, slot = slot // blocks.slots, slot % blocks.slots
-
-        def tile(x: jax.Array, feature: int, d: int) -> jax.Array:
-            """[P, bk, d] of an array [blocks, K, n, W], or [L, blocks, K, n, W], from a feature on."""
-            ones, heads = (1,) * len(lead), plan.problems_per_tile
-            if pages is None:
-                start = plan.indices(*lead, row + base, head, slot, feature)
-                return lax.dynamic_slice(x, start, (*ones, 1, heads, plan.bk, d)).reshape(heads, plan.bk, d)
-            count = plan.bk // blocks.page_size
-            numbers = lax.dynamic_slice(pages, plan.indices(row, slot // blocks.page_size), (1, count))[0]
-            # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,
-            # concatenated, take up to 1.5 times the CPU time at 16 tokens a page.
-            starts = [jnp.broadcast_to(i, numbers.shape) for i in plan.indices(*lead, numbers, head, feature)]
-            sizes = (*ones, 1, heads, blocks.page_size, d)
-            taken = lax.gather(x, jnp.stack(starts, 1), _by_page(len(lead)), sizes, mode="promise_in_bounds")
-            return taken.swapaxes(0, 1).reshape(heads, plan.bk, d)
-
-        def scale(x: jax.Array | None) -> jax.Array | None:
-            """What broadcasts to [P, bk] of a scale [], [K] or [blocks, K, n]."""
-            if x is None or x.ndim == 0:
-                return x if x is None else x[None, None]
-            if x.ndim == 1:
-                return lax.dynamic_slice(x, plan.indices(head), (plan.problems_per_tile,))[:, None]
-            return tile(x[..., None], 0, 1)[..., 0]
-
-        def operand(x: jax.Array) -> jax.Array:
-            """In the dtype of products, which holds each number of 8 bits."""
-            return from_bits(x, store.stored_dtype).astype(plan.dtype)
-
-        D, Dv = store.head_dims
-        key_scale = scale(store.key_scale)
-        if store.latent is not None:
-            key = operand(tile(store.key, 0, D))
-            return KeyValue(key, key[..., :Dv], key_scale, key_scale)
-        if store.value is None and jnp.dtype(store.stored_dtype).itemsize < 4:
-            # Narrow numbers are converted in any case, and one gather of both takes up to 0.9 times the CPU time of
-            # two; in float32 1.1 times.
-            both = tile(store.key, 0, store.width)
-            key, value = store.key_of(both), store.value_of(both, None)
-        elif store.value is None:
-            key, value = tile(store.key, 0, D), tile(store.key, store.width - Dv, Dv)
-        else:
-            key, value = tile(store.key, 0, D), tile(store.value, 0, Dv)
-        return KeyValue(operand(key), operand(value), key_scale, scale(store.value_scale))
-
-    return load_key_value
-
-
-def _by_page(layers: int) -> lax.GatherDimensionNumbers:
-    """Of a gather by layer if there is that axis, page, first head and first feature: [pages, P, page, d]."""
-    collapsed, mapped = tuple(range(layers + 1)), (*range(layers + 2), layers + 3)
-    return lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=collapsed, start_index_map=mapped)

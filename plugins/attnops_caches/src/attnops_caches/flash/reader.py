@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import jax
 
+from attnops.errors import Reason
 from attnops.kernels.flash import FlashCall
 from attnops.operations.flash import FlashAttention
 from attnops.output import OperationOutput
 from attnops_caches.calls.limits import CacheLimits
-from attnops_caches.calls.reader import READERS, CacheReader
+from attnops_caches.calls.reader import READERS, CacheReader, cache_of
 from attnops_caches.flash.attention import cached_attention
 from attnops_caches.masks.packed import by_query
 
 if TYPE_CHECKING:
     from attnops.biases import Bias
+    from attnops.dispatch.request import AttentionRequest
     from attnops.masks import Mask
     from attnops_caches.base import Cache
 
@@ -23,11 +26,14 @@ CODECS: Final = frozenset({"int8", "float8_e4m3fn", "float8_e5m2"})
 
 
 class NativeFlashReader(CacheReader):
-    """Reads tiles of any cache with a loader, see `attnops_caches.Cache.tiles`."""
+    """Reads tiles of any cache that has a loader, see `attnops_caches.Cache.loader`."""
 
-    limits: ClassVar[CacheLimits] = CacheLimits(
-        storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}), codecs=CODECS, latent=True, packed=True,
-    )  # fmt: skip
+    limits: ClassVar[CacheLimits] = CacheLimits(storages=None, codecs=CODECS, latent=True, packed=True)
+
+    def unsupported(self, operation: FlashAttention, request: AttentionRequest) -> Iterable[Reason]:
+        """See `CacheReader.unsupported`."""
+        if not cache_of(request).has_loader:
+            yield Reason("cache", cache_of(request).storage, "has no loader of tiles", "define its loader()")
 
     # The contract's options, a parameter each.
     def attend(
@@ -50,7 +56,9 @@ class NativeFlashReader(CacheReader):
                       (cache.head_dim, cache.value_head_dim))  # fmt: skip
         mask = by_query(mask, (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
         call = FlashCall(operation.metadata, query, key, value, mask, bias, softmax_scale, logits_soft_cap, sinks)
-        out, lse = cached_attention(call, cache, is_packed)
+        loader = cache.loader()
+        assert loader is not None
+        out, lse = cached_attention(call, loader, is_packed)
         return OperationOutput(out, None, lse if return_lse else None)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.masks import Causal, Mask
-from attnops_caches import Cache, PagedCache, Rows, WindowCache
+from attnops_caches import PagedCache, Rows, StoredCache, WindowCache
 from attnops_testing.bench.cache_truth import CacheTruth
 from attnops_testing.bench.case import Array, Refused
 from attnops_testing.bench.machine import default_memory_limit
@@ -38,7 +38,7 @@ class CacheCase:
     """
 
     tokens: Tokens
-    cache: Cache
+    cache: StoredCache
     mask: Mask | None = dataclasses.field(default_factory=Causal)
     packed: bool = False
     memory_limit: int = dataclasses.field(default_factory=default_memory_limit)
@@ -76,7 +76,7 @@ class CacheCase:
         """The oracle's results."""
         return CacheTruth(self.tokens, self.cache.codec, self.seen)
 
-    def over(self, cache: Cache) -> CacheCase:
+    def over(self, cache: StoredCache) -> CacheCase:
         """The same call over another cache; the oracle's results are shared where they are the same."""
         other = dataclasses.replace(self, cache=cache)
         if cache.codec == self.cache.codec and not any(isinstance(x, WindowCache) for x in (cache, self.cache)):
@@ -84,7 +84,7 @@ class CacheCase:
         return other
 
     @functools.cached_property
-    def filled(self) -> Cache:
+    def filled(self) -> StoredCache:
         """The cache with the tokens of each row; pages lie in a random order."""
         _, keys, values = self.tokens.inputs
         cache = _empty(self)
@@ -209,11 +209,11 @@ def reading(plain: bool = False) -> Contender:
     return Contender("one read, plain" if plain else "one read", prepare)
 
 
-def _empty(case: CacheCase) -> Cache:
+def _empty(case: CacheCase) -> StoredCache:
     """The empty cache with arrays: scales of the tokens, and pages in a random order."""
     shapes, tokens = case.cache, case.tokens
     case.check_memory(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)), "the cache")
-    cache: Cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    cache: StoredCache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     if cache.codec is not None and cache.codec.scales != "token_head":
         scale = tokens.scale(cache.codec)
         given: dict[str, Any] = {

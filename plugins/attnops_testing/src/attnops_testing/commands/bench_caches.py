@@ -13,7 +13,7 @@ from rich.table import Table
 
 from attnops.cli.output import print_text, printer
 from attnops.masks import Mask
-from attnops_caches import Cache, PagedCache
+from attnops_caches import PagedCache, StoredCache
 from attnops_caches.described import make_cache
 from attnops_testing.bench import CacheCase, Contender, Measurement, Tokens, ragged, reading
 from attnops_testing.commands.bench_tables import milliseconds, print_reasons, status_text
@@ -104,7 +104,7 @@ class CacheOptions:
         )  # fmt: skip
         storage = self.storage
 
-        def make() -> Cache:
+        def make() -> StoredCache:
             return make_cache(
                 storage, batch=batch, query_length=queries, length=length, kv_heads=kv_heads, head_dim=head_dim,
                 value_head_dim=tokens.value_head_dim, dtype=jnp.dtype(dtype), page_size=self.page_size,

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, output_like
-from attnops_caches import Cache, NewTokens, PagedCache, WindowCache
+from attnops_caches import NewTokens, PagedCache, StoredCache, WindowCache
 from attnops_caches.masks import without_table
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
@@ -33,7 +33,7 @@ from attnops_tpu.ragged.write import Writer, Written, written
 if TYPE_CHECKING:
     from attnops.typing import Ref
 
-CacheType = TypeVar("CacheType", bound=Cache)
+CacheType = TypeVar("CacheType", bound=StoredCache)
 # Rows of a register of 32-bit elements.
 _SUBLANES: Final = 8
 
@@ -85,7 +85,9 @@ def cached_attention(
     return out, lse, cache
 
 
-def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, is_packed: bool = False, is_by_row: bool = False) -> Plan:
+def make_plan(
+    call: FlashCall, cache: StoredCache, wants_lse: bool, is_packed: bool = False, is_by_row: bool = False
+) -> Plan:
     """The plan of a call; see `cached_attention` and `Plan`."""
     (B, T, H, D), metadata = call.query.shape, call.metadata
     S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
@@ -116,7 +118,7 @@ def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, is_packed: bool = 
     )  # fmt: skip
 
 
-def _operand(cache: Cache, dtype: np.dtype[Any], chip: Generation) -> np.dtype[Any]:
+def _operand(cache: StoredCache, dtype: np.dtype[Any], chip: Generation) -> np.dtype[Any]:
     """The dtype in which keys and values are multiplied.
 
     Matrix units convert e4m3 as they take it in, its NaN to a number, of which `Quantized` stores none without a scale
@@ -126,12 +128,12 @@ def _operand(cache: Cache, dtype: np.dtype[Any], chip: Generation) -> np.dtype[A
     return stored if chip.takes_e4m3 and stored == jnp.float8_e4m3fn and dtype == jnp.bfloat16 else dtype
 
 
-def _scales(cache: Cache) -> str:
+def _scales(cache: StoredCache) -> str:
     codec = cache.codec
     return "" if codec is None else "head" if codec.scales == "tensor" else codec.scales
 
 
-def _tables(plan: Plan, cache: Cache) -> list[jax.Array]:
+def _tables(plan: Plan, cache: StoredCache) -> list[jax.Array]:
     """The pages of each row as blocks of the arrays, in pieces int32 [B · pieces, 1, piece], and whether these are in
     the table, see `attnops_tpu.ragged.schedule.words_of_pages`; none without pages.
     """

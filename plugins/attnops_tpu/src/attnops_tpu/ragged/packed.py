@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from attnops.kernels import FlashCall
 from attnops.masks import Mask
-from attnops_caches import Cache, NewTokens, PagedCache
+from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_caches.masks import Packed, PackedByRow
 from attnops_tpu.ragged.tile_sizes import packed_queries_a_tile
 
-CacheType = TypeVar("CacheType", bound=Cache)
+CacheType = TypeVar("CacheType", bound=StoredCache)
 
 
 class Unpacked(NamedTuple):
@@ -42,7 +42,7 @@ class Unpacked(NamedTuple):
     is_real: jax.Array
 
 
-def unpacked(call: FlashCall, cache: Cache) -> Unpacked:
+def unpacked(call: FlashCall, cache: StoredCache) -> Unpacked:
     """A call of packed rows as one of a batch of tiles, see `has_packed`."""
     mask, (_, N, H, _) = call.mask, call.query.shape
     assert isinstance(mask, (Packed, PackedByRow))

@@ -13,12 +13,12 @@ from attnops import AttentionRequest, OperationOutput, Reason
 from attnops.biases import Bias
 from attnops.kernels import FlashCall
 from attnops.masks import Mask
-from attnops_caches import Cache, CacheLimits, CacheReader, NewTokens, cache_of, slots_of_row
+from attnops_caches import CacheLimits, CacheReader, NewTokens, StoredCache, cache_of, slots_of_row
 from attnops_tpu.generations import generation
 from attnops_tpu.ragged.limits import unsupported
 from attnops_tpu.ragged.tile_sizes import MAX_NEW, packed_queries_a_tile, queries_a_tile, unit_of
 
-CacheType = TypeVar("CacheType", bound=Cache)
+CacheType = TypeVar("CacheType", bound=StoredCache)
 
 
 class TPUCacheReader(CacheReader):
@@ -37,7 +37,7 @@ class TPUCacheReader(CacheReader):
         self,
         operation: Any,
         query: jax.Array,
-        cache: Cache,
+        cache: Any,
         *,
         mask: Mask,
         bias: Bias | None = None,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.kernels import FlashCall, describe, one_by_one
-from attnops_caches import Cache, NewTokens, PagedCache
+from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_caches.masks import without_table
 from attnops_triton.flash.operands import Operand
 from attnops_triton.language.compat import device_arch
@@ -25,7 +25,7 @@ from attnops_triton.ragged.tile_sizes import choose, current_splits, rows_of, sp
 from attnops_triton.ragged.write import ARRAYS, token_arrays
 from attnops_triton.targets import current
 
-CacheType = TypeVar("CacheType", bound=Cache)
+CacheType = TypeVar("CacheType", bound=StoredCache)
 
 
 def cached_attention(
@@ -54,7 +54,7 @@ def cached_attention(
     return results["out"], results.get("lse"), cache
 
 
-def make_plan(call: FlashCall, cache: Cache, wants_lse: bool, writes: int) -> Plan:
+def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int) -> Plan:
     """The plan of a call; see `cached_attention`."""
     (batch, T, H, D), metadata, store = call.query.shape, call.metadata, cache.store
     is_packed = batch == 1 and cache.batch > 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops.masks import Dense, Mask
-from attnops_caches import Cache, PagedCache
+from attnops_caches import PagedCache, StoredCache
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.language.source import Writer
 from attnops_triton.language.translate import PRIMITIVES
@@ -70,7 +70,7 @@ def _in_32_bits(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
-def store_arrays(cache: Cache) -> dict[str, jax.Array]:
+def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     """The arrays of the cache, the number of their first block, and the table of pages."""
     store = cache.store.flat()
     named = {name: getattr(store, name) for name in ("key", "value", "key_scale", "value_scale")}

@@ -11,11 +11,11 @@ from attnops import AttentionRequest, OperationOutput, Reason
 from attnops.biases import Bias
 from attnops.kernels import FlashCall
 from attnops.masks import Mask
-from attnops_caches import Cache, CacheLimits, CacheReader, NewTokens
+from attnops_caches import CacheLimits, CacheReader, NewTokens, StoredCache
 from attnops_caches.masks import by_query
 from attnops_triton.ragged.limits import not_written, unsupported
 
-CacheType = TypeVar("CacheType", bound=Cache)
+CacheType = TypeVar("CacheType", bound=StoredCache)
 
 
 class TritonCacheReader(CacheReader):
@@ -34,7 +34,7 @@ class TritonCacheReader(CacheReader):
         self,
         operation: Any,
         query: jax.Array,
-        cache: Cache,
+        cache: Any,
         *,
         mask: Mask,
         bias: Bias | None = None,

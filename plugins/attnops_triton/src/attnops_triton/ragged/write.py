@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from attnops_caches import Cache, NewTokens
+from attnops_caches import NewTokens, StoredCache
 from attnops_triton.language.source import Writer
 from attnops_triton.ragged.plan import Plan
 
@@ -17,7 +17,7 @@ from attnops_triton.ragged.plan import Plan
 ARRAYS = ("key", "value", "key_scale", "value_scale")
 
 
-def token_arrays(cache: Cache, new: NewTokens) -> dict[str, jax.Array]:
+def token_arrays(cache: StoredCache, new: NewTokens) -> dict[str, jax.Array]:
     """The new tokens, the slot of each row's first, how many fit, and their blocks."""
     found = {f"new_{name}": x for name, x in new.tokens.items()}
     blocks = (new.blocks + cache.store.base).astype(jnp.int32)

@@ -1,0 +1,257 @@
+"""StoredCache: a cache whose tokens are in a `Store`, on one device or on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from attnops_caches.base import Cache
+from attnops_caches.calls.request import CacheRequest
+from attnops_caches.codec import Quantized
+from attnops_caches.integers import check_layer
+from attnops_caches.placement import append as append_by_shard
+from attnops_caches.placement import pending as pending_by_shard
+from attnops_caches.rows import Rows
+from attnops_caches.store import Pieces, Store
+from attnops_caches.tiles import StoreLoader, TileLoader
+from attnops_caches.tokens import Contents, NewTokens, of_packed
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.typing import DType
+
+StoredType = TypeVar("StoredType", bound="StoredCache")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredCache(Cache):
+    """A cache whose tokens are in blocks of a `Store`: what the storages of this package share.
+
+    A layer axis may be in front of every array (``create(layers=L)``). Methods are for one layer, see `layer`, and
+    raise a `ValueError` for all together; except those that empty, shorten or move rows or pages (``reset``,
+    ``truncate``, ``with_table``, ``take_rows``, ``fork``, ``copy_pages``), which are for all layers.
+
+    Attributes:
+        store: the arrays of the tokens.
+    """
+
+    store: Store
+
+    is_stored: ClassVar[bool] = True
+
+    def describe(self) -> CacheRequest:
+        """See `Cache.describe`."""
+        store, codec = self.store, self.codec
+        return dataclasses.replace(
+            super().describe(),
+            codec="" if codec is None else codec.dtype,
+            scales="" if codec is None else codec.scales,
+            latent=store.latent is not None,
+            width=store.width,
+            joined=store.is_joined,
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        """See `Cache.kv_heads`."""
+        return self.store.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """See `Cache.head_dim`."""
+        return self.store.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """See `Cache.value_head_dim`."""
+        return self.store.value_head_dim
+
+    @property
+    def dtype(self) -> DType:
+        """See `Cache.dtype`."""
+        return self.store.dtype
+
+    @property
+    def codec(self) -> Quantized | None:
+        """How tokens are stored; None: as they are."""
+        return self.store.codec
+
+    @property
+    def specs(self) -> Self:
+        """The partition spec of every array on the mesh of ``placement``, a pytree of this structure.
+
+        Raises:
+            ValueError: it has no placement.
+        """
+        if self.placement is None:
+            raise ValueError("placement=None: the cache is on no mesh; make it by attnops_caches.sharded(create, mesh)")
+        return self.placement.specs(self)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of one token of one layer, scales and zeros of its ``width`` included."""
+        store = self.store
+        arrays = [x for x in (store.key, store.value) if x is not None]
+        scales = [x for x in (store.key_scale, store.value_scale) if x is not None and store.has_token_scales]
+        features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays)
+        return store.kv_heads * (features + 4 * len(scales))
+
+    def append(
+        self,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
+    ) -> Self:
+        """See `Cache.append`; on a mesh each device writes to its part.
+
+        Raises:
+            ValueError: see `Cache.append`.
+            UnsupportedError: packed rows, and a mesh that shards the context.
+        """
+        given = self._new(key, value, lengths, rows)
+        placement = None if self.placement is None else self.placement.free()
+        return self._append(*given) if placement is None else append_by_shard(placement, self, *given)
+
+    def loader(self) -> TileLoader:
+        """See `Cache.loader`."""
+        return StoreLoader(self.store, None)
+
+    def pending(
+        self,
+        key: ArrayLike,
+        value: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
+    ) -> tuple[Self, NewTokens]:
+        """`append` without its writes, for a kernel that writes: the cache after them, and the tokens.
+
+        Raises:
+            ValueError: see `append`.
+            UnsupportedError: a mesh that shards the context, or of packed rows the rows.
+        """
+        key, value, count, rows = self._new(key, value, lengths, rows)
+        placement = None if self.placement is None else self.placement.free()
+        if placement is None:
+            return self._pending(key, value, count, rows)
+        return pending_by_shard(placement, self, key, value, count, rows)
+
+    def _pending(
+        self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
+    ) -> tuple[Self, NewTokens]:
+        """`pending` on one device, its arguments checked."""
+        planned = self.planned(key.shape[1], count, rows)
+        first, blocks = self._first_new(planned.pieces)
+        new = NewTokens(self.store._tokens(key, value), first, planned.fit, blocks, planned.starts)
+        return self.grown(planned), new
+
+    def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
+        """The cache with some of the tokens that `pending` returned with it, where a kernel does not write them all.
+
+        Args:
+            new: the tokens.
+            rows: whose are written, bool [B].
+
+        The loop that writes has a turn for each page of these rows that has new tokens; before it, all pages that the
+        tokens of all rows might lie in are sorted.
+
+        Raises:
+            ValueError: the cache is on a mesh: a kernel is given each device's part.
+        """
+        if self.placement is not None and self.placement.free() is not None:
+            raise ValueError("the cache is on a mesh: write_new is for a device's part of it, inside jax.shard_map")
+        before = dataclasses.replace(self, lengths=self.lengths - new.size)
+        T, every = new.tokens["key"].shape[2], jnp.arange(self.batch, dtype=jnp.int32)
+        pieces, _ = before.place(T, jnp.where(rows, new.size, 0), every)
+        store = self.store.write_some(new.tokens, of_packed(pieces, new.starts))
+        return dataclasses.replace(self, store=store)
+
+    def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
+        """``first`` and ``blocks`` of `NewTokens`, from the pieces of all rows."""
+        return self.lengths, pieces.block.reshape(self.batch, -1)
+
+    def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
+        """See `Cache.write`."""
+        if sparse:
+            store = self.store.write_some(self.store._tokens(key, value), pieces)
+        else:
+            store = self.store.write(key, value, pieces)
+        return dataclasses.replace(self, store=store)
+
+    def layer(self, layer: ArrayLike) -> Self:
+        """One layer of a cache with a layer axis, for `jax.lax.scan` over layers without a copy of the cache.
+
+        The arrays stay those of all layers, so that an append updates them in place: carry the cache through the scan,
+        and put the layer back by `with_layer`::
+
+            def block(carry, layer):
+                x, cache = carry
+                ...
+                out, one = op.step(query, key, value, cache.layer(layer), mask=Causal())
+                return (x, cache.with_layer(layer, one)), None
+
+        A cache that is an input and an output of the scan, and not its carry, is copied by XLA.
+
+        Args:
+            layer: an integer, which may be traced.
+
+        Raises:
+            ValueError: there is no layer axis, or a known layer is not in it.
+        """
+        if self.lengths.ndim != 2:
+            raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
+        check_layer(layer, self.lengths.shape[0])
+        fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._of_layer().items()}
+        return dataclasses.replace(self, store=self.store.layer(layer), **fields)  # type: ignore[arg-type]
+
+    def with_layer(self, layer: ArrayLike, one: Self) -> Self:
+        """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``.
+
+        Args:
+            layer: the integer that `layer` was given.
+            one: that layer afterwards.
+
+        Raises:
+            ValueError: there is no layer axis, a known layer is not in it, or ``one`` is no layer of a cache.
+        """
+        if self.lengths.ndim != 2 or not isinstance(one, StoredCache) or one.store.first is None:
+            raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
+        check_layer(layer, self.lengths.shape[0])
+        new = one._of_layer()
+        fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
+        return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
+
+    def _read_placed(self) -> Contents:
+        """`read` of a cache on a mesh."""
+        assert self.placement is not None
+        placement = self.placement.free()
+        if placement is None:
+            return self.without_mesh().read()
+        by_token = PartitionSpec(placement.batch, placement.slots, placement.kv_heads)
+        by_slot = PartitionSpec(placement.batch, placement.slots)
+        specs = Contents(by_token, by_token, by_slot, by_slot)  # type: ignore[arg-type]
+        result: Contents = placement.by_compiler(lambda cache: cache.without_mesh().read(), specs, self)
+        return result
+
+    def _of_layer(self) -> dict[str, jax.Array]:
+        """The arrays outside the store that have the layer axis."""
+        return self._rows()
+
+    def _value(self, value: ArrayLike | None, batch: int) -> jax.Array | None:
+        latent = self.store.latent
+        if latent is not None:
+            if value is not None:
+                raise ValueError(
+                    f"value is given, but the cache has latent content: its value is the first {latent} features of "
+                    f"the key; leave value out"
+                )
+            return None
+        if value is None:
+            raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
+        return self._tokens("value", value, self.value_head_dim, batch)

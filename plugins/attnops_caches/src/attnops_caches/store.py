@@ -272,13 +272,13 @@ def _write(
     window = min(T, n)
     before = 0 if T == 1 else window
     padded = [x if T == 1 else jnp.pad(x, ((0, 0), (0, 0), (before, before), (0, 0))) for x in tokens]
-    place = jnp.arange(window, dtype=jnp.int32)[:, None]
 
     def piece(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
         row, first, size, block, slot = (x[i] for x in pieces)
         zero = jnp.int32(0)
         start = jnp.clip(slot, 0, n - window)
         shift = slot - start
+        place = jnp.arange(window, dtype=jnp.int32)[:, None]
         is_new = (place >= shift) & (place < shift + size)
         from_token = zero if T == 1 else first - shift + before
         at = (*(() if layer is None else (layer,)), block, zero, start, zero)

@@ -12,7 +12,7 @@ from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, CacheRequest
 from attnops.masks import MaskStructure
-from attnops.sharding.modes import MODE_DECODE
+from attnops.sharding import MODE_DECODE
 
 # A call that every implementation should serve; each row changes it.
 PLAIN: Final[dict[str, Any]] = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import jax
 
     from attnops.caches import Cache
-    from attnops.masks.base import Mask
+    from attnops.masks import Mask
 
 
 def find(names: Sequence[str] | None = None) -> list[Contender]:

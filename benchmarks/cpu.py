@@ -35,6 +35,7 @@ from attnops_testing.bench import (
     describe_machine,
     find,
     measure,
+    one_line,
     packed_documents,
     peak_rss,
 )
@@ -302,8 +303,7 @@ def main() -> None:
     if arguments.lengths:
         sizes = dataclasses.replace(sizes, lengths=tuple(arguments.lengths))
     machine = describe_machine()
-    versions = ", ".join(f"{name} {machine['versions'].get(name, '–')}" for name in ("python", "jax", "torch"))
-    Console().print(f"{machine['processor']}, {machine['cores']} cores; {versions}", highlight=False)
+    Console().print(one_line(machine), highlight=False)
     figures: dict[str, Any] = {"machine": machine}
     sections = (
         ("memory", memory, report_memory),

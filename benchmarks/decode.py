@@ -37,6 +37,7 @@ from attnops_testing.bench import (
     describe_machine,
     find,
     measure,
+    one_line,
     operation,
     reading,
 )
@@ -258,7 +259,7 @@ def main() -> None:
     arguments = parser.parse_args()
     batches, lengths = ((1,), (4096,)) if arguments.quick else ((1, 8), (4096, 32768))
     machine = describe_machine()
-    print(f"{machine['processor']}, {machine['cores']} cores; {machine['versions']}")
+    print(one_line(machine))
     found = [decode(B, S, used, dtype) for dtype in ("float32", "bfloat16") for B in batches for S in lengths
              for used in (S, S // 2)]  # fmt: skip
     window = [windows(B, lengths[-1], dtype) for dtype in ("float32", "bfloat16") for B in batches]

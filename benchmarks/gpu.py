@@ -7,12 +7,11 @@
 Every output and gradient is compared with the float64 oracle before anything is timed. 16k tokens in all: the batch
 grows as the length shrinks. Documents are packed, four a sequence, and causal; there a peer without segments has a
 dense mask. The time on the GPU and the time to start a call are separate figures. No process reserves the GPU's memory.
-Needs JAX for CUDA and ``pip install attnops-triton 'attnops[cli]' torch``; `GPU.md` says what to run first.
+Needs JAX for CUDA and ``pip install attnops-triton attnops-testing torch``; `GPU.md` says what to run first.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json as json_module
 import sys
 from pathlib import Path
@@ -23,11 +22,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from attnops_testing.bench import installed_versions
+
 TOKENS: Final = 16384
 WIDTH: Final = 2048  # heads times head dim
 MASKS: Final = {"full": 1.0, "causal": 0.5, "documents": 0.125}  # and the share of scores that are seen
 NAMES: Final = ("attnops-triton", "attnops-triton-unordered", "cuDNN", "FlexAttention", "torch", "tokamax", "ejkernel")
-PACKAGES: Final = ("attnops", "attnops-triton", "jax", "jaxlib", "triton", "torch", "tokamax", "ejkernel")
 
 
 def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) -> dict[str, Any]:
@@ -126,17 +126,6 @@ def table_of(title: str, found: dict[str, list[dict[str, Any]]]) -> Table:
     return table
 
 
-def versions() -> dict[str, str]:
-    """Of what takes part."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main(
     head_dim: Annotated[list[int] | None, typer.Option(help="May repeat.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="In tokens; may repeat.")] = None,
@@ -167,7 +156,7 @@ def main(
     for reason in dict.fromkeys(f"{r['name']}: {r['status']}: {r['reason']}" for r in rows if r["status"] != "ok"):
         console.print(reason)
     if json:
-        document = {"device": device, "devices": devices, "dry": dry, "versions": versions(), "rows": rows}
+        document = {"device": device, "devices": devices, "dry": dry, "versions": installed_versions(), "rows": rows}
         json.write_text(json_module.dumps(document, indent=1) + "\n")
     raise typer.Exit(int(any(row["status"] == "wrong" for row in rows)))
 

@@ -12,7 +12,7 @@ from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.masks import Causal
 from attnops_testing.bench.case import Case, Refused
 from attnops_testing.bench.peers import PEERS
-from attnops_testing.bench.program import RESULTS, Contender, Ready, compile_jax
+from attnops_testing.bench.program import Contender, Ready, compile_jax, run_torch
 from attnops_triton.flash.order import unordered
 
 
@@ -63,11 +63,6 @@ def _flex(case: Case) -> Ready:
     if not torch.cuda.is_available():
         raise Refused("torch sees no GPU")
 
-    def tensor(x: Any) -> Any:
-        moved = torch.from_numpy(x.astype("float32")).to("cuda", getattr(torch, case.dtype))
-        return moved.transpose(1, 2).contiguous()
-
-    inputs = [tensor(x).requires_grad_(case.backward) for x in case.inputs]
     ids = torch.arange(case.length, device="cuda") // max(1, case.length // 4)
     block_mask = None
     if case.mask is not None:
@@ -79,21 +74,10 @@ def _flex(case: Case) -> Ready:
         block_mask = flex.create_block_mask(seen, None, None, case.length, case.length, device="cuda")
     compiled = torch.compile(flex.flex_attention, dynamic=False)
 
-    def run(d_out: Any) -> Any:
-        with torch.set_grad_enabled(case.backward):
-            out = compiled(*inputs, block_mask=block_mask)
-            return (out, *torch.autograd.grad(out, inputs, d_out)) if case.backward else (out,)
+    def attend(*inputs: Any) -> Any:
+        return compiled(*inputs, block_mask=block_mask)
 
-    def wait(outputs: Any) -> Any:
-        torch.cuda.synchronize()
-        return outputs
-
-    def results(d_out: Any) -> dict[str, Any]:
-        found = [x.detach().transpose(1, 2).float().cpu().numpy() for x in wait(run(tensor(d_out)))]
-        return dict(zip(RESULTS, found, strict=False))
-
-    d_out = tensor(case.d_out)
-    return Ready(run=lambda: run(d_out), wait=wait, results=results, what=f"FlexAttention of torch {torch.__version__}")
+    return run_torch(case, attend, "cuda", f"FlexAttention of torch {torch.__version__}")
 
 
 # By name; a function of whether Triton is interpreted.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,11 +21,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
+from attnops_testing.bench import describe_machine, in_turns, one_line
 
 REPETITIONS = 15
 
@@ -57,16 +56,12 @@ def imports() -> dict[str, float]:
         sides = {side: lambda s=statement: import_seconds(s, cache) for side, statement in statements.items()}
         for measure in sides.values():
             measure()  # writes the bytecode
-        return alternate("import", sides)
+        return best(sides)
 
 
-def alternate(name: str, sides: dict[str, Callable[[], float]], repetitions: int = REPETITIONS) -> dict[str, float]:
-    """The best time of each side, taken in turns so that a slow moment of the machine hits all."""
-    times: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in track(range(repetitions), description=name, transient=True):
-        for side, measure in sides.items():
-            times[side].append(measure())
-    return {side: min(values) for side, values in times.items()}
+def best(sides: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """The best time of each side."""
+    return {side: min(times) for side, times in in_turns(sides, REPETITIONS).items()}
 
 
 def trace_and_lower(function: Callable[..., object], causal: bool) -> float:
@@ -107,13 +102,13 @@ def main() -> None:
         "create, after the first": {name: create(name) for name in ("vanilla", "sdpa", "auto")},
     }
     for name, causal in (("full", False), ("causal", True)):
-        figures[f"trace and lower, {name}"] = alternate(
-            f"trace and lower, {name}",
-            {side: lambda f=f, c=causal: trace_and_lower(f, c) for side, f in sides.items()},
+        figures[f"trace and lower, {name}"] = best(
+            {side: lambda f=f, c=causal: trace_and_lower(f, c) for side, f in sides.items()}
         )
-    figures["eager call, causal"] = alternate("eager", {side: lambda f=f: eager(f) for side, f in sides.items()})
+    figures["eager call, causal"] = best({side: lambda f=f: eager(f) for side, f in sides.items()})
 
-    table = Table(title=f"Overhead: {platform.processor() or platform.machine()}, {jax.__version__=!s}")
+    machine = describe_machine()
+    table = Table(title=f"Overhead: {one_line(machine)}")
     for column in ("what", "side", "time", "× the first"):
         table.add_column(column, justify="left" if column in ("what", "side") else "right")
     for what, times in figures.items():
@@ -122,7 +117,7 @@ def main() -> None:
             table.add_row(what, side, f"{value * 1e6:,.0f} µs", f"{value / first:.2f}")
     Console().print(table)
     if json_path:
-        json_path.write_text(json.dumps({"machine": platform.platform(), "jax": jax.__version__, "seconds": figures}))
+        json_path.write_text(json.dumps({"machine": machine, "seconds": figures}))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ Run ``python benchmarks/ring_peers.py`` (``--devices 8``, ``--length 4096``, ``-
 with a few GB of memory. Times are of the host's CPU devices, which share its cores: they show how much is computed, not
 how well transfers are hidden. Bytes are counted in the program that each library traces, times the iterations of its
 loops. A peer that is not installed, or does not run on a CPU, is shown as such. Needs
-``pip install 'attnops[cli]' attnops-ring``, and for the peers ``ringattention`` and ``tokamax``.
+``pip install attnops-testing attnops-ring``, and for the peers ``ringattention`` and ``tokamax``.
 """
 
 from __future__ import annotations
 
+import functools
 import json as json_module
 import math
 import statistics
@@ -24,6 +25,8 @@ import typer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
+
+from attnops_testing.bench import in_turns
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 AXIS = "sp"
@@ -126,14 +129,18 @@ def bytes_sent(jaxpr: Any, times: int = 1) -> int:
 
 def timings(timed: dict[str, Any], rounds: int) -> dict[tuple[str, int], float]:
     """The median milliseconds of each contender's programs, which are timed in turns."""
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for _ in range(rounds + 1):  # the first compiles
-        for name, programs in timed.items():
-            for i, (program, arguments) in enumerate(programs):
-                start = time.perf_counter()
-                jax.block_until_ready(program(*arguments))
-                seconds.setdefault((name, i), []).append(time.perf_counter() - start)
-    return {key: statistics.median(x[1:]) * 1e3 for key, x in seconds.items()}
+
+    def seconds(program: Any, arguments: Any) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(program(*arguments))
+        return time.perf_counter() - start
+
+    sides = {
+        (name, i): functools.partial(seconds, *given) for name, programs in timed.items()
+        for i, given in enumerate(programs)
+    }  # fmt: skip
+    # The first round compiles.
+    return {side: statistics.median(x[1:]) * 1e3 for side, x in in_turns(sides, rounds + 1).items()}
 
 
 def print_rows(rows: list[dict[str, Any]], length: int, devices: int) -> None:

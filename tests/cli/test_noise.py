@@ -1,12 +1,13 @@
 """What libraries print to the file descriptor of stderr does not drown the answer, and is there where it is needed."""
 
 import os
+import sys
 
 import jax
 import pytest
 
-from attnops import OperationRegistry, cli
-from attnops.cli.noise import quiet
+from attnops import OperationRegistry
+from attnops.cli.noise import find_devices, quiet
 
 PLUGIN = """
 import os
@@ -64,7 +65,7 @@ def noisy(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(str(tmp_path))
 
     yield install
-    cli.sys.modules.pop("acme_noise", None)
+    sys.modules.pop("acme_noise", None)
     monkeypatch.undo()
     OperationRegistry.refresh()
 
@@ -92,5 +93,5 @@ def test_looking_for_devices_is_quiet_unless_it_fails(monkeypatch, capfd, fails)
             raise RuntimeError("no devices")
 
     monkeypatch.setattr(jax, "devices", devices)
-    cli.find_devices()
+    find_devices()
     assert capfd.readouterr().err == ("E0000 noise\n" if fails else "")

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from attnops import cli
+from attnops.cli.commands import installed
 from attnops.masks import Causal, SlidingWindow
 
 
@@ -46,7 +47,7 @@ def test_long_and_short_names_of_options_mean_the_same() -> None:
     assert lines("Lengths([1, 3])", "--T=2", "--S", "4", "--b", "1", "--h=1") == short
 
 
-@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+@pytest.mark.parametrize("command", ["", *installed()])
 def test_h_is_help_everywhere_and_no_letter_has_two_dashes(command: str) -> None:
     result = CliRunner().invoke(cli.make_app(), [*command.split(), "-h"])
     assert result.exit_code == 0

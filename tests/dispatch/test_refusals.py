@@ -155,6 +155,7 @@ class TestEntryPoints:
         [
             "[attnops.operations]\n",
             "[console_scripts]\nacme = attnops.operations:main\n",
+            "[attnops.commands]\nzeta = acme:zeta\n",
             "# [attnops.operation]\n",
             "[other]\nx = [attnops]\n",
         ],

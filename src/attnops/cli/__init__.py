@@ -72,10 +72,10 @@ def make_app() -> typer.Typer:
     import typer.core
     import typer.main
 
-    from attnops.cli.commands import CommandError, installed, load
+    from attnops.cli import commands
     from attnops.cli.output import fail
 
-    declared = installed()
+    declared = commands.installed()
     context_settings = {"help_option_names": ["-h", "--help"]}
 
     class Group(typer.core.TyperGroup):
@@ -83,18 +83,18 @@ def make_app() -> typer.Typer:
             return _without_types(super().get_params(ctx))
 
         def list_commands(self, ctx: Any) -> list[str]:
-            return list(declared)
+            return [*declared]
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:  # for --help, which shows why one can't be used
             try:
                 return made(cmd_name)
-            except CommandError as error:
+            except commands.CommandError as error:
                 return typer.core.TyperCommand(cmd_name, help=str(error))
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             try:
                 return args[0], made(args[0]), args[1:]
-            except CommandError as error:
+            except commands.CommandError as error:
                 fail(error, 2)
 
     class Command(typer.core.TyperCommand):
@@ -105,9 +105,12 @@ def make_app() -> typer.Typer:
             return super().parse_args(ctx, [_renamed(argument) for argument in args])
 
     def made(name: str) -> Any:
-        alone = typer.Typer(add_completion=False, context_settings=context_settings)
-        alone.command(name, cls=Command)(load(name, declared))
-        return typer.main.get_command(alone)
+        def make(function: Any) -> Any:
+            alone = typer.Typer(add_completion=False, context_settings=context_settings)
+            alone.command(name, cls=Command)(function)
+            return typer.main.get_command(alone)
+
+        return commands.load(name, declared, make)
 
     app = typer.Typer(
         cls=Group,

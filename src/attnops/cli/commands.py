@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import importlib_metadata
 
@@ -29,6 +29,7 @@ HOMES: Final = {
     "tune": "attnops-triton",
 }
 
+Command = TypeVar("Command")
 # By command and distribution.
 Declared = Mapping[str, Mapping[str, "EntryPoint"]]
 
@@ -55,11 +56,11 @@ def installed() -> Declared:
     return dict(sorted(found.items()))
 
 
-def load(name: str, declared: Declared) -> Callable[..., Any]:
-    """Import a command's function.
+def load(name: str, declared: Declared, make: Callable[[Any], Command]) -> Command:
+    """Import a command's function, and make a command of it.
 
     Raises:
-        CommandError: there is no such command, several distributions have it, or its import fails.
+        CommandError: there is no such command, several distributions have it, or importing or making it fails.
     """
     owners = declared.get(name, {})
     if not owners:
@@ -68,17 +69,14 @@ def load(name: str, declared: Declared) -> Callable[..., Any]:
         raise CommandError(f"{name!r} is a command of {' and of '.join(sorted(owners))}: uninstall all but one of them")
     ((owner, entry_point),) = owners.items()
     try:
-        function = entry_point.load()
+        return make(entry_point.load())
     except BaseException as error:
         pass_interrupt(error)
         raise CommandError(
-            f"attnops {name} is a command of {owner}, but importing {entry_point.value} raised "
-            f"{type(error).__name__}: {printable(error)}; install {owner} again, or see "
-            f"python -c 'import {entry_point.module}'"
+            f"attnops {name} is a command of {owner} that can't be used: {entry_point.value} raised "
+            f"{type(error).__name__}: {printable(error)}; install {owner} again, or see python -c "
+            f"'import {entry_point.module}'"
         ) from error
-    if not callable(function):
-        raise CommandError(f"attnops {name} of {owner}: {entry_point.value} must be a function, but is {function!r}")
-    return function  # type: ignore[no-any-return]
 
 
 def _missing(name: str, declared: Declared) -> str:

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+__all__ = ["fail", "print_heading", "print_json", "print_table", "print_text", "printer", "showable"]
+
 # Wide enough that nothing is cut or wrapped where the output is read by a program.
 _PIPE_WIDTH = 200
 

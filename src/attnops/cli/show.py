@@ -86,7 +86,7 @@ def needs_matplotlib(what: str) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
-        fail(f"{what} needs {error.name}, which is not installed: pip install 'attnops[plot]'", 2)
+        fail(f"{what} needs {error.name}, which is not installed: pip install matplotlib", 2)
 
 
 def _tiles(mask: Mask, shape: tuple[int, int, int, int], blocks: tuple[int, int], b: int, h: int) -> Any:

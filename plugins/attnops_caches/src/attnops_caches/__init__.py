@@ -12,7 +12,7 @@ import attnops_caches.flash.reader  # noqa: F401  # the core's native `flash` re
 from attnops_caches._version import __version__
 from attnops_caches.base import Cache
 from attnops_caches.calls.limits import CacheLimits
-from attnops_caches.calls.reader import CacheReader, cache_of
+from attnops_caches.calls.reader import CacheReader, cache_of, in_place_reasons, step_reasons
 from attnops_caches.calls.request import CacheRequest, slots_of_row
 from attnops_caches.codec import Quantized
 from attnops_caches.dense import DenseCache
@@ -50,7 +50,9 @@ __all__ = [
     "__version__",
     "bytes_per_page",
     "cache_of",
+    "in_place_reasons",
     "pages_that_fit",
     "sharded",
     "slots_of_row",
+    "step_reasons",
 ]

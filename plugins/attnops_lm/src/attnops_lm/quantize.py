@@ -214,5 +214,5 @@ def _qwix() -> Any:
     try:
         import qwix
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("quantisation needs qwix; pip install qwix, or attnops[quantize]") from error
+        raise ModuleNotFoundError("quantisation needs qwix; pip install qwix, or attnops-lm[quantize]") from error
     return qwix

@@ -29,7 +29,7 @@ from attnops_testing.tolerance import GRADIENT_FACTOR, assert_close, tolerance
 
 if TYPE_CHECKING:
     from attnops.biases import Bias
-    from attnops.masks.base import Mask
+    from attnops.masks import Mask
     from attnops.typing import Function, PyTree
 
 Error = TypeVar("Error", bound=Exception)

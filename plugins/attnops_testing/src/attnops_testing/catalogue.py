@@ -20,7 +20,7 @@ from attnops.masks import Causal, Chunked, Dense, KeyPadding, Lengths, MaskFn, P
 
 if TYPE_CHECKING:
     from attnops.biases import Bias
-    from attnops.masks.base import Mask
+    from attnops.masks import Mask
     from attnops.typing import Function, PyTree
 
 Shape = jax.ShapeDtypeStruct

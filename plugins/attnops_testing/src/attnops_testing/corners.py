@@ -25,7 +25,7 @@ from attnops_testing.runner import NotRunError, Subject
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.operation import BaseOperation
-    from attnops.masks.base import Mask
+    from attnops.masks import Mask
     from attnops.typing import PyTree
 
 T, D = 40, 8

@@ -17,7 +17,7 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.request import Request
 from attnops.dropout import dropout_seed
 from attnops.errors import Reason
-from attnops.masks.base import Mask
+from attnops.masks import Mask
 from attnops.output import OperationOutput
 from attnops_testing import oracle
 from attnops_testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance

@@ -22,7 +22,7 @@ from attnops.dispatch.plugins import CORE
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest
 from attnops.errors import Reason, UnsupportedError, pass_interrupt, printable
-from attnops.sharding.modes import MODE_TRAIN
+from attnops.sharding import MODE_TRAIN
 from attnops_testing.features import combine
 from attnops_testing.fit import DTYPES, Fit, find_fit
 from attnops_testing.pairs import all_pairs, changing, joined, proven_pairs

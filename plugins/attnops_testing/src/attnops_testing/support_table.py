@@ -11,9 +11,8 @@ from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest
 from attnops.masks import MaskStructure
-from attnops.sharding.modes import MODE_DECODE
-from attnops_caches import CacheRequest
-from attnops_caches.calls.reader import in_place_reasons
+from attnops.sharding import MODE_DECODE
+from attnops_caches import CacheRequest, in_place_reasons
 from attnops_caches.codec import LARGEST, SCALES
 
 # A call that every implementation should serve; each row changes it.

@@ -194,7 +194,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkey
     result = run("vanilla", *SMALL, "--plot", "x.png")
     assert result.exit_code == 2
     assert "the plot needs matplotlib" in result.stderr
-    assert "pip install 'attnops[plot]'" in result.stderr
+    assert "pip install matplotlib" in result.stderr
 
 
 @pytest.mark.slow

@@ -12,8 +12,7 @@ import pytest
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Chunked, KeyPadding, Mask, Segments, SlidingWindow
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
-from attnops_caches.calls.reader import in_place_reasons, step_reasons
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache, in_place_reasons, step_reasons
 from attnops_tpu.aot import TOPOLOGIES, compile_for
 from attnops_tpu.generations import target
 

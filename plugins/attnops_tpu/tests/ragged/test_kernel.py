@@ -12,9 +12,8 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.masks import Causal, Dense, KeyPadding, Lengths, Mask, MaskFn
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache, in_place_reasons, step_reasons
 from attnops_caches.bits import to_bits
-from attnops_caches.calls.reader import in_place_reasons, step_reasons
 from attnops_testing.caches import cache_problem, check_cache
 from attnops_testing.runner import Status, Subject
 from attnops_tpu.generations import target

@@ -12,9 +12,8 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.masks import Causal, KeyPadding, Lengths, Mask, SlidingWindow
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, in_place_reasons
 from attnops_caches.bits import to_bits
-from attnops_caches.calls.reader import in_place_reasons
 from attnops_testing.caches import cache_problem, check_cache
 from attnops_testing.runner import Status, Subject
 from attnops_triton.ragged.tile_sizes import split_count, splits

@@ -14,8 +14,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Mask, SlidingWindow
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
-from attnops_caches.calls.reader import step_reasons
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache, step_reasons
 from attnops_triton.ragged.reader import TritonCacheReader
 from attnops_triton.ragged.tile_sizes import splits
 

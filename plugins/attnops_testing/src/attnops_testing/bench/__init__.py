@@ -3,8 +3,14 @@
 from attnops_testing.bench.caches import CacheCase, reading
 from attnops_testing.bench.case import Case, Refused, packed_documents
 from attnops_testing.bench.contenders import find, operation
-from attnops_testing.bench.machine import default_memory_limit, describe_machine, peak_rss
-from attnops_testing.bench.measure import Measurement, measure
+from attnops_testing.bench.machine import (
+    default_memory_limit,
+    describe_machine,
+    installed_versions,
+    one_line,
+    peak_rss,
+)
+from attnops_testing.bench.measure import Measurement, in_turns, measure
 from attnops_testing.bench.peers import PEERS, missing_peers
 from attnops_testing.bench.program import Contender, Ready
 from attnops_testing.bench.tokens import Tokens, ragged
@@ -21,8 +27,11 @@ __all__ = [
     "default_memory_limit",
     "describe_machine",
     "find",
+    "in_turns",
+    "installed_versions",
     "measure",
     "missing_peers",
+    "one_line",
     "operation",
     "packed_documents",
     "peak_rss",

@@ -21,7 +21,7 @@ from attnops_testing.bench.program import Contender, Ready, compile_jax
 if TYPE_CHECKING:
     import jax
 
-    from attnops.masks.base import Mask
+    from attnops.masks import Mask
     from attnops_caches import Cache
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 
 # Those whose versions figures depend on, where they are installed.
-_VERSIONS: Final = ("attnops", "jax", "jaxlib", "numpy", "torch", "tokamax", "ejkernel")
+_VERSIONS: Final = (
+    "attnops", "attnops-triton", "jax", "jaxlib", "numpy", "triton", "torch", "tokamax", "ejkernel", "ringattention",
+)  # fmt: skip
 # Half of it: the system and the inputs need some too.
 _SHARE: Final = 0.5
 _GUESS: Final = 8 << 30
@@ -20,19 +24,28 @@ _GUESS: Final = 8 << 30
 
 def describe_machine() -> dict[str, object]:
     """Processor, cores, devices and versions."""
-    versions = {"python": platform.python_version()}
-    for name in _VERSIONS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "processor": _processor(),
         "cores": cores(),
         "memory_bytes": physical_memory(),
         "devices": [device.device_kind for device in jax.devices()],
-        "versions": versions,
+        "versions": installed_versions(),
     }
+
+
+def installed_versions() -> dict[str, str]:
+    """Of Python and of what figures depend on, as far as it is installed. JAX does not start for it."""
+    versions = {"python": platform.python_version()}
+    for name in _VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def one_line(machine: Mapping[str, Any]) -> str:
+    """What `describe_machine` gave, for people."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return f"{machine['processor']}, {machine['cores']} cores; {versions}"
 
 
 def cores() -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, TypeVar
 
 import jax
 
@@ -21,6 +22,7 @@ from attnops_testing.bench.truth import Truth
 _SHORTEST: Final = 0.01
 
 Status = Literal["ok", "wrong", "refused", "failed"]
+Side = TypeVar("Side")
 
 
 @dataclasses.dataclass
@@ -103,13 +105,40 @@ def measure(
         if program is not None:
             ready.append((measurement, program, _calls(program, shortest)))
         progress(f"{contender.name}: {measurement.status}", 1 if program else 1 + rounds)
-    for _ in range(rounds):
-        for measurement, program, calls in ready:
-            progress(f"{measurement.name}: timing", 0)
-            if len(measurement.seconds) < 2 or calls * sum(measurement.seconds) < most_seconds:
-                measurement.seconds.append(_time(program, calls))
-            progress(f"{measurement.name}: timing", 1)
+    times = in_turns(
+        {i: functools.partial(_time, program, calls) for i, (_, program, calls) in enumerate(ready)},
+        rounds,
+        enough=lambda i, seconds: len(seconds) >= 2 and ready[i][2] * sum(seconds) >= most_seconds,
+        progress=lambda i, steps: progress(f"{ready[i][0].name}: timing", steps),
+    )
+    for i, seconds in times.items():
+        ready[i][0].seconds = seconds
     return found
+
+
+def in_turns(
+    sides: Mapping[Side, Callable[[], float]],
+    rounds: int,
+    *,
+    enough: Callable[[Side, list[float]], bool] = lambda side, seconds: False,
+    progress: Callable[[Side, int], None] = lambda side, steps: None,
+) -> dict[Side, list[float]]:
+    """The times of each side, taken in turns.
+
+    Args:
+        sides: functions that give seconds.
+        rounds: timings of each.
+        enough: whether a side with these seconds is not timed again.
+        progress: called with a side and 0 before its turn, 1 after it.
+    """
+    times: dict[Side, list[float]] = {side: [] for side in sides}
+    for _ in range(rounds):
+        for side, timed in sides.items():
+            progress(side, 0)
+            if not enough(side, times[side]):
+                times[side].append(timed())
+            progress(side, 1)
+    return times
 
 
 def _prepare(measurement: Measurement, contender: Contender, truth: Truth | CacheTruth) -> Ready | None:

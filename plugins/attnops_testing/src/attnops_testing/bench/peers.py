@@ -8,7 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,8 @@ import jax.numpy as jnp
 from attnops.masks import And, Causal, Full, Mask, Segments, SlidingWindow
 from attnops_testing.bench import cache_peers
 from attnops_testing.bench.caches import CacheCase
-from attnops_testing.bench.case import Array, Case, Refused
-from attnops_testing.bench.program import RESULTS, Contender, Ready, compile_jax
-
-if TYPE_CHECKING:
-    from attnops.typing import PyTree
+from attnops_testing.bench.case import Case, Refused
+from attnops_testing.bench.program import Contender, Ready, compile_jax, run_torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,43 +176,19 @@ def _ejkernel(case: Case) -> Ready:
 def _torch(case: Case) -> Ready:
     """`torch.nn.functional.scaled_dot_product_attention`, eager: ``is_causal``, or all of the mask as an array.
 
-    On CUDA where both it and JAX find one; its arrays have the layout that it likes best, heads before length.
+    On CUDA where both it and JAX find one.
     """
     torch: Any = importlib.import_module("torch")
     device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
     if (device == "cpu") != (jax.default_backend() == "cpu"):
         raise Refused(f"this torch does not run on {jax.default_backend()}, where JAX does")
-    dtype = getattr(torch, case.dtype)
-
-    def tensor(x: Array) -> Any:
-        """[B, T, h, D] of numpy, which has no bfloat16 that torch knows, to [B, h, T, D]."""
-        return torch.from_numpy(x.astype("float32")).to(device, dtype).transpose(1, 2).contiguous()
-
-    inputs = [tensor(x).requires_grad_(case.backward) for x in case.inputs]
     terms = _terms(case)
     only_causal = terms == _Terms(causal=True)
     dense = None if only_causal else case.dense(_all(case.mask if terms != _Terms() else None))
     mask = None if dense is None else torch.from_numpy(jax.device_get(dense).copy()).to(device)
-    function = torch.nn.functional.scaled_dot_product_attention
-
-    def run(d_out: Any) -> Any:
-        with torch.set_grad_enabled(case.backward):
-            out = function(*inputs, attn_mask=mask, is_causal=only_causal, enable_gqa=case.heads != case.K)
-            return (out, *torch.autograd.grad(out, inputs, d_out)) if case.backward else (out,)
-
-    def wait(outputs: PyTree) -> PyTree:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return outputs
-
-    def results(d_out: Array) -> dict[str, Array]:
-        outputs = wait(run(tensor(d_out)))
-        arrays = [x.detach().transpose(1, 2).float().cpu().numpy() for x in outputs]
-        return dict(zip(RESULTS, arrays, strict=False))
-
-    d_out = tensor(case.d_out)
-    what = PEERS["torch"].describe()
-    return Ready(run=lambda: run(d_out), wait=wait, results=results, what=f"{what} on {device}")
+    options = {"attn_mask": mask, "is_causal": only_causal, "enable_gqa": case.heads != case.K}
+    function = functools.partial(torch.nn.functional.scaled_dot_product_attention, **options)
+    return run_torch(case, function, device, f"{PEERS['torch'].describe()} on {device}")
 
 
 PEERS: Final = {

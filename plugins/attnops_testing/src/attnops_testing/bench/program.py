@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -107,3 +108,39 @@ def compile_jax(
         temp_bytes=None if memory is None else memory.temp_size_in_bytes,
         compile_seconds=seconds,
     )
+
+
+def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str) -> Ready:
+    """A function of torch as a program, eager; its arrays have the layout that torch likes best, heads before length.
+
+    Args:
+        case: the case.
+        attend: ``attend(query, key, value)`` of tensors [B, h, T, D] gives the output [B, H, T, D].
+        device: "cpu" or "cuda".
+        what: what runs, human-readable.
+    """
+    torch: Any = importlib.import_module("torch")
+
+    def tensor(x: Array) -> Any:
+        """[B, T, h, D] of numpy, which has no bfloat16 that torch knows, to [B, h, T, D]."""
+        return torch.from_numpy(x.astype("float32")).to(device, getattr(torch, case.dtype)).transpose(1, 2).contiguous()
+
+    inputs = [tensor(x).requires_grad_(case.backward) for x in case.inputs]
+
+    def run(d_out: Any) -> Any:
+        with torch.set_grad_enabled(case.backward):
+            out = attend(*inputs)
+            return (out, *torch.autograd.grad(out, inputs, d_out)) if case.backward else (out,)
+
+    def wait(outputs: PyTree) -> PyTree:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return outputs
+
+    def results(d_out: Array) -> dict[str, Array]:
+        outputs = wait(run(tensor(d_out)))
+        arrays = [x.detach().transpose(1, 2).float().cpu().numpy() for x in outputs]
+        return dict(zip(RESULTS, arrays, strict=False))
+
+    d_out = tensor(case.d_out)
+    return Ready(run=lambda: run(d_out), wait=wait, results=results, what=what)

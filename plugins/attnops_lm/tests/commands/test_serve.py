@@ -1,7 +1,8 @@
-"""What the command loads, and what it says where it can't."""
+"""`attnops serve`: what it loads, and what it says where it can't."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,42 +12,59 @@ import pytest
 import tokenizers
 from lm_server import FakeEngine
 from tokenizers import models
+from typer.testing import CliRunner, Result
 
-from attnops_lm import gguf_file
+from attnops import cli
+from attnops_lm import gguf_file, serve
+from attnops_lm.commands import serve as command
 from attnops_lm.model import CausalLM
 from attnops_lm.origin import Origin
-from attnops_lm.serve import command
+from attnops_lm.serve import process
 from attnops_lm.testing import small
 from attnops_lm.tokenizer import Tokenizer
 
 
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.make_app(), ["serve", *arguments])
+
+
 def test_a_checkpoint_without_a_tokenizer_is_refused_before_its_weights_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CausalLM, "from_pretrained", lambda *_, **__: pytest.fail("the weights are read"))
-    assert command.main(["--checkpoint", str(tmp_path)]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith(f"serve: {tmp_path} has no tokenizer.json: copy it, and tokenizer_config.json")
-    assert "Traceback" not in message
+    result = run("--checkpoint", str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"attnops: {tmp_path} has no tokenizer.json: copy it, and tokenizer_config.json")
 
 
 def test_an_interrupt_before_the_server_is_up_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "load_model", interrupted)
-    assert command.main([]) == 130
+    monkeypatch.setattr(serve, "load_model", interrupted)
+    assert run().exit_code == 130
+
+
+def test_what_the_server_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "attnops_lm.serve.process", None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    del sys.modules["attnops_lm.serve.process"]
+    result = run()
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "attnops: attnops serve needs uvicorn, which is not installed: pip install 'attnops-lm[serve]'\n"
+    )
 
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_programs_are_kept_and_the_servers_status_is_the_commands(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     done: list[Any] = []
     monkeypatch.setattr(command, "keep_programs", lambda folder: done.append(folder))
-    monkeypatch.setattr(command, "load_model", lambda *_: (None, None))
-    monkeypatch.setattr(command, "Engine", lambda *_, **__: FakeEngine())
+    monkeypatch.setattr(serve, "load_model", lambda *_: (None, None))
+    monkeypatch.setattr(serve, "Engine", lambda *_, **__: FakeEngine())
     monkeypatch.setattr(FakeEngine, "warm", lambda _: done.append("warm"))
-    monkeypatch.setattr(command, "serve", lambda *_, **options: (done.append(options["port"]), status)[1])
-    assert command.main(["--compilation-cache", "off", "--port", "0"]) == status
+    monkeypatch.setattr(process, "serve", lambda *_, **options: (done.append(options["port"]), status)[1])
+    assert run("--compilation-cache", "off", "--port", "0").exit_code == status
     assert done == ["off", "warm", 0]
 
 
@@ -57,7 +75,7 @@ def test_what_save_pretrained_writes_is_served(tmp_path: Path, monkeypatch: pyte
     backend = tokenizers.Tokenizer(models.WordLevel({chr(32 + i): i for i in range(96)}, unk_token=" "))
     Tokenizer(backend, "{{ messages[0].content }}", {"eos_token": "~"}, [94]).save_pretrained(first)
     CausalLM.from_pretrained(first).apply_lora_to_layers(2).unwrap_lora_to_layers().save_pretrained(tuned)
-    model, tokenizer = command.load_model(str(tuned), "vanilla")
+    model, tokenizer = serve.load_model(str(tuned), "vanilla")
     assert tokenizer.chat([{"role": "user", "content": "a"}]) == "a"
     assert model.generate([tokenizer.encode("a")], max_new_tokens=2, tokenizer=tokenizer).texts is not None
     # Of a GGUF file too, whose tokenizer is in it.

@@ -64,7 +64,7 @@ def test_a_distributions_command_runs_and_is_imported_when_it_does(install: Inst
         ("raise OSError('libacme.so.2')", "OSError: libacme.so.2"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("", "AttributeError: "),
-        ("command = 3", "AttributeError: "),
+        ("command = 3", "TypeError: 3 is not a callable object"),
     ],
 )
 def test_one_that_cannot_be_used_is_told_of_and_harms_no_other(

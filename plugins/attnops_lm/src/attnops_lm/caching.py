@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -236,19 +237,19 @@ def with_own_arrays(cache: Cache, own: Cache) -> Cache:
 def _empty(
     config: Config, batch: int, length: int, dtype: Any, codec: Quantized | None, max_append: int | None,
     starts: ArrayLike | None,
-) -> list[functools.partial[Cache]]:  # fmt: skip
+) -> list[Callable[..., Cache]]:  # fmt: skip
     """The functions that create each layer's cache, see `Caching.init_cache`."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "batch": batch, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": dtype, "codec": codec,
         "starts": starts,
     }  # fmt: skip
-    creates: list[functools.partial[Cache]] = []
+    creates: list[Callable[..., Cache]] = []
     for layer in range(config.num_layers):
         window = config.window_of(layer)
-        create: functools.partial[Cache] = functools.partial(DenseCache.create, length=length, **sizes)
         if max_append is not None and window is not None and window - 1 + max_append < length:
-            create = functools.partial(WindowCache.create, window=window, max_append=max_append, **sizes)
-        creates.append(create)
+            creates.append(functools.partial(WindowCache.create, window=window, max_append=max_append, **sizes))
+        else:
+            creates.append(functools.partial(DenseCache.create, length=length, **sizes))
     return creates
 
 
@@ -258,7 +259,7 @@ def _compiled_empty(*given: Any) -> tuple[Cache, ...]:
     return tuple(create() for create in _empty(*given))
 
 
-def _placed(create: functools.partial[Cache], shardings: dict[str, Any]) -> Cache:
+def _placed(create: Callable[..., Cache], shardings: dict[str, Any]) -> Cache:
     if "mesh" not in shardings or set(shardings) - {"mesh", "rules"}:
         raise ValueError(f"shardings has {sorted(shardings)}, but must have mesh and may have rules, an AxisRules")
     return sharded(create, **{"mesh" if name == "mesh" else "axis_rules": x for name, x in shardings.items()})

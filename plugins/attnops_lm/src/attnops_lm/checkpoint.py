@@ -34,7 +34,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-Model = TypeVar("Model", bound="Decoder")
+Model = TypeVar("Model")
 
 
 def set_weights(model: Decoder, read: Callable[[str], jax.Array]) -> None:
@@ -69,7 +69,7 @@ def param_of(model: nnx.Module, path: str) -> Any:
     return found
 
 
-def mapping(model: nnx.Module) -> list[Weight]:
+def mapping(model: Decoder) -> list[Weight]:
     """Every weight of a causal language model or of a classifier, and its name in transformers."""
     found = list(weights(model.config, lm_head=hasattr(model, "head")))
     if hasattr(model, "score"):
@@ -92,7 +92,7 @@ def config_of(model: Decoder) -> dict[str, Any]:
     return hf
 
 
-def refuse_wrapped(model: nnx.Module) -> None:
+def refuse_wrapped(model: Decoder) -> None:
     """Raise for a model with parameters that a checkpoint does not have.
 
     Raises:
@@ -132,7 +132,8 @@ def load(
     hf = _hf_config(directory)
     config = config_from_hf(hf)
     files = _files(directory)
-    model = cls.lazy_init(config, **(cls.head_options(hf) | options))
+    pretrained: Any = cls  # a `Pretrained` too
+    model = pretrained.lazy_init(config, **(pretrained.head_options(hf) | options))
     _refuse_unread(directory, model, files)
     if mesh is not None:
         model = model.shard_model(partition_rules, mesh)

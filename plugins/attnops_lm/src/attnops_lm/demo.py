@@ -64,7 +64,7 @@ def make_caches(model: CausalLM, length: int) -> dict[str, Callable[[], Caches]]
 
     def paged(codec: Quantized | None) -> Caches:
         pages = -(-length // PAGE)
-        sizes = {"page_size": PAGE, "max_model_length": length, "pages": pages, "codec": codec}
+        sizes: dict[str, Any] = {"page_size": PAGE, "max_model_length": length, "pages": pages, "codec": codec}
         caches, pool = model.init_ragged_pages(**sizes)
         return with_table(caches, pool.reserve(jnp.array([length])).table)
 

@@ -61,7 +61,7 @@ class Decoder(nnx.Module):
         self.operation_name = operation
         self.origin = Origin()
         self.metadata = OperationMetadata(on_unsupported="error") if metadata is None else metadata
-        op = OperationRegistry.create(operation, self.metadata)
+        op: Any = OperationRegistry.create(operation, self.metadata)
         table = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), jnp.float32)
         self.embed = nnx.Param((table * config.hidden_size**-0.5).astype(dtype))
         self.layers = nnx.List([DecoderLayer(config, i, op, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
@@ -132,7 +132,9 @@ def _checked(*given: Any) -> tuple[jax.Array | None, ...]:
         raise ValueError(f"input_ids are {ids.dtype} {ids.shape}, but must be integers [B, T]")
     if embeds is not None and embeds.ndim != 3:
         raise ValueError(f"inputs_embeds have shape {embeds.shape}, but must be [B, T, M]")
-    tokens = (embeds if ids is None else ids).shape[:2]
+    found = embeds if ids is None else ids
+    assert found is not None
+    tokens = found.shape[:2]
     for name, x in (("attention_mask", mask), ("segment_ids", segments)):
         if x is not None and x.shape != tokens:
             raise ValueError(f"{name} has shape {x.shape}, but must have that of the tokens, {tokens}")

@@ -30,7 +30,8 @@ def with_values(model: Model, change: Callable[[str, Any], Any], kind: Any = nnx
         change: the new value of a path and its value, an array or a `jax.ShapeDtypeStruct`.
         kind: which variables are changed, such as `flax.nnx.Param`.
     """
-    graphdef, chosen, others = nnx.split(model, kind, ...)
+    parts: Any = nnx.split(model, kind, ...)
+    graphdef, chosen, others = parts
     changed = nnx.map_state(lambda path, x: x.replace(change(path_of(path), x.get_value())), chosen)
     return nnx.merge(graphdef, changed, others, copy=True)
 
@@ -105,7 +106,7 @@ def with_modules(model: Model, kind: Any, replacement: Callable[[str, Any], nnx.
             continue
         parent: Any = model
         for part in path[:-1]:
-            parent = parent[part] if isinstance(part, int) else getattr(parent, part)
+            parent = parent[part] if isinstance(part, int) else getattr(parent, str(part))
         setattr(parent, str(path[-1]), new)
     return model
 

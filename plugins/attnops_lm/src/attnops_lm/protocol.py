@@ -40,20 +40,21 @@ class Parameters:
         return nnx.split(self)[0]
 
     @property
-    def graphstate(self: Model) -> nnx.State:
+    def graphstate(self: Model) -> nnx.State[Any, Any]:
         """The parameters, LoRA's included."""
         return nnx.state(self, nnx.Param)
 
     @property
-    def graphother(self: Model) -> nnx.State:
+    def graphother(self: Model) -> nnx.State[Any, Any]:
         """The variables that are not parameters: quantised weights."""
-        return nnx.split(self, nnx.Param, ...)[2]
+        _, _, others = nnx.split(self, nnx.Param, ...)
+        return others
 
-    def split_params(self: Model) -> nnx.State:
+    def split_params(self: Model) -> nnx.State[Any, Any]:
         """The parameters, the same as ``graphstate``."""
         return self.graphstate
 
-    def merge_params(self: Model, tree: nnx.State | Inputs) -> Self:
+    def merge_params(self: Model, tree: nnx.State[Any, Any] | Inputs) -> Self:
         """A copy with these parameters; those that ``tree`` does not have are kept.
 
         Raises:

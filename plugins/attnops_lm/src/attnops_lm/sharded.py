@@ -37,7 +37,7 @@ def main() -> int:
         expected = np.asarray(_logits(model, ids, None)[0])
         tokens = model.generate(ids, max_new_tokens=4).tokens
 
-    sharded = model.shard_model(mesh=mesh)
+    sharded: Any = model.shard_model(mesh=mesh)
     kernel = sharded.layers[0].mlp.up.kernel[...]
     assert kernel.addressable_shards[0].data.shape == (32, 48 // 2)
     worst = 0.0

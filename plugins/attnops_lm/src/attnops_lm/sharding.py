@@ -111,7 +111,7 @@ def shardings(model: nnx.Module) -> dict[str, Any]:
 def with_metadata(model: Model, **changes: Any) -> Model:
     """The model itself with other fields of its operation's metadata."""
     model.metadata = dataclasses.replace(model.metadata, **changes)
-    operation = OperationRegistry.create(model.operation_name, model.metadata)
+    operation: Any = OperationRegistry.create(model.operation_name, model.metadata)
     for layer in model.layers:
         layer.attention.operation = operation
     return model

@@ -85,7 +85,8 @@ class Tokenizer:
             if (value := config.get(name)) is not None:
                 special[name] = value["content"] if isinstance(value, dict) else value
         if not eos_ids and "eos_token" in special:
-            eos_ids = [backend.token_to_id(special["eos_token"])]
+            end = backend.token_to_id(special["eos_token"])
+            eos_ids = () if end is None else [end]
         return cls(backend, template, special, eos_ids)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
@@ -93,7 +94,7 @@ class Tokenizer:
         directory = Path(directory)
         self.backend.save(str(directory / TOKENIZER))
         names = {"unknown_token": "unk_token"}  # GGUF's
-        config = {names.get(name, name): text for name, text in self.special.items()}
+        config: dict[str, str | None] = {names.get(name, name): text for name, text in self.special.items()}
         if len(self.eos_ids) == 1:
             config["eos_token"] = self.backend.id_to_token(self.eos_ids[0])
         if self.template is not None:

@@ -78,10 +78,11 @@ class Call:
             sampling = Sampling.create(c.temperature, c.top_k or 0, off, c.min_p or 0.0)
         # At least two, so that a model with one end token and a caller with none or two share a program.
         ends = (*self.eos, *(-1,) * (2 - len(self.eos)))
-        return Rules(
-            sampling, np.float32(c.repetition_penalty), np.int32(c.min_new_tokens), np.int32(self.most),
+        numbers: Any = (
+            np.float32(c.repetition_penalty), np.int32(c.min_new_tokens), np.int32(self.most),
             np.asarray(ends, np.int32),
         )  # fmt: skip
+        return Rules(sampling, *numbers)
 
 
 def read_call(
@@ -149,14 +150,14 @@ def generate(call: Call) -> Generated:
     caches = room.caches
     for new, real in call.prompt.chunks(size):
         caches = append(leaves, caches, new, real)
-    tokens, lengths = call.prompt.history(room.used, room.length), room.used + call.prompt.lengths
+    tokens: Any = call.prompt.history(room.used, room.length)
+    lengths = room.used + call.prompt.lengths
     if call.config.num_beams > 1:
         search = beam_programs(network, call.processor, call.trace)
         pages = None if room.pool is None else Pages(room.pool)
         beams = Beams.create(caches, pages, tokens, lengths, call.config.num_beams)
-        rules = BeamRules(
-            call.rules(), np.float32(call.config.length_penalty), np.int32(EARLY[call.config.early_stopping])
-        )
+        numbers: Any = np.float32(call.config.length_penalty), np.int32(EARLY[call.config.early_stopping])
+        rules = BeamRules(call.rules(), *numbers)
         return _beams_result(call, search.search(leaves, beams, rules))
     rows = Rows.create(caches, tokens, lengths, call.key)
     if call.streamer is None and not call.config.stops:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def _contracts(text: str) -> list[str]:
     lines, current = [], ""
     for line in text.splitlines():
         current = f"{current} {line.strip()}".strip() if line.strip() else ""
+        current = re.sub(r" \(\d+ ignored imports?\)$", "", current)
         if current.endswith(("KEPT", "BROKEN")):
             lines.append(current)
             current = ""

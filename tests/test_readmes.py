@@ -42,8 +42,10 @@ def test_a_plugins_example_runs(plugin: str, printed: str) -> None:
     assert re.search(printed, run.stdout.strip()), run.stdout[-500:]
 
 
-@pytest.mark.parametrize("example", ["byte_language_model", "decoding", "sentence_embeddings"])
-@pytest.mark.tier(quick=["sentence_embeddings"])
+@pytest.mark.parametrize(
+    "example", ["examples/byte_language_model", "plugins/attnops_lm/src/attnops_lm/sentence_embeddings"]
+)
+@pytest.mark.tier(quick=["plugins/attnops_lm/src/attnops_lm/sentence_embeddings"])
 def test_an_examples_fragment_runs(example: str) -> None:
     x = jnp.ones((1, 4, 2, 8))
     names = {
@@ -52,7 +54,7 @@ def test_an_examples_fragment_runs(example: str) -> None:
         "cache": DenseCache.create(batch=1, length=8, kv_heads=2, head_dim=8, dtype=jnp.float32),
         "op": attnops.OperationRegistry.create("vanilla", attnops.OperationMetadata()),
     }  # fmt: skip
-    (block,) = blocks(f"examples/{example}/README.md")
+    (block,) = blocks(f"{example}/README.md")
     exec(compile(block, example, "exec"), names)
     out = getattr(names["out"], "attention_outputs", names["out"])
     np.testing.assert_allclose(np.asarray(out)[:, :3], 1.0, rtol=1e-6)

@@ -13,7 +13,7 @@ BLOCK = 128
 
 
 class MyAttention(VanillaAttention):  # what it can't serve runs the core's native forward
-    api_version = 1
+    api_version = 2
     priority = 10  # of several that serve a platform, the highest wins
     limits: ClassVar = {"tpu": Limits(dtypes={"float32", "bfloat16"}, same_dtype=True, linear_memory=False)}
 

@@ -59,7 +59,7 @@ def test_explain_describes_a_cache(run: Any, run_json: Any) -> None:
     found = run_json(*arguments)
     assert found["request"]["source"] == {
         "storage": "PagedCache", "codec": "int8", "scales": "head", "latent": False, "page_size": 32,
-        "width": 128, "joined": True,
+        "width": 128, "joined": True, "has_loader": True,
         "is_packed": False, "rows": 2, "mask_kinds": [], "mask_primitives": [],
     }  # fmt: skip
     assert (found["request"]["mode"], found["request"]["key_length"]) == ("decode", 4096)

@@ -16,7 +16,7 @@ os.write(2, b"E0000 no accelerator\\n")
 from attnops.operations.vanilla import VanillaAttention
 
 class Noisy(VanillaAttention):
-    api_version = 1
+    api_version = 2
 
     @classmethod
     def get_impl_name(cls):

@@ -38,7 +38,7 @@ def test_two_that_serve_one_platform_are_ambiguous_there_only(install: Install) 
 
 def test_the_higher_priority_wins(install: Install) -> None:
     install("acme-one", OPERATION + TPU)
-    install("acme-two", OPERATION.replace("api_version = 1", "priority = 1") + TPU)
+    install("acme-two", OPERATION.replace("api_version = 2", "priority = 1") + TPU)
     assert OperationRegistry.get("zeta", "tpu").__module__ == "acme_two"
 
 
@@ -143,7 +143,7 @@ def test_auto_breaks_ties_by_priority(install: Install) -> None:
         body = (
             "\n    @classmethod\n    def rank(cls, request):\n        return __import__('attnops').Rank.TILED_KERNEL\n"
         )
-        source = OPERATION.replace("api_version = 1", f"priority = {priority}") + CUDA + body
+        source = OPERATION.replace("api_version = 2", f"priority = {priority}") + CUDA + body
         install(name, source, entry_points={name: f"{name.replace('-', '_')}:Operation"})
     q = jnp.ones((1, 3, 2, 4))
     request = OperationRegistry.create("auto", OperationMetadata(platform="cuda")).request(q, q, q)
@@ -151,7 +151,7 @@ def test_auto_breaks_ties_by_priority(install: Install) -> None:
 
 
 def test_auto_prefers_a_subclass_of_vanilla_where_it_has_a_kernel_and_the_core_elsewhere(install: Install) -> None:
-    source = OPERATION.replace("api_version = 1", "api_version, priority = 1, 10") + TPU
+    source = OPERATION.replace("api_version = 2", "api_version, priority = 1, 10") + TPU
     install("acme-attention", source, entry_points={"vanilla": "acme_attention:Operation"})
     q = jnp.ones((1, 3, 2, 4))
     request = OperationRegistry.create("auto", OperationMetadata(platform="tpu")).request(q, q, q)

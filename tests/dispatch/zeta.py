@@ -9,7 +9,7 @@ sys.imported_by_test.append(__name__)
 
 
 class Operation(VanillaAttention):
-    api_version = 1
+    api_version = 2
 
     @classmethod
     def get_impl_name(cls):

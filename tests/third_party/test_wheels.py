@@ -28,7 +28,7 @@ def test_plugins_move_with_the_core(folder):
     """All versions move together, and what a plugin requires says so."""
     extras = project(folder).get("optional-dependencies", {})
     wanted = [*project(folder)["dependencies"], *(text for extra in extras.values() for text in extra)]
-    assert f"attnops=={__version__}" in wanted
+    assert {f"attnops=={__version__}", f"attnops[cli]=={__version__}"} & {*wanted}
     assert all(f"=={__version__}" in text for text in wanted if text.startswith("attnops"))
     (version,) = folder.glob("src/*/_version.py")
     assert version.read_text(encoding="utf-8") == (ROOT / "src/attnops/_version.py").read_text(encoding="utf-8")
@@ -64,15 +64,13 @@ def test_wheels_hold_licence_and_types_and_no_tests(wheels, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["sentence_embeddings", "decoding"])
-def test_the_cores_wheel_has_all_that_the_demo_runs(wheels, example):
-    folder = ROOT / "examples" / example
-    held = {name.rpartition("/")[2] for name in wheels["attnops"].namelist() if f"/{example}/" in name}
-    imported = set()
-    for path in folder.glob("*.py"):
-        if not path.name.startswith(("test_", "make_")):
-            text = path.read_text(encoding="utf-8")
-            imported |= {f"{name}.py" for name in re.findall(r"^\s*from \.(?: import )?(\w+)\b", text, re.MULTILINE)}
-            imported |= set(re.findall(r'"([\w.]+\.(?:npz|txt))"', text))
-    assert imported
-    assert imported <= held
+def test_the_language_models_wheel_has_the_data_that_the_demo_reads(wheels):
+    held = {*wheels["attnops_lm"].namelist()}
+    data = ("reference.npz", "sentence_embeddings/reference.npz", "sentence_embeddings/sentences.txt")
+    assert {f"attnops_lm/{name}" for name in data} <= held
+
+
+@pytest.mark.slow
+def test_the_cores_wheel_has_the_core_alone(wheels):
+    folders = {name.split("/")[1] for name in wheels["attnops"].namelist() if name.startswith("attnops/")}
+    assert not folders & {"bench", "caches", "examples", "testing"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+__all__ = ["read", "text_config"]
+
 
 def read(config: object, *names: str) -> Any:
     """The value of the first of ``names`` that a config (an object or a mapping) has and that is not None."""

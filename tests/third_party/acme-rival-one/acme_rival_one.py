@@ -14,7 +14,7 @@ Path(os.environ["ATTNOPS_TEST_IMPORTS"], __name__).touch()
 class Operation(attnops.OperationImpl):
     """Gives the queries back."""
 
-    api_version = 1
+    api_version = 2
 
     @classmethod
     def get_impl_name(cls) -> str:

@@ -35,7 +35,7 @@ class SplashAttention(FlashAttention):
     the metadata's ``block_q`` and ``block_k``. `auto` never picks it.
     """
 
-    api_version = 1
+    api_version = 2
     limits: ClassVar[Mapping[str, Limits]] = {
         **FlashAttention.limits,
         # float32 is refused: the kernel multiplies it at the TPU's default precision, which is bfloat16.

@@ -29,7 +29,7 @@ class MosaicAttention(FlashAttention):
     whatever it refuses, and on other platforms. `auto` never picks it: nothing here has timed it.
     """
 
-    api_version = 1
+    api_version = 2
     limits: ClassVar[Mapping[str, Limits]] = {
         **FlashAttention.limits,
         "cuda": Limits(

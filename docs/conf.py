@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pictures import MASKS, draw_all  # noqa: E402
 
 import attnops  # noqa: E402
-from attnops.dispatch.ranking import Rank  # noqa: E402
+from attnops.dispatch.rank import Rank  # noqa: E402
 
 for module in (attnops, attnops.kernels, importlib.import_module("attnops_testing")):
     for public in module.__all__:  # autodoc sees a name that is imported when it is first used only afterwards

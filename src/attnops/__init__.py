@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from attnops.dispatch.limits import Limits
     from attnops.dispatch.metadata import OperationMetadata
     from attnops.dispatch.operation import API_VERSION, BaseOperation, forward_for
-    from attnops.dispatch.ranking import Rank
+    from attnops.dispatch.rank import Rank, RankBetween
     from attnops.dispatch.registry import OperationRegistry
     from attnops.dispatch.request import AttentionRequest, Request
     from attnops.dispatch.source import Source, SourceRequest, SourceUse
@@ -52,6 +52,7 @@ __all__ = [
     "PluginError",
     "PluginWarning",
     "Rank",
+    "RankBetween",
     "Reason",
     "Request",
     "Source",
@@ -79,7 +80,7 @@ _HOMES: Final = {
     "dispatch.limits": ("Limits",),
     "dispatch.metadata": ("OperationMetadata",),
     "dispatch.operation": ("API_VERSION", "BaseOperation", "forward_for"),
-    "dispatch.ranking": ("Rank",),
+    "dispatch.rank": ("Rank", "RankBetween"),
     "dispatch.registry": ("OperationRegistry",),
     "dispatch.request": ("AttentionRequest", "Request"),
     "dispatch.source": ("Source", "SourceRequest", "SourceUse"),

@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnops import AttentionRequest, OperationMetadata, OperationOutput, OperationRegistry, Rank, Reason, explain
+from attnops import (
+    AttentionRequest,
+    OperationMetadata,
+    OperationOutput,
+    OperationRegistry,
+    Rank,
+    RankBetween,
+    Reason,
+    explain,
+)
 from attnops.biases import ALiBi
 from attnops.masks import Causal, SlidingWindow
 from attnops.operations.flash import FlashAttention
@@ -94,6 +103,36 @@ def test_without_a_rank_auto_never_picks_it_and_explain_shows_that() -> None:
     lines = str(explain(asked(), "zeta")).splitlines()
     assert lines[1:3] == ["runs acme:zeta (forward_native)", "  no rank: auto never picks it"]
     assert explain(asked()).chosen.name == CPU
+
+
+@pytest.mark.usefixtures("_registered")
+def test_a_rank_of_a_plugin_s_own_lies_between_two_others_and_prints_its_reason() -> None:
+    own = RankBetween(Rank.NATIVE_LAYOUT, Rank.LINEAR_MEMORY, "plain JAX for short sequences")
+    body = {
+        "get_impl_name": classmethod(lambda cls: "zeta"),
+        "rank": classmethod(lambda cls, request: own),
+        "forward_cpu": lambda self, query, key, value: OperationOutput(query),
+    }
+    OperationRegistry.register(type("Zeta", (VanillaAttention,), body | {"__module__": "acme.zeta"}))
+    lines = str(explain(asked())).splitlines()
+    assert lines[1] == f"runs {CPU} (forward_native)"
+    place = lines.index("  rank between 6 and 7 of 11: plain JAX for short sequences")
+    assert lines[place - 1] == "acme:zeta: could serve it"
+    assert place < lines.index(f"  {Rank.PRODUCT}")
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ((Rank.KERNEL, Rank.VENDOR_KERNEL, "why"), "must be ranks that follow one another"),
+        ((Rank.VENDOR_KERNEL, Rank.NATIVE, "why"), "must be ranks that follow one another"),
+        ((5, Rank.KERNEL, "why"), "better=5 and worse="),
+        ((Rank.VENDOR_KERNEL, Rank.KERNEL, " "), "must say why, in a sentence"),
+    ],
+)
+def test_what_is_no_rank_between_two_is_refused(given: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RankBetween(*given)
 
 
 @pytest.mark.parametrize("base", [VanillaAttention, ScaledDotProductAttention, FlashAttention])

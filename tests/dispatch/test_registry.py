@@ -151,7 +151,7 @@ def test_auto_breaks_ties_by_priority(install: Install) -> None:
 
 
 def test_auto_prefers_a_subclass_of_vanilla_where_it_has_a_kernel_and_the_core_elsewhere(install: Install) -> None:
-    source = OPERATION.replace("api_version = 2", "api_version, priority = 1, 10") + TPU
+    source = OPERATION.replace("api_version = 2", "api_version, priority = 2, 10") + TPU
     install("acme-attention", source, entry_points={"vanilla": "acme_attention:Operation"})
     q = jnp.ones((1, 3, 2, 4))
     request = OperationRegistry.create("auto", OperationMetadata(platform="tpu")).request(q, q, q)

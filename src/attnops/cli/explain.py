@@ -18,8 +18,9 @@ from attnops.cli.masks import parse_mask, parse_shape
 from attnops.cli.noise import find_devices
 from attnops.cli.output import fail, print_json, print_text
 from attnops.cli.sources import MakeSource, made_source
-from attnops.dispatch.explain import Candidate, Explanation, explain
+from attnops.dispatch.explain import Explanation, explain
 from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.ranking import Candidate
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest
 from attnops.errors import PluginError, PluginWarning, Reason, UnsupportedError

@@ -15,7 +15,7 @@ from attnops.dispatch import border, on_mesh
 from attnops.dispatch.binding import Call, bind_attention, resolve_mode, shapes_of
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation, decide, forward_for
-from attnops.dispatch.ranking import Rank
+from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
 from attnops.dispatch.source import Source
@@ -69,7 +69,7 @@ class OperationImpl(BaseOperation):
     is_partitioned: ClassVar[bool] = False
 
     @classmethod
-    def rank(cls, request: Request) -> Rank | None:
+    def rank(cls, request: Request) -> Rank | RankBetween | None:
         """How good a choice this is for a request that it serves, for the operation `auto`. None: never picked."""
         return Rank.KERNEL if forward_for(cls, request.platform) != "native" else Rank.NATIVE
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.ranking import Rank
+from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import Request
 from attnops.errors import PluginError, Reason, UnsupportedError, pass_interrupt, printable
 
@@ -97,7 +97,7 @@ def details(operation: BaseOperation, request: Request) -> tuple[str, ...]:
     return found
 
 
-def rank(cls: type[OperationImpl], request: Request) -> Rank | None:
+def rank(cls: type[OperationImpl], request: Request) -> Rank | RankBetween | None:
     """``cls.rank(request)``.
 
     Raises:
@@ -107,7 +107,7 @@ def rank(cls: type[OperationImpl], request: Request) -> Rank | None:
         found: object = cls.rank(request)
     except BaseException as error:
         raise _raised(cls, "rank", error) from error
-    if found is not None and not isinstance(found, Rank):
+    if found is not None and not isinstance(found, (Rank, RankBetween)):
         raise _fault(cls, f"rank returned {printable(found)}, but must return an attnops.Rank, or None for never")
     return found
 

@@ -1,42 +1,167 @@
-"""The order in which `auto` picks, in one table: each rank has a reason, which `attnops.explain` prints.
-
-Of the implementations that serve a call, `auto` runs the one whose ``rank(request)`` is first in `Rank`. Inside
-one rank a class with a forward for the platform, or the core's own, comes before a class of a plugin that inherits the
-native forward; then the higher ``priority`` wins, then the first name.
-"""
+"""How `auto` picks: the implementations that could serve a request, in the order of their ranks."""
 
 from __future__ import annotations
 
-import enum
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterator
+
+from attnops.dispatch import border
+from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import ATTENTION, BaseOperation, forward_for
+from attnops.dispatch.plugins import CORE, Plugin, State
+from attnops.dispatch.rank import Rank, RankBetween
+from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.request import AttentionRequest
+from attnops.dispatch.source import SourceUse
+from attnops.errors import PluginError, Reason, UnsupportedError, pass_interrupt, printable
 
 
-class Rank(enum.Enum):
-    """How good a choice an implementation is for a request, the best first; the value is the reason."""
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One implementation and how it would serve a request.
 
-    EXCHANGES_KEYS = "a mesh shards the sequence, and this one exchanges keys between devices"
-    MEASURED = "measured to be the fastest on this device, by the table of `attnops tune`"
-    TILED_KERNEL = "a kernel that reads this mask or bias by tiles, where the vendor's needs a T × S array"
-    VENDOR_KERNEL = "the vendor's fused kernel"
-    KERNEL = "a forward written for this platform"
-    NATIVE_LAYOUT = "plain JAX that is laid out for this platform"
-    LINEAR_MEMORY = "O(T + S) memory, where T × S scores no longer fit"
-    NATIVE = "plain JAX, with a native forward of its own"
-    PRODUCT = "one product of T × S scores, in XLA"
-    LOOP = "a loop over tiles, slower on this platform than one product of T × S scores"
-    REFERENCE = "the reference, in T × S memory"
+    Attributes:
+        name: its canonical name, ``distribution:operation``.
+        forward: the forward that would run, such as ``"cuda"`` or ``"native"``; empty where none can.
+        reasons: why the forward for the request's platform can't serve it; empty where it can.
+        problem: why the implementation can't be used at all; empty where it can.
+        rank: its place in `auto`'s order; None where `auto` never picks it.
+        priority: decides between implementations of equal rank.
+        details: how the forward serves the request, see `attnops.BaseOperation.details`; empty with reasons.
+        source_use: of a request over a source, how the forward uses it; None for arrays.
+    """
+
+    name: str
+    forward: str
+    reasons: tuple[Reason, ...] = ()
+    problem: str = ""
+    rank: Rank | RankBetween | None = None
+    priority: int = 0
+    details: tuple[str, ...] = ()
+    source_use: SourceUse | None = None
 
     @property
-    def reason(self) -> str:
-        """Why an implementation has this rank, in a sentence."""
-        return self.value
+    def serves(self) -> bool:
+        """Whether it runs the request on the forward meant for the platform."""
+        return not self.reasons and not self.problem
 
     @property
-    def place(self) -> int:
-        """Its place in the order, from 1, which is the best."""
-        return _PLACES[self]
+    def inherits(self) -> bool:
+        """Whether it runs the core's native forward, which a plugin's class has for platforms without its kernels."""
+        return self.forward == "native" and self.name.partition(":")[0] != CORE
 
-    def __str__(self) -> str:
-        return f"rank {self.place} of {len(Rank)}: {self.reason}"
+    @property
+    def ranked(self) -> str:
+        """Its rank and the reason for it, such as ``"rank 3 of 10: the vendor's fused kernel"``.
+
+        It is that of the forward for the platform, which may not be the one that runs.
+        """
+        return "no rank: auto never picks it" if self.rank is None else str(self.rank)
 
 
-_PLACES = {rank: place for place, rank in enumerate(Rank, 1)}
+def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
+    """The implementation that `auto` runs: of those that serve the request, the first, see `attnops.dispatch.ranking`.
+
+    Raises:
+        UnsupportedError: nothing can serve the request, with the reasons of all.
+    """
+    found = list(all_candidates(request, metadata))
+    able = [c for c in found if c.serves and c.rank is not None]
+    if not able:
+        reasons = [dataclasses.replace(r, argument=f"{c.name}: {r.argument}") for c in found for r in c.reasons]
+        problems = [f"{c.name} is {c.problem}" for c in found if c.problem]
+        listed = "".join(f"\n  - {reason}" for reason in [*reasons, *problems])
+        raise UnsupportedError(f"no installed implementation serves {request}:{listed}", reasons)
+    return min(able, key=order)
+
+
+def order(candidate: Candidate) -> tuple[bool, float, bool, int, str]:
+    place = len(Rank) + 1 if candidate.rank is None else candidate.rank.place
+    # The core's class comes before those that inherit its native forward.
+    return not candidate.serves, place, candidate.inherits, -candidate.priority, candidate.name
+
+
+def all_candidates(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Candidate]:
+    for plugin, cls in _considered():
+        if cls is not None:
+            yield ask(plugin, cls, request, metadata)
+        elif plugin.state is not State.DISCOVERED:
+            yield Candidate(plugin.name, "", problem=f"{plugin.state}: {plugin.cause}")
+
+
+def _considered() -> Iterator[tuple[Plugin, type[OperationImpl] | None]]:
+    """The plugins that `auto` considers, each class once; None for one that has no class."""
+    seen = set()
+    for plugin in OperationRegistry.plugins(load=True):
+        cls = plugin.operation_class
+        if cls is None:
+            yield plugin, None
+        elif issubclass(cls, OperationImpl) and cls.computes == ATTENTION and plugin.operation != "auto":
+            if cls not in seen:
+                yield plugin, cls
+            seen.add(cls)
+
+
+def environment_keys(metadata: OperationMetadata, generation: int) -> tuple[Hashable, ...]:
+    """What `pick` depends on in addition to request, metadata and installed plugins, as a part of a cache's key.
+
+    Args:
+        metadata: of `auto`.
+        generation: `OperationRegistry.generation`.
+    """
+    return tuple(map(_environment_key, _operations(metadata, generation)))
+
+
+def _environment_key(operation: BaseOperation) -> Hashable:
+    try:
+        return border.environment_key(operation)
+    except PluginError as error:
+        return f"failed: {error}"
+
+
+@functools.lru_cache(maxsize=256)
+def _operations(metadata: OperationMetadata, generation: int) -> tuple[BaseOperation, ...]:
+    """The operations that `auto` considers, those left out that can't be made: `pick` reports them."""
+    found = []
+    for _, cls in _considered():
+        if cls is not None:
+            try:
+                found.append(border.make(cls, metadata))
+            except BaseException as error:
+                pass_interrupt(error)
+    return tuple(found)
+
+
+def ask(plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
+    try:
+        return _candidate(plugin, cls, request, metadata)
+    except PluginError as error:
+        return Candidate(plugin.name, "", problem=f"failed: {error}")
+    except BaseException as error:  # a class that raises must not keep the others from serving
+        pass_interrupt(error)
+        problem = f"failed: asking whether it serves raised {type(error).__name__}: {printable(error)}"
+        return Candidate(plugin.name, "", problem=problem)
+
+
+def _candidate(
+    plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata
+) -> Candidate:
+    operation = border.make(cls, metadata)
+    border.environment_key(operation)
+    forward = forward_for(cls, request.platform)
+    reasons = operation.reasons(request)
+    if reasons:
+        native = (
+            forward != "native" and metadata.on_unsupported == "native" and not operation.reasons_for("native", request)
+        )
+        forward = "native" if native else ""
+    use = None
+    if request.source is not None and forward:
+        assert isinstance(operation, OperationImpl)
+        use = request.source.use(operation, forward, request)
+    return Candidate(
+        plugin.name, forward, tuple(reasons), rank=border.rank(cls, request), priority=cls.priority,
+        details=() if reasons else border.details(operation, request), source_use=use,
+    )  # fmt: skip

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
-from attnops.dispatch.explain import environment_keys, pick
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.plugins import is_loading
-from attnops.dispatch.ranking import Rank
+from attnops.dispatch.rank import Rank, RankBetween
+from attnops.dispatch.ranking import environment_keys, pick
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.operations.vanilla import VanillaAttention
@@ -39,7 +39,7 @@ class AutoAttention(VanillaAttention):
         return "auto"
 
     @classmethod
-    def rank(cls, request: Request) -> Rank | None:
+    def rank(cls, request: Request) -> Rank | RankBetween | None:
         return None
 
     def run(self, call: Call) -> OperationOutput:

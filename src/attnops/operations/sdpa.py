@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from attnops.dispatch.limits import SYMBOLIC, Limits
 from attnops.dispatch.operation import forward_for
-from attnops.dispatch.ranking import Rank
+from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.errors import Reason
 from attnops.kernels.unseen import zero_masked_tokens
@@ -63,7 +63,7 @@ class ScaledDotProductAttention(VanillaAttention):
         return "sdpa"
 
     @classmethod
-    def rank(cls, request: Request) -> Rank | None:
+    def rank(cls, request: Request) -> Rank | RankBetween | None:
         name = f"forward_{forward_for(cls, request.platform)}"
         if getattr(cls, name) is not getattr(ScaledDotProductAttention, name):
             return super().rank(request)  # a plugin's kernel, in a subclass

@@ -14,7 +14,7 @@ from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import SYMBOLIC, Limits
 from attnops.dispatch.operation import ATTENTION
-from attnops.dispatch.ranking import Rank
+from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import Request
 from attnops.dropout import dropout_mask
 from attnops.kernels.unseen import zero_masked_tokens
@@ -42,7 +42,7 @@ class VanillaAttention(OperationImpl):
         return "vanilla"
 
     @classmethod
-    def rank(cls, request: Request) -> Rank | None:
+    def rank(cls, request: Request) -> Rank | RankBetween | None:
         own = super().rank(request)
         return Rank.REFERENCE if own is Rank.NATIVE else own  # else a plugin's kernel, in a subclass
 

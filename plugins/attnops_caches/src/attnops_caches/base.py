@@ -83,11 +83,12 @@ class Cache(Source):
         return CacheRequest(storage=self.storage, rows=self.batch, has_loader=type(self).loader is not Cache.loader)
 
     def bind(self, operation: OperationImpl, query: ArrayLike, options: Mapping[str, Any]) -> Call:
-        """See `attnops.Source.bind`. Options of a call over a cache, in addition to the operation's:
+        """See `attnops.Source.bind`.
 
-        query_lengths: integers [B]: the first ``query_lengths[b]`` queries of row b are real, the others give output 0
-            and logsumexp −inf. None: all T. Query i of row b is that of index ``lengths[b] - query_lengths[b] + i``.
-        rows: `Rows` of packed rows: the query is [1, N, H, D], masks and biases are for [B, H, N, S]. None for a batch.
+        A call over a cache has two options in addition to the operation's. ``query_lengths``, integers [B]: the first
+        ``query_lengths[b]`` queries of row b are real, the others give output 0 and logsumexp −inf; None: all T. Query
+        i of row b is that of index ``lengths[b] - query_lengths[b] + i``. ``rows``, a `Rows`: of packed rows, whose
+        query is [1, N, H, D], and whose masks and biases are for [B, H, N, S]; None for a batch.
         """
         return bind_cached(operation.metadata, query, self, dict(options))
 

@@ -13,7 +13,7 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import Call
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.operation import ATTENTION
-from attnops.dispatch.ranking import Rank
+from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.kernels.flash import FlashBackend, FlashCall, attention, partial, partial_vjp
 from attnops.masks.base import Mask
@@ -49,7 +49,7 @@ class FlashAttention(OperationImpl):
         return "flash"
 
     @classmethod
-    def rank(cls, request: Request) -> Rank | None:
+    def rank(cls, request: Request) -> Rank | RankBetween | None:
         own = super().rank(request)
         if own is not Rank.NATIVE:
             return own  # a plugin's kernel, in a subclass

@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 
 import jax
 
-from attnops import AttentionRequest, Limits, OperationOutput, Rank, Reason, Request
+from attnops import AttentionRequest, Limits, OperationOutput, Rank, RankBetween, Reason, Request
 from attnops.biases import Bias
 from attnops.kernels import FlashBackend
 from attnops.masks import Mask
@@ -41,7 +41,7 @@ class TritonFlashAttention(FlashAttention):
     readers: ClassVar[Mapping[str, object]] = {"gpu": TritonCacheReader()}
 
     @classmethod
-    def rank(cls, request: Request) -> Rank | None:
+    def rank(cls, request: Request) -> Rank | RankBetween | None:
         """Above cuDNN if that would need an array of T × S elements; otherwise below it, unless it was measured faster.
 
         Without a table of `attnops tune` this is by bytes: a mask of 16,384 × 16,384 is 512 MB in bfloat16,

@@ -239,25 +239,25 @@ MUTANTS = {
 }
 
 # Of flash, which reads caches in place.
-TILES = "flash.attention:from_store"
+TILES = "tiles:StoreLoader."
 IN_PLACE = {
     "values are dequantised with the keys' scales": Mutant(
-        TILES, "key_scale, scale(store.value_scale)", "key_scale, key_scale", "int8 by token_head"
+        TILES + "load", "key_scale, self._scale(store.value_scale, at)", "key_scale, key_scale", "int8 by token_head"
     ),
     "scales are the first head's": Mutant(
-        TILES, "(plan.problems_per_tile,))[:, None]", "(plan.problems_per_tile,))[:1, None]", "int8 by head"
+        TILES + "_scale", "(at.heads,))[:, None]", "(at.heads,))[:1, None]", "int8 by head"
     ),
-    "a latent value is the key's last features": Mutant(TILES, "key[..., :Dv]", "key[..., -Dv:]", "latent"),
+    "a latent value is the key's last features": Mutant(TILES + "load", "key[..., :Dv]", "key[..., -Dv:]", "latent"),
     "a joined value begins where the key ends, not where the zeros do": Mutant(
-        TILES, "tile(store.key, store.width - Dv, Dv)", "tile(store.key, D, Dv)", "joined"
+        TILES + "load", "_tile(store.key, store.width - Dv, Dv, at)", "_tile(store.key, D, Dv, at)", "joined"
     ),
     "a row reads the pages in order": Mutant(
-        TILES,
-        "jnp.clip(table, 0, store.own_blocks - 1)",
-        "jnp.arange(table.size).reshape(table.shape) % store.own_blocks",
+        TILES + "_tile",
+        "jnp.clip(self.table, 0, store.own_blocks - 1)",
+        "jnp.arange(self.table.size).reshape(self.table.shape) % store.own_blocks",
         "paged",
     ),
     "packed queries read the first row": Mutant(
-        TILES, "row, slot = slot // blocks.slots", "row, slot = 0 * slot", "packed rows"
+        "flash.attention:_tile_at", "row, slot = slot // blocks.slots", "row, slot = 0 * slot", "packed rows"
     ),
 }

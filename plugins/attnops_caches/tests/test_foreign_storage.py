@@ -66,7 +66,7 @@ def served() -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("operation", ["attnops:vanilla", "attnops:flash"])
 @pytest.mark.parametrize("row", served(), ids=cache_name)
-@pytest.mark.tier(every=3, quick=["attnops:flash-" + cache_name(served()[0]), cache_name(served()[0])])
+@pytest.mark.tier(every=3, quick=[f"{cache_name(served()[0])}-attnops:flash"])
 def test_another_storage_passes_the_suite(row: tuple[str, ...], operation: str) -> None:
     assert combine_cache(row).storage == "paged"
     outcome = check_cache(Subject(operation=operation), row, FOREIGN)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cache_over_processes import CASES
 
-SCRIPT = Path(__file__).parents[1] / "support" / "cache_over_processes.py"
+SCRIPT = Path(__file__).parents[3] / "tests" / "support" / "cache_over_processes.py"
 # Half of the compiler's time, of programs that run once.
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 

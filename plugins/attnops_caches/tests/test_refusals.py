@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import pytest
 
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi
-from attnops.masks import Ancestors, Causal, Dense, KeyPadding, Segments
+from attnops.masks import Ancestors, Causal, Dense, Full, KeyPadding, Segments
 from attnops_caches import DenseCache, PageCopies, PagedCache, PagePool, Quantized, Rows, WindowCache
+from attnops_caches.calls.step import _warn_of_later_tokens
 
 B, H, K, D, S = 2, 4, 2, 8, 12
 OPTIONS: dict[str, Any] = {"batch": B, "kv_heads": K, "head_dim": D, "dtype": jnp.bfloat16}
@@ -230,6 +232,20 @@ def test_a_gradient_is_refused(name: str, of: str) -> None:
         NotDifferentiableError, match=r"attention over a cache has no gradient.*call the operation with"
     ):
         jax.grad(function)(given)
+
+
+def test_a_step_of_several_tokens_without_a_mask_warns_once() -> None:
+    _warn_of_later_tokens.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        OP.step(QUERY[:, :1], NEW[:, :1], NEW[:, :1], dense())
+        for mask in (Causal(), Full()):
+            OP.step(QUERY, NEW, NEW, dense(), mask=mask)
+        assert not caught
+        for _ in range(2):
+            OP.step(QUERY, NEW, NEW, dense())
+    (warning,) = caught
+    assert "mask=Causal()" in str(warning.message)
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ other mesh axes than the query's, and, of packed rows, where the cache's rows ar
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +44,29 @@ def step(
     options: Mapping[str, Any],
 ) -> tuple[OperationOutput, CacheType]:
     """See `Cache.step`, whose arguments these are; ``options`` are the other options of the call."""
+    if options.get("mask") is None and rows is None and _tokens(operation.metadata.layout, key) > 1:
+        _warn_of_later_tokens()
     if (written := fused(operation, query, key, value, cache, query_lengths, rows, options)) is not None:
         return written
     grown, lengths = grow(operation.metadata.layout, query, key, value, cache, query_lengths, rows)
     call = operation.prepare(query, grown, query_lengths=query_lengths, rows=rows, _lengths=lengths, **options)
     result: OperationOutput = operation.run(call)
     return result, grown
+
+
+def _tokens(layout: str, key: ArrayLike) -> int:
+    shape = jnp.shape(key)
+    return shape[2 if layout == "BHTD" else 1] if len(shape) == 4 else 1
+
+
+@functools.cache  # once a process, and not at each call of a loop
+def _warn_of_later_tokens() -> None:
+    warnings.warn(
+        "op.step of several tokens without a mask: each query also sees the tokens after it; pass mask=Causal() for a "
+        "language model, or mask=Full() for attention in both directions",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 def grow(

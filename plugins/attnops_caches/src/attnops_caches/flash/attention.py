@@ -128,11 +128,7 @@ def _forward(
     plan: Plan, blocks: Blocks, query: jax.Array, loader: TileLoader, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
-        row, head = quotient_and_remainder(group * plan.problems_per_tile, plan.K)
-        slot = plan.first_key(kv_tile)
-        if blocks.is_packed:
-            row, slot = slot // blocks.slots, slot % blocks.slots
-        return loader.load(TileAt(row, head, slot, plan.problems_per_tile, plan.bk, plan.dtype))
+        return loader.load(_tile_at(plan, blocks, group, kv_tile))
 
     def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
         return forward(plan, query, load_key_value, arrays, schedule, of_rows=blocks.is_packed)
@@ -141,6 +137,14 @@ def _forward(
     if rows is not None and not blocks.is_packed and whole.serves(plan, rows):
         return whole.attend_or(plan, query, rows, arrays, schedule, in_tiles)
     return in_tiles()
+
+
+def _tile_at(plan: Plan, blocks: Blocks, group: Index, kv_tile: Index) -> TileAt:
+    row, head = quotient_and_remainder(group * plan.problems_per_tile, plan.K)
+    slot = plan.first_key(kv_tile)
+    if blocks.is_packed:
+        row, slot = slot // blocks.slots, slot % blocks.slots
+    return TileAt(row, head, slot, plan.problems_per_tile, plan.bk, plan.dtype)
 
 
 # Compiled once for equal plans, also where the caller does not compile.

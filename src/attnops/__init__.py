@@ -9,11 +9,13 @@ from attnops._version import __version__
 
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
-    from attnops.dispatch.binding import Call
+    from attnops.dispatch.call import Call
     from attnops.dispatch.explain import Explanation, explain
+    from attnops.dispatch.forwards import forward_for
     from attnops.dispatch.limits import Limits
     from attnops.dispatch.metadata import OperationMetadata
-    from attnops.dispatch.operation import API_VERSION, BaseOperation, forward_for
+    from attnops.dispatch.operation import API_VERSION, BaseOperation
+    from attnops.dispatch.options import AttentionOptions, FlashOptions, ScoreOptions
     from attnops.dispatch.rank import Rank, RankBetween
     from attnops.dispatch.registry import OperationRegistry
     from attnops.dispatch.request import AttentionRequest, Request
@@ -38,11 +40,13 @@ if TYPE_CHECKING:
 __all__ = [
     "API_VERSION",
     "AmbiguousOperationError",
+    "AttentionOptions",
     "AttentionRequest",
     "BaseOperation",
     "Call",
     "DuplicateOperationError",
     "Explanation",
+    "FlashOptions",
     "Limits",
     "NotDifferentiableError",
     "OperationImpl",
@@ -55,6 +59,7 @@ __all__ = [
     "RankBetween",
     "Reason",
     "Request",
+    "ScoreOptions",
     "Source",
     "SourceRequest",
     "SourceUse",
@@ -75,11 +80,13 @@ __all__ = [
 # Where each public name is: `import attnops` costs nothing, and the first use of a name imports what it needs.
 _HOMES: Final = {
     "dispatch.attention": ("OperationImpl",),
-    "dispatch.binding": ("Call",),
+    "dispatch.call": ("Call",),
     "dispatch.explain": ("Explanation", "explain"),
     "dispatch.limits": ("Limits",),
     "dispatch.metadata": ("OperationMetadata",),
-    "dispatch.operation": ("API_VERSION", "BaseOperation", "forward_for"),
+    "dispatch.forwards": ("forward_for",),
+    "dispatch.operation": ("API_VERSION", "BaseOperation"),
+    "dispatch.options": ("AttentionOptions", "FlashOptions", "ScoreOptions"),
     "dispatch.rank": ("Rank", "RankBetween"),
     "dispatch.registry": ("OperationRegistry",),
     "dispatch.request": ("AttentionRequest", "Request"),

@@ -21,7 +21,7 @@ from attnops import (
     UnsupportedWarning,
     explain,
 )
-from attnops.dispatch.operation import forward_for
+from attnops.dispatch.forwards import forward_for
 from attnops.dispatch.platforms import PLATFORMS, find_platform, platform_of
 from attnops.masks import Causal, Segments
 

@@ -8,43 +8,41 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from attnops.dispatch import border, on_mesh
-from attnops.dispatch.binding import Call, bind_attention, resolve_mode, shapes_of
+from attnops.dispatch.binding import bind_attention, shapes_of
+from attnops.dispatch.call import Call, resolve_mode
+from attnops.dispatch.forwards import forward_for
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import BaseOperation, decide, forward_for
+from attnops.dispatch.partial import PartialAttention
 from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
 from attnops.dispatch.source import Source
 from attnops.errors import Reason
-from attnops.kernels.rules import inexact_vjp
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.output import OperationOutput
 from attnops.partition.boundary import find_boundary
 from attnops.partition.options import CONTRACT
-from attnops.partition.run import run_sharded, run_unsharded
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
-from attnops.softmax import Contribution, PartialSoftmax, contribution
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.biases import Bias
     from attnops.masks.base import Mask
-    from attnops.typing import PyTree
 
 SourceType = TypeVar("SourceType", bound=Source)
 
 
-class OperationImpl(BaseOperation):
+class OperationImpl(PartialAttention):
     """Base class of attention operations: it binds the attention contract and has helpers for implementations.
 
-    A forward has the signature of `__call__`, or names some of its options. It is given the layout "BTHD", ``mask`` as
+    A forward names the options of `__call__` that it has, or all as ``**options: Unpack[attnops.AttentionOptions]``. It
+    is given the layout "BTHD", ``mask`` as
     an `attnops.masks.Mask` bound to the call's shapes, and the metadata's scale and soft cap where the caller gives
     none; ``mode`` only if its signature names it. It returns an `OperationOutput`, whose shapes and dtypes are checked.
 
@@ -73,7 +71,6 @@ class OperationImpl(BaseOperation):
         """How good a choice this is for a request that it serves, for the operation `auto`. None: never picked."""
         return Rank.KERNEL if forward_for(cls, request.platform) != "native" else Rank.NATIVE
 
-    # The contract's options, a parameter each.
     def __call__(
         self,
         query: ArrayLike,
@@ -250,19 +247,10 @@ class OperationImpl(BaseOperation):
             on_mesh.repeats(self, call, boundary)
         if boundary is None:
             return super().invoke(forward, function, call, options)
-        # JAX has no gradient of a `jax.shard_map` in another; plain JAX can be left to its compiler.
-        if boundary.is_nested and self.is_plain(forward):
-            return boundary.typed(run_unsharded(boundary, function, call.args, options))
-        if boundary.sequence:
+        is_left_to_xla = boundary.is_nested and self.is_plain(forward)
+        if boundary.sequence and not is_left_to_xla:
             on_mesh.gathers(self, boundary.sequence)
-
-        def checked(query: jax.Array, key: jax.Array, value: jax.Array, **rest: object) -> OperationOutput:
-            output = function(query, key, value, **rest)
-            return check_output(type(self).__name__, (query, key, value), rest, output)
-
-        output = run_sharded(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
-                             option_axes=self.option_axes, key=self.program_key(forward))  # fmt: skip
-        return boundary.typed(output)
+        return on_mesh.run(self, forward, function, call, options, is_left_to_xla)
 
     def is_plain(self, forward: str) -> bool:
         """Whether the forward of this name is plain JAX, which the compiler can partition; kernels are not."""
@@ -292,118 +280,6 @@ class OperationImpl(BaseOperation):
         wanted = call.options
         lse = tag(result.logsumexp, LOGSUMEXP_NAME) if "return_lse" in wanted else None
         return OperationOutput(out, result.attention_weights if "return_weights" in wanted else None, lse)
-
-    def partial(self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: object) -> PartialSoftmax:
-        """Attention over some of a softmax's keys, to be merged with others by `attnops.softmax.merge`.
-
-        Args:
-            query: [B, T, H, D].
-            key: [B, S, K, D], some of the keys.
-            value: [B, S, K, Dv].
-            **options: ``mask``, ``bias``, ``softmax_scale``, ``logits_soft_cap``, ``dropout_key`` and ``mode`` of
-                `__call__`, for these keys. Sinks belong to all keys together: see `attnops.softmax.with_sinks`.
-
-        Returns:
-            A result in float32 for any dtype of the query. An implementation without partial softmaxes of its own
-            computes it from its output and logsumexp, so that rounding the logsumexp (1e-4 where scores are 1e3) is
-            an error of the weights.
-
-        Raises:
-            ValueError: an option that belongs to all keys together, another layout than "BTHD", or a mesh that shards
-                the call: call it inside `jax.shard_map`, with no mesh in the metadata.
-            TypeError: see `__call__`.
-        """
-        call = self._bind_partial(query, key, value, options)
-        return self.run_partial(decide(self, call.request), call)
-
-    def partial_vjp(
-        self,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
-        lse: jax.Array,
-        lse_residual: jax.Array,
-        d: Contribution,
-        *,
-        wants_bias: bool = False,
-        **options: object,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
-        """The gradients of the contribution of some keys to a softmax, from its logsumexp over all keys.
-
-        Args:
-            query: [B, T, H, D].
-            key: [B, S, K, D], some of the keys.
-            value: [B, S, K, Dv].
-            lse: over all keys, float32 [B, H, T].
-            lse_residual: its rounding error, float32 [B, H, T].
-            d: the cotangents of `attnops.softmax.contribution`.
-            wants_bias: whether the bias has a gradient.
-            **options: of `partial`.
-
-        Returns:
-            The gradients of query, key and value, float32, and of the bias in its structure, None for arrays without
-            gradient. Implementations of `flash` compute them from ``lse``, without another forward pass.
-
-        Raises:
-            ValueError: see `partial`; a logsumexp or a cotangent of another shape or dtype.
-        """
-        call = self._bind_partial(query, key, value, options)
-        request = call.request
-        assert isinstance(request, AttentionRequest)
-        B, T, H, Dv = request.batch, request.query_length, request.heads, request.value_head_dim
-        rows = "[B, H, T]", (B, H, T)
-        for name, x, (letters, shape) in (
-            ("lse", lse, rows),
-            ("lse_residual", lse_residual, rows),
-            ("d.out", getattr(d, "out", None), ("[B, T, H, Dv]", (B, T, H, Dv))),
-            ("d.weight", getattr(d, "weight", None), rows),
-        ):
-            given = f"{x.dtype} {tuple(x.shape)}" if hasattr(x, "dtype") else repr(x)  # type: ignore[union-attr]
-            if given != f"float32 {shape}":
-                raise ValueError(f"{name} is {given}, but must be float32 {letters}={shape}")
-        return self.run_partial_vjp(decide(self, call.request), call, wants_bias, lse, lse_residual, d)
-
-    def run_partial(self, forward: str, call: Call) -> PartialSoftmax:
-        """`partial` by the forward of this name; an implementation may override it."""
-        output: OperationOutput = self.run(call)
-        assert output.logsumexp is not None
-        out = output.attention_outputs.astype(jnp.float32)
-        return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
-
-    def run_partial_vjp(
-        self, forward: str, call: Call, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
-    ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
-        """`partial_vjp` by the forward of this name; an implementation may override it."""
-
-        def contributed(given: tuple[object, ...]) -> Contribution:
-            *args, bias = given
-            options = call.options | {"bias": bias} if wants_bias else call.options
-            partial = self.run_partial(forward, call._replace(args=tuple(args), options=options))
-            return contribution(partial, lse, lse_residual)
-
-        given = (*call.args, call.options.get("bias") if wants_bias else None)
-        *d_args, d_bias = inexact_vjp(contributed, given)(d)
-        dq, dk, dv = (x.astype(jnp.float32) for x in d_args)
-        return dq, dk, dv, d_bias
-
-    def _bind_partial(self, query: ArrayLike, key: ArrayLike, value: ArrayLike, options: dict[str, object]) -> Call:
-        for name in ("sinks", "return_weights", "return_lse"):
-            given = options.pop(name, None)
-            if given is not None and given is not False:
-                raise ValueError(f"{name} belongs to all keys together; leave it out of a partial softmax")
-        if isinstance(key, Source):
-            raise ValueError(f"key is a {type(key).__name__}, but a partial softmax is of arrays: give those it holds")
-        if self.metadata.layout != "BTHD":
-            raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax needs the layout 'BTHD'")
-        self._check_options({name: x for name, x in options.items() if name not in CONTRACT | {"mode"}})
-        call = self.prepare(query, key, value, return_lse=True, **options)
-        assert isinstance(call.request, AttentionRequest)
-        if call.boundary is not None:
-            raise ValueError(
-                "mesh: a partial softmax is of one device's keys; call it inside jax.shard_map, with no mesh in the "
-                "metadata"
-            )
-        return call
 
     def get_mode(self, query: jax.Array, BTHD: bool = True) -> RUNTIME_MODE_TYPES:
         """The runtime mode: the metadata's, else decode where the query's length is 1, else train.

@@ -9,38 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import Bias, function_of
+from attnops.dispatch.call import Call, resolve_mode
 from attnops.dispatch.metadata import OperationMetadata, check_scale, check_soft_cap
-from attnops.dispatch.request import AttentionRequest, Request, dtype_name
+from attnops.dispatch.request import AttentionRequest, dtype_name
 from attnops.dropout import ShiftedKey
 from attnops.kernels.elementwise import ARGUMENTS, AXES, primitives_of
 from attnops.masks.base import Dense, Mask
 from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.masks.functions import functions
-from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
+from attnops.sharding.modes import MODE_TRAIN
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-    from attnops.partition.boundary import Boundary
-    from attnops.typing import Aval, PyTree
+    from attnops.typing import Aval
 
 _NOT_FLAGS: Final = frozenset({"mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key"})
-
-
-class Call(NamedTuple):
-    """A call, ready to be dispatched.
-
-    Attributes:
-        request: its static description; the dispatcher adds the platform.
-        args: the positional arguments of the forward.
-        options: by name, the options that the caller set, and the metadata's scale and soft cap if the caller set none.
-        boundary: how a mesh shards the call; None where it does not.
-    """
-
-    request: Request
-    args: tuple[PyTree, ...]
-    options: dict[str, Any]
-    boundary: Boundary | None = None
 
 
 class Dimensions(NamedTuple):
@@ -169,14 +153,6 @@ def _describe_bias(bias: jax.Array | Bias) -> dict[str, Any]:
     function = function_of(bias)
     primitives = {} if function is None else {"bias_primitives": primitives_of(function, ARGUMENTS)}
     return {"bias_kind": bias.kind(), **primitives}
-
-
-def resolve_mode(metadata: OperationMetadata, query_length: int, mode: str | None = None) -> RUNTIME_MODE_TYPES:
-    """The runtime mode: the call's, else the metadata's, else decode for one query, else train."""
-    stated = metadata.mode if mode is None else mode
-    if stated is not None:
-        return canonicalize_mode(stated)
-    return MODE_DECODE if query_length == 1 else MODE_TRAIN
 
 
 def _check_flags(options: dict[str, object]) -> None:

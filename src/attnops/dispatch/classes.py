@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final
 
-from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.forwards import has_forward, named_options
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import API_VERSION, ATTENTION, BaseOperation, has_forward, named_options
+from attnops.dispatch.operation import API_VERSION, ATTENTION, BaseOperation
 from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.dispatch.plugins import check_name
 from attnops.errors import pass_interrupt, printable
-from attnops.partition.options import CONTRACT
 
 FORWARDS: Final = frozenset().union(*FORWARD_CHAIN.values())
 FIELDS: Final = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
@@ -74,21 +73,29 @@ def _wrong_names(loaded: type[BaseOperation]) -> str:
     return ""
 
 
+def _is_attention(loaded: type[BaseOperation]) -> bool:
+    from attnops.dispatch.attention import OperationImpl  # with the first class, and not with the registry
+
+    return issubclass(loaded, OperationImpl)
+
+
 def _wrong_attributes(loaded: type[BaseOperation]) -> str:
     if isinstance(loaded.priority, bool) or not isinstance(loaded.priority, int):
         return f"has priority={loaded.priority!r}, which must be an int"
     if loaded.computes not in (None, ATTENTION):
         return f"has computes={loaded.computes!r}, which must be {ATTENTION!r} or None"
-    if loaded.computes is not None and not issubclass(loaded, OperationImpl):
+    if loaded.computes is not None and not _is_attention(loaded):
         return f"has computes={ATTENTION!r}, but is not a subclass of attnops.OperationImpl"
     if isinstance(loaded.reads, str) or not set(loaded.reads) <= FIELDS:
         return f"has reads={loaded.reads!r}, which must be a set of fields of OperationMetadata: {sorted(FIELDS)}"
-    if issubclass(loaded, OperationImpl):
-        axes: object = loaded.option_axes
+    if _is_attention(loaded):
+        axes: object = loaded.option_axes  # type: ignore[attr-defined]
         if not isinstance(axes, Mapping) or not all(
             isinstance(x, str) and set(x) <= set("bhk-") for x in axes.values()
         ):
             return f"has option_axes={axes!r}, which must map options to letters of 'b', 'h', 'k' and '-'"
+        from attnops.partition.options import CONTRACT
+
         if wrong := sorted(set(axes) - (_own_options(loaded) - CONTRACT)):
             return f"has option_axes for {wrong}, which must be options of its forwards that the contract has not"
     return ""
@@ -109,7 +116,7 @@ def _wrong_limits(loaded: type[BaseOperation]) -> str:
             if not isinstance(limits, Limits):
                 return f"has limits[{forward!r}]={limits!r}, which must be an attnops.Limits"
             fields = limits.attention_only()
-            if fields and not issubclass(loaded, OperationImpl):
+            if fields and not _is_attention(loaded):
                 return (
                     f"has limits[{forward!r}] with {', '.join(fields)}, which only a subclass of attnops.OperationImpl "
                     f"can declare; yield a Reason from unsupported instead"

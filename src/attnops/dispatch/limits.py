@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax.numpy as jnp
 
-from attnops.biases import Bias
 from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.errors import Reason
-from attnops.masks.base import Mask
 from attnops.sharding.modes import printed_mode
 
 if TYPE_CHECKING:
@@ -83,8 +81,15 @@ class Limits:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, frozenset(_collection(name, value)))
-        _check_kinds("mask_kinds", self.mask_kinds, _names(Mask) - {*_OPERATORS} | {*_OPERATORS.values()})
-        _check_kinds("bias_kinds", self.bias_kinds, _names(Bias) | {"array"})
+        # Masks and biases are imported by classes that limit them, and not by the dispatcher.
+        if self.mask_kinds is not None:
+            from attnops.masks import Mask
+
+            _check_kinds("mask_kinds", self.mask_kinds, _names(Mask) - {*_OPERATORS} | {*_OPERATORS.values()})
+        if self.bias_kinds is not None and self.bias_kinds != {"array"}:
+            from attnops.biases import Bias
+
+            _check_kinds("bias_kinds", self.bias_kinds, _names(Bias) | {"array"})
         for name in ("head_dim_multiple", "max_head_dim"):
             number = getattr(self, name)
             if number is None and name == "max_head_dim":

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
-import functools
-import inspect
-import warnings
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Final, final
 
@@ -14,13 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from attnops.dispatch import border
-from attnops.dispatch.binding import Call, resolve_mode
+from attnops.dispatch.call import Call, resolve_mode
+from attnops.dispatch.decision import decide, warn_once
+from attnops.dispatch.forwards import all_options, by_position, fallback, forward_for, named_options
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.platforms import FORWARD_CHAIN, PLATFORMS, find_platform
+from attnops.dispatch.platforms import find_platform
 from attnops.dispatch.request import AttentionRequest, Request, dtype_name
+from attnops.dispatch.unread import unread
 from attnops.dispatch.vocabulary import hint
-from attnops.errors import Reason, UnsupportedError, UnsupportedWarning
+from attnops.errors import Reason, UnsupportedError
 from attnops.kernels.nograd import not_differentiable
 
 if TYPE_CHECKING:
@@ -40,9 +39,6 @@ change with any release. A class of another ``api_version`` is not loaded.
 ATTENTION: Final = "attention"
 
 _NO_LIMITS = Limits()
-# The fields of the metadata that the dispatcher honours for every operation.
-_DISPATCHED: Final = frozenset({"mode", "platform", "on_unsupported", "interpret"})
-_INSTEAD: Final = {"runtime_dtype": "cast its arguments", "mesh": "place its arguments with jax.device_put"}
 
 
 class BaseOperation(abc.ABC):
@@ -51,7 +47,7 @@ class BaseOperation(abc.ABC):
     A subclass implements `forward_native` and may override `forward_cpu`, `forward_gpu`, `forward_cuda`,
     `forward_rocm`, `forward_tpu` and `forward_tt`. One that is not overridden falls back: cuda and rocm to gpu, the
     rest to native. A forward receives only the options that the caller set; an option that its signature does not name
-    is a reason not to run it; ``**kwargs`` names none.
+    is a reason not to run it. ``**options: Unpack[attnops.AttentionOptions]`` names all of attention, ``**kwargs`` none.
 
     Class attributes:
         priority: of several classes that serve one name on one platform, the highest is picked; `auto` breaks ties
@@ -103,26 +99,32 @@ class BaseOperation(abc.ABC):
     def forward_native(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation in plain JAX, for any platform."""
 
+    @fallback
     def forward_cpu(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for CPUs; `forward_native` unless overridden."""
         return self.forward_native(*args, **kwargs)
 
+    @fallback
     def forward_gpu(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for NVIDIA and AMD GPUs; `forward_native` unless overridden."""
         return self.forward_native(*args, **kwargs)
 
+    @fallback
     def forward_cuda(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for NVIDIA GPUs; `forward_gpu` unless overridden."""
         return self.forward_gpu(*args, **kwargs)
 
+    @fallback
     def forward_rocm(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for AMD GPUs; `forward_gpu` unless overridden."""
         return self.forward_gpu(*args, **kwargs)
 
+    @fallback
     def forward_tpu(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for TPUs; `forward_native` unless overridden."""
         return self.forward_native(*args, **kwargs)
 
+    @fallback
     def forward_tt(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """The computation for Tenstorrent devices; `forward_native` unless overridden."""
         return self.forward_native(*args, **kwargs)
@@ -207,7 +209,7 @@ class BaseOperation(abc.ABC):
 
     def bind(self, *args: PyTree, **kwargs: PyTree) -> Call:
         """Check the arguments and describe the call. The platform is filled in by `prepare`."""
-        args, kwargs = _by_position(type(self), args, kwargs)
+        args, kwargs = by_position(type(self), args, kwargs)
         mode = resolve_mode(self.metadata, 0, kwargs.pop("mode", None))
         self._check_options(kwargs)
         options = {name: value for name, value in kwargs.items() if value is not None}
@@ -229,7 +231,7 @@ class BaseOperation(abc.ABC):
                 raise
             what = "; ".join(map(str, error.reasons)) or str(error)
             result = self._run("native", call)
-            _warn_once(f"{type(self).__name__}.forward_{forward}", what, 4)  # past this, run and __call__
+            warn_once(f"{type(self).__name__}.forward_{forward}", what, 4)  # past this, run and __call__
         return self.finish(call, result)
 
     def _run(self, forward: str, call: Call) -> PyTree:
@@ -283,20 +285,10 @@ class BaseOperation(abc.ABC):
         if limits is not _NO_LIMITS or isinstance(request, AttentionRequest):
             # Limits of an option have no effect where the forward does not name the option itself.
             reasons += [reason for reason in limits.reasons(request) if reason.argument not in unknown]
-        reasons += self._unread()
+        reasons += unread(type(self), self.metadata)
         if forward != "native" and not limits.symbolic_reasons(request):
             reasons += border.unsupported(self, request)
         return reasons
-
-    def _unread(self) -> Iterable[Reason]:
-        """Reasons for fields of the metadata that are set, but read neither by the dispatcher nor by the class."""
-        for field in dataclasses.fields(OperationMetadata):
-            value = getattr(self.metadata, field.name)
-            if field.name in _DISPATCHED or field.name in self.reads or value is field.default:
-                continue
-            if field.default is None or value != field.default:
-                yield Reason(f"metadata.{field.name}", value, f"{type(self).__name__} does not read it",
-                             _INSTEAD.get(field.name, "leave it out"))  # fmt: skip
 
     def _check_options(self, options: Mapping[str, object]) -> None:
         """Raise a `TypeError` for an option that no forward of this class names."""
@@ -308,115 +300,3 @@ class BaseOperation(abc.ABC):
                 raise TypeError(
                     f"{type(self).__name__} has no option {option!r}; it has {listed}{advice and f'; {advice}'}"
                 )
-
-
-def forward_for(cls: type[BaseOperation], platform: str) -> str:
-    """The forward of ``cls`` that serves a platform, by name: the first of its chain that is overridden."""
-    return next((name for name in FORWARD_CHAIN[platform] if has_forward(cls, name)), "native")
-
-
-def has_forward(cls: type[BaseOperation], forward: str) -> bool:
-    """Whether ``cls``, or a class that it inherits from, overrides a forward."""
-    return getattr(cls, f"forward_{forward}") is not getattr(BaseOperation, f"forward_{forward}")
-
-
-@functools.cache
-def named_options(cls: type[BaseOperation], forward: str) -> frozenset[str]:
-    """The options that a forward's signature names."""
-    return keyword_options(getattr(cls, f"forward_{forward}"))
-
-
-@functools.cache
-def keyword_options(function: Function) -> frozenset[str]:
-    """The options that a function's signature names."""
-    return frozenset(
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
-    )
-
-
-@functools.cache
-def all_options(cls: type[BaseOperation]) -> frozenset[str]:
-    """The options that at least one forward of ``cls`` names."""
-    return frozenset().union(*(named_options(cls, forward_for(cls, platform)) for platform in PLATFORMS))
-
-
-@functools.cache
-def positional_names(cls: type[BaseOperation]) -> tuple[str, ...]:
-    """The required positional arguments of `forward_native`."""
-    parameters = list(inspect.signature(cls.forward_native).parameters.values())[1:]
-    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty)
-
-
-def _by_position(
-    cls: type[BaseOperation], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> tuple[tuple[object, ...], dict[str, PyTree]]:
-    """The positional arguments of a call, including those given by name, and its options."""
-    names, options = positional_names(cls), dict(kwargs)
-    given = list(args)
-    for name in names[len(args) :]:
-        if name not in options:
-            break
-        given.append(options.pop(name))
-    for name in names:
-        if name in options and names.index(name) < len(args):
-            raise TypeError(f"{cls.__name__} got its argument {name!r} twice, by position and by name")
-        if name in options:
-            raise TypeError(f"{cls.__name__} lacks its argument {names[len(given)]!r}; its arguments are {list(names)}")
-    return tuple(given), options
-
-
-def decide(operation: BaseOperation, request: Request) -> str:
-    """The forward that serves ``request``: the platform's, or the native one if the metadata allows it.
-
-    Raises:
-        UnsupportedError: neither can, or the native one is not allowed; with all reasons.
-        PluginError: the operation's class has a fault, see `attnops.dispatch.border`.
-    """
-    return _decide(_Asked(operation), request, border.environment_key(operation))
-
-
-class _Asked:
-    """An operation as a cache key, compared by class and metadata: its own ``__eq__`` may be anything."""
-
-    __slots__ = ("key", "operation")
-
-    def __init__(self, operation: BaseOperation) -> None:
-        self.operation, self.key = operation, (type(operation), operation.metadata)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@functools.lru_cache(maxsize=4096)
-def _decide(asked: _Asked, request: Request, environment_key: Hashable) -> str:
-    operation = asked.operation
-    forward = forward_for(type(operation), request.platform)
-    reasons = operation.reasons_for(forward, request)
-    if not reasons:
-        return forward
-    name = f"{type(operation).__name__}.forward_{forward}"
-    if forward != "native" and operation.metadata.on_unsupported == "native":
-        native = operation.reasons_for("native", request)
-        if not native:
-            for reason in reasons:
-                _warn_once(name, str(reason))  # as text: a plugin's value may be unhashable
-            return "native"
-        known = {str(reason) for reason in reasons}
-        reasons = reasons + [
-            dataclasses.replace(r, limit=f"{r.limit} (native forward)") for r in native if str(r) not in known
-        ]
-    listed = "".join(f"\n  - {reason}" for reason in reasons)
-    raise UnsupportedError(f"{name} can't serve {request}:{listed}", reasons)
-
-
-@functools.cache
-def _warn_once(name: str, reason: str, stacklevel: int = 6) -> None:
-    # The level of the operation's caller, above this, _decide, decide, run and __call__.
-    warnings.warn(
-        f"{name} can't serve this call, so forward_native runs: {reason}", UnsupportedWarning, stacklevel=stacklevel
-    )

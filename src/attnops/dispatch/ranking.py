@@ -8,8 +8,9 @@ from collections.abc import Hashable, Iterator
 
 from attnops.dispatch import border
 from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.forwards import forward_for
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import ATTENTION, BaseOperation, forward_for
+from attnops.dispatch.operation import ATTENTION, BaseOperation
 from attnops.dispatch.plugins import CORE, Plugin, State
 from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.registry import OperationRegistry

@@ -10,8 +10,9 @@ from typing import Final, TypeVar, overload
 
 from attnops.dispatch import border, plugins
 from attnops.dispatch.classes import check_class, names_of
+from attnops.dispatch.forwards import forward_for
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import BaseOperation, forward_for
+from attnops.dispatch.operation import BaseOperation
 from attnops.dispatch.platforms import PLATFORMS, find_platform
 from attnops.dispatch.plugins import CORE, Plugin, State, Trouble
 from attnops.errors import (
@@ -22,7 +23,6 @@ from attnops.errors import (
     UnknownOperationError,
     printable,
 )
-from attnops.partition.program import forget_programs
 
 OperationClass = TypeVar("OperationClass", bound=type[BaseOperation])
 
@@ -215,6 +215,8 @@ class OperationRegistry:
     def _forget(cls) -> None:
         cls._picked.clear()
         cls._generation += 1
+        from attnops.partition.program import forget_programs  # of attention on meshes, which may never be imported
+
         forget_programs()
 
     @classmethod

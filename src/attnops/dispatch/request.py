@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Self
 import jax.numpy as jnp
 
 from attnops.dispatch.platforms import FORWARD_CHAIN
-from attnops.masks.structure import MaskStructure
 from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode, printed_mode
 
 if TYPE_CHECKING:
     from attnops.dispatch.source import SourceRequest
+    from attnops.masks.structure import MaskStructure
     from attnops.typing import Aval
 
 
@@ -122,6 +122,8 @@ class AttentionRequest(Request):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mask_structure is None:  # made by hand: only the mask's kinds are known
+            from attnops.masks.structure import MaskStructure
+
             known = MaskStructure(
                 rest=self.mask_kinds, by_batch=True, by_head=True, static=False, may_have_fully_masked_tokens=True
             )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.dispatch.attention import OperationImpl
-    from attnops.dispatch.binding import Call
+    from attnops.dispatch.call import Call
     from attnops.dispatch.request import AttentionRequest
     from attnops.output import OperationOutput
 

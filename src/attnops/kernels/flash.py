@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -55,6 +56,13 @@ class FlashCall:
     sinks: jax.Array | None = None
     dropout_key: jax.Array | ShiftedKey | None = None
     is_partial: bool = False
+
+    @classmethod
+    def of(
+        cls, metadata: OperationMetadata, query: jax.Array, key: Aval, value: Aval, options: Mapping[str, Any]
+    ) -> FlashCall:
+        """A call with options of the contract, without those that say what the output has."""
+        return cls(metadata, query, key, value, **{n: x for n, x in options.items() if not n.startswith("return_")})
 
     def replace(self, **changes: Any) -> FlashCall:
         """A copy with some fields changed."""

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from attnops.dispatch.attention import OperationImpl
-from attnops.dispatch.binding import Call
+from attnops.dispatch.call import Call
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.plugins import is_loading
 from attnops.dispatch.rank import Rank, RankBetween

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Final, Literal
 import jax
 import jax.numpy as jnp
 
+from attnops.dispatch.forwards import forward_for
 from attnops.dispatch.limits import SYMBOLIC, Limits
-from attnops.dispatch.operation import forward_for
 from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.errors import Reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.limits import SYMBOLIC, Limits
 from attnops.dispatch.operation import ATTENTION
+from attnops.dispatch.options import AttentionOptions
 from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import Request
 from attnops.dropout import dropout_mask
 from attnops.kernels.unseen import zero_masked_tokens
-from attnops.masks.base import Mask
 from attnops.output import OperationOutput
 
 if TYPE_CHECKING:
@@ -46,26 +46,15 @@ class VanillaAttention(OperationImpl):
         own = super().rank(request)
         return Rank.REFERENCE if own is Rank.NATIVE else own  # else a plugin's kernel, in a subclass
 
-    # The contract's options, a parameter each.
     def forward_native(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask | None = None,
-        bias: jax.Array | Bias | None = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
-        return_lse: bool = False,
-        return_weights: bool = False,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[AttentionOptions]
     ) -> OperationOutput:
         """See `OperationImpl.__call__`. Heads are grouped as [K, G], so that no kv head is repeated."""
         B, T, H, D = query.shape
         _, S, K, Dv = value.shape
         out_dtype = query.dtype
+        mask, bias, soft_cap = options.get("mask"), options.get("bias"), options.get("logits_soft_cap")
+        scale, sinks, return_lse = options.get("softmax_scale"), options.get("sinks"), options.get("return_lse")
         allowed = None if mask is None else mask.dense(B, H, T, S)
         if mask is not None and allowed is not None and mask.has_fully_masked_tokens(T, S):
             query, key, value = zero_masked_tokens(query, key, value, allowed)
@@ -74,9 +63,9 @@ class VanillaAttention(OperationImpl):
         k, v = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (key, value))
         precision = lax.Precision.HIGHEST if self.metadata.precision is None else self.metadata.precision
 
-        scores = _products(q, k, precision) * (D**-0.5 if softmax_scale is None else softmax_scale)
-        if logits_soft_cap is not None:
-            scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+        scores = _products(q, k, precision) * (D**-0.5 if scale is None else scale)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         if isinstance(bias, Bias):
             indices = (jnp.arange(n).reshape([-1 if a == own else 1 for a in range(4)]) for own, n in
                        enumerate((B, H, T, S)))  # fmt: skip
@@ -90,14 +79,14 @@ class VanillaAttention(OperationImpl):
         weights, _, logsumexp = _softmax(scores, sink)
         if return_lse:  # a constant has no gradient, even if the cotangent of a fully masked row is NaN
             logsumexp = jnp.where(logsumexp == -jnp.inf, -jnp.inf, logsumexp)
-        if dropout_key is not None:
+        if (dropout_key := options.get("dropout_key")) is not None:
             prob = self.metadata.dropout_prob
             keep = dropout_mask(dropout_key, prob, (B, H, T, S)).reshape(weights.shape)
             weights = jnp.where(keep, weights / (1 - prob), 0.0)
         out = lax.dot_general(weights, v, (((4,), (2,)), ((0, 1), (0, 1))), precision=precision)
         return OperationOutput(
             out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, Dv).astype(out_dtype),
-            weights.reshape(B, H, T, S).astype(out_dtype) if return_weights else None,
+            weights.reshape(B, H, T, S).astype(out_dtype) if options.get("return_weights") else None,
             logsumexp.reshape(B, H, T) if return_lse else None,
         )
 

@@ -12,7 +12,7 @@ import attnops_caches.flash.reader  # noqa: F401  # the core's native `flash` re
 from attnops_caches._version import __version__
 from attnops_caches.base import Cache
 from attnops_caches.calls.limits import CacheLimits
-from attnops_caches.calls.reader import CacheReader, cache_of, in_place_reasons, step_reasons
+from attnops_caches.calls.reader import CacheOptions, CacheReader, cache_of, in_place_reasons, step_reasons
 from attnops_caches.calls.request import CacheRequest, slots_of_row
 from attnops_caches.codec import Quantized
 from attnops_caches.dense import DenseCache
@@ -30,6 +30,7 @@ from attnops_caches.window import WindowCache
 __all__ = [
     "Cache",
     "CacheLimits",
+    "CacheOptions",
     "CacheReader",
     "CacheRequest",
     "Contents",

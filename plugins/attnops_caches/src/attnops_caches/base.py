@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.dispatch.attention import OperationImpl
-    from attnops.dispatch.binding import Call
+    from attnops.dispatch.call import Call
     from attnops.output import OperationOutput
     from attnops.typing import DType
     from attnops_caches.tiles import TileLoader

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 from attnops import (
     AttentionRequest,
     Call,
+    FlashOptions,
     Limits,
     OperationImpl,
     OperationOutput,
@@ -54,6 +55,20 @@ if TYPE_CHECKING:
     from attnops.typing import Function, Options, PyTree
 
 STRATEGIES: Final = ("ring", "all_gather", "ulysses", "usp")
+
+
+class RingOptions(FlashOptions, total=False):
+    """The options of `RingAttention`, see the class.
+
+    Attributes:
+        mode: the runtime mode.
+        strategy: one of `STRATEGIES`.
+        order: of the tokens on the devices.
+    """
+
+    mode: str
+    strategy: str
+    order: Order
 
 
 class RingAttention(OperationImpl):
@@ -186,32 +201,15 @@ class RingAttention(OperationImpl):
                                   "create 'flash'; or set metadata.mesh and AxisRules' kv_length"))  # fmt: skip
         return reasons
 
-    # The contract's options, a parameter each.
     def forward_native(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask | None = None,
-        bias: PyTree = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
-        mode: str | None = None,
-        return_lse: bool = False,
-        strategy: str = "ring",
-        order: str = "contiguous",
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[RingOptions]
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`. On one device, for which all orders are equal."""
-        self._layout({"order": order, "strategy": strategy}, self._axes())
-        metadata = self.metadata.replace(mesh=None, layout="BTHD", mode=mode)
+        own: dict[str, Any] = {name: options.pop(name, None) for name in ("order", "strategy")}  # type: ignore[misc]
+        self._layout(own, self._axes())
+        metadata = self.metadata.replace(mesh=None, layout="BTHD", mode=options.pop("mode", None))
         flash: Any = OperationRegistry.create("flash", metadata)
-        output: OperationOutput = flash(
-            query, key, value, mask=mask, bias=bias, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
-            sinks=sinks, dropout_key=dropout_key, return_lse=return_lse,
-        )  # fmt: skip
+        output: OperationOutput = flash(query, key, value, **options)
         return output
 
 

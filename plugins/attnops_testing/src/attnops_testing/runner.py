@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.forwards import forward_for
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import forward_for
 from attnops.dispatch.platforms import find_platform
 from attnops.dispatch.plugins import CORE
 from attnops.dispatch.registry import OperationRegistry

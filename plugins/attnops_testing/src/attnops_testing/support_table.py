@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.forwards import forward_for
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import ATTENTION, forward_for
+from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest

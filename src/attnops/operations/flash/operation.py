@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Unpack
 
 import jax
 
-from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
-from attnops.dispatch.binding import Call
+from attnops.dispatch.call import Call
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.operation import ATTENTION
+from attnops.dispatch.options import AttentionOptions, FlashOptions
 from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.kernels.flash import FlashBackend, FlashCall, attention, partial, partial_vjp
-from attnops.masks.base import Mask
 from attnops.operations.flash.backend import NativeFlash
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
@@ -57,44 +56,26 @@ class FlashAttention(OperationImpl):
             return Rank.NATIVE_LAYOUT
         return Rank.LINEAR_MEMORY if isinstance(request, AttentionRequest) and _scores(request) > _LARGE else Rank.LOOP
 
-    # The contract's options, a parameter each.
     def forward_native(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask | None = None,
-        bias: jax.Array | Bias | None = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
-        return_lse: bool = False,
-        return_weights: bool = False,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[AttentionOptions]
     ) -> OperationOutput:
         """See `OperationImpl.__call__`."""
-        options: dict[str, Any] = {
-            "mask": mask, "bias": bias, "softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap,
-            "sinks": sinks, "dropout_key": dropout_key,
-        }  # fmt: skip
-        if return_weights:
-            vanilla = VanillaAttention(self.metadata)
-            return vanilla.forward_native(query, key, value, **options, return_lse=return_lse, return_weights=True)
-        return self.run_backend("native", query, key, value, return_lse, **options)
+        if options.get("return_weights"):
+            return VanillaAttention(self.metadata).forward_native(query, key, value, **options)
+        return self.run_backend("native", query, key, value, **options)  # type: ignore[misc]
 
     def backend(self, forward: str) -> FlashBackend | None:
         """The kernels of a forward, by its name; None for a forward that does not use the flash skeleton."""
         return NativeFlash() if forward == "native" else None
 
     def run_backend(
-        self, forward: str, query: jax.Array, key: jax.Array, value: jax.Array, return_lse: bool, **options: Any
+        self, forward: str, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[FlashOptions]
     ) -> OperationOutput:
         """The result of a forward of this class: `attnops.kernels.flash.attention` with its backend."""
         backend = self.backend(forward)
         assert backend is not None
-        out, lse, _ = attention(backend, FlashCall(self.metadata, query, key, value, **options))
-        return OperationOutput(out, None, lse if return_lse else None)
+        out, lse, _ = attention(backend, FlashCall.of(self.metadata, query, key, value, options))
+        return OperationOutput(out, None, lse if options.get("return_lse") else None)
 
     def run_partial(self, forward: str, call: Call) -> PartialSoftmax:
         """See `OperationImpl.partial`."""
@@ -111,8 +92,8 @@ class FlashAttention(OperationImpl):
         return partial_vjp(backend, self._flash_call(call), wants_bias, lse, lse_residual, d)
 
     def _flash_call(self, call: Call) -> FlashCall:
-        options = {name: x for name, x in call.options.items() if name != "return_lse"}
-        return FlashCall(self.metadata, *call.args, **options)
+        query, key, value = call.args
+        return FlashCall.of(self.metadata, query, key, value, call.options)
 
 
 def _scores(request: AttentionRequest) -> int:

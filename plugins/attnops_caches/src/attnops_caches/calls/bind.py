@@ -14,15 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import Bias
-from attnops.dispatch.binding import (
-    Call,
-    Dimensions,
-    bind_bias,
-    bind_options,
-    check_array,
-    mask_primitives,
-    swap_heads,
-)
+from attnops.dispatch.binding import Dimensions, bind_bias, bind_options, check_array, mask_primitives, swap_heads
+from attnops.dispatch.call import Call
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.request import AttentionRequest, dtype_name
 from attnops.kernels.nograd import without_gradient

@@ -9,19 +9,18 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, Unpack
 
 import jax
 
 from attnops.dispatch.attention import OperationImpl
-from attnops.dispatch.operation import keyword_options
+from attnops.dispatch.forwards import keyword_options
+from attnops.dispatch.options import ScoreOptions
 from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.errors import Reason
 
 if TYPE_CHECKING:
-    from attnops.biases import Bias
     from attnops.dispatch.request import AttentionRequest
-    from attnops.masks import Mask
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache
     from attnops_caches.calls.limits import CacheLimits
@@ -30,6 +29,19 @@ if TYPE_CHECKING:
     from attnops_caches.tokens import NewTokens
 
 StoredType = TypeVar("StoredType", bound="StoredCache")
+
+
+class CacheOptions(ScoreOptions, total=False):
+    """The options of `CacheReader.attend`.
+
+    The mask is always there, and is bound to the scores by slot, [B, H, T, S]; of packed rows [1, H, N, B · S], the
+    slots of all rows one after the other. A bias is an `attnops.biases.Bias`, bound to the same scores.
+
+    Attributes:
+        return_lse: whether the output has ``logsumexp``, float32 [B, H, T].
+    """
+
+    return_lse: bool
 
 
 class CacheReader(abc.ABC):
@@ -45,17 +57,7 @@ class CacheReader(abc.ABC):
 
     @abc.abstractmethod
     def attend(
-        self,
-        operation: Any,
-        query: jax.Array,
-        cache: Cache,
-        *,
-        mask: Mask,
-        bias: Bias | None = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        return_lse: bool = False,
+        self, operation: Any, query: jax.Array, cache: Cache, **options: Unpack[CacheOptions]
     ) -> OperationOutput:
         """Attention over a cache. An option that an override does not name is a reason.
 
@@ -63,17 +65,11 @@ class CacheReader(abc.ABC):
             operation: whose reader it is.
             query: [B, T, H, D]; of packed rows [1, N, H, D].
             cache: what it holds may be a device's part of a cache on a mesh.
-            mask: bound to the scores by slot, [B, H, T, S]; of packed rows [1, H, N, B · S], the slots of all rows one
-                after the other.
-            bias: bound to the scores by slot.
-            softmax_scale: see `attnops.OperationImpl.__call__`.
-            logits_soft_cap: see `attnops.OperationImpl.__call__`.
-            sinks: [H].
-            return_lse: whether the output has ``logsumexp``.
+            **options: of the call, see `CacheOptions`.
         """
 
     def step(
-        self, operation: Any, query: jax.Array, cache: StoredType, new: NewTokens, **options: Any
+        self, operation: Any, query: jax.Array, cache: StoredType, new: NewTokens, **options: Unpack[CacheOptions]
     ) -> tuple[OperationOutput, StoredType]:
         """`attend`, and the new tokens written in the same kernel; of a class with ``writes``.
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.dispatch import border
-from attnops.dispatch.binding import Call, shapes_of
+from attnops.dispatch.binding import shapes_of
+from attnops.dispatch.call import Call
 from attnops.dispatch.request import AttentionRequest
 from attnops.dispatch.result import check_output
 from attnops.output import OperationOutput

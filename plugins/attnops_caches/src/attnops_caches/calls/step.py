@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.dispatch.binding import check_array, swap_heads
-from attnops.dispatch.operation import decide
+from attnops.dispatch.decision import decide
 from attnops.kernels.nograd import without_gradient
 from attnops.sharding.placing import whole
 from attnops_caches.calls.bind import NO_GRADIENT, attention_request

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from attnops import AttentionRequest, OperationOutput, Reason
-from attnops.biases import Bias
 from attnops.kernels import FlashCall
-from attnops.masks import Mask
-from attnops_caches import CacheLimits, CacheReader, NewTokens, StoredCache, cache_of, slots_of_row
+from attnops_caches import CacheLimits, CacheOptions, CacheReader, NewTokens, StoredCache, cache_of, slots_of_row
 from attnops_tpu.generations import generation
 from attnops_tpu.ragged.limits import unsupported
 from attnops_tpu.ragged.tile_sizes import MAX_NEW, packed_queries_a_tile, queries_a_tile, unit_of
@@ -32,26 +30,9 @@ class TPUCacheReader(CacheReader):
     )
     writes: ClassVar[bool] = True
 
-    # The contract's options, a parameter each.
-    def attend(
-        self,
-        operation: Any,
-        query: jax.Array,
-        cache: Any,
-        *,
-        mask: Mask,
-        bias: Bias | None = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        return_lse: bool = False,
-    ) -> OperationOutput:
+    def attend(self, operation: Any, query: jax.Array, cache: Any, **options: Unpack[CacheOptions]) -> OperationOutput:
         """See `attnops_caches.CacheReader.attend`."""
-        output, _ = _run(
-            operation, query, cache, None, mask=mask, bias=bias, softmax_scale=softmax_scale,
-            logits_soft_cap=logits_soft_cap, sinks=sinks, return_lse=return_lse,
-        )  # fmt: skip
-        return output
+        return _run(operation, query, cache, None, **options)[0]
 
     def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
         """See `attnops_caches.CacheReader.unsupported`."""
@@ -85,20 +66,20 @@ class TPUCacheReader(CacheReader):
                          f"must be a multiple of {packed}, the slots of a word of 32 bits")  # fmt: skip
 
     def step(
-        self, operation: Any, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any
+        self, operation: Any, query: jax.Array, cache: CacheType, new: NewTokens, **options: Unpack[CacheOptions]
     ) -> tuple[OperationOutput, CacheType]:
         """See `attnops_caches.CacheReader.step`."""
         return _run(operation, query, cache, new, **options)
 
 
 def _run(
-    operation: Any, query: jax.Array, cache: CacheType, new: NewTokens | None, *, mask: Mask, return_lse: bool = False,
-    **options: Any,
+    operation: Any, query: jax.Array, cache: CacheType, new: NewTokens | None,
+    **options: Unpack[CacheOptions],
 ) -> tuple[OperationOutput, CacheType]:  # fmt: skip
     from attnops_tpu.ragged.attention import cached_attention
 
     key, value = (jax.ShapeDtypeStruct((cache.batch, cache.length, cache.kv_heads, d), query.dtype) for d in
                   (cache.head_dim, cache.value_head_dim))  # fmt: skip
-    call = FlashCall(operation.metadata, query, key, value, mask, **options)
-    out, lse, cache = cached_attention(call, cache, return_lse, new)
+    call = FlashCall.of(operation.metadata, query, key, value, options)
+    out, lse, cache = cached_attention(call, cache, options.get("return_lse", False), new)
     return OperationOutput(out, None, lse), cache

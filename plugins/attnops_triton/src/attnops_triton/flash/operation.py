@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Unpack
 
 import jax
 
-from attnops import AttentionRequest, Limits, OperationOutput, Rank, RankBetween, Reason, Request
-from attnops.biases import Bias
+from attnops import AttentionRequest, FlashOptions, Limits, OperationOutput, Rank, RankBetween, Reason, Request
 from attnops.kernels import FlashBackend
-from attnops.masks import Mask
 from attnops.operations.flash import FlashAttention
 from attnops_triton.language.translate import PRIMITIVES
 from attnops_triton.ragged.reader import TritonCacheReader
@@ -92,26 +90,11 @@ class TritonFlashAttention(FlashAttention):
 
             yield line(request, self.metadata)
 
-    # The contract's options that it has, a parameter each.
     def forward_gpu(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask | None = None,
-        bias: jax.Array | Bias | None = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
-        return_lse: bool = False,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[FlashOptions]
     ) -> OperationOutput:
         """See `attnops.OperationImpl.__call__`."""
-        return self.run_backend(
-            "gpu", query, key, value, return_lse, mask=mask, bias=bias, softmax_scale=softmax_scale,
-            logits_soft_cap=logits_soft_cap, sinks=sinks, dropout_key=dropout_key,
-        )  # fmt: skip
+        return self.run_backend("gpu", query, key, value, **options)
 
     def backend(self, forward: str) -> FlashBackend | None:
         """See `attnops.operations.flash.FlashAttention.backend`."""

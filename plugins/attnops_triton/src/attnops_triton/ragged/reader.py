@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, Unpack
 
 import jax
 
 from attnops import AttentionRequest, OperationOutput, Reason
-from attnops.biases import Bias
 from attnops.kernels import FlashCall
-from attnops.masks import Mask
-from attnops_caches import CacheLimits, CacheReader, NewTokens, StoredCache
+from attnops_caches import CacheLimits, CacheOptions, CacheReader, NewTokens, StoredCache
 from attnops_caches.masks import by_query
 from attnops_triton.ragged.limits import not_written, unsupported
 
@@ -29,26 +27,9 @@ class TritonCacheReader(CacheReader):
     )
     writes: ClassVar[bool] = True
 
-    # The contract's options, a parameter each.
-    def attend(
-        self,
-        operation: Any,
-        query: jax.Array,
-        cache: Any,
-        *,
-        mask: Mask,
-        bias: Bias | None = None,
-        softmax_scale: float | None = None,
-        logits_soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-        return_lse: bool = False,
-    ) -> OperationOutput:
+    def attend(self, operation: Any, query: jax.Array, cache: Any, **options: Unpack[CacheOptions]) -> OperationOutput:
         """See `attnops_caches.CacheReader.attend`."""
-        output, _ = _run(
-            operation, query, cache, None, mask=mask, bias=bias, softmax_scale=softmax_scale,
-            logits_soft_cap=logits_soft_cap, sinks=sinks, return_lse=return_lse,
-        )  # fmt: skip
-        return output
+        return _run(operation, query, cache, None, **options)[0]
 
     def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
         """See `attnops_caches.CacheReader.unsupported`."""
@@ -59,15 +40,15 @@ class TritonCacheReader(CacheReader):
         return not_written(request, operation.metadata)
 
     def step(
-        self, operation: Any, query: jax.Array, cache: CacheType, new: NewTokens, **options: Any
+        self, operation: Any, query: jax.Array, cache: CacheType, new: NewTokens, **options: Unpack[CacheOptions]
     ) -> tuple[OperationOutput, CacheType]:
         """See `attnops_caches.CacheReader.step`."""
         return _run(operation, query, cache, new, **options)
 
 
 def _run(
-    operation: Any, query: jax.Array, cache: CacheType, new: NewTokens | None, *, mask: Mask, return_lse: bool = False,
-    **options: Any,
+    operation: Any, query: jax.Array, cache: CacheType, new: NewTokens | None,
+    **options: Unpack[CacheOptions],
 ) -> tuple[OperationOutput, CacheType]:  # fmt: skip
     from attnops_triton.ragged.attention import cached_attention
 
@@ -75,7 +56,7 @@ def _run(
     rows = (1, cache.batch * cache.length) if is_packed else (cache.batch, cache.length)
     key, value = (jax.ShapeDtypeStruct((*rows, cache.kv_heads, d), query.dtype) for d in
                   (cache.head_dim, cache.value_head_dim))  # fmt: skip
-    mask = by_query(mask, (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
-    call = FlashCall(operation.metadata, query, key, value, mask, **options)
-    out, lse, cache = cached_attention(call, cache, return_lse, new)
+    options["mask"] = by_query(options["mask"], (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+    call = FlashCall.of(operation.metadata, query, key, value, options)
+    out, lse, cache = cached_attention(call, cache, options.get("return_lse", False), new)
     return OperationOutput(out, None, lse), cache

@@ -68,7 +68,8 @@ def ours(case: Case, interpret: bool) -> Step:
         numbers = jax.random.normal(jax.random.key(x.ndim), x.shape, jnp.bfloat16)
         if x.ndim == 3:
             return (jnp.abs(numbers) / 100).astype(x.dtype)
-        stored = numbers.astype(cache.store.stored_dtype) if case.codec != "int8" else (numbers * 40).astype(jnp.int8)
+        dtype = cache.store.layout.stored_dtype
+        stored = (numbers * 40).astype(jnp.int8) if case.codec == "int8" else numbers.astype(dtype)
         return stored if stored.dtype == x.dtype else jax.lax.bitcast_convert_type(stored, x.dtype)
 
     names = ("key", "key_scale", "value_scale") if case.scales == "token_head" else ("key",)

@@ -43,6 +43,16 @@ def test_options_are_those_that_the_signature_names(function: typing.Any, names:
     assert keyword_options(function) == names
 
 
+def missing(query: object, **options: Unpack[Elsewhere]) -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_an_annotation_that_is_not_imported_is_named() -> None:
+    with pytest.raises(
+        TypeError, match=r"missing of .*test_forwards has \*\*options: Unpack\[Elsewhere\], but name 'Els"
+    ):
+        keyword_options(missing)
+
+
 @pytest.mark.parametrize("name", ["vanilla", "attnops:flash"])
 def test_the_core_serves_the_whole_contract(name: str) -> None:
     cls = type(OperationRegistry.create(name, OperationMetadata(platform="cpu")))

@@ -16,7 +16,7 @@ from attnops_caches import Cache
 from attnops_caches.store import Store
 
 BASE, DENSE, WINDOW = "base:Cache.", "dense:DenseCache.", "window:WindowCache."
-PAGED, STORE, CODEC = "paged:PagedCache.", "store:", "codec:Quantized."
+PAGED, STORE, LAYOUT, CODEC = "paged:PagedCache.", "store:", "layout:TokenLayout.", "codec:Quantized."
 SLOTS, PACKED, READ, CALL = "scores:", "rows:Rows.", "calls.run:", "calls.bind:"
 
 
@@ -146,27 +146,27 @@ MUTANTS = {
     ),
     "scales of new tokens are not stored": Mutant(
         STORE + "Store._tokens",
-        "and self.has_token_scales",
+        "and layout.has_token_scales",
         "and False",
         "int8 by token_head + op.step",
     ),
     "values are dequantised with the keys' scales": Mutant(
-        STORE + "Store.decoded",
+        LAYOUT + "decoded",
         "self.codec.decode(value, value_scale)",
         "self.codec.decode(value, key_scale)",
         "int8 by token_head",
     ),
     "scales of values are dropped": Mutant(
-        STORE + "Store.decoded",
+        LAYOUT + "decoded",
         ", self.codec.decode(value, value_scale)",
         ", value.astype(jnp.float32)",
         "int8 by head",
     ),
     "a latent value is the key's last features": Mutant(
-        STORE + "Store.value_of", "x[..., : self.latent]", "self.key_of(x)[..., -self.latent :]", "latent"
+        LAYOUT + "value_of", "x[..., : self.latent]", "self.key_of(x)[..., -self.latent :]", "latent"
     ),
     "a joined value begins where the key ends, not where the zeros do": Mutant(
-        STORE + "Store.value_of",
+        LAYOUT + "value_of",
         "x[..., self.width - self.value_head_dim :]",
         "x[..., self.head_dim : self.head_dim + self.value_head_dim]",
         "joined",
@@ -249,7 +249,7 @@ IN_PLACE = {
     ),
     "a latent value is the key's last features": Mutant(TILES + "load", "key[..., :Dv]", "key[..., -Dv:]", "latent"),
     "a joined value begins where the key ends, not where the zeros do": Mutant(
-        TILES + "load", "_tile(store.key, store.width - Dv, Dv, at)", "_tile(store.key, D, Dv, at)", "joined"
+        TILES + "load", "_tile(store.key, layout.width - Dv, Dv, at)", "_tile(store.key, D, Dv, at)", "joined"
     ),
     "a row reads the pages in order": Mutant(
         TILES + "_tile",

@@ -32,7 +32,7 @@ SPEC.loader.exec_module(acme)
 
 def of_pages(cache: PagedCache) -> Cache:
     """The tokens of a `PagedCache`, [P, K, page, 2 · D], in the engine's layout."""
-    both = np.asarray(cache.store.key).view(cache.store.stored_dtype)
+    both = np.asarray(cache.store.key).view(cache.store.layout.stored_dtype)
     pages, K, page, _ = both.shape
     apart = both.reshape(pages, K, page, 2, -1).transpose(0, 2, 1, 3, 4).reshape(pages, page, 2 * K, -1)
     rows = {name: getattr(cache, name) for name in ("lengths", "starts", "overflowed", "table")}

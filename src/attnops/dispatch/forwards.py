@@ -56,7 +56,14 @@ def _unpacked(function: Function, annotation: object) -> Iterable[str]:
     if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
         if "Unpack[" not in annotation:
             return ()
-        annotation = eval(annotation, inspect.unwrap(function).__globals__)
+        names = inspect.unwrap(function).__globals__
+        try:
+            annotation = eval(annotation, names)
+        except NameError as error:
+            raise TypeError(
+                f"{function.__qualname__} of {names['__name__']} has **options: {annotation}, but {error}; import it "
+                f"outside of `if TYPE_CHECKING`, since the dispatcher reads which options there are"
+            ) from error
     options = typing.get_args(annotation)
     return options[0].__annotations__ if typing.get_origin(annotation) is typing.Unpack else ()
 

@@ -15,7 +15,9 @@ from attnops_caches.calls.limits import CacheLimits
 from attnops_caches.calls.reader import CacheOptions, CacheReader, cache_of, in_place_reasons, step_reasons
 from attnops_caches.calls.request import CacheRequest, slots_of_row
 from attnops_caches.codec import Quantized
+from attnops_caches.create import TokenOptions
 from attnops_caches.dense import DenseCache
+from attnops_caches.layout import TokenLayout
 from attnops_caches.paged import PagedCache
 from attnops_caches.placement import Placement, sharded
 from attnops_caches.pool import PageCopies, PagePool
@@ -24,7 +26,7 @@ from attnops_caches.sizes import bytes_per_page, pages_that_fit
 from attnops_caches.store import Pieces
 from attnops_caches.stored import StoredCache
 from attnops_caches.tiles import KeyValue, TileAt, TileLoader
-from attnops_caches.tokens import Contents, NewTokens
+from attnops_caches.tokens import Contents, NewTokens, Pending
 from attnops_caches.window import WindowCache
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "PageCopies",
     "PagePool",
     "PagedCache",
+    "Pending",
     "Pieces",
     "Placement",
     "Quantized",
@@ -47,6 +50,8 @@ __all__ = [
     "StoredCache",
     "TileAt",
     "TileLoader",
+    "TokenLayout",
+    "TokenOptions",
     "WindowCache",
     "__version__",
     "bytes_per_page",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ import numpy as np
 
 from attnops.exported import serialised
 from attnops.sharding.placing import placed
-from attnops_caches.codec import Quantized
-from attnops_caches.create import check_size, create_rows, create_store
+from attnops_caches.create import TokenOptions, create_rows, create_store
 from attnops_caches.integers import int32
+from attnops_caches.layout import check_size
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.store import Pieces
 from attnops_caches.stored import StoredCache, StoredType
@@ -21,8 +21,6 @@ from attnops_caches.tokens import Contents
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
-
-    from attnops.typing import DType
 
 
 @serialised(placement=PLACEMENT)
@@ -39,33 +37,27 @@ class DenseCache(StoredCache):
         *,
         batch: int,
         length: int,
-        kv_heads: int,
-        head_dim: int,
-        value_head_dim: int | None = None,
-        dtype: DType = jnp.bfloat16,
-        codec: Quantized | None = None,
-        latent: int | None = None,
-        key_scale: ArrayLike | None = None,
-        value_scale: ArrayLike | None = None,
         starts: ArrayLike | None = None,
-        layers: int | None = None,
-        width: int | None = None,
+        **tokens: Unpack[TokenOptions],
     ) -> DenseCache:
         """An empty cache.
 
         Args:
             batch: B, the rows.
             length: S, the slots of a row.
+            starts: how many tokens of left padding each row begins with, integers [B]; None for none.
+            **tokens: what every storage is created with; all but the first two may be left out, or None.
+
+        What every storage is created with:
             kv_heads: K.
             head_dim: D, of keys.
             value_head_dim: Dv, of values; None for D.
-            dtype: of keys and values as they are appended and read; the queries' dtype.
-            codec: how tokens are stored; None: as they are.
+            dtype: of keys and values as they are appended and read; the queries' dtype. bfloat16 if left out.
+            codec: a `Quantized`, how tokens are stored; None: as they are.
             latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
                 features of the key, and is not stored again.
             key_scale: with scales by tensor, float32 []; by head, [K]; [L] or [L, K] for layers that differ.
             value_scale: the same of the values.
-            starts: how many tokens of left padding each row begins with, integers [B]; None for none.
             layers: L, for a layer axis in front of every array; None for none.
             width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
                 key and zeros. None: keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
@@ -78,11 +70,8 @@ class DenseCache(StoredCache):
                 the codec computes itself, or that are known not to be above 0; starts that are known to be negative.
         """
         check_size("batch", batch)
-        store = create_store(
-            batch, check_size("length", length), kv_heads, head_dim, value_head_dim, dtype, codec, latent,
-            key_scale, value_scale, layers, width,
-        )  # fmt: skip
-        return cls(store=store, **create_rows(batch, starts, layers))
+        store = create_store(batch, check_size("length", length), **tokens)
+        return cls(store=store, **create_rows(batch, starts, tokens.get("layers")))
 
     @property
     def length(self) -> int:
@@ -122,8 +111,8 @@ def read_blocks(cache: StoredCache) -> tuple[jax.Array, jax.Array]:
     store = cache.store
     own = {name: store.own(x) for name, x in store._blocks().items()}
     scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | own
-    key, value = store.decoded(own["key"], own.get("value"), scales["key_scale"], scales["value_scale"])
-    return key.swapaxes(1, 2).astype(store.dtype), value.swapaxes(1, 2).astype(store.dtype)
+    key, value = store.layout.decoded(own["key"], own.get("value"), scales["key_scale"], scales["value_scale"])
+    return key.swapaxes(1, 2).astype(store.layout.dtype), value.swapaxes(1, 2).astype(store.layout.dtype)
 
 
 def take_rows(cache: StoredType, rows: ArrayLike) -> StoredType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from attnops.exported import serialised
 from attnops.sharding.mesh import names_of
 from attnops.sharding.placing import placed, whole
 from attnops_caches.calls.request import CacheRequest
-from attnops_caches.codec import Quantized
-from attnops_caches.create import check_size, create_rows, create_store, joined_width
+from attnops_caches.create import TokenOptions, create_rows, create_store
 from attnops_caches.integers import int32, integers
+from attnops_caches.layout import check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.store import Pieces
@@ -28,7 +28,6 @@ from attnops_caches.tokens import Contents
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-    from attnops.typing import DType
     from attnops_caches.pool import PageCopies
 
 
@@ -61,18 +60,9 @@ class PagedCache(StoredCache):
         pages: int,
         page_size: int,
         max_pages: int,
-        kv_heads: int,
-        head_dim: int,
-        value_head_dim: int | None = None,
-        dtype: DType = jnp.bfloat16,
-        codec: Quantized | None = None,
-        latent: int | None = None,
-        key_scale: ArrayLike | None = None,
-        value_scale: ArrayLike | None = None,
         starts: ArrayLike | None = None,
         table: ArrayLike | None = None,
-        layers: int | None = None,
-        width: int | None = None,
+        **tokens: Unpack[TokenOptions],
     ) -> PagedCache:
         """An empty cache.
 
@@ -81,32 +71,18 @@ class PagedCache(StoredCache):
             pages: P, the pages of all rows together.
             page_size: slots a page.
             max_pages: M, most pages a row.
-            table: see `with_table`; None for no pages.
-            kv_heads: see `DenseCache.create`.
-            head_dim: see `DenseCache.create`.
-            value_head_dim: see `DenseCache.create`.
-            dtype: see `DenseCache.create`.
-            codec: see `DenseCache.create`.
-            latent: see `DenseCache.create`.
-            key_scale: see `DenseCache.create`.
-            value_scale: see `DenseCache.create`.
-            starts: see `DenseCache.create`.
-            layers: see `DenseCache.create`.
-            width: W, the features of a token in the array of keys and values: its key, zeros, and its value last; of
-                latent content the key and zeros. None: no zeros, W = D + Dv. Keys and values are one array,
-                [P, K, page_size, W], so that a page is one transfer.
+            starts: how many tokens of left padding each row begins with, integers [B]; None for none.
+            table: the pages of each row, integers [B, M], see `with_table`; None for no pages.
+            **tokens: what every storage is created with, see `DenseCache.create`. Keys and values are one array in any
+                case, [P, K, page_size, W], so that a page is one transfer; without ``width`` it has no zeros.
 
         Memory: ``pages * page_size`` tokens of ``bytes_per_token``, times L.
 
         Raises:
             ValueError: see `DenseCache.create` and `with_table`.
         """
-        if width is None and latent is None:
-            width = joined_width(head_dim, value_head_dim)
-        store = create_store(
-            check_size("pages", pages), check_size("page_size", page_size), kv_heads, head_dim, value_head_dim, dtype,
-            codec, latent, key_scale, value_scale, layers, width,
-        )  # fmt: skip
+        layers = tokens.get("layers")
+        store = create_store(check_size("pages", pages), check_size("page_size", page_size), joins=True, **tokens)
         lead = () if layers is None else (layers,)
         empty = jnp.full((*lead, check_size("batch", batch), check_size("max_pages", max_pages)), -1, jnp.int32)
         copied = jnp.full((*lead, pages), -1, jnp.int32)
@@ -254,10 +230,10 @@ class PagedCache(StoredCache):
         store, table = self.store.flat(), whole(jnp.clip(self.table, 0, self.pages - 1) + self.store.base)
         taken = {name: whole(x)[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
         scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | taken
-        key, value = store.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])
+        key, value = store.layout.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])
 
         def rows(x: jax.Array) -> jax.Array:
-            return x.swapaxes(2, 3).reshape(self.batch, self.length, self.kv_heads, x.shape[-1]).astype(store.dtype)
+            return x.swapaxes(2, 3).reshape(self.batch, self.length, self.kv_heads, x.shape[-1]).astype(self.dtype)
 
         return Contents(rows(key), rows(value), *self.positions())
 

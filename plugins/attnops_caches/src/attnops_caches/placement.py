@@ -23,7 +23,7 @@ from attnops.sharding.modes import MODE_DECODE
 from attnops.sharding.placing import explicit_names, of_axes, placed
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
-from attnops_caches.tokens import NewTokens
+from attnops_caches.tokens import NewTokens, Pending
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
@@ -274,7 +274,7 @@ def _append_own(
 def pending(
     placement: Placement, cache: StoredType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
     rows: Rows | None,
-) -> tuple[StoredType, NewTokens]:  # fmt: skip
+) -> Pending[StoredType]:  # fmt: skip
     """`Cache.pending` on a mesh: each device's new tokens.
 
     Raises:
@@ -287,7 +287,7 @@ def pending(
     given = cache, key, value, count, rows
     moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
     grown, new = _pending(placement, *moved)
-    return dataclasses.replace(cache, **grown), new
+    return Pending(dataclasses.replace(cache, **grown), new)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from attnops_caches.codec import Quantized
-from attnops_caches.create import check_size
-from attnops_caches.paged import PagedCache
+from attnops_caches.create import TokenOptions
+from attnops_caches.layout import TokenLayout, check_size
 
 if TYPE_CHECKING:
     from attnops.typing import DType
@@ -19,19 +18,7 @@ if TYPE_CHECKING:
 _UNPADDED: Final = ("cpu", "gpu", "cuda", "rocm")
 
 
-def bytes_per_page(
-    *,
-    page_size: int,
-    kv_heads: int,
-    head_dim: int,
-    value_head_dim: int | None = None,
-    dtype: DType = jnp.bfloat16,
-    codec: Quantized | None = None,
-    latent: int | None = None,
-    layers: int | None = None,
-    width: int | None = None,
-    platform: str | None = None,
-) -> int:
+def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unpack[TokenOptions]) -> int:
     """The bytes of one page of a `PagedCache` of all its layers, with its scales and the padding of the platform.
 
     A TPU stores the last two dimensions of an array in tiles of (8, 128) for 4-byte elements, (16, 128) for 2-byte and
@@ -40,15 +27,8 @@ def bytes_per_page(
 
     Args:
         page_size: slots a page.
-        kv_heads: see `DenseCache.create`.
-        head_dim: see `DenseCache.create`.
-        value_head_dim: see `DenseCache.create`.
-        dtype: see `DenseCache.create`.
-        codec: see `DenseCache.create`.
-        latent: see `DenseCache.create`.
-        layers: see `DenseCache.create`.
-        width: see `PagedCache.create`.
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``. None: of JAX's default backend.
+        **tokens: what the cache is created with, see `DenseCache.create`; scales that are given to it may be left out.
 
     Raises:
         ValueError: see `PagedCache.create`; a platform with another layout.
@@ -56,39 +36,25 @@ def bytes_per_page(
     platform = jax.default_backend() if platform is None else platform
     if platform != "tpu" and platform not in _UNPADDED:
         raise ValueError(f"platform={platform!r}, but the layout of arrays is known for {[*_UNPADDED, 'tpu']} only")
-    by_token = codec is None or codec.scales == "token_head"
-
-    def page() -> PagedCache:
-        scale = None if by_token else jnp.zeros(() if codec is None or codec.scales == "tensor" else (kv_heads,))
-        return PagedCache.create(
-            batch=1, pages=1, page_size=page_size, max_pages=1, kv_heads=kv_heads, head_dim=head_dim,
-            value_head_dim=value_head_dim, dtype=dtype, codec=codec, latent=latent, key_scale=scale,
-            value_scale=None if latent is not None else scale, layers=layers, width=width,
-        )  # fmt: skip
-
-    check_size("kv_heads", kv_heads)
-    store = jax.eval_shape(page).store
-    arrays = [store.key, store.value, *((store.key_scale, store.value_scale) if by_token else ())]
-    return sum(_stored_bytes(x.shape, x.dtype, platform) for x in arrays if x is not None)
+    given: dict[str, Any] = {name: x for name, x in tokens.items() if not name.endswith("_scale")}
+    K, layers = check_size("kv_heads", given.pop("kv_heads")), given.pop("layers", None)
+    layout, lead = TokenLayout.create(**given, joins=True), 1 if layers is None else check_size("layers", layers)
+    size = _stored_bytes((K, check_size("page_size", page_size), layout.width), layout.stored_dtype, platform)
+    if layout.has_token_scales:
+        size += (1 if layout.content == "latent" else 2) * _stored_bytes((K, page_size), jnp.float32, platform)
+    return lead * size
 
 
 def pages_that_fit(
     *,
     hbm_utilization: float,
     page_size: int,
-    kv_heads: int,
-    head_dim: int,
-    value_head_dim: int | None = None,
-    dtype: DType = jnp.bfloat16,
-    codec: Quantized | None = None,
-    latent: int | None = None,
-    layers: int | None = None,
-    width: int | None = None,
     max_model_length: int | None = None,
     device: jax.Device | None = None,
     bytes_limit: int | None = None,
     bytes_in_use: int | None = None,
     platform: str | None = None,
+    **tokens: Unpack[TokenOptions],
 ) -> int:
     """How many pages of a `PagedCache` fit a share of one device's memory: its argument ``pages``.
 
@@ -100,19 +66,12 @@ def pages_that_fit(
         hbm_utilization: the share of the memory that weights and pages may take together, above 0 and at most 1; the
             rest is for temporaries.
         page_size: slots a page.
-        kv_heads: see `DenseCache.create`.
-        head_dim: see `DenseCache.create`.
-        value_head_dim: see `DenseCache.create`.
-        dtype: see `DenseCache.create`.
-        codec: see `DenseCache.create`.
-        latent: see `DenseCache.create`.
-        layers: see `DenseCache.create`.
-        width: see `PagedCache.create`.
         max_model_length: tokens of the longest sequence. If given, the pages must hold it.
         device: whose memory; None for JAX's first local device.
         bytes_limit: the bytes of the memory. None: as the device reports, which CPUs do not.
         bytes_in_use: the bytes of it that are taken. None: as the device reports, or 0 with ``bytes_limit``.
-        platform: see `bytes_per_page`; None for the device's.
+        platform: as of `bytes_per_page`; None for the device's.
+        **tokens: what the cache is created with, see `DenseCache.create`; scales that are given to it may be left out.
 
     Raises:
         ValueError: see `bytes_per_page`; a share outside its range; memory that the device does not report; pages that
@@ -132,10 +91,7 @@ def pages_that_fit(
         bytes_in_use = stats.get("bytes_in_use", 0) if bytes_in_use is None else bytes_in_use
     if platform is None and device is not None:
         platform = device.platform
-    page = bytes_per_page(
-        page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim, dtype=dtype,
-        codec=codec, latent=latent, layers=layers, width=width, platform=platform,
-    )  # fmt: skip
+    page = bytes_per_page(page_size=page_size, platform=platform, **tokens)
     budget = int(hbm_utilization * bytes_limit) - (bytes_in_use or 0)
     pages = max(budget, 0) // page
     if max_model_length is not None and pages * page_size < check_size("max_model_length", max_model_length):

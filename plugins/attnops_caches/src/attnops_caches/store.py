@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from attnops.exported import serialised
-from attnops_caches.bits import from_bits, to_bits
-from attnops_caches.codec import Quantized
-
-if TYPE_CHECKING:
-    from attnops.typing import DType
+from attnops_caches.layout import TokenLayout
 
 
 class Pieces(NamedTuple):
@@ -41,26 +37,18 @@ class Pieces(NamedTuple):
     slot: jax.Array
 
 
-@serialised(
-    dtype=(lambda x: jnp.dtype(x).name, jnp.dtype),
-    codec=(lambda x: x and dataclasses.asdict(x), lambda x: x and Quantized(**x)),
-    head_dims=(list, tuple),
-)
+@serialised(layout=(TokenLayout.to_json, TokenLayout.from_json))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Store:
     """Keys and values of tokens in blocks of n slots.
 
     Attributes:
-        key: [blocks, K, n, D], in the codec's dtype; narrow floats as bits, see `attnops_caches.bits`. Of joined or
-            padded tokens [blocks, K, n, W]: the key first, then zeros, and the value last if it is joined.
-        value: [blocks, K, n, Dv]; None where it is joined, and for latent content, whose value is a part of the key.
+        key: [blocks, K, n, W], in the codec's dtype; narrow floats as bits, see `attnops_caches.bits`.
+        value: [blocks, K, n, Dv]; None where the array of keys has the values.
         key_scale: float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: the same of the values; None of latent content.
-        dtype: of keys and values as they are appended and read.
-        codec: None: tokens are stored as they are.
-        latent: the value is the first so many features of the key; None where values are stored.
-        head_dims: D of keys and Dv of values.
+        layout: how a token lies in these arrays.
         first: of one layer in the arrays of all layers, [L, blocks, K, n, D], its first block, int32 []; None where all
             blocks are its own.
         blocks: of one layer in the arrays of all layers, how many; None where all blocks are its own.
@@ -70,22 +58,9 @@ class Store:
     value: jax.Array | None
     key_scale: jax.Array | None
     value_scale: jax.Array | None
-    dtype: DType = dataclasses.field(metadata={"static": True})
-    codec: Quantized | None = dataclasses.field(metadata={"static": True})
-    latent: int | None = dataclasses.field(metadata={"static": True})
-    head_dims: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    layout: TokenLayout = dataclasses.field(metadata={"static": True})
     first: jax.Array | None = None
     blocks: int | None = dataclasses.field(default=None, metadata={"static": True})
-
-    @property
-    def has_token_scales(self) -> bool:
-        """Whether each token of each head has scales of its own."""
-        return self.codec is not None and self.codec.scales == "token_head"
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the value of a token follows its key in one array."""
-        return self.value is None and self.latent is None
 
     @property
     def slots(self) -> int:
@@ -113,7 +88,7 @@ class Store:
     def layer(self, layer: jax.typing.ArrayLike) -> Store:
         """One layer of a store with a layer axis: the arrays stay those of all layers, with the axis, see `flat`."""
         scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
-        given = {} if self.has_token_scales else {name: x for name, x in scales.items() if x is not None}
+        given = {} if self.layout.has_token_scales else {name: x for name, x in scales.items() if x is not None}
         changes: dict[str, Any] = {
             name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()
         }
@@ -143,43 +118,13 @@ class Store:
 
     def _blocks(self) -> dict[str, jax.Array]:
         """The arrays of blocks."""
-        names = ("key", "value", *(("key_scale", "value_scale") if self.has_token_scales else ()))
+        names = ("key", "value", *(("key_scale", "value_scale") if self.layout.has_token_scales else ()))
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-
-    @property
-    def stored_dtype(self) -> DType:
-        """The dtype of stored tokens, whose bits the arrays hold."""
-        return jnp.dtype(self.dtype) if self.codec is None else self.codec.stored_dtype
 
     @property
     def kv_heads(self) -> int:
         """K."""
         return self.key.shape[-3]
-
-    @property
-    def head_dim(self) -> int:
-        """D, of keys."""
-        return self.head_dims[0]
-
-    @property
-    def value_head_dim(self) -> int:
-        """Dv, of values."""
-        return self.head_dims[1]
-
-    @property
-    def width(self) -> int:
-        """W, the features of the array of keys."""
-        return self.key.shape[-1]
-
-    def key_of(self, x: jax.Array) -> jax.Array:
-        """The keys [..., D] of the array of keys [..., W], or of a part of it."""
-        return x[..., : self.head_dim]
-
-    def value_of(self, x: jax.Array, value: jax.Array | None) -> jax.Array:
-        """The values [..., Dv] of the arrays of keys and of values, or of parts of them; encoded as they are."""
-        if value is not None:
-            return value
-        return x[..., : self.latent] if self.latent is not None else x[..., self.width - self.value_head_dim :]
 
     @functools.partial(jax.jit, inline=True)
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces) -> Store:
@@ -218,37 +163,17 @@ class Store:
 
     def _tokens(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
         """New tokens as they are stored, [B, K, T, d], and their scales by token, [B, K, T]; by the names of arrays."""
-        stored, scale = self._encoded(key, self.key_scale)
-        found, scales = {"key": stored}, {"key_scale": scale}
+        layout, stored_value = self.layout, None
+        stored, scale = layout.encoded(key, self.key_scale)
+        scales = {"key_scale": scale}
         if value is not None:
-            found["value"], scales["value_scale"] = self._encoded(value, self.value_scale)
-        if self.value is None:
-            joined = [found["key"], *([found.pop("value")] if value is not None else [])]
-            zeros = jnp.zeros((*stored.shape[:-1], self.width - sum(x.shape[-1] for x in joined)), stored.dtype)
-            joined.insert(1, zeros)
-            found["key"] = jnp.concatenate([x for x in joined if x.shape[-1]], axis=-1)
-        return found | {name: x for name, x in scales.items() if x is not None and self.has_token_scales}
-
-    def _encoded(self, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """New tokens [B, T, K, d] as they are stored, [B, K, T, d], and their scales."""
-        x = x.swapaxes(1, 2)
-        if self.codec is None:
-            return to_bits(x), None
-        stored, scale = self.codec.encode(x, None if self.codec.scales == "token_head" else scale)
-        return to_bits(stored), scale
-
-    def decoded(
-        self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Stored tokens [..., K, n, d] and their scales as keys and values, float32 with a codec."""
-        if self.latent is not None:
-            value_scale = key_scale
-        key, value = (from_bits(x, self.stored_dtype) for x in (self.key_of(key), self.value_of(key, value)))
-        if self.codec is not None:
-            assert key_scale is not None
-            assert value_scale is not None
-            key, value = self.codec.decode(key, key_scale), self.codec.decode(value, value_scale)
-        return key, value
+            stored_value, scales["value_scale"] = layout.encoded(value, self.value_scale)
+        if layout.content == "separate":
+            assert stored_value is not None
+            found = {"key": stored, "value": stored_value}
+        else:
+            found = {"key": layout.joined(stored, stored_value)}
+        return found | {name: x for name, x in scales.items() if x is not None and layout.has_token_scales}
 
 
 def _write(

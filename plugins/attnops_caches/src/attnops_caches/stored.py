@@ -19,7 +19,7 @@ from attnops_caches.placement import pending as pending_by_shard
 from attnops_caches.rows import Rows
 from attnops_caches.store import Pieces, Store
 from attnops_caches.tiles import StoreLoader, TileLoader
-from attnops_caches.tokens import Contents, NewTokens, of_packed
+from attnops_caches.tokens import Contents, NewTokens, Pending, of_packed
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -47,14 +47,14 @@ class StoredCache(Cache):
 
     def describe(self) -> CacheRequest:
         """See `Cache.describe`."""
-        store, codec = self.store, self.codec
+        layout, codec = self.store.layout, self.codec
         return dataclasses.replace(
             super().describe(),
             codec="" if codec is None else codec.dtype,
             scales="" if codec is None else codec.scales,
-            latent=store.latent is not None,
-            width=store.width,
-            joined=store.is_joined,
+            latent=layout.latent is not None,
+            width=layout.width,
+            joined=layout.content == "joined",
         )
 
     @property
@@ -65,22 +65,22 @@ class StoredCache(Cache):
     @property
     def head_dim(self) -> int:
         """See `Cache.head_dim`."""
-        return self.store.head_dim
+        return self.store.layout.head_dim
 
     @property
     def value_head_dim(self) -> int:
         """See `Cache.value_head_dim`."""
-        return self.store.value_head_dim
+        return self.store.layout.value_head_dim
 
     @property
     def dtype(self) -> DType:
         """See `Cache.dtype`."""
-        return self.store.dtype
+        return self.store.layout.dtype
 
     @property
     def codec(self) -> Quantized | None:
         """How tokens are stored; None: as they are."""
-        return self.store.codec
+        return self.store.layout.codec
 
     @property
     def specs(self) -> Self:
@@ -98,7 +98,7 @@ class StoredCache(Cache):
         """The bytes of one token of one layer, scales and zeros of its ``width`` included."""
         store = self.store
         arrays = [x for x in (store.key, store.value) if x is not None]
-        scales = [x for x in (store.key_scale, store.value_scale) if x is not None and store.has_token_scales]
+        scales = [x for x in (store.key_scale, store.value_scale) if x is not None and store.layout.has_token_scales]
         features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays)
         return store.kv_heads * (features + 4 * len(scales))
 
@@ -129,8 +129,8 @@ class StoredCache(Cache):
         value: ArrayLike | None = None,
         lengths: ArrayLike | None = None,
         rows: Rows | None = None,
-    ) -> tuple[Self, NewTokens]:
-        """`append` without its writes, for a kernel that writes: the cache after them, and the tokens.
+    ) -> Pending[Self]:
+        """`append` without its writes, for a kernel that writes.
 
         Raises:
             ValueError: see `append`.
@@ -144,12 +144,12 @@ class StoredCache(Cache):
 
     def _pending(
         self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
-    ) -> tuple[Self, NewTokens]:
+    ) -> Pending[Self]:
         """`pending` on one device, its arguments checked."""
         planned = self.planned(key.shape[1], count, rows)
         first, blocks = self._first_new(planned.pieces)
         new = NewTokens(self.store._tokens(key, value), first, planned.fit, blocks, planned.starts)
-        return self.grown(planned), new
+        return Pending(self.grown(planned), new)
 
     def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
         """The cache with some of the tokens that `pending` returned with it, where a kernel does not write them all.
@@ -244,7 +244,7 @@ class StoredCache(Cache):
         return self._rows()
 
     def _value(self, value: ArrayLike | None, batch: int) -> jax.Array | None:
-        latent = self.store.latent
+        latent = self.store.layout.latent
         if latent is not None:
             if value is not None:
                 raise ValueError(

@@ -98,23 +98,25 @@ class StoreLoader(TileLoader):
     @property
     def itemsize(self) -> int:
         """See `TileLoader`."""
-        return jnp.dtype(self.store.stored_dtype).itemsize
+        return jnp.dtype(self.store.layout.stored_dtype).itemsize
 
     def load(self, at: TileAt) -> KeyValue:
         """See `TileLoader.load`."""
-        store, (D, Dv) = self.store, self.store.head_dims
+        store, layout = self.store, self.store.layout
+        D, Dv = layout.head_dim, layout.value_head_dim
         key_scale = self._scale(store.key_scale, at)
-        if store.latent is not None:
+        if layout.content == "latent":
             key = self._operand(self._tile(store.key, 0, D, at), at)
             return KeyValue(key, key[..., :Dv], key_scale, key_scale)
-        if store.value is None and self.itemsize < 4:
+        if layout.content == "joined" and self.itemsize < 4:
             # Narrow numbers are converted in any case, and one gather of both takes up to 0.9 times the CPU time of
             # two; in float32 1.1 times.
-            both = self._tile(store.key, 0, store.width, at)
-            key, value = store.key_of(both), store.value_of(both, None)
-        elif store.value is None:
-            key, value = self._tile(store.key, 0, D, at), self._tile(store.key, store.width - Dv, Dv, at)
+            both = self._tile(store.key, 0, layout.width, at)
+            key, value = layout.key_of(both), layout.value_of(both, None)
+        elif layout.content == "joined":
+            key, value = self._tile(store.key, 0, D, at), self._tile(store.key, layout.width - Dv, Dv, at)
         else:
+            assert store.value is not None
             key, value = self._tile(store.key, 0, D, at), self._tile(store.value, 0, Dv, at)
         scales = key_scale, self._scale(store.value_scale, at)
         return KeyValue(self._operand(key, at), self._operand(value, at), *scales)
@@ -151,7 +153,7 @@ class StoreLoader(TileLoader):
 
     def _operand(self, x: jax.Array, at: TileAt) -> jax.Array:
         """In the dtype of products, which holds each number of 8 bits."""
-        return from_bits(x, self.store.stored_dtype).astype(at.dtype)
+        return from_bits(x, self.store.layout.stored_dtype).astype(at.dtype)
 
 
 def _int32(*indices: Index) -> list[jax.Array]:

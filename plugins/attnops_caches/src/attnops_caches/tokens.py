@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from attnops.exported import serialised_tuple
 from attnops_caches.store import Pieces
+
+CacheOf = TypeVar("CacheOf")
 
 
 @serialised_tuple
@@ -45,6 +47,19 @@ class NewTokens(NamedTuple):
     size: jax.Array
     blocks: jax.Array
     starts: jax.Array | None = None
+
+
+class Pending(NamedTuple, Generic[CacheOf]):
+    """An append whose tokens are not written yet.
+
+    Attributes:
+        cache: its lengths are those after the append, but its arrays lack the tokens: a kernel that writes them, or
+            `StoredCache.write_new`, makes it a cache to read.
+        new: the tokens.
+    """
+
+    cache: CacheOf
+    new: NewTokens
 
 
 class Planned(NamedTuple):

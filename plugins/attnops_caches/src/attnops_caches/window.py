@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,18 @@ import numpy as np
 from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
-from attnops_caches.codec import Quantized
-from attnops_caches.create import check_size, create_rows, create_store
+from attnops_caches.create import TokenOptions, create_rows, create_store
 from attnops_caches.dense import read_blocks, take_rows
+from attnops_caches.layout import check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
 from attnops_caches.stored import StoredCache
-from attnops_caches.tokens import Contents, NewTokens, Planned
+from attnops_caches.tokens import Contents, Pending, Planned
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
-
-    from attnops.typing import DType
 
 
 @serialised(placement=PLACEMENT)
@@ -59,17 +57,8 @@ class WindowCache(StoredCache):
         batch: int,
         window: int,
         max_append: int = 1,
-        kv_heads: int,
-        head_dim: int,
-        value_head_dim: int | None = None,
-        dtype: DType = jnp.bfloat16,
-        codec: Quantized | None = None,
-        latent: int | None = None,
-        key_scale: ArrayLike | None = None,
-        value_scale: ArrayLike | None = None,
         starts: ArrayLike | None = None,
-        layers: int | None = None,
-        width: int | None = None,
+        **tokens: Unpack[TokenOptions],
     ) -> WindowCache:
         """An empty cache of R = ``window - 1 + max_append`` slots a row.
 
@@ -78,27 +67,15 @@ class WindowCache(StoredCache):
             window: tokens that a query sees, itself included.
             max_append: most tokens an append: a longer prompt is appended in chunks. So many tokens can also be taken
                 back by `truncate`.
-            kv_heads: see `DenseCache.create`.
-            head_dim: see `DenseCache.create`.
-            value_head_dim: see `DenseCache.create`.
-            dtype: see `DenseCache.create`.
-            codec: see `DenseCache.create`.
-            latent: see `DenseCache.create`.
-            key_scale: see `DenseCache.create`.
-            value_scale: see `DenseCache.create`.
-            starts: see `DenseCache.create`.
-            layers: see `DenseCache.create`.
-            width: see `DenseCache.create`.
+            starts: how many tokens of left padding each row begins with, integers [B]; None for none.
+            **tokens: what every storage is created with, see `DenseCache.create`.
 
         Raises:
             ValueError: see `DenseCache.create`.
         """
         slots = check_size("window", window) - 1 + check_size("max_append", max_append)
-        store = create_store(
-            check_size("batch", batch), slots, kv_heads, head_dim, value_head_dim, dtype, codec, latent,
-            key_scale, value_scale, layers, width,
-        )  # fmt: skip
-        rows = create_rows(batch, starts, layers)
+        store = create_store(check_size("batch", batch), slots, **tokens)
+        rows = create_rows(batch, starts, tokens.get("layers"))
         return cls(store=store, **rows, written=jnp.zeros_like(rows["lengths"]), window=window, max_append=max_append)
 
     @property
@@ -126,7 +103,7 @@ class WindowCache(StoredCache):
         value: ArrayLike | None = None,
         lengths: ArrayLike | None = None,
         rows: Rows | None = None,
-    ) -> tuple[Self, NewTokens]:
+    ) -> Pending[Self]:
         """See `Cache.pending`.
 
         Raises:

@@ -173,7 +173,7 @@ class Model:
                 store[name] = np.full(array.shape, 127 if dtype == np.int8 else np.nan, dtype)
             if name.endswith("scale") and self.scales is not None:
                 store[name] = np.asarray(self.scales[name == "value_scale"], np.float32)
-        width = shapes.store.width
+        width = shapes.store.layout.width
         for row in range(self.layout.rows):
             for index in self.held(row):
                 place = self.layout.place(row, index)
@@ -237,7 +237,7 @@ class Model:
             for index in range(max(self.held(row).start, old[row]), len(self.rows[row])):
                 place = self.layout.place(row, index)
                 assert place is not None
-                for name, x in self._fields(self.rows[row][index], wanted, before.store.width):
+                for name, x in self._fields(self.rows[row][index], wanted, before.store.layout.width):
                     real = found[name][place[0], :, place[1]].astype(np.float64)
                     if name.endswith("scale"):
                         np.testing.assert_allclose(real, x, rtol=1e-6, err_msg=f"{name} of row {row}, index {index}")

@@ -58,7 +58,7 @@ def cached_attention(
     of_keys = None if of_tiles is None else of_tiles.of_keys
     plan = make_plan(call, cache, wants_lse, of_tiles is not None, of_keys is not None)
     store = cache.store.flat()
-    names = "key", "value", *(("key_scale", "value_scale") if store.has_token_scales else ())
+    names = "key", "value", *(("key_scale", "value_scale") if store.layout.has_token_scales else ())
     blocks = {name: x for name in names if (x := getattr(store, name)) is not None}
     sources = list(blocks.values())
     if of_keys is not None and of_keys.mask is not None:
@@ -97,7 +97,7 @@ def make_plan(
         mask_of, bias_of = (f and f.in_32_bits() for f in (scoring.mask, scoring.bias))
         scoring = dataclasses.replace(scoring, mask=mask_of, bias=bias_of)
     chip = generation()
-    store = cache.store
+    store, layout = cache.store, cache.store.layout
     widths = [x.shape[-1] for x in (store.key, store.value) if x is not None]
     itemsize = jnp.dtype(store.key.dtype).itemsize
     token_bytes = K * sum(-(-d // LANES) * LANES for d in widths) * itemsize
@@ -108,10 +108,11 @@ def make_plan(
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return Plan(
-        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=store.width, is_packed=is_packed, is_by_row=is_by_row,
+        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=layout.width, is_packed=is_packed, is_by_row=is_by_row,
         is_ring=isinstance(cache, WindowCache), is_paged=isinstance(cache, PagedCache),
-        cores=chip.cores, dtype=dtype, stored=jnp.dtype(store.stored_dtype), operand=_operand(cache, dtype, chip),
-        out_dtype=jnp.dtype(call.query.dtype), is_latent=store.latent is not None, is_joined=store.is_joined,
+        cores=chip.cores, dtype=dtype, stored=jnp.dtype(layout.stored_dtype), operand=_operand(cache, dtype, chip),
+        out_dtype=jnp.dtype(call.query.dtype), is_latent=layout.content == "latent",
+        is_joined=layout.content == "joined",
         scales=_scales(cache), precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST,
         scale=call.scale, scoring=scoring, wants_lse=wants_lse,
         interpret=metadata.interpret, bounds_checks=bounds_checks(), vmem=chip.vmem, **tiles._asdict(),
@@ -124,7 +125,7 @@ def _operand(cache: StoredCache, dtype: np.dtype[Any], chip: Generation) -> np.d
     Matrix units convert e4m3 as they take it in, its NaN to a number, of which `Quantized` stores none without a scale
     that is NaN. In the kernel the conversion would take three times as many bundles as all else.
     """
-    stored = jnp.dtype(cache.store.stored_dtype)
+    stored = jnp.dtype(cache.store.layout.stored_dtype)
     return stored if chip.takes_e4m3 and stored == jnp.float8_e4m3fn and dtype == jnp.bfloat16 else dtype
 
 

@@ -63,7 +63,7 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
     keys = cache.batch * S if is_packed else S
     scoring = describe((T, keys), call.mask, call.bias, call.logits_soft_cap, 0.0, call.sinks is not None, by_row=True)
     arch = "" if metadata.interpret else current() or device_arch()
-    stored = jnp.dtype(store.stored_dtype)
+    stored = jnp.dtype(store.layout.stored_dtype)
     dtype = operand_dtype(call.query.dtype.name, jnp.dtype(cache.dtype).name, bool(cache.codec))
     in_order = is_packed and current_splits() > 0
     # Products of other sizes may be summed in another order.
@@ -71,8 +71,8 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
     tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
     plan = Plan(
         B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_packed=is_packed, in_order=in_order,
-        page=page, pages=pages, blocks=store.own_blocks, width=store.width,
-        is_joined=store.is_joined, is_latent=store.latent is not None, stored=stored.name,
+        page=page, pages=pages, blocks=store.own_blocks, width=store.layout.width,
+        is_joined=store.layout.content == "joined", is_latent=store.layout.content == "latent", stored=stored.name,
         scales="" if cache.codec is None else cache.codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
         tiles=tiles, writes=writes, scale=call.scale, tf32=metadata.precision == lax.Precision.DEFAULT,
         scoring=scoring, wants_lse=wants_lse, arch=arch, interpret=metadata.interpret,

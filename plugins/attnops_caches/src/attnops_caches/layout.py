@@ -1,0 +1,162 @@
+"""TokenLayout: how the key and the value of a token lie in the arrays of a `Store`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops_caches.bits import from_bits, to_bits
+from attnops_caches.codec import Quantized
+
+if TYPE_CHECKING:
+    from attnops.typing import DType
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLayout:
+    """How a token of one kv head is stored; static.
+
+    Attributes:
+        content: ``"separate"``: the key [D] and the value [Dv] are in arrays of their own. ``"joined"``: one array has
+            the key first, then zeros, and the value last. ``"latent"``: it has the key, then zeros, and the value is
+            the key's first features.
+        head_dim: D, of keys.
+        value_head_dim: Dv, of values.
+        width: W, the features of the array of keys.
+        dtype: of keys and values as they are appended and read.
+        codec: how they are stored; None: as they are.
+    """
+
+    content: Literal["separate", "joined", "latent"]
+    head_dim: int
+    value_head_dim: int
+    width: int
+    dtype: DType
+    codec: Quantized | None
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        dtype: DType = jnp.bfloat16,
+        codec: Quantized | None = None,
+        latent: int | None = None,
+        width: int | None = None,
+        joins: bool = False,
+    ) -> Self:
+        """The layout of a cache that is created with these arguments, see `DenseCache.create`.
+
+        Args:
+            head_dim: D.
+            value_head_dim: Dv; None for D, or the latent.
+            dtype: of keys and values.
+            codec: how they are stored.
+            latent: Dv of latent content; None where values are stored.
+            width: W; None for no zeros.
+            joins: whether key and value are joined where ``width`` is None.
+
+        Raises:
+            ValueError: sizes, a dtype or a codec that fit no cache.
+        """
+        check_size("head_dim", head_dim)
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize not in (2, 4):
+            raise ValueError(f"dtype={jnp.dtype(dtype).name} must be float32, bfloat16 or float16: what op takes")
+        if codec is not None and not isinstance(codec, Quantized):
+            raise ValueError(f"codec={codec!r} must be None or an attnops_caches.Quantized")
+        if latent is not None:
+            check_size("latent", latent)
+            if latent > head_dim or value_head_dim not in (None, latent):
+                raise ValueError(
+                    f"latent={latent} must be at most head_dim={head_dim}, and value_head_dim={value_head_dim} None or "
+                    f"equal to it: the value is the first latent features of the key"
+                )
+        dv = latent or (head_dim if value_head_dim is None else check_size("value_head_dim", value_head_dim))
+        least = head_dim if latent is not None else head_dim + dv
+        if width is not None and check_size("width", width) < least:
+            what = "the features of a latent" if latent is not None else "the features of key and value together"
+            raise ValueError(f"width={width} must be at least {least}, {what}; or None for no padding")
+        is_separate = latent is None and width is None and not joins
+        return cls(
+            content="latent" if latent is not None else "separate" if is_separate else "joined",
+            head_dim=int(head_dim),
+            value_head_dim=int(dv),
+            width=int(head_dim) if is_separate else int(width or least),
+            dtype=jnp.dtype(dtype),
+            codec=codec,
+        )
+
+    @property
+    def stored_dtype(self) -> DType:
+        """The dtype of stored numbers; arrays hold the bits of narrow floats, see `attnops_caches.bits`."""
+        return jnp.dtype(self.dtype) if self.codec is None else self.codec.stored_dtype
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether each token of each head has scales of its own."""
+        return self.codec is not None and self.codec.scales == "token_head"
+
+    @property
+    def latent(self) -> int | None:
+        """Dv of latent content; None where values are stored."""
+        return self.value_head_dim if self.content == "latent" else None
+
+    def key_of(self, x: jax.Array) -> jax.Array:
+        """The keys [..., D] of the array of keys [..., W], or of a part of it."""
+        return x[..., : self.head_dim]
+
+    def value_of(self, x: jax.Array, value: jax.Array | None) -> jax.Array:
+        """The values [..., Dv] of the arrays of keys and of values, or of parts of them; encoded as they are."""
+        if value is not None:
+            return value
+        return x[..., : self.latent] if self.latent is not None else x[..., self.width - self.value_head_dim :]
+
+    def encoded(self, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """Keys or values [B, T, K, d] as they are stored, [B, K, T, d], and their scales."""
+        x = x.swapaxes(1, 2)
+        if self.codec is None:
+            return to_bits(x), None
+        stored, scale = self.codec.encode(x, None if self.has_token_scales else scale)
+        return to_bits(stored), scale
+
+    def joined(self, key: jax.Array, value: jax.Array | None) -> jax.Array:
+        """Stored keys [B, K, T, D] and values [B, K, T, Dv] in one array [B, K, T, W]."""
+        parts = [key, *([] if value is None else [value])]
+        zeros = jnp.zeros((*key.shape[:-1], self.width - sum(x.shape[-1] for x in parts)), key.dtype)
+        parts.insert(1, zeros)
+        return jnp.concatenate([x for x in parts if x.shape[-1]], axis=-1)
+
+    def decoded(
+        self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Stored tokens [..., K, n, d] and their scales as keys and values, float32 with a codec."""
+        if self.content == "latent":
+            value_scale = key_scale
+        key, value = (from_bits(x, self.stored_dtype) for x in (self.key_of(key), self.value_of(key, value)))
+        if self.codec is not None:
+            assert key_scale is not None
+            assert value_scale is not None
+            key, value = self.codec.decode(key, key_scale), self.codec.decode(value, value_scale)
+        return key, value
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields in JSON's terms."""
+        return dataclasses.asdict(self) | {"dtype": jnp.dtype(self.dtype).name}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        codec = fields["codec"] and Quantized(**fields["codec"])
+        return cls(**fields | {"dtype": jnp.dtype(fields["dtype"]), "codec": codec})
+
+
+def check_size(name: str, size: object) -> int:
+    """``size``; raises a `ValueError` unless it is an int of at least 1."""
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+        raise ValueError(f"{name}={size!r} must be an int of at least 1")
+    return int(size)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attnops.kernels.context import TraceContext  # at once: what it makes must be there before the first trace
 
 if TYPE_CHECKING:
-    from attnops.kernels.coverage import map_shape, merged, ragged
+    from attnops.kernels.block_maps import map_shape, merged, ragged
     from attnops.kernels.elementwise import Elementwise
     from attnops.kernels.flash import FlashBackend, FlashCall
     from attnops.kernels.nograd import not_differentiable, once_differentiable
@@ -76,7 +76,7 @@ __all__ = [
 
 # Imported at the first use: the dispatcher imports a module of this package, and other modules import the dispatcher.
 _MODULES: Final = (
-    "coverage", "elementwise", "flash", "nograd", "outputs", "padding", "parts", "reverse", "rules", "scoring",
+    "block_maps", "elementwise", "flash", "nograd", "outputs", "padding", "parts", "reverse", "rules", "scoring",
     "unseen", "varying", "vjp", "vmap",
 )  # fmt: skip
 

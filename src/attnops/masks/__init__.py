@@ -7,8 +7,8 @@ from attnops.masks.ancestors import Ancestors
 from attnops.masks.at import At
 from attnops.masks.base import And, Dense, Mask, Not, Or
 from attnops.masks.blocks import BlockMap, block_map
+from attnops.masks.coverage import Coverage, CoverageBounds, Grid
 from attnops.masks.functions import MaskFn
-from attnops.masks.grid import Coverage, CoverageBounds, Grid
 from attnops.masks.positions import Causal, Chunked, Full, PrefixLM, SlidingWindow
 from attnops.masks.shift import Shifted
 from attnops.masks.structure import Band, MaskStructure, Split

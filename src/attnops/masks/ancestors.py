@@ -10,7 +10,7 @@ import numpy as np
 
 from attnops.masks.at import at, take, token_array
 from attnops.masks.base import Mask
-from attnops.masks.grid import CoverageBounds, Grid
+from attnops.masks.coverage import CoverageBounds, Grid
 from attnops.masks.integers import LARGEST, as_limits, is_known, minus, numpy_of
 from attnops.masks.picture import text
 from attnops.masks.positions import _number

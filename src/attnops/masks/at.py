@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from attnops.masks.base import Mask
-from attnops.masks.grid import CoverageBounds, Grid, check_by_token
+from attnops.masks.coverage import CoverageBounds, Grid, check_by_token
 from attnops.masks.integers import LARGEST, extent, positions_as_int32
 from attnops.masks.picture import text
 

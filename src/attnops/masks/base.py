@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.masks.bands import tight_bounds
 from attnops.masks.checks import check_boolean, check_broadcastable
-from attnops.masks.grid import Coverage, CoverageBounds, Grid
+from attnops.masks.coverage import Coverage, CoverageBounds, Grid
+from attnops.masks.exact_bounds import tight_bounds
 from attnops.masks.picture import picture, small_picture, text
 from attnops.masks.pytree import equal_leaves, register, replaced
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from attnops.masks.at import at
 from attnops.masks.base import Mask
-from attnops.masks.grid import CoverageBounds, Grid
+from attnops.masks.coverage import CoverageBounds, Grid
 from attnops.programs.evaluation import evaluate
 from attnops.programs.functions import INDEX, Bound, Opaque, as_data, bind_function, name_of
 from attnops.programs.program import Program

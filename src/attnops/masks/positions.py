@@ -11,7 +11,7 @@ import numpy as np
 
 from attnops.masks.at import at
 from attnops.masks.base import Mask
-from attnops.masks.grid import CoverageBounds, Grid, below_bounds, equal_bounds
+from attnops.masks.coverage import CoverageBounds, Grid, below_bounds, equal_bounds
 from attnops.masks.integers import (
     FAR,
     as_limits,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.masks.base import Mask
-from attnops.masks.grid import CoverageBounds, Grid
+from attnops.masks.coverage import CoverageBounds, Grid
 
 if TYPE_CHECKING:
     from attnops.typing import Array, BoolArray, Index, Leaf

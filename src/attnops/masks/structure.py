@@ -11,7 +11,7 @@ import numpy as np
 
 from attnops.masks.at import at
 from attnops.masks.base import And, Mask, Not, Or
-from attnops.masks.grid import CoverageBounds, Grid
+from attnops.masks.coverage import CoverageBounds, Grid
 from attnops.masks.positions import Full, _Band
 from attnops.masks.tokens import Segments
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from attnops.masks.at import at, take, token_array
 from attnops.masks.base import Mask
-from attnops.masks.grid import CoverageBounds, Grid, below_bounds, equal_bounds
+from attnops.masks.coverage import CoverageBounds, Grid, below_bounds, equal_bounds
 from attnops.masks.integers import as_limits, check_integers, ids_as_int32, is_known, less
 from attnops.masks.picture import text
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from attnops.biases import Bias
 from attnops.dropout import dropout_seed, dropout_step
-from attnops.kernels.coverage import map_shape, merged, ragged
+from attnops.kernels.block_maps import map_shape, merged, ragged
 from attnops.kernels.flash import FlashBackend, FlashCall
 from attnops.kernels.vjp import Operands, attend, contribution_gradients
 from attnops.masks.base import Mask

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attnops.masks.grid import Coverage
+from attnops.masks.coverage import Coverage
 from attnops.operations.flash.plan import Index
 
 if TYPE_CHECKING:

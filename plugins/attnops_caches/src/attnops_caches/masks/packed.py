@@ -14,7 +14,7 @@ import numpy as np
 
 from attnops.masks.at import At, take
 from attnops.masks.base import And, Dense, Mask, Not, Or
-from attnops.masks.grid import CoverageBounds, Grid
+from attnops.masks.coverage import CoverageBounds, Grid
 from attnops.masks.pytree import replaced
 from attnops.masks.tokens import Segments
 from attnops_caches.masks.slots import NO_QUERY, AtSlots, Held, Slots

@@ -18,7 +18,7 @@ from jax import lax
 
 from attnops.masks.at import At, take
 from attnops.masks.base import And, Mask, Not, Or
-from attnops.masks.grid import CoverageBounds, Grid, extents
+from attnops.masks.coverage import CoverageBounds, Grid, extents
 from attnops.masks.picture import text
 from attnops.masks.shift import Shifted
 from attnops.masks.tokens import Segments

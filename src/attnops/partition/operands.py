@@ -53,7 +53,7 @@ class Template:
         return key
 
 
-class Operands:
+class ShardedOperands:
     """A call's arrays, each once, with their specs.
 
     Attributes:

@@ -29,7 +29,7 @@ class Local(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class ShardedProgram:
     """A `jax.shard_map`, compared by its key only.
 
     Attributes:
@@ -49,7 +49,7 @@ class Program:
     key: Hashable | None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self._compared == other._compared
+        return isinstance(other, ShardedProgram) and self._compared == other._compared
 
     def __hash__(self) -> int:
         return hash(self._compared)
@@ -68,7 +68,7 @@ class Program:
 
 
 @functools.lru_cache(maxsize=256)
-def compiled(program: Program) -> Function:
+def compiled(program: ShardedProgram) -> Function:
     return program.compiled()
 
 

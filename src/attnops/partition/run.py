@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec
 from attnops.dropout import ShiftedKey
 from attnops.output import OperationOutput
 from attnops.partition.boundary import Boundary, Entry
-from attnops.partition.operands import Operands, Template
+from attnops.partition.operands import ShardedOperands, Template
 from attnops.partition.options import CONTRACT, own_axis, own_option_specs
-from attnops.partition.program import Program, compiled, first_index, program_key
+from attnops.partition.program import ShardedProgram, compiled, first_index, program_key
 from attnops.partition.shards import Shard, shard_of, specs_of
 from attnops.sharding.mesh import mesh_arguments
 from attnops.sharding.placing import placed, resharded
@@ -64,7 +64,7 @@ def run_sharded(
     kv_spec = PartitionSpec(boundary.batch, lengths[1], boundary.kv_heads)
     entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
     sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": args[1].shape[2]}
-    operands = Operands(
+    operands = ShardedOperands(
         args, options, {"args": (q_spec, kv_spec, kv_spec), **option_specs(entries, sizes, options, option_axes)}
     )
     by_head = PartitionSpec(boundary.batch, boundary.heads, lengths[0])
@@ -76,7 +76,7 @@ def run_sharded(
     )  # fmt: skip
     where = mesh_arguments(boundary.mesh)
     static = (wanted, local.batch, local.heads, local.kv_heads, local.group, local.by_kv_head)
-    program = Program(
+    program = ShardedProgram(
         local, tuple(operands.specs), tuple(fields[name] for name in wanted), not is_interpreted, where,
         None if key is None else program_key(key, boundary, local.template, options, where, static),
     )  # fmt: skip

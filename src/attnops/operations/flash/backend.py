@@ -17,14 +17,14 @@ from attnops.kernels.flash import FlashBackend, FlashCall
 from attnops.kernels.vjp import Operands, attend, contribution_gradients
 from attnops.masks.base import Mask
 from attnops.masks.blocks import block_map
-from attnops.operations.flash.backward import Inputs, backward
+from attnops.operations.flash.backward import NativeInputs, backward
 from attnops.operations.flash.forward import forward, from_arrays
-from attnops.operations.flash.operands import Arrays
-from attnops.operations.flash.plan import Plan
-from attnops.operations.flash.scoring import Numbers, Scoring
+from attnops.operations.flash.operands import NativeArrays
+from attnops.operations.flash.plan import NativePlan
+from attnops.operations.flash.scoring import NativeScoring, Numbers
 from attnops.operations.flash.tile_bias import bias_leaves, bias_tiles
-from attnops.operations.flash.tile_schedule import TileSchedule, tile_schedule
-from attnops.operations.flash.tile_sizes import Row, choose_problems_per_tile, choose_tiles, table_row
+from attnops.operations.flash.tile_schedule import NativeTileSchedule, tile_schedule
+from attnops.operations.flash.tile_sizes import NativeTileSizes, choose_problems_per_tile, choose_tiles, table_row
 from attnops.programs.functions import holds_function, is_staged
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class NativeFlash(FlashBackend):
         "vanilla has one"
     )
 
-    def plan(self, call: FlashCall) -> Plan:
+    def plan(self, call: FlashCall) -> NativePlan:
         (B, T, H, D), (S, K, Dv) = call.query.shape, call.value.shape[1:]
         metadata, bias = call.metadata, call.bias
         is_bfloat16 = call.query.dtype == call.key.dtype == call.value.dtype == jnp.bfloat16
@@ -56,7 +56,7 @@ class NativeFlash(FlashBackend):
             B, K, (H // K) * block_q * block_k, by_batch=batch != 1 or maps[0] != 1, by_head=heads > 1,
             by_kv_head=maps[1] > 1, row=row,
         )  # fmt: skip
-        plan = Plan(
+        plan = NativePlan(
             B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, bq=block_q, bk=block_k,
             problems_per_tile=problems_per_tile, map_shape=maps,
             dtype=jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32), is_partial=call.is_partial,
@@ -65,7 +65,7 @@ class NativeFlash(FlashBackend):
         # Outside `jax.jit` numbers are data, so that new ones compile nothing; inside, constants make better programs.
         is_data = not is_staged()
         mask = _mask(call, is_data)
-        scoring = Scoring(
+        scoring = NativeScoring(
             numbers=None if is_data else Numbers.make(call.scale, call.logits_soft_cap, plan.dtype),
             has_cap=call.logits_soft_cap is not None,
             bias=None if bias is None else bias_tiles(plan, _bias(bias, is_data)),
@@ -76,15 +76,15 @@ class NativeFlash(FlashBackend):
         )
         return dataclasses.replace(plan, scoring=scoring)
 
-    def tiles(self, call: FlashCall, row: Row) -> tuple[int, int]:
+    def tiles(self, call: FlashCall, row: NativeTileSizes) -> tuple[int, int]:
         """Queries and keys a tile."""
         (_, T, H, _), (S, K) = call.query.shape, call.key.shape[1:3]
         return choose_tiles(T, S, H // K, call.metadata.block_q, call.metadata.block_k, row)
 
-    def arrays(self, plan: Plan, call: FlashCall) -> Arrays:
+    def arrays(self, plan: NativePlan, call: FlashCall) -> NativeArrays:
         is_data = plan.scoring.numbers is None
         numbers = Numbers.make(call.scale, call.logits_soft_cap, plan.dtype).as_data() if is_data else None
-        return Arrays(
+        return NativeArrays(
             mask=_mask(call, is_data),
             bias=() if call.bias is None else bias_leaves(plan, _bias(call.bias, is_data)),
             sinks=None if call.sinks is None else call.sinks.astype(jnp.float32)[None],
@@ -92,13 +92,13 @@ class NativeFlash(FlashBackend):
             numbers=numbers,
         )
 
-    def schedule(self, plan: Plan, call: FlashCall) -> tuple[TileSchedule, TileSchedule]:
+    def schedule(self, plan: NativePlan, call: FlashCall) -> tuple[NativeTileSchedule, NativeTileSchedule]:
         coverage = _coverage(call, plan.K, plan.bq, plan.bk)
         flat = coverage.reshape(-1, *coverage.shape[2:])
         is_data = plan.scoring.numbers is None
         return tile_schedule(flat, is_data), tile_schedule(flat.swapaxes(1, 2), is_data)
 
-    def run(self, plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def run(self, plan: NativePlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
         results: tuple[jax.Array, jax.Array, jax.Array]
         if plan.scoring.holds_function:
             results = call_once(functools.partial(attend, self, plan), operands)
@@ -106,7 +106,7 @@ class NativeFlash(FlashBackend):
             results = _attend(self, plan, *operands)
         return results
 
-    def run_gradients(self, plan: Plan, wants_bias: bool, *given: PyTree) -> tuple[PyTree, ...]:
+    def run_gradients(self, plan: NativePlan, wants_bias: bool, *given: PyTree) -> tuple[PyTree, ...]:
         gradients: tuple[PyTree, ...]
         if plan.scoring.holds_function:
             gradients = call_once(functools.partial(contribution_gradients, self, plan, wants_bias), given)
@@ -114,7 +114,7 @@ class NativeFlash(FlashBackend):
             gradients = _contribution_gradients(self, plan, wants_bias, *given)
         return gradients
 
-    def bias_arrays(self, arrays: Arrays) -> PyTree:
+    def bias_arrays(self, arrays: NativeArrays) -> PyTree:
         return arrays.bias
 
     def row_sums(self, x: jax.Array) -> jax.Array:
@@ -122,23 +122,29 @@ class NativeFlash(FlashBackend):
         ones = jnp.ones((x.shape[3],), jnp.float32)
         return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
 
-    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, PyTree]:
+    def forward(self, plan: NativePlan, operands: Operands) -> tuple[jax.Array, PyTree]:
         query, key, value, arrays, schedule = operands
         out, *statistics = forward(plan, query, from_arrays(plan, key, value), arrays, schedule[0])
         return out, tuple(statistics)
 
     def gradients(
-        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array, d_out: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
+        self,
+        plan: NativePlan,
+        wants_bias: bool,
+        operands: Operands,
+        statistics: PyTree,
+        delta: jax.Array,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, NativeArrays]:
         query, key, value, arrays, schedule = operands
         lse, lse_residual = statistics
         # The weights exp(score − lse) are too large by exp(lse_residual). They are linear in their cotangents, to which
         # the factor of the row is applied instead.
         factor = jnp.exp(-lse_residual)  # [B, H, T]
-        inputs = Inputs(query, key, value, d_out, lse, delta * factor, factor)
+        inputs = NativeInputs(query, key, value, d_out, lse, delta * factor, factor)
         d = backward(plan, wants_bias, inputs, arrays, schedule[1])
         d_bias: PyTree = d.bias if wants_bias else None
-        return d.query, d.key, d.value, Arrays(mask=None, bias=d_bias, sinks=None, seed=None, numbers=None)
+        return d.query, d.key, d.value, NativeArrays(mask=None, bias=d_bias, sinks=None, seed=None, numbers=None)
 
 
 def call_once(function: Function, arguments: tuple[PyTree, ...]) -> PyTree:

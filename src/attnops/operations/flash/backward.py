@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.operations.flash.operands import (
-    Arrays,
+    NativeArrays,
     add_transposed,
     empty,
     load,
@@ -28,17 +28,17 @@ from attnops.operations.flash.operands import (
     unpack_transposed,
     zeros,
 )
-from attnops.operations.flash.plan import Index, Plan, TileIndex, quotient_and_remainder
+from attnops.operations.flash.plan import Index, NativePlan, NativeTileIndex, quotient_and_remainder
 from attnops.operations.flash.scoring import Numbers
 from attnops.operations.flash.tile import allowed, cap_and_bias_vjp, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
-from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
+from attnops.operations.flash.tile_schedule import NativeTileSchedule, for_active_tiles
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
 
 
-class Inputs(NamedTuple):
+class NativeInputs(NamedTuple):
     """The arrays of the backward pass.
 
     Attributes:
@@ -90,11 +90,11 @@ class _Sweep:
         numbers: of the call.
     """
 
-    plan: Plan
+    plan: NativePlan
     wants_bias: bool
-    inputs: Inputs
-    dtypes: Inputs
-    arrays: Arrays
+    inputs: NativeInputs
+    dtypes: NativeInputs
+    arrays: NativeArrays
     numbers: Numbers
 
     def load_keys(self, group: Index, kv_tile: Index) -> _Keys:
@@ -104,7 +104,7 @@ class _Sweep:
         # Transposed once for the gradients of all tiles of queries.
         return _Keys(k, k.swapaxes(1, 2), v)
 
-    def add_tile(self, keys: _Keys, index: TileIndex, state: Gradients, masked: bool) -> Gradients:
+    def add_tile(self, keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
         """``state`` with the contribution of a tile: [bk, R] scores, key and value gradients of one tile of keys."""
         plan, scoring, group, q_tile = self.plan, self.plan.scoring, index.group, index.q_tile
         # The scale is multiplied in as in the forward pass, so that the scores are the same to the last bit.
@@ -140,18 +140,20 @@ class _Sweep:
         return Gradients(add_transposed(plan, state.query, group, q_tile, d_q), d_k, d_v, d_bias)
 
 
-def backward(plan: Plan, wants_bias: bool, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> Gradients:
+def backward(
+    plan: NativePlan, wants_bias: bool, inputs: NativeInputs, arrays: NativeArrays, schedule: NativeTileSchedule
+) -> Gradients:
     """The gradients of query, key, value and bias; O(T) temporaries.
 
     Args:
         plan: of the call.
         wants_bias: whether the gradient of the bias is computed.
-        inputs: see `Inputs`.
+        inputs: see `NativeInputs`.
         arrays: of the call.
         schedule: by tiles of keys.
     """
     numbers = numbers_of(plan.scoring, arrays)
-    sweep = _Sweep(plan, wants_bias, _pack(plan, inputs), Inputs(*(x.dtype for x in inputs)), arrays, numbers)
+    sweep = _Sweep(plan, wants_bias, _pack(plan, inputs), NativeInputs(*(x.dtype for x in inputs)), arrays, numbers)
     # Those of a partial softmax are added to others, and so are not rounded.
     dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 
@@ -190,10 +192,10 @@ def backward(plan: Plan, wants_bias: bool, inputs: Inputs, arrays: Arrays, sched
     )
 
 
-def _pack(plan: Plan, inputs: Inputs) -> Inputs:
+def _pack(plan: NativePlan, inputs: NativeInputs) -> NativeInputs:
     # A fully masked row, and the ragged end, have weights exp(score − inf) = 0.
     lse = jnp.where(inputs.lse == -jnp.inf, jnp.inf, inputs.lse)
-    return Inputs(
+    return NativeInputs(
         q=pack(inputs.q, plan.nq * plan.bq),
         k=pack(inputs.k, plan.nk * plan.bk),
         v=pack(inputs.v, plan.nk * plan.bk),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.operations.flash.operands import (
-    Arrays,
+    NativeArrays,
     empty,
     load,
     numbers_of,
@@ -23,9 +23,9 @@ from attnops.operations.flash.operands import (
     unpack_rows,
     zeros,
 )
-from attnops.operations.flash.plan import Index, Plan, quotient_and_remainder
+from attnops.operations.flash.plan import Index, NativePlan, quotient_and_remainder
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
-from attnops.operations.flash.tile_schedule import TileSchedule, for_active_tiles
+from attnops.operations.flash.tile_schedule import NativeTileSchedule, for_active_tiles
 
 
 class KeyValue(NamedTuple):
@@ -48,7 +48,7 @@ class KeyValue(NamedTuple):
 LoadKeyValue: TypeAlias = Callable[[Index, Index], KeyValue]
 
 
-def from_arrays(plan: Plan, key: jax.Array, value: jax.Array) -> LoadKeyValue:
+def from_arrays(plan: NativePlan, key: jax.Array, value: jax.Array) -> LoadKeyValue:
     """Tiles of keys [B, S, K, D] and values [B, S, K, Dv]."""
     k, v = (pack(x, plan.nk * plan.bk) for x in (key, value))
 
@@ -73,8 +73,8 @@ class _Softmax(NamedTuple):
 
 
 def forward(
-    plan: Plan, query: jax.Array, load_key_value: LoadKeyValue, arrays: Arrays, schedule: TileSchedule,
-    of_rows: bool = False,
+    plan: NativePlan, query: jax.Array, load_key_value: LoadKeyValue, arrays: NativeArrays,
+    schedule: NativeTileSchedule, of_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """The output [B, T, H, Dv]; the logsumexp and its rounding error, [B, H, T] float32.
 
@@ -181,7 +181,7 @@ def finish(
     return out, jnp.where(sees_any, lse, -jnp.inf), jnp.where(sees_any, m - lse + log_l, 0.0)
 
 
-def _sinks_of_rows(plan: Plan, sinks: jax.Array) -> jax.Array:
+def _sinks_of_rows(plan: NativePlan, sinks: jax.Array) -> jax.Array:
     """[H] to [groups, P, R]."""
     rows = jnp.repeat(sinks.reshape(plan.K, plan.G), plan.bq, axis=1)
     return jnp.tile(rows, (plan.B, 1)).reshape(plan.groups, plan.problems_per_tile, plan.R)

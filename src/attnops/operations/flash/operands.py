@@ -1,6 +1,6 @@
 """The arrays of a call, and the tiles that are loaded from and stored to them.
 
-Arrays stay in the caller's layout, [B, length, heads, features]: copying them into tiles would cost more, in page
+NativeArrays stay in the caller's layout, [B, length, heads, features]: copying them into tiles would cost more, in page
 faults, than strided slices do. When a loop slices a 16-bit float array, XLA's CPU backend widens all of the array in
 every iteration (and narrows it again after a store), so such arrays go through the loops as uint16 bits.
 """
@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.masks.base import Mask
-from attnops.operations.flash.plan import Index, Plan, quotient_and_remainder
-from attnops.operations.flash.scoring import Numbers, Scoring
+from attnops.operations.flash.plan import Index, NativePlan, quotient_and_remainder
+from attnops.operations.flash.scoring import NativeScoring, Numbers
 from attnops.operations.flash.tile_bias import Leaves
 
 if TYPE_CHECKING:
     from attnops.typing import DType
 
 
-class Arrays(NamedTuple):
+class NativeArrays(NamedTuple):
     """The inputs of a call other than query, key and value; None for those that it does not have.
 
     Attributes:
@@ -40,7 +40,7 @@ class Arrays(NamedTuple):
     numbers: Numbers | None = None
 
 
-def numbers_of(scoring: Scoring, arrays: Arrays) -> Numbers:
+def numbers_of(scoring: NativeScoring, arrays: NativeArrays) -> Numbers:
     """The numbers of a call, static or as data."""
     numbers = arrays.numbers if scoring.numbers is None else scoring.numbers
     assert numbers is not None
@@ -69,7 +69,7 @@ def unpack(x: jax.Array, length: int, dtype: DType) -> jax.Array:
     return _floats(x, dtype)[:, :length]
 
 
-def load(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, dtype: DType) -> jax.Array:
+def load(plan: NativePlan, x: jax.Array, group: Index, tile: Index, size: int, dtype: DType) -> jax.Array:
     """A tile of a group of problems, [P, rows, d], in the dtype of products' operands.
 
     The query heads of a kv head are rows of one tile.
@@ -90,7 +90,9 @@ def load(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, dtype: 
     return x.reshape(plan.problems_per_tile, -1, x.shape[-1])
 
 
-def store(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, value: jax.Array, dtype: DType) -> jax.Array:
+def store(
+    plan: NativePlan, x: jax.Array, group: Index, tile: Index, size: int, value: jax.Array, dtype: DType
+) -> jax.Array:
     """``x`` with a tile replaced by ``value`` [P, rows, d]; in place inside a loop."""
     heads = x.shape[2] // plan.K
     start, sizes = _slice(plan, group, tile, size, heads)
@@ -100,40 +102,40 @@ def store(plan: Plan, x: jax.Array, group: Index, tile: Index, size: int, value:
     return lax.dynamic_update_slice(x, value, start)
 
 
-def add_transposed(plan: Plan, x: jax.Array, group: Index, tile: Index, value: jax.Array) -> jax.Array:
+def add_transposed(plan: NativePlan, x: jax.Array, group: Index, tile: Index, value: jax.Array) -> jax.Array:
     """``x`` [groups, nq, P, d, R] with ``value`` [P, d, R] added to a tile of queries; in place inside a loop."""
     start = plan.indices(group, tile, 0, 0, 0)
     value = value[None, None]
     return lax.dynamic_update_slice(x, value + lax.dynamic_slice(x, start, value.shape), start)
 
 
-def unpack_transposed(plan: Plan, x: jax.Array) -> jax.Array:
+def unpack_transposed(plan: NativePlan, x: jax.Array) -> jax.Array:
     """[groups, nq, P, d, R] to [B, T, H, d]."""
     d = x.shape[3]
     x = x.swapaxes(1, 2).reshape(plan.B, plan.K, plan.nq, d, plan.G, plan.bq)
     return x.transpose(0, 2, 5, 1, 4, 3).reshape(plan.B, plan.nq * plan.bq, plan.H, d)[:, : plan.T]
 
 
-def pack_rows(plan: Plan, x: jax.Array, fill: float) -> jax.Array:
+def pack_rows(plan: NativePlan, x: jax.Array, fill: float) -> jax.Array:
     """[B, H, T] to [B · K, nq, R], ``fill`` at the ragged end."""
     x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.nq * plan.bq - plan.T)), constant_values=fill)
     x = x.reshape(plan.B * plan.K, plan.G, plan.nq, plan.bq).swapaxes(1, 2)
     return x.reshape(plan.B * plan.K, plan.nq, plan.R)
 
 
-def unpack_rows(plan: Plan, x: jax.Array) -> jax.Array:
+def unpack_rows(plan: NativePlan, x: jax.Array) -> jax.Array:
     """The inverse of `pack_rows`."""
     x = x.reshape(plan.B * plan.K, plan.nq, plan.G, plan.bq).swapaxes(1, 2)
     return x.reshape(plan.B, plan.H, plan.nq * plan.bq)[:, :, : plan.T]
 
 
-def load_rows(plan: Plan, x: jax.Array, group: Index, tile: Index) -> jax.Array:
+def load_rows(plan: NativePlan, x: jax.Array, group: Index, tile: Index) -> jax.Array:
     """The rows of a tile of queries, [P, R]."""
     start = plan.indices(group * plan.problems_per_tile, tile, 0)
     return lax.dynamic_slice(x, start, (plan.problems_per_tile, 1, plan.R)).reshape(plan.problems_per_tile, plan.R)
 
 
-def store_rows(plan: Plan, x: jax.Array, group: Index, tile: Index, value: jax.Array) -> jax.Array:
+def store_rows(plan: NativePlan, x: jax.Array, group: Index, tile: Index, value: jax.Array) -> jax.Array:
     """``x`` with the rows of a tile of queries replaced by ``value`` [P, R]."""
     return lax.dynamic_update_slice(x, value[:, None], plan.indices(group * plan.problems_per_tile, tile, 0))
 
@@ -143,7 +145,7 @@ def _floats(x: jax.Array, dtype: DType) -> jax.Array:
 
 
 def _slice(
-    plan: Plan, group: Index, tile: Index, size: int, heads: int
+    plan: NativePlan, group: Index, tile: Index, size: int, heads: int
 ) -> tuple[list[jax.Array], tuple[int, int, int]]:
     """Start and sizes of the slice of [B, rows, heads, d] that holds a tile of a group of problems."""
     per_batch = min(plan.problems_per_tile, plan.K)

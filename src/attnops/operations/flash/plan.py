@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attnops.operations.flash.scoring import Scoring
+from attnops.operations.flash.scoring import NativeScoring
 
 if TYPE_CHECKING:
     from attnops.typing import DType
@@ -29,7 +29,7 @@ def quotient_and_remainder(n: Index, divisor: int) -> tuple[Index, Index]:
     return lax.div(n, by), lax.rem(n, by)
 
 
-class TileIndex(NamedTuple):
+class NativeTileIndex(NamedTuple):
     """Which scores a tile holds: indices that broadcast to its shape, [P, R, bk], or transposed [P, bk, R].
 
     Attributes:
@@ -58,7 +58,7 @@ _FEW_ROWS: Final = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class NativePlan:
     """Everything static about a call; hashable.
 
     The B · K pairs of a batch and a kv head are independent problems. A group of ``problems_per_tile`` (P) of them is
@@ -93,7 +93,7 @@ class Plan:
     dtype: DType
     is_partial: bool
     precision: jax.lax.PrecisionLike
-    scoring: Scoring = dataclasses.field(default_factory=Scoring)
+    scoring: NativeScoring = dataclasses.field(default_factory=NativeScoring)
     overlaps: bool = False
 
     @property
@@ -134,7 +134,7 @@ class Plan:
         b, k = quotient_and_remainder(first, self.K)
         return (b if self.map_shape[0] != 1 else 0) * self.map_shape[1] + (k if self.map_shape[1] > 1 else 0)
 
-    def tile_index(self, group: Index, q_tile: Index, kv_tile: Index, transposed: bool) -> TileIndex:
+    def tile_index(self, group: Index, q_tile: Index, kv_tile: Index, transposed: bool) -> NativeTileIndex:
         """The indices of a tile."""
         problem, row, key = (np.arange(n, dtype=np.int32) for n in (self.problems_per_tile, self.R, self.bk))
         # A group begins with a batch's first kv head, or lies within a batch.
@@ -145,8 +145,8 @@ class Plan:
         q = jnp.asarray(q_tile * self.bq + row % self.bq)[None, :]  # [1, R]
         kv = jnp.asarray(self.first_key(kv_tile) + key)[None, :]  # [1, bk]
         if transposed:
-            return TileIndex(group, q_tile, kv_tile, True, b, h[:, None, :], q[:, None, :], kv[:, :, None])
-        return TileIndex(group, q_tile, kv_tile, False, b, h[:, :, None], q[:, :, None], kv[:, None, :])
+            return NativeTileIndex(group, q_tile, kv_tile, True, b, h[:, None, :], q[:, None, :], kv[:, :, None])
+        return NativeTileIndex(group, q_tile, kv_tile, False, b, h[:, :, None], q[:, :, None], kv[:, None, :])
 
     def indices(self, *indices: Index) -> list[jax.Array]:
         """Indices as int32, since slicing needs one dtype: with x64 on, Python integers are wider than a loop's."""

@@ -54,7 +54,7 @@ class Numbers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scoring:
+class NativeScoring:
     """What is done to scores, static and hashable; see `attnops.kernels.Scoring` for that of other kernels.
 
     Attributes:

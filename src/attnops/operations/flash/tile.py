@@ -11,15 +11,17 @@ from jax import lax
 
 from attnops.dropout import dropout_keep, dropout_rows
 from attnops.masks.base import Mask
-from attnops.operations.flash.plan import Plan, TileIndex
-from attnops.operations.flash.scoring import Scoring
+from attnops.operations.flash.plan import NativePlan, NativeTileIndex
+from attnops.operations.flash.scoring import NativeScoring
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
 
 if TYPE_CHECKING:
     from attnops.typing import BoolArray, Leaf
 
 
-def apply_cap_and_bias(plan: Plan, cap: Leaf, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+def apply_cap_and_bias(
+    plan: NativePlan, cap: Leaf, scores: jax.Array, slices: Leaves, index: NativeTileIndex
+) -> jax.Array:
     """Scores with soft cap and bias.
 
     Args:
@@ -37,7 +39,7 @@ def apply_cap_and_bias(plan: Plan, cap: Leaf, scores: jax.Array, slices: Leaves,
 
 
 def cap_and_bias_vjp(
-    plan: Plan, cap: Leaf, wants_bias: bool, scores: jax.Array, slices: Leaves, index: TileIndex
+    plan: NativePlan, cap: Leaf, wants_bias: bool, scores: jax.Array, slices: Leaves, index: NativeTileIndex
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, Leaves]]]:
     """`apply_cap_and_bias`, and its pullback to the scores and to the bias's slices."""
 
@@ -51,7 +53,7 @@ def cap_and_bias_vjp(
     return value, lambda d: (*pull_back(d), ())
 
 
-def allowed(plan: Plan, mask: Mask | None, index: TileIndex, ragged_queries: bool) -> jax.Array | None:
+def allowed(plan: NativePlan, mask: Mask | None, index: NativeTileIndex, ragged_queries: bool) -> jax.Array | None:
     """Which scores of a tile are not masked: booleans that broadcast to it; None for all.
 
     Args:
@@ -87,7 +89,7 @@ def zero_masked_tokens(x: jax.Array, visible: jax.Array, axis: int) -> jax.Array
     return jnp.where(visible.any(axis=axis)[..., None], x, jnp.zeros((), x.dtype))
 
 
-def dropout(scoring: Scoring, seed: jax.Array | None, index: TileIndex) -> Callable[[jax.Array], jax.Array]:
+def dropout(scoring: NativeScoring, seed: jax.Array | None, index: NativeTileIndex) -> Callable[[jax.Array], jax.Array]:
     """The function by which dropout changes the weights of a tile."""
     if seed is None:
         return lambda weights: weights

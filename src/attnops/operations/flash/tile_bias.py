@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.biases import Bias, RelativeBias
-from attnops.operations.flash.plan import Plan, TileIndex, quotient_and_remainder
+from attnops.operations.flash.plan import NativePlan, NativeTileIndex, quotient_and_remainder
 
 if TYPE_CHECKING:
     from jax.tree_util import PyTreeDef
@@ -29,15 +29,15 @@ class TileBias(abc.ABC):
     """A bias, applied tile by tile. Static and hashable; its arrays, the leaves, are arguments of each method."""
 
     @abc.abstractmethod
-    def load(self, plan: Plan, leaves: Leaves, index: TileIndex) -> Leaves:
+    def load(self, plan: NativePlan, leaves: Leaves, index: NativeTileIndex) -> Leaves:
         """The slices of the leaves that a tile needs."""
 
     @abc.abstractmethod
-    def apply(self, plan: Plan, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+    def apply(self, plan: NativePlan, scores: jax.Array, slices: Leaves, index: NativeTileIndex) -> jax.Array:
         """The scores of a tile with the bias; differentiable with respect to scores and slices."""
 
     @abc.abstractmethod
-    def add_gradients(self, plan: Plan, gradients: Leaves, slices: Leaves, index: TileIndex) -> Leaves:
+    def add_gradients(self, plan: NativePlan, gradients: Leaves, slices: Leaves, index: NativeTileIndex) -> Leaves:
         """``gradients``, of the leaves, with those of a tile's slices added."""
 
 
@@ -57,22 +57,22 @@ class ArrayTiles(TileBias):
     by_q: bool
     by_kv: bool
 
-    def load(self, plan: Plan, leaves: Leaves, index: TileIndex) -> Leaves:
+    def load(self, plan: NativePlan, leaves: Leaves, index: NativeTileIndex) -> Leaves:
         start, sizes = self._window(plan, leaves[0], index)
         return (lax.dynamic_slice(leaves[0], start, sizes),)
 
-    def add_gradients(self, plan: Plan, gradients: Leaves, slices: Leaves, index: TileIndex) -> Leaves:
+    def add_gradients(self, plan: NativePlan, gradients: Leaves, slices: Leaves, index: NativeTileIndex) -> Leaves:
         start, sizes = self._window(plan, gradients[0], index)
         current = lax.dynamic_slice(gradients[0], start, sizes)
         return (lax.dynamic_update_slice(gradients[0], current + slices[0], start),)
 
-    def apply(self, plan: Plan, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+    def apply(self, plan: NativePlan, scores: jax.Array, slices: Leaves, index: NativeTileIndex) -> jax.Array:
         bias = slices[0].astype(jnp.float32)  # [P or 1, G or 1, bq or 1, bk or 1]
         bias = jnp.broadcast_to(bias, (bias.shape[0], plan.G, plan.bq, bias.shape[3]))
         bias = bias.reshape(bias.shape[0], plan.R, bias.shape[3])
         return scores + (bias.swapaxes(1, 2) if index.transposed else bias)
 
-    def _window(self, plan: Plan, leaf: jax.Array, index: TileIndex) -> tuple[list[jax.Array], list[int]]:
+    def _window(self, plan: NativePlan, leaf: jax.Array, index: NativeTileIndex) -> tuple[list[jax.Array], list[int]]:
         first = index.group * plan.problems_per_tile
         b, k = quotient_and_remainder(first, plan.K)
         problem = (b if self.batch != 1 else 0) * self.heads + (k if self.heads > 1 else 0)
@@ -89,22 +89,22 @@ class DistanceTiles(TileBias):
     The tile is a Toeplitz matrix of the slice, which is made by copying alone, see `_toeplitz`.
     """
 
-    def load(self, plan: Plan, leaves: Leaves, index: TileIndex) -> Leaves:
+    def load(self, plan: NativePlan, leaves: Leaves, index: NativeTileIndex) -> Leaves:
         size = (plan.H, plan.bq + plan.bk)
         return (lax.dynamic_slice(leaves[0], self._start(plan, index), size),)
 
-    def add_gradients(self, plan: Plan, gradients: Leaves, slices: Leaves, index: TileIndex) -> Leaves:
+    def add_gradients(self, plan: NativePlan, gradients: Leaves, slices: Leaves, index: NativeTileIndex) -> Leaves:
         start = self._start(plan, index)
         current = lax.dynamic_slice(gradients[0], start, slices[0].shape)
         return (lax.dynamic_update_slice(gradients[0], current + slices[0], start),)
 
-    def apply(self, plan: Plan, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+    def apply(self, plan: NativePlan, scores: jax.Array, slices: Leaves, index: NativeTileIndex) -> jax.Array:
         k = (index.group * plan.problems_per_tile + jnp.arange(plan.problems_per_tile)) % plan.K
         distances = slices[0].reshape(plan.K, plan.G, -1)[k]  # [P, G, bq + bk], distance −(bq − 1) first
         tile = _toeplitz(distances, plan.bq, plan.bk).reshape(plan.problems_per_tile, plan.R, plan.bk)
         return scores + (tile.swapaxes(1, 2) if index.transposed else tile)
 
-    def _start(self, plan: Plan, index: TileIndex) -> list[jax.Array]:
+    def _start(self, plan: NativePlan, index: NativeTileIndex) -> list[jax.Array]:
         # The tile's least kv − q, counted from −(nq · bq − 1).
         least = index.kv_tile * plan.bk - (index.q_tile * plan.bq + plan.bq - 1)
         return plan.indices(0, least + plan.nq * plan.bq - 1)
@@ -122,22 +122,22 @@ class ScoreTiles(TileBias):
 
     tree: PyTreeDef
 
-    def load(self, plan: Plan, leaves: Leaves, index: TileIndex) -> Leaves:
+    def load(self, plan: NativePlan, leaves: Leaves, index: NativeTileIndex) -> Leaves:
         return leaves
 
-    def add_gradients(self, plan: Plan, gradients: Leaves, slices: Leaves, index: TileIndex) -> Leaves:
+    def add_gradients(self, plan: NativePlan, gradients: Leaves, slices: Leaves, index: NativeTileIndex) -> Leaves:
         return tuple(
             None if d is None else d + more.astype(d.dtype) for d, more in zip(gradients, slices, strict=True)
         )  # fmt: skip
 
-    def apply(self, plan: Plan, scores: jax.Array, slices: Leaves, index: TileIndex) -> jax.Array:
+    def apply(self, plan: NativePlan, scores: jax.Array, slices: Leaves, index: NativeTileIndex) -> jax.Array:
         bias: Bias = jax.tree.unflatten(self.tree, slices)
         # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
         q, kv = jnp.minimum(index.q, plan.T - 1), jnp.minimum(index.kv, plan.S - 1)
         return bias.apply(scores, index.b, index.h, q, kv)
 
 
-def bias_tiles(plan: Plan, bias: jax.Array | Bias) -> TileBias:
+def bias_tiles(plan: NativePlan, bias: jax.Array | Bias) -> TileBias:
     """How a bound bias is applied tile by tile."""
     if isinstance(bias, RelativeBias):
         return DistanceTiles()
@@ -147,7 +147,7 @@ def bias_tiles(plan: Plan, bias: jax.Array | Bias) -> TileBias:
     return ArrayTiles(Bb, 1 if Hb == 1 else plan.K, by_q=Tb > 1, by_kv=Sb > 1)
 
 
-def bias_leaves(plan: Plan, bias: jax.Array | Bias) -> Leaves:
+def bias_leaves(plan: NativePlan, bias: jax.Array | Bias) -> Leaves:
     """The arrays of a bound bias, as `TileBias.load` slices them. Differentiable."""
     if isinstance(bias, RelativeBias):
         by_distance = bias.by_distance(plan.H, plan.T, plan.S)
@@ -170,7 +170,7 @@ def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:
     ``x``, of n elements, is repeated and cut into rows of n − 1, each of which starts one element further back.
     """
     *lead, n = x.shape
-    # Row 0, column 0 first; the elements before it come last, where the rows below read them.
+    # NativeTileSizes 0, column 0 first; the elements before it come last, where the rows below read them.
     x = jnp.roll(x, -(rows - 1), axis=-1)
     tiled = jnp.broadcast_to(x[..., None, :], (*lead, rows, n)).reshape(*lead, rows * n)
     return tiled[..., : rows * (n - 1)].reshape(*lead, rows, n - 1)[..., :columns]

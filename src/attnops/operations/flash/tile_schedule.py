@@ -27,7 +27,7 @@ State = TypeVar("State")
     meta_fields=["any_full", "any_partial"],
 )
 @dataclasses.dataclass(frozen=True)
-class TileSchedule:
+class NativeTileSchedule:
     """The active tiles of each map and row: FULL at ``columns[start:middle]``, PARTIAL at ``columns[middle:stop]``.
 
     Attributes:
@@ -51,7 +51,7 @@ class TileSchedule:
 _MAX_DENSE: Final = 1 << 16
 
 
-def tile_schedule(coverage: Array, is_data: bool = False) -> TileSchedule:
+def tile_schedule(coverage: Array, is_data: bool = False) -> NativeTileSchedule:
     """The active tiles of block maps.
 
     Args:
@@ -78,7 +78,7 @@ def tile_schedule(coverage: Array, is_data: bool = False) -> TileSchedule:
 
 
 def for_active_tiles(
-    schedule: TileSchedule, m: Index, row: Index, step: Callable[[Index, State, bool], State], state: State
+    schedule: NativeTileSchedule, m: Index, row: Index, step: Callable[[Index, State, bool], State], state: State
 ) -> State:
     """Fold ``step(column, state, masked)`` over the active tiles of row ``row`` of map ``m``."""
 
@@ -93,7 +93,7 @@ def for_active_tiles(
     return state
 
 
-def _known(coverage: Array) -> TileSchedule:
+def _known(coverage: Array) -> NativeTileSchedule:
     full, partial = coverage == Coverage.FULL, coverage == Coverage.PARTIAL
     n_full, n_partial = full.sum(-1), partial.sum(-1)
     total = (n_full + n_partial).sum(-1)
@@ -104,14 +104,14 @@ def _known(coverage: Array) -> TileSchedule:
         both = np.concatenate([full[m], partial[m]], axis=-1)
         columns[m, : total[m]] = np.nonzero(both)[1] % coverage.shape[-1]
     start, middle, stop = (x.astype(np.int32) for x in (start, start + n_full, stop))
-    return TileSchedule(columns, start, middle, stop, bool(full.any()), bool(partial.any()))
+    return NativeTileSchedule(columns, start, middle, stop, bool(full.any()), bool(partial.any()))
 
 
-def _traced(coverage: jax.Array) -> TileSchedule:
+def _traced(coverage: jax.Array) -> NativeTileSchedule:
     maps, rows, width = coverage.shape
     # FULL first, then PARTIAL, then EMPTY, in order of column within each.
     columns = jnp.argsort(-coverage, axis=-1, stable=True).astype(jnp.int32)
     start = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32) * width, (maps, rows))
     middle = start + (coverage == Coverage.FULL).sum(-1, dtype=jnp.int32)
     stop = middle + (coverage == Coverage.PARTIAL).sum(-1, dtype=jnp.int32)
-    return TileSchedule(columns.reshape(maps, rows * width), start, middle, stop, True, True)
+    return NativeTileSchedule(columns.reshape(maps, rows * width), start, middle, stop, True, True)

@@ -6,7 +6,7 @@ import math
 from typing import Final, NamedTuple
 
 
-class Row(NamedTuple):
+class NativeTileSizes(NamedTuple):
     """Tile sizes.
 
     Attributes:
@@ -28,8 +28,8 @@ class Row(NamedTuple):
 # - Two tiles of little more than half a row's sizes are slower than one: causal, T = 600 takes 3.9 and 9.7 ms in two,
 #   3.1 and 9.2 in one; T = 192 with 9 heads on 3, 0.82 and 2.1 ms, 0.62 and 1.3; T = 256, 1.16 and 3.0, 0.89 and 2.5;
 #   but T = 768, 6.8 and 21 ms, 8.4 and 26, since one tile computes the masked half.
-WIDE: Final = Row(512, 512, 1 << 20)
-WIDE_BFLOAT16: Final = Row(512, 256, 1 << 19)
+WIDE: Final = NativeTileSizes(512, 512, 1 << 20)
+WIDE_BFLOAT16: Final = NativeTileSizes(512, 256, 1 << 19)
 
 # Up to so many tokens, a tile may be twice as large as its table row says.
 _SHORT: Final = 256
@@ -38,13 +38,13 @@ _SHORT: Final = 256
 _MULTIPLE: Final = 16
 
 
-def table_row(is_bfloat16: bool, head_dim: int) -> Row:
+def table_row(is_bfloat16: bool, head_dim: int) -> NativeTileSizes:
     """The table's row for a dtype of products and the larger of D and Dv."""
     return WIDE_BFLOAT16 if is_bfloat16 and head_dim >= 128 else WIDE
 
 
 def choose_tiles(
-    T: int, S: int, groups: int, block_q: int | None, block_k: int | None, row: Row = WIDE
+    T: int, S: int, groups: int, block_q: int | None, block_k: int | None, row: NativeTileSizes = WIDE
 ) -> tuple[int, int]:
     """Queries and keys a tile.
 
@@ -64,7 +64,7 @@ def choose_tiles(
 
 
 def choose_problems_per_tile(
-    B: int, K: int, scores: int, by_batch: bool, by_head: bool, by_kv_head: bool, row: Row = WIDE
+    B: int, K: int, scores: int, by_batch: bool, by_head: bool, by_kv_head: bool, row: NativeTileSizes = WIDE
 ) -> int:
     """How many of the B · K problems are computed at a time: as many small ones as fill the cores.
 

@@ -30,8 +30,8 @@ from attnops.partition.boundary import (
     result_specs,
     rule_axes,
 )
-from attnops.partition.operands import Operands, Template
-from attnops.partition.program import Program, compiled, first_index, program_key
+from attnops.partition.operands import ShardedOperands, Template
+from attnops.partition.program import ShardedProgram, compiled, first_index, program_key
 from attnops.partition.run import by_kv_head, fields_of, kv_heads_of, option_specs, wanted_fields
 from attnops.partition.shards import Shard, SpecOf, shard_of, specs_of
 from attnops.sharding.axes import HEAD
@@ -177,7 +177,7 @@ def run_cached(
     by_query = PartitionSpec(boundary.batch, None, boundary.heads)
     of_new = None if new is None else placement.specs_of_new(cache, is_packed)
     cache_specs = placement.specs(cache)
-    operands = Operands((query, cache, new), options, {"args": (by_query, cache_specs, of_new), **specs})
+    operands = ShardedOperands((query, cache, new), options, {"args": (by_query, cache_specs, of_new), **specs})
     by_head = PartitionSpec(boundary.batch, boundary.heads)
     fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
     wanted = wanted_fields(options)
@@ -196,7 +196,7 @@ def run_cached(
         key = program_key(forward.key, boundary, operands.template, options, where, static)
     # Nothing is differentiated, and kernels may have carries that don't vary as the check wants.
     outs = *(fields[name] for name in wanted), *written
-    program = Program(local, tuple(operands.specs), outs, False, where, key)
+    program = ShardedProgram(local, tuple(operands.specs), outs, False, where, key)
     run = compiled(program) if key is not None else program.compiled()
     moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
     results = run(*moved)

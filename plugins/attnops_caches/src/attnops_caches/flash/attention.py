@@ -19,10 +19,10 @@ from attnops.masks.base import And, Mask
 from attnops.masks.positions import SlidingWindow
 from attnops.operations.flash.backend import NativeFlash, call_once
 from attnops.operations.flash.forward import KeyValue, forward
-from attnops.operations.flash.operands import Arrays
-from attnops.operations.flash.plan import Index, Plan, quotient_and_remainder
-from attnops.operations.flash.tile_schedule import TileSchedule
-from attnops.operations.flash.tile_sizes import Row, choose_tiles
+from attnops.operations.flash.operands import NativeArrays
+from attnops.operations.flash.plan import Index, NativePlan, quotient_and_remainder
+from attnops.operations.flash.tile_schedule import NativeTileSchedule
+from attnops.operations.flash.tile_sizes import NativeTileSizes, choose_tiles
 from attnops_caches.flash import whole
 from attnops_caches.masks.slots import AtSlots
 from attnops_caches.tiles import StoreLoader, TileAt, TileLoader
@@ -69,7 +69,7 @@ class CachedFlash(NativeFlash):
 
     blocks: Blocks
 
-    def tiles(self, call: FlashCall, row: Row) -> tuple[int, int]:
+    def tiles(self, call: FlashCall, row: NativeTileSizes) -> tuple[int, int]:
         T, groups, given = call.query.shape[1], call.query.shape[2] // call.key.shape[2], call.metadata.block_k
         block_q, block_k = choose_tiles(T, self.blocks.slots, groups, call.metadata.block_q, given, row)
         if self.blocks.is_packed and not call.metadata.block_q:
@@ -125,7 +125,12 @@ def cached_attention(call: FlashCall, loader: TileLoader, is_packed: bool) -> tu
 
 
 def _forward(
-    plan: Plan, blocks: Blocks, query: jax.Array, loader: TileLoader, arrays: Arrays, schedule: TileSchedule
+    plan: NativePlan,
+    blocks: Blocks,
+    query: jax.Array,
+    loader: TileLoader,
+    arrays: NativeArrays,
+    schedule: NativeTileSchedule,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
         return loader.load(_tile_at(plan, blocks, group, kv_tile))
@@ -139,7 +144,7 @@ def _forward(
     return in_tiles()
 
 
-def _tile_at(plan: Plan, blocks: Blocks, group: Index, kv_tile: Index) -> TileAt:
+def _tile_at(plan: NativePlan, blocks: Blocks, group: Index, kv_tile: Index) -> TileAt:
     row, head = quotient_and_remainder(group * plan.problems_per_tile, plan.K)
     slot = plan.first_key(kv_tile)
     if blocks.is_packed:

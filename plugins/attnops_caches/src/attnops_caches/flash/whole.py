@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.operations.flash.forward import finish
-from attnops.operations.flash.operands import Arrays, numbers_of, zeros
-from attnops.operations.flash.plan import Plan
-from attnops.operations.flash.tile_schedule import TileSchedule
+from attnops.operations.flash.operands import NativeArrays, numbers_of, zeros
+from attnops.operations.flash.plan import NativePlan
+from attnops.operations.flash.tile_schedule import NativeTileSchedule
 from attnops_caches.store import Store
 
 # Output [B, T, H, Dv], logsumexp and its rounding error [B, H, T].
@@ -26,7 +26,7 @@ Results = tuple[jax.Array, jax.Array, jax.Array]
 _LEAST_ACTIVE: Final = 0.75
 
 
-def serves(plan: Plan, store: Store) -> bool:
+def serves(plan: NativePlan, store: Store) -> bool:
     """Whether `attend` can compute a call over a store whose blocks are rows; static."""
     layout = store.layout
     is_plain = layout.stored_dtype == plan.dtype == jnp.float32 and layout.content == "separate" and store.first is None
@@ -36,7 +36,12 @@ def serves(plan: Plan, store: Store) -> bool:
 
 
 def attend_or(
-    plan: Plan, query: jax.Array, store: Store, arrays: Arrays, schedule: TileSchedule, in_tiles: Callable[[], Results]
+    plan: NativePlan,
+    query: jax.Array,
+    store: Store,
+    arrays: NativeArrays,
+    schedule: NativeTileSchedule,
+    in_tiles: Callable[[], Results],
 ) -> Results:
     """`attend` where most tiles are active and its output is finite, else what ``in_tiles`` computes.
 
@@ -54,7 +59,7 @@ def attend_or(
     return lax.cond(jnp.isfinite(results[0]).all(), lambda: results, in_tiles)
 
 
-def attend(plan: Plan, query: jax.Array, store: Store, arrays: Arrays) -> Results:
+def attend(plan: NativePlan, query: jax.Array, store: Store, arrays: NativeArrays) -> Results:
     """Attention over all slots, by two products; see `attnops.operations.flash.forward.forward`.
 
     Memory: scores and weights of all slots, 8 · B · H · T · S bytes; since 2 · R <= D, no more than the keys take.
@@ -86,5 +91,5 @@ def attend(plan: Plan, query: jax.Array, store: Store, arrays: Arrays) -> Result
     return out.astype(_out_dtype(plan, query)), lse, residual
 
 
-def _out_dtype(plan: Plan, query: jax.Array) -> jnp.dtype:
+def _out_dtype(plan: NativePlan, query: jax.Array) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if plan.is_partial else query.dtype

@@ -137,7 +137,7 @@ class ALiBi(RelativeBias):
 
     Attributes:
         slopes: [H], floating; `alibi_slopes` gives the paper's.
-        offset: see `Bias`.
+        offset: the position of query 0 among the keys, an int or an integer array []; None for S − T.
     """
 
     slopes: Leaf
@@ -181,7 +181,7 @@ class RelativePosition(RelativeBias):
         table: [buckets, H], floating, learned.
         bidirectional: whether keys ahead have buckets of their own; else they count as distance 0.
         max_distance: distances from this one on share a bucket.
-        offset: see `Bias`.
+        offset: the position of query 0 among the keys, an int or an integer array []; None for S − T.
     """
 
     table: Leaf

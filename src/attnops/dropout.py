@@ -115,7 +115,7 @@ def dropout_keep(rows: jax.Array, j: Index, prob: float, step: int = 1) -> jax.A
         rows: uint32, see `dropout_rows`.
         j: index of the key; broadcasts with ``rows``.
         prob: the probability that a weight is dropped, in [0, 1).
-        step: see `dropout_step`.
+        step: the factor by which the index of a key is multiplied; 1 unless keys are strided.
     """
     x = _mix(rows + _u32(j) * jnp.uint32(spread_of_keys(step)))
     # Compared as int32: unsigned comparisons are missing on some accelerators, and 24 bits fit.

@@ -196,13 +196,13 @@ class OperationImpl(PartialAttention):
         """See `attnops.dispatch.binding.bind_attention`, and `attnops.Source.bind`.
 
         Args:
-            query: see `__call__`.
-            key: see `__call__`.
-            value: see `__call__`.
+            query: [B, T, H, D]; heads before length with ``layout="BHTD"``.
+            key: [B, S, K, D], or heads before length; or an `attnops.Source`.
+            value: [B, S, K, Dv], or heads before length; None with a source.
             parts: for an operation that exchanges keys inside a `jax.shard_map` of the caller's own: the number of
                 sequence shards, one a device, of queries and of keys; the arrays given are one shard. There is no
                 boundary then.
-            **options: see `__call__`.
+            **options: those of `__call__`.
         """
         if isinstance(key, Source):
             if value is not None:

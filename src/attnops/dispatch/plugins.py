@@ -66,7 +66,7 @@ class Plugin:
         version: the distribution's version; empty for a class registered by hand in a module without one.
         operation: the operation's name.
         target: ``module:class``.
-        state: see `State`.
+        state: discovered, loaded, disabled, incompatible or failed.
         cause: why it is disabled, incompatible or failed, in a sentence.
         error: the exception that its import raised, with its traceback.
         operation_class: the class, once loaded.

@@ -194,7 +194,7 @@ def split_program(
         program: of ``names``, leaves, and ``n_given`` scalars of arrays of T × S elements.
         names: of its first arguments, some of `ARGUMENTS` in their order.
         leaves: shape and dtype of each leaf and constant; None where only primitives are asked for.
-        n_given: see `program`.
+        n_given: the number of scalars of arrays of T × S elements, the program's last inputs.
         by_row: whether numbers of keys that follow from values by row are computed on a tile, by integers only.
     """
     (result,) = program.results

@@ -28,7 +28,7 @@ class Scoring:
         table: whether there is a bias by distance.
         array: whether there is a bias of T × S elements.
         dropout_prob: the probability of dropout.
-        dropout_step: see `attnops.dropout.dropout_step`.
+        dropout_step: the factor by which dropout's hash multiplies the index of a key; 1 unless keys are strided.
         has_fully_masked_tokens: whether tokens may be fully masked; such tokens may hold NaN.
         sinks: whether there are sinks.
     """
@@ -93,9 +93,10 @@ def describe(
         cap: the soft cap.
         dropout_prob: 0 for none.
         sinks: whether there are sinks.
-        dropout_step: see `attnops.dropout.dropout_step`.
+        dropout_step: the factor by which dropout's hash multiplies the index of a key; 1 unless keys are strided.
         packed: whether the kernel receives the mask as bits instead of evaluating it.
-        by_row: see `attnops.kernels.of_mask`.
+        by_row: for kernels whose tiles are of one row of the batch: numbers of keys that follow from values by row are
+            computed on a tile.
     """
     bias = elementwise_bias(bias)
     table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)

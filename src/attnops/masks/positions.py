@@ -257,7 +257,7 @@ class SlidingWindow(_Band):
     Attributes:
         left: keys before, an int >= 0 or an integer array [B or 1, H or 1]; None for all.
         right: keys after, an int >= 0 or an integer array [B or 1, H or 1]; None for all.
-        offset: see `Causal`.
+        offset: the position of query 0 among the keys, an int or an integer array [B or 1, H or 1]; None for S − T.
     """
 
     left: Leaf
@@ -291,7 +291,7 @@ class Chunked(_Positional):
 
     Attributes:
         size: positions a chunk, an int >= 1 or an integer array [B or 1, H or 1].
-        offset: see `Causal`.
+        offset: the position of query 0 among the keys, an int or an integer array [B or 1, H or 1]; None for S − T.
     """
 
     size: Leaf
@@ -344,7 +344,7 @@ class PrefixLM(_Positional):
 
     Attributes:
         length: keys of the prefix, an int or an integer array [B or 1, H or 1].
-        offset: see `Causal`.
+        offset: the position of query 0 among the keys, an int or an integer array [B or 1, H or 1]; None for S − T.
     """
 
     length: Leaf

@@ -148,11 +148,11 @@ def unnamed_axes(
     """The axes of a call's mesh, and their sizes, that shard nothing and that no rule names.
 
     Args:
-        mesh: see `find_boundary`.
-        rules: see `find_boundary`.
+        mesh: the metadata's; None for the current mesh, or else that of the arrays.
+        rules: the metadata's.
         mode: the runtime mode.
         boundary: of the call.
-        arrays: see `find_boundary`.
+        arrays: the call's, query [B, T, H, D] first.
     """
     ambient = jax.sharding.get_abstract_mesh()
     chosen = boundary.mesh if boundary is not None else mesh if ambient.empty else ambient

@@ -36,7 +36,7 @@ class ShardedProgram:
         local: the computation of one device.
         in_specs: of its operands.
         out_specs: of the wanted fields.
-        check_vma: see `jax.shard_map`.
+        check_vma: whether `jax.shard_map` checks over which axes results vary.
         where: the mesh, or the axes of the current mesh.
         key: None for a program that must not be cached.
     """

@@ -44,7 +44,7 @@ def run_sharded(
     """``function(*args, **options)``, each device computing its batches and heads.
 
     Args:
-        boundary: see `attnops.partition.boundary.find_boundary`.
+        boundary: which mesh axes shard the batch, the heads and the lengths.
         function: a forward.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
         options: those of the contract, bound, and others.
@@ -143,7 +143,7 @@ def run_unsharded(
     Args:
         boundary: nested in another, see `Boundary.is_nested`.
         function: a forward.
-        args: see `run_sharded`.
+        args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
         options: those of the contract, bound.
     """
     if not boundary.is_explicit:
@@ -164,7 +164,7 @@ def option_specs(
         entries: the mesh axes that shard each dimension, by letter.
         sizes: B, H and K of the call, by letter.
         options: those of the contract, bound, and others.
-        option_axes: see `run_sharded`.
+        option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
     """
 
     def spec_of(shape: tuple[int, ...], letters: str) -> PartitionSpec:

@@ -62,7 +62,7 @@ def bind_function(
         avals: of the scalars.
         args: a tuple of pytrees of arrays, see `as_data`.
         dtype: of the result.
-        calls: see `trace`.
+        calls: names of the calls that are inlined.
     """
     if isinstance(fn, Opaque):
         return fn

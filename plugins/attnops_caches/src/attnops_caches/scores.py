@@ -172,9 +172,9 @@ class SlotBias(Bias):
 
     Attributes:
         bias: by positions; bound, or an array that broadcasts to [B, H, T, S].
-        q_positions: see `Scores`.
-        k_positions: the position of each slot, see `Scores.slot_positions`, or values by row.
-        q_rows: see `Scores`.
+        q_positions: int32 [B, T], or [1, N] of packed rows; −1 for padding.
+        k_positions: the position of each slot, int32 [B, S] or [1, B · S]; or `Slots`, which computes them.
+        q_rows: the row of the cache that each packed query belongs to, int32 [1, N]; None for a batch.
     """
 
     bias: Bias | jax.Array

@@ -148,7 +148,7 @@ def backward(
     Args:
         plan: of the call.
         wants_bias: whether the gradient of the bias is computed.
-        inputs: see `NativeInputs`.
+        inputs: query, key and value, the cotangent of the output, and the statistics of the forward pass.
         arrays: of the call.
         schedule: by tiles of keys.
     """

@@ -62,7 +62,7 @@ class NativeScoring:
         has_cap: whether there is a soft cap.
         bias: how the bias is applied tile by tile; None for none.
         dropout_prob: the probability of dropout.
-        dropout_step: see `attnops.dropout.dropout_step`.
+        dropout_step: the factor by which dropout's hash multiplies the index of a key; 1 unless keys are strided.
         has_fully_masked_tokens: whether tokens may be fully masked; such tokens may hold NaN.
         holds_function: whether a mask or bias holds a caller's function, which must not be kept alive by a compiled
             program.

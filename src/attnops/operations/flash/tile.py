@@ -83,7 +83,7 @@ def zero_masked_tokens(x: jax.Array, visible: jax.Array, axis: int) -> jax.Array
 
     Args:
         x: a tile of queries, keys or values.
-        visible: see `allowed`.
+        visible: where a query sees a key, bool [P, bq, bk].
         axis: of the other tokens, in ``visible``.
     """
     return jnp.where(visible.any(axis=axis)[..., None], x, jnp.zeros((), x.dtype))

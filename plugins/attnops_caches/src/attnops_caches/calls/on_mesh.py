@@ -73,7 +73,7 @@ def find_cache_boundary(
     """How a call over a cache is sharded: as the cache is, or by the rules where it has no placement.
 
     Args:
-        mesh: see `find_boundary`.
+        mesh: the metadata's; None for the cache's, the current mesh, or else that of the arrays.
         rules: the metadata's.
         request: of the call.
         query: [B, T, H, D].
@@ -133,8 +133,8 @@ class CachedForward:
         whole: of query, cache and options: attention over all keys of its rows.
         partial: of the same, without sinks and flags: attention over some of the keys.
         stepped: of query, cache, options and new tokens: attention, and the cache with them.
-        option_axes: see `attnops.partition.run.run_sharded`.
-        key: all that both depend on other than their arguments, see `attnops.partition.run.run_sharded`.
+        option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
+        key: all that they depend on other than their arguments, by which programs are cached; None: they are not.
     """
 
     whole: Callable[..., OperationOutput]
@@ -151,7 +151,7 @@ def run_cached(
     """Attention over a cache, each device computing its part; and the cache with new tokens.
 
     Args:
-        boundary: see `find_cache_boundary`.
+        boundary: a `CacheBoundary`.
         forward: the computation of one device.
         query: [B, T, H, D]; of packed rows [1, N, H, D].
         cache: the cache.
@@ -222,7 +222,7 @@ class _Local:
     """The computation of one device; holds no operand.
 
     Attributes:
-        forward: see `CachedForward`.
+        forward: attention of one device.
         template: the call's arguments without its operands.
         wanted: the fields of the output that the call asks for.
         written: the arrays of the cache's store that are returned too, with new tokens.

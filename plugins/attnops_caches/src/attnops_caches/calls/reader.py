@@ -75,7 +75,7 @@ class CacheReader(abc.ABC):
 
         Args:
             operation: whose reader it is.
-            query: see `attend`.
+            query: [B, T, H, D]; of packed rows [1, N, H, D].
             cache: it has the lengths that it has afterwards, but not the tokens.
             new: the tokens.
             **options: of `attend`.

@@ -49,7 +49,7 @@ class Blocks(NamedTuple):
     Attributes:
         slots: of a row of the cache.
         itemsize: bytes of a stored number.
-        unit: see `TileLoader`.
+        unit: tiles begin at a multiple of so many slots, such as the page size.
         is_packed: whether the tiles of all rows follow one another.
     """
 

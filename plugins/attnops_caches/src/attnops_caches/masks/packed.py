@@ -79,7 +79,7 @@ class PackedByRow(Mask):
     Attributes:
         mask: that of a batch by slot, bound to [B, H, N, S], of all N queries in each row.
         exists: `Segments` of the rows.
-        rows: see `Packed`.
+        rows: the rows of the cache, int32 [1, B].
         slots: S.
     """
 
@@ -129,7 +129,7 @@ class OfRows(Mask):
     """A mask of a batch for tiles of queries of some of its rows, [n, H, bq, S].
 
     Attributes:
-        mask: see `PackedByRow.mask`.
+        mask: that of a batch by slot, bound to [B, H, N, S], of all N queries in each row.
         rows: of each tile, int32 [n].
         queries: of each tile, int32 [n, bq].
     """

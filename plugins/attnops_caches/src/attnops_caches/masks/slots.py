@@ -35,9 +35,9 @@ class Slots(Mask):
     """Every query sees the slots that hold a token. Made by `attnops_caches.Cache.slots`.
 
     Attributes:
-        shift: see the module, int32 [B].
-        start: see the module, int32 [B].
-        stop: see the module, int32 [B].
+        shift: what is added to a token's number for its position, int32 [B].
+        start: the number of the first token that is held, int32 [B].
+        stop: one more than the number of the last, int32 [B].
         newest: of a ring, the slot of the newest token, int32 [B]; else None.
         exists: of a paged cache, whether a page is in the table, bool [B, M]; else None.
         length: S, the slots of a row, the R of a ring.
@@ -144,7 +144,7 @@ class Held(Mask):
 
     Attributes:
         q_positions: int32 [B, T], −1 for padding.
-        slots: see `Slots`.
+        slots: where the tokens of each row lie.
     """
 
     q_positions: Leaf
@@ -184,7 +184,7 @@ class AtSlots(Mask):
     Attributes:
         mask: the mask.
         q_positions: int32 [B, T].
-        slots: see `Slots`.
+        slots: where the tokens of each row lie.
     """
 
     mask: Mask

@@ -11,14 +11,14 @@ import importlib_metadata
 import jax
 import typer
 
-from attnops.cli.installed import FOR_PLATFORM, Installed, describe, find
-from attnops.cli.known_bad import Problem, known_problems
-from attnops.cli.noise import find_devices
-from attnops.cli.output import print_heading, print_json, print_table, print_text
 from attnops.dispatch import plugins
 from attnops.dispatch.explain import find_details, find_reasons
 from attnops.dispatch.platforms import platform_of
 from attnops.dispatch.plugins import CORE, Plugin, State
+from attnops_cli.installed import FOR_PLATFORM, Installed, describe, find
+from attnops_cli.known_bad import Problem, known_problems
+from attnops_cli.noise import find_devices
+from attnops_cli.output import print_heading, print_json, print_table, print_text
 
 # The distributions whose versions matter; JAX's own plugins are found through their entry points.
 SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "numpy")

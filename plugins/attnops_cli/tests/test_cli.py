@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import subprocess
 import sys
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 
 import attnops
-from attnops import OperationRegistry, cli
-from attnops.cli.commands import installed
+from attnops import OperationRegistry
+from attnops_cli.commands import installed
 
 CORE = {"attnops:auto", "attnops:sdpa", "attnops:vanilla"}
 pytestmark = pytest.mark.usefixtures("core_alone")
@@ -37,28 +36,11 @@ def test_version_is_printed(run: Any) -> None:
     assert (run("--version").exit_code, run("--version").output) == (0, f"{attnops.__version__}\n")
 
 
-def test_without_its_libraries_one_sentence_names_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real = builtins.__import__
-
-    def without_typer(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "typer":
-            raise ModuleNotFoundError("No module named 'typer'", name="typer")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_typer)
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    # A string as the status is printed to stderr, and the status is 1.
-    assert caught.value.code == "The attnops command needs typer, which is not installed: pip install 'attnops[cli]'"
-
-
 @pytest.mark.slow
 def test_python_m_attnops_and_what_import_needs() -> None:
     code = (
         "import sys, attnops; "
-        "loaded = [m for m in sys.modules if m.startswith(('typer', 'rich', 'attnops.cli', 'attnops.operations'))]; "
+        "loaded = [m for m in sys.modules if m.startswith(('typer', 'rich', 'attnops_cli', 'attnops.operations'))]; "
         "assert not loaded, loaded; sys.argv = ['attnops', 'list', '--no-load']; "
         "import runpy; runpy.run_module('attnops', run_name='__main__', alter_sys=True)"
     )

@@ -19,7 +19,7 @@ from attnops.errors import pass_interrupt, printable
 if TYPE_CHECKING:
     from importlib_metadata import EntryPoint
 
-# By command: the distribution of this project that has it, apart from the core.
+# By command: the distribution of this project that has it, apart from attnops-cli.
 HOMES: Final = {
     "bench": "attnops-testing",
     "check": "attnops-testing",

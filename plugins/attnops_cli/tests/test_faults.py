@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import pytest
 
-from attnops import OperationImpl, Reason, cli
-from attnops.cli import doctor
+import attnops_cli
+from attnops import OperationImpl, Reason
+from attnops_cli import doctor
 
 pytestmark = pytest.mark.usefixtures("core_alone")
 
@@ -87,11 +88,13 @@ class TestWithoutTPU:
         """What is set in `jax.config`, on a machine with libtpu and without a TPU, whatever this one is."""
         updates: list[Any] = []
         monkeypatch.delenv("JAX_FORCE_TPU_INIT", raising=False)
-        for name in cli.QUIET_LIBTPU:
+        for name in attnops_cli.QUIET_LIBTPU:
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(cli, "TPU_FILES", ("/dev/no-such-device*",))
-        monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object() if name == "libtpu" else None)
-        monkeypatch.setattr(cli.importlib.metadata, "entry_points", lambda **_: ())
+        monkeypatch.setattr(attnops_cli, "TPU_FILES", ("/dev/no-such-device*",))
+        monkeypatch.setattr(
+            attnops_cli.importlib.util, "find_spec", lambda name: object() if name == "libtpu" else None
+        )
+        monkeypatch.setattr(attnops_cli.importlib.metadata, "entry_points", lambda **_: ())
         monkeypatch.setattr(jax.config, "update", lambda *pair: updates.append(pair))
         platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
         monkeypatch.setattr(type(jax.config), "jax_platforms", None, raising=False)
@@ -100,22 +103,24 @@ class TestWithoutTPU:
         assert jax.config.jax_platforms == platforms  # type: ignore[attr-defined]
 
     def test_jax_is_told_to_try_the_cpu_alone(self, started: list[Any]) -> None:
-        cli.leave_libtpu_alone()
+        attnops_cli.leave_libtpu_alone()
         assert started == [("jax_platforms", "cpu")]
-        assert not set(cli.QUIET_LIBTPU) & set(os.environ)
+        assert not set(attnops_cli.QUIET_LIBTPU) & set(os.environ)
 
     def test_where_another_platform_may_be_libtpu_is_quiet(
         self, started: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cli.importlib.metadata, "entry_points", lambda **_: ("cuda",))
+        monkeypatch.setattr(attnops_cli.importlib.metadata, "entry_points", lambda **_: ("cuda",))
         monkeypatch.setenv("TPU_MIN_LOG_LEVEL", "0")
-        for name in cli.QUIET_LIBTPU:
+        for name in attnops_cli.QUIET_LIBTPU:
             if name != "TPU_MIN_LOG_LEVEL":
                 monkeypatch.setenv(name, "")  # so that it is restored
                 monkeypatch.delenv(name)
-        cli.leave_libtpu_alone()
+        attnops_cli.leave_libtpu_alone()
         assert started == []
-        assert {name: os.environ[name] for name in cli.QUIET_LIBTPU} == cli.QUIET_LIBTPU | {"TPU_MIN_LOG_LEVEL": "0"}
+        assert {name: os.environ[name] for name in attnops_cli.QUIET_LIBTPU} == attnops_cli.QUIET_LIBTPU | {
+            "TPU_MIN_LOG_LEVEL": "0"
+        }
 
     @pytest.mark.parametrize("case", ["a TPU", "no libtpu", "platforms set", "forced"])
     def test_otherwise_nothing_is_touched(
@@ -123,13 +128,13 @@ class TestWithoutTPU:
     ) -> None:
         if case == "a TPU":
             (tmp_path / "accel0").touch()
-            monkeypatch.setattr(cli, "TPU_FILES", (str(tmp_path / "accel*"),))
+            monkeypatch.setattr(attnops_cli, "TPU_FILES", (str(tmp_path / "accel*"),))
         elif case == "no libtpu":
-            monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+            monkeypatch.setattr(attnops_cli.importlib.util, "find_spec", lambda name: None)
         elif case == "platforms set":
             monkeypatch.setattr(type(jax.config), "jax_platforms", "tpu")
         else:
             monkeypatch.setenv("JAX_FORCE_TPU_INIT", "1")
-        cli.leave_libtpu_alone()
+        attnops_cli.leave_libtpu_alone()
         assert started == []
-        assert not set(cli.QUIET_LIBTPU) & set(os.environ)
+        assert not set(attnops_cli.QUIET_LIBTPU) & set(os.environ)

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import typer
 
-from attnops.cli.masks import parse_mask
-from attnops.cli.output import fail, print_text
 from attnops.masks import Coverage, Mask, block_map
 from attnops.masks.picture import fitting
+from attnops_cli.masks import parse_mask
+from attnops_cli.output import fail, print_text
 
 # Larger pictures are unreadable in a terminal; in an image a score would be less than a pixel.
 _WIDEST_TEXT: Final = 128

@@ -1,4 +1,4 @@
-"""The command line, whose commands are entry points of distributions. Needs the extra ``cli``."""
+"""The command ``attnops``, whose subcommands are entry points of distributions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from attnops._version import __version__
+from attnops_cli._version import __version__
 
 if TYPE_CHECKING:
     import typer
@@ -32,13 +32,7 @@ QUIET_LIBTPU: Final = {
 
 
 def main() -> None:
-    """Run the command line; where its libraries are missing, say what to install and exit with status 1."""
-    try:
-        import packaging.specifiers  # noqa: F401
-        import rich.console  # noqa: F401
-        import typer  # noqa: F401
-    except ModuleNotFoundError as error:
-        sys.exit(f"The attnops command needs {error.name}, which is not installed: pip install 'attnops[cli]'")
+    """Run the command line."""
     leave_libtpu_alone()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale that lacks a character must not end a command
@@ -72,8 +66,8 @@ def make_app() -> typer.Typer:
     import typer.core
     import typer.main
 
-    from attnops.cli import commands
-    from attnops.cli.output import fail
+    from attnops_cli import commands
+    from attnops_cli.output import fail
 
     declared = commands.installed()
     context_settings = {"help_option_names": ["-h", "--help"]}

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from attnops import cli
-from attnops.cli.commands import installed
+import attnops_cli
 from attnops.masks import Causal, SlidingWindow
+from attnops_cli.commands import installed
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.make_app(), ["show", *arguments])
+    return CliRunner().invoke(attnops_cli.make_app(), ["show", *arguments])
 
 
 def lines(*arguments: str) -> list[str]:
@@ -49,7 +49,7 @@ def test_long_and_short_names_of_options_mean_the_same() -> None:
 
 @pytest.mark.parametrize("command", ["", *installed()])
 def test_h_is_help_everywhere_and_no_letter_has_two_dashes(command: str) -> None:
-    result = CliRunner().invoke(cli.make_app(), [*command.split(), "-h"])
+    result = CliRunner().invoke(attnops_cli.make_app(), [*command.split(), "-h"])
     assert result.exit_code == 0
     assert result.output.lstrip().startswith("Usage: ")
     assert not re.search(r"--\w\b(?!-)", result.output)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attnops.cli import commands
+from attnops_cli import commands
 
 Install = Callable[..., None]
 SOURCE = """
@@ -40,10 +40,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.fixture
-def core_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No distribution but the core has commands."""
+def own_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No distribution but attnops-cli has commands."""
     everything = commands.installed()
-    mine = {name: owners for name, owners in everything.items() if "attnops" in owners}
+    mine = {name: owners for name, owners in everything.items() if "attnops-cli" in owners}
     assert list(mine) == ["doctor", "explain", "list", "show"]
     monkeypatch.setattr(commands, "installed", lambda: mine)
 
@@ -91,7 +91,7 @@ def test_a_name_of_two_distributions_names_both(install: Install, run: Any) -> N
         "attnops: 'zeta' is a command of acme-one and of acme-two: uninstall all but one of them\n"
     )
     install("acme_three", command="show")
-    assert "'show' is a command of acme-three and of attnops" in run("show", "causal").stderr
+    assert "'show' is a command of acme-three and of attnops-cli" in run("show", "causal").stderr
     assert run("list", "--no-load").exit_code == 0
 
 
@@ -101,7 +101,7 @@ def test_broken_metadata_hides_no_other_command(install: Install, run: Any) -> N
     assert run("zeta").stdout == "said nothing\n"
 
 
-@pytest.mark.usefixtures("core_commands")
+@pytest.mark.usefixtures("own_commands")
 def test_what_is_not_installed_is_answered_with_its_distribution(run: Any) -> None:
     for name, distribution in commands.HOMES.items():
         result = run(name, "--help")
@@ -109,7 +109,7 @@ def test_what_is_not_installed_is_answered_with_its_distribution(run: Any) -> No
         assert result.stderr == f"attnops: attnops {name} is a command of {distribution}: pip install {distribution}\n"
 
 
-@pytest.mark.usefixtures("core_commands")
+@pytest.mark.usefixtures("own_commands")
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from attnops.cli.installed import computes, describe, find, platforms
-from attnops.cli.output import print_json, print_table, print_text
+from attnops_cli.installed import computes, describe, find, platforms
+from attnops_cli.output import print_json, print_table, print_text
 
 
 def command(

@@ -11,9 +11,9 @@ import jax
 import pytest
 
 import attnops
-from attnops.cli import doctor
-from attnops.cli.known_bad import known_problems
 from attnops.dispatch.plugins import Plugin, State
+from attnops_cli import doctor
+from attnops_cli.known_bad import known_problems
 
 pytestmark = pytest.mark.usefixtures("core_alone")
 

@@ -13,11 +13,6 @@ import jax.numpy as jnp
 import typer
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from attnops.cli.installed import FOR_PLATFORM
-from attnops.cli.masks import parse_mask, parse_shape
-from attnops.cli.noise import find_devices
-from attnops.cli.output import fail, print_json, print_text
-from attnops.cli.sources import MakeSource, made_source
 from attnops.dispatch.explain import Explanation, explain
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.ranking import Candidate
@@ -26,6 +21,11 @@ from attnops.dispatch.request import AttentionRequest
 from attnops.errors import PluginError, PluginWarning, Reason, UnsupportedError
 from attnops.operations.vanilla import VanillaAttention
 from attnops.sharding.modes import printed_mode
+from attnops_cli.installed import FOR_PLATFORM
+from attnops_cli.masks import parse_mask, parse_shape
+from attnops_cli.noise import find_devices
+from attnops_cli.output import fail, print_json, print_text
+from attnops_cli.sources import MakeSource, made_source
 
 
 # A parameter for each option of the command line, which typer reads from the signature.

@@ -9,9 +9,9 @@ import pytest
 
 import attnops
 from attnops import OperationMetadata, OperationRegistry
-from attnops.cli.installed import FOR_PLATFORM
-from attnops.cli.masks import parse_mask, parse_shape
 from attnops.masks import Causal, Dense
+from attnops_cli.installed import FOR_PLATFORM
+from attnops_cli.masks import parse_mask, parse_shape
 
 pytestmark = pytest.mark.usefixtures("core_alone")
 

@@ -8,12 +8,12 @@ import sys
 import warnings
 from typing import Any, Final
 
-from attnops.cli.noise import quiet
 from attnops.dispatch.explain import find_faults
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.plugins import CORE, Plugin, State, Trouble
 from attnops.dispatch.registry import OperationRegistry, served_platforms
 from attnops.errors import AmbiguousOperationError, DuplicateOperationError, PluginError, PluginWarning
+from attnops_cli.noise import quiet
 
 # The distribution with kernels for a platform, in addition to the core.
 FOR_PLATFORM: Final = {"tpu": "attnops-tpu", "cuda": "attnops-triton", "rocm": "attnops-triton"}

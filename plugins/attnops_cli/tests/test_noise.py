@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from attnops import OperationRegistry
-from attnops.cli.noise import find_devices, quiet
+from attnops_cli.noise import find_devices, quiet
 
 PLUGIN = """
 import os

@@ -1,4 +1,4 @@
-"""`attnops.keras`: Keras' attention layers and `keras.ops.dot_product_attention` on the JAX backend."""
+"""`attnops_adapters.keras`: Keras' attention layers and `keras.ops.dot_product_attention` on the JAX backend."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from framework_attention import assert_same, normal
 from keras.src import backend
 
-import attnops.jax_nn
-import attnops.keras
-from attnops.keras import use
+import attnops_adapters.jax_nn
+import attnops_adapters.keras
+from attnops_adapters.keras import use
 
 pytestmark = pytest.mark.slow
 
@@ -110,7 +110,7 @@ def test_a_fully_masked_row_is_0() -> None:
 def test_within_use_of_jax_nn_keras_is_as_before() -> None:
     """Keras calls `jax.nn.dot_product_attention` with implementation="xla", which is honoured."""
     options = {"mask": np.zeros((1, 1, 5, 7), bool)}
-    with attnops.jax_nn.use("vanilla"):
+    with attnops_adapters.jax_nn.use("vanilla"):
         found = keras.ops.dot_product_attention(QUERY, KEY, VALUE, **options)
     np.testing.assert_array_equal(found, OF_KERAS(QUERY, KEY, VALUE, **options))
 
@@ -133,4 +133,4 @@ def test_what_is_not_served_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(keras.config, "backend", lambda: "torch")
     with pytest.raises(ValueError, match="'torch', but must be 'jax'"), use("flash"):
         pass
-    assert "keras" in attnops.keras.__doc__
+    assert "keras" in attnops_adapters.keras.__doc__

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from attnops.dispatch.metadata import OperationMetadata
+from attnops import OperationMetadata
 
 # The name of an operation, and its metadata.
 Used: TypeAlias = tuple[str, OperationMetadata]

@@ -3,7 +3,7 @@
 ::
 
     from flax import linen, nnx
-    from attnops.flax import attention_fn
+    from attnops_adapters.flax import attention_fn
 
     linen.MultiHeadAttention(num_heads=8, attention_fn=attention_fn("flash"))
     nnx.MultiHeadAttention(8, 512, 512, attention_fn=attention_fn("flash"), decode=False, rngs=nnx.Rngs(0))
@@ -36,16 +36,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from attnops.adapters.arrays import boolean, flattened, flattened_scores, mapped_over_heads, promoted
-from attnops.adapters.precision import precision_of
-from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.registry import OperationRegistry
+from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import And, Causal, Dense, Full, Mask, Or
+from attnops_adapters.arrays import boolean, flattened, flattened_scores, mapped_over_heads, promoted
+from attnops_adapters.precision import precision_of
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike, DTypeLike
 
-    from attnops.output import OperationOutput
+    from attnops import OperationOutput
 
 __all__ = ["AttentionFn", "attention_fn"]
 

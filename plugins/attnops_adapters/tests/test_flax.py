@@ -1,4 +1,4 @@
-"""`attnops.flax`: values, gradients and conventions of linen's and nnx's attention layers, and each of their traps."""
+"""`attnops_adapters.flax`: values, gradients and conventions of linen's and nnx's attention layers, and their traps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flax import linen, nnx
 from framework_attention import assert_same, normal
 
 from attnops import masks
-from attnops.flax import attention_fn
-from attnops.jax_nn import use
 from attnops.masks import Causal, Segments, SlidingWindow
+from attnops_adapters.flax import attention_fn
+from attnops_adapters.jax_nn import use
 
 # Two batch dimensions, T 6, width 16.
 INPUTS = normal(2, 3, 6, 16)

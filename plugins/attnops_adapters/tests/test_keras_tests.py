@@ -1,4 +1,4 @@
-"""The tests that Keras ships of its attention layers, with `attnops.keras.use` in the place of Keras' attention."""
+"""The tests that Keras ships of its attention layers, with `attnops_adapters.keras` in place of Keras' attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keras.src import backend
 # Their classes are not imported by name: pytest would run them, too, without marks.
 from keras.src.layers.attention import grouped_query_attention_test, multi_head_attention_test
 
-from attnops.keras import use
+from attnops_adapters.keras import use
 
 # Those of values. The others, of shapes, errors, initialisers and saved models, take long and compute little attention.
 OF_VALUES = ("masking", "causal", "query_mask", "sliding_window", "correctness")

@@ -2,7 +2,7 @@
 
 ::
 
-    from attnops import transformers as attnops_transformers
+    from attnops_adapters import transformers as attnops_transformers
 
     attnops_transformers.register()  # as "attnops", by flash
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnops")
@@ -42,13 +42,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import TransformersKwargs
 
-from attnops.adapters.buckets import pad_mask
-from attnops.adapters.torch_arrays import to_jax
-from attnops.adapters.torch_call import Attend, Call, run
-from attnops.adapters.transformers_masks import ExpressionTensor, create_mask
-from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.registry import OperationRegistry
+from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Dense, Full, Mask, SlidingWindow
+from attnops_adapters.buckets import pad_mask
+from attnops_adapters.torch_arrays import to_jax
+from attnops_adapters.torch_call import Attend, Call, run
+from attnops_adapters.transformers_masks import ExpressionTensor, create_mask
 
 __all__ = ["Attend", "attend_with", "attention", "register", "uses"]
 

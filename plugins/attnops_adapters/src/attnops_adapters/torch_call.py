@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import torch
 
-from attnops.adapters.buckets import bucket_lengths
-from attnops.adapters.torch_arrays import to_jax, to_torch
 from attnops.masks import Mask
+from attnops_adapters.buckets import bucket_lengths
+from attnops_adapters.torch_arrays import to_jax, to_torch
 
 # Of query, key, value, and the keywords mask, bias, softmax_scale, logits_soft_cap, sinks, dropout_prob and
 # dropout_key: [B, H, T, Dv]. `jax.jit` traces it.
@@ -61,7 +61,7 @@ def run(call: Call, tensors: tuple[torch.Tensor | None, ...], mask: Mask, seed: 
         call: what is computed.
         tensors: query [B, H, T, D], key [B, K, S, D], value [B, K, S, Dv]; bias, broadcasts to [B, H, T, S], and sinks,
             [H], or None.
-        mask: of `attnops.adapters.buckets.pad_mask`.
+        mask: of `attnops_adapters.buckets.pad_mask`.
         seed: of dropout.
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):

@@ -2,11 +2,11 @@
 
 ::
 
-    import attnops.tokamax
+    import attnops_adapters.tokamax
     import tokamax
 
     op = OperationRegistry.create("flash", OperationMetadata())
-    tokamax.dot_product_attention(q, k, v, implementation=(attnops.tokamax.implementation(op), "xla"))
+    tokamax.dot_product_attention(q, k, v, implementation=(attnops_adapters.tokamax.implementation(op), "xla"))
 
 What an operation can't serve raises `NotImplementedError`, upon which tokamax runs its next implementation. Causal
 masks and lengths are `attnops.masks.Causal` and `Lengths`; first and last keys by query, of windows, are tables of T
@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from attnops.adapters.arrays import flattened, flattened_scores
-from attnops.adapters.precision import precision_of
 from attnops.masks import Causal, Dense, Lengths, Mask, MaskFn
+from attnops_adapters.arrays import flattened, flattened_scores
+from attnops_adapters.precision import precision_of
 
 if TYPE_CHECKING:
-    from attnops.dispatch.attention import OperationImpl
+    from attnops import OperationImpl
 
 __all__ = ["implementation"]
 

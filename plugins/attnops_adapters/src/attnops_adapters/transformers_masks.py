@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from transformers import masking_utils
 
-from attnops.adapters.buckets import pad_mask
-from attnops.adapters.torch_arrays import to_jax
 from attnops.masks import Causal, Chunked, Dense, Full, KeyPadding, Mask, PrefixLM, Segments, SlidingWindow
+from attnops_adapters.buckets import pad_mask
+from attnops_adapters.torch_arrays import to_jax
 
 
 class ExpressionTensor(torch.Tensor):

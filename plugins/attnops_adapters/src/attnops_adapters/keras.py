@@ -2,7 +2,7 @@
 
 ::
 
-    from attnops.keras import use
+    from attnops_adapters.keras import use
 
     with use("flash"):
         model.fit(...)
@@ -10,7 +10,7 @@
 `use` replaces the function that `keras.ops.dot_product_attention`, `keras.layers.MultiHeadAttention` and
 `keras.layers.GroupQueryAttention` call. Layers that drop weights (``dropout`` > 0, in inference too), return attention
 scores, or attend over several axes compute attention themselves: Keras does not call the function for them, and `use`
-changes nothing. `attnops.jax_nn.use` changes nothing for Keras, which asks `jax.nn` for "xla" or "cudnn".
+changes nothing. `attnops_adapters.jax_nn.use` changes nothing for Keras, which asks `jax.nn` for "xla" or "cudnn".
 
 Where it differs from Keras:
 
@@ -36,12 +36,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax.numpy as jnp
 
-from attnops.adapters.arrays import boolean, promoted
-from attnops.adapters.precision import precision_of
-from attnops.adapters.used import Stack, checked_metadata
-from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.registry import OperationRegistry
+from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Dense, Mask
+from attnops_adapters.arrays import boolean, promoted
+from attnops_adapters.precision import precision_of
+from attnops_adapters.used import Stack, checked_metadata
 
 if TYPE_CHECKING:
     import jax
@@ -64,7 +63,7 @@ def use(operation: str = "auto", **metadata: Any) -> Iterator[None]:
     Raises:
         ValueError: Keras has another backend than JAX, an unknown operation, or a field of the metadata outside its
             range.
-        ImportError: Keras is not installed: ``pip install attnops[keras]``.
+        ImportError: Keras is not installed: ``pip install 'attnops-adapters[keras]'``.
     """
     import keras
     from keras.src import backend

@@ -2,7 +2,7 @@
 
 ::
 
-    from attnops.jax_nn import dot_product_attention, use
+    from attnops_adapters.jax_nn import dot_product_attention, use
 
     out = dot_product_attention(query, key, value, is_causal=True)
     with use("flash"):  # jax.nn.dot_product_attention itself, for Flax NNX and your own code
@@ -36,11 +36,10 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 
-from attnops.adapters.precision import precision_of
-from attnops.adapters.used import Stack, checked_metadata
-from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.registry import OperationRegistry
+from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Dense, Lengths, Mask, SlidingWindow
+from attnops_adapters.precision import precision_of
+from attnops_adapters.used import Stack, checked_metadata
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike

@@ -1,4 +1,4 @@
-"""`attnops.jax_nn`: the conventions of `jax.nn.dot_product_attention`, and what differs on purpose."""
+"""`attnops_adapters.jax_nn`: the conventions of `jax.nn.dot_product_attention`, and what differs on purpose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from framework_attention import assert_same, normal
 
 from attnops import UnsupportedError
-from attnops.jax_nn import dot_product_attention, use
+from attnops_adapters.jax_nn import dot_product_attention, use
 
 OF_JAX = jax.nn.dot_product_attention
 

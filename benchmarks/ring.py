@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/ring.py`` anywhere (``--devices 8``, ``--length 32768``, ``--json FILE``). Tiles are 128 × 128
 scores that the mask does not leave empty; bytes are those that a device sends a hop, read from the program that JAX
-makes. Needs ``pip install 'attnops[cli]' attnops-ring``.
+makes. Needs ``pip install attnops-ring rich typer``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,15 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         attnops.nothing  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from attnops import nothing  # noqa: F401
+
+
+def test_without_attnops_cli_python_m_attnops_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "attnops_cli", None)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("attnops", run_name="__main__")
+    # A string as the status is printed to stderr, and the status is 1.
+    said = "The attnops command is in attnops-cli, which is not installed: pip install attnops-cli"
+    assert caught.value.code == said
 
 
 @pytest.mark.slow

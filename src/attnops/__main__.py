@@ -1,5 +1,12 @@
-"""`python -m attnops`: the command line."""
+"""`python -m attnops`: the command of attnops-cli."""
 
-from attnops.cli import main
+import sys
+
+try:
+    from attnops_cli import main
+except ModuleNotFoundError as error:
+    if error.name != "attnops_cli":
+        raise
+    sys.exit("The attnops command is in attnops-cli, which is not installed: pip install attnops-cli")
 
 main()

@@ -21,8 +21,8 @@ from attnops import (
     UnsupportedError,
     explain,
 )
-from attnops.dispatch.explain import find_details, find_faults, find_reasons
 from attnops.operations.vanilla import VanillaAttention
+from attnops_cli.asked import find_details, find_faults, find_reasons
 
 Q = jnp.ones((1, 4, 2, 8))
 

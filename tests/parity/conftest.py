@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnops.adapters import torch_call
 from attnops.masks import Mask
+from attnops_adapters import torch_call
 
 
 @pytest.fixture
@@ -21,6 +21,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         found.append(set(mask.kinds() - {"&", "Lengths"}))
         return run(call, tensors, mask, seed)
 
-    for module in ("attnops.transformers", "transformers_models"):
+    for module in ("attnops_adapters.transformers", "transformers_models"):
         monkeypatch.setattr(f"{module}.run", counted)
     return found

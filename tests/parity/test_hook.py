@@ -1,4 +1,4 @@
-"""The masks that `attnops.transformers` makes of transformers' mask functions, and what it refuses."""
+"""The masks that `attnops_adapters.transformers` makes of transformers' mask functions, and what it refuses."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from transformers.masking_utils import (
 )
 from transformers_models import ARCHITECTURES, left_padded
 
-from attnops.adapters import torch_call
-from attnops.adapters.buckets import bucket, bucket_lengths
-from attnops.adapters.torch_arrays import to_jax, to_torch
-from attnops.adapters.transformers_masks import ExpressionTensor, create_mask
-from attnops.transformers import attend_with, attention, register
+from attnops_adapters import torch_call
+from attnops_adapters.buckets import bucket, bucket_lengths
+from attnops_adapters.torch_arrays import to_jax, to_torch
+from attnops_adapters.transformers import attend_with, attention, register
+from attnops_adapters.transformers_masks import ExpressionTensor, create_mask
 
 B, TOKENS = 2, 12
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]])

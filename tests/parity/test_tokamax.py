@@ -1,4 +1,4 @@
-"""`attnops.tokamax`: an operation as an implementation of `tokamax.dot_product_attention`."""
+"""`attnops_adapters.tokamax`: an operation as an implementation of `tokamax.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from framework_attention import normal
 from tokamax._src.ops.attention import base
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.tokamax import implementation
+from attnops_adapters.tokamax import implementation
 
 flags.FLAGS.mark_as_parsed()  # tokamax would take pytest's command line for its own
 

@@ -11,7 +11,7 @@ import torch
 from transformers_faults import faulty
 from transformers_models import ARCHITECTURES, Architecture
 
-from attnops.transformers import Attend, attend_with, register, uses
+from attnops_adapters.transformers import Attend, attend_with, register, uses
 
 # float32 against float32, each some 5e-6 off float64; the largest logits are from 1 to 10.
 LOGITS = 2e-5

@@ -8,7 +8,7 @@ from speech import RATE, speak
 from transformers_faults import faulty
 from whisper_checkpoint import END, LAYERS, NO_TIMESTAMPS, START, model, tokenizer
 
-from attnops.transformers import attend_with, register
+from attnops_adapters.transformers import attend_with, register
 
 TEXT = "My name is John. I live in a small house near the river."
 TOLERANCE = 2e-4  # of logits up to 30, and 1,500 keys

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from attnops import OperationRegistry, cli
+import attnops_cli
+from attnops import OperationRegistry
 from attnops.operations.vanilla import VanillaAttention
 
 
@@ -30,7 +31,7 @@ def run() -> Callable[..., Result]:
     """A function that runs ``attnops`` with arguments."""
 
     def run(*arguments: str) -> Result:
-        return CliRunner().invoke(cli.make_app(), list(arguments))
+        return CliRunner().invoke(attnops_cli.make_app(), list(arguments))
 
     return run
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnops.masks import And, At, Causal, Chunked, Full, KeyPadding, Mask, PrefixLM, Segments, SlidingWindow
-from attnops.transformers import Attend
+from attnops_adapters.transformers import Attend
 
 Options = dict[str, Any]
 

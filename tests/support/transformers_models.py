@@ -14,11 +14,11 @@ import transformers as hf
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from attnops.adapters.buckets import pad_mask
-from attnops.adapters.torch_call import Call, run
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, KeyPadding
-from attnops.transformers import Attend
+from attnops_adapters.buckets import pad_mask
+from attnops_adapters.torch_call import Call, run
+from attnops_adapters.transformers import Attend
 
 B, T, S, VOCABULARY = 2, 23, 17, 61  # S: tokens of an encoder
 PADDING, WINDOW, CHUNK, PREFIX, IMAGE = 5, 7, 6, 9, 4  # in tokens; the second row of a batch is padded

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from attnops import OperationRegistry, cli
+import attnops_cli
+from attnops import OperationRegistry
 from attnops_testing.corners import CORNERS
 from attnops_testing.runner import Status, Subject, attempt
 
@@ -37,7 +38,7 @@ def registered():
 def test_some_features_from_its_sources(registered):
     features = ("GQA + SlidingWindow", "bfloat16 + NaN behind a window", "odd lengths")
     options = (part for feature in features for part in ("--feature", feature))
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.make_app(), ["check", *COMMAND, *options])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(attnops_cli.make_app(), ["check", *COMMAND, *options])
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(
         "attnops-mykernel:vanilla: attnops_mykernel.MyAttention.forward_tpu on tpu, interpr"

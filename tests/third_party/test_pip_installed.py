@@ -127,8 +127,8 @@ def build(folder: Path, *projects: Path) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The wheels of the core and of all distributions in this file's folder, by name."""
-    projects = [REPOSITORY, *(SOURCES / name for name in DISTRIBUTIONS)]
+    """The wheels of the core, its command line and all distributions in this file's folder, by name."""
+    projects = [REPOSITORY, REPOSITORY / "plugins/attnops_cli", *(SOURCES / name for name in DISTRIBUTIONS)]
     built = build(tmp_path_factory.mktemp("wheels"), *projects)
     return {wheel.name.partition("-")[0].replace("_", "-"): wheel for wheel in built}
 
@@ -146,15 +146,15 @@ def fresh(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def clean(fresh: Environment) -> dict[str, Any]:
     """What there is to know of the environment with the core alone."""
-    done = fresh.run("attnops", "list")
+    done = fresh.run("python", "-m", "attnops", "list")
     return fresh.examine() | {"command": [done.returncode, done.stdout, done.stderr]}
 
 
 @pytest.fixture(scope="session")
 def full(fresh: Environment, clean: dict[str, Any], wheels: dict[str, Path]) -> dict[str, Any]:
     """What there is to know of the environment with everything installed, and once one is uninstalled again."""
-    fresh.link(required("attnops", "cli"))
-    fresh.pip("install", "--quiet", "--no-index", f"{wheels['attnops']}[cli]")
+    fresh.link(required("attnops-cli") - {"attnops"})
+    fresh.pip("install", "--quiet", "--no-index", f"{wheels['attnops']}[cli]", str(wheels["attnops-cli"]))
     fresh.pip("install", "--quiet", "--no-index", "--no-deps", *(str(wheels[name]) for name in DISTRIBUTIONS))
     found = fresh.examine()
     for name, arguments in {
@@ -182,10 +182,10 @@ def test_the_core_in_a_clean_environment(clean: dict[str, Any], full: dict[str, 
     assert full["operation_modules"] == []
 
 
-def test_the_command_without_its_libraries_names_what_to_install(clean: dict[str, Any]) -> None:
+def test_without_the_command_python_m_attnops_names_what_to_install(clean: dict[str, Any]) -> None:
     status, stdout, stderr = clean["command"]
     assert (status, stdout) == (1, "")
-    assert stderr.endswith("which is not installed: pip install 'attnops[cli]'\n")
+    assert stderr.endswith("which is not installed: pip install attnops-cli\n")
     assert stderr.count("\n") == 1
 
 

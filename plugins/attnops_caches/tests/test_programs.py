@@ -163,7 +163,7 @@ for blob, create, leaves, tokens in pickle.load(open(path, "rb")):
     out, cache = jax.export.deserialize(blob).call(cache, *tokens)
     assert type(cache).__name__ == kind
     found.append((np.asarray(out.attention_outputs), cache.lengths.tolist()))
-assert not [x for x in sys.modules if x.startswith(("attnops_tpu", "attnops_triton", "attnops_testing", "attnops.cli"))]
+assert not [x for x in sys.modules if x.startswith(("attnops_tpu", "attnops_triton", "attnops_testing", "attnops_cli"))]
 pickle.dump(found, open(result, "wb"))
 """
 

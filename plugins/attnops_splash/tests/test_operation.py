@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from attnops import OperationMetadata, OperationRegistry, UnsupportedError, cli
+import attnops_cli
+from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.masks import Causal, KeyPadding, Segments, SlidingWindow
 from attnops_splash import SplashAttention, operation
 
@@ -27,7 +28,9 @@ def check():
 
     def check(feature):
         options = ("--platform", "tpu", "--interpret", "--mode", "prefill", "--shrink", "0", "--feature", feature)
-        result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.make_app(), ["check", "attnops-splash:splash", *options])
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(
+            attnops_cli.make_app(), ["check", "attnops-splash:splash", *options]
+        )
         return result.exit_code, result.stdout
 
     yield check

@@ -11,7 +11,8 @@ import pytest
 from planted_faults import FAULTS, HANGS, Planted
 from typer.testing import CliRunner
 
-from attnops import OperationRegistry, cli
+import attnops_cli
+from attnops import OperationRegistry
 from attnops_testing import OperationConformance
 from attnops_testing.behaviours import BEHAVIOURS, WITH_PROGRAM
 from attnops_testing.runner import Status, attempt, judged
@@ -42,7 +43,7 @@ def registered():
 
 def check(cls, *options):
     command = ["check", cls.__name__, "--mode", "prefill", "--shrink", "0", *options]
-    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.make_app(), command)
+    return CliRunner(env={"COLUMNS": "200"}).invoke(attnops_cli.make_app(), command)
 
 
 def run(*arguments, cwd):
@@ -145,8 +146,8 @@ def test_plain_pytest_finds_every_fault(tmp_path):
 def test_a_hang_ends_the_run_with_its_stack_and_the_results_so_far(cls, tmp_path):
     name = cls.__name__
     code = (
-        "import sys, planted_faults; from attnops import OperationRegistry, cli; "
-        f"OperationRegistry.register(planted_faults.{name}); sys.argv[0] = 'attnops'; cli.main()"
+        "import sys, attnops_cli, planted_faults; from attnops import OperationRegistry; "
+        f"OperationRegistry.register(planted_faults.{name}); sys.argv[0] = 'attnops'; attnops_cli.main()"
     )
     features = ("--feature", "Causal", "--feature", "GQA", "--feature", "softmax_scale")
     done = run("-c", code, "check", name, "--mode", "prefill", "--limit", "30", *features, cwd=tmp_path)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from attnops import cli
+import attnops_cli
 from attnops_triton import tune_command
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.make_app(), ["tune", *arguments])
+    return CliRunner().invoke(attnops_cli.make_app(), ["tune", *arguments])
 
 
 def test_the_options_reach_the_tuning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from attnops.dispatch.operation import BaseOperation
 
 GROUP: Final = "attnops.operations"
-COMMANDS: Final = "attnops.commands"  # of the command line: see `attnops.cli.commands`
-SOURCES: Final = "attnops.sources"  # see `attnops.cli.sources`
+COMMANDS: Final = "attnops.commands"  # of the command line: see `attnops_cli.commands`
+SOURCES: Final = "attnops.sources"  # see `attnops_cli.sources`
 CORE: Final = "attnops"
 
 NO_AUTOLOAD: Final = "ATTNOPS_NO_AUTOLOAD is set"

@@ -75,7 +75,7 @@ _OPTIONS: Final = ("page_size", "codec", "scales", "latent", "packed")
 def source(
     storage: str, query: jax.Array, key: jax.Array, value_head_dim: int | None, options: dict[str, str]
 ) -> tuple[jax.Array, StoredCache, dict[str, Any]]:
-    """A cache for ``attnops explain``, see `attnops.cli.sources`.
+    """A cache for ``attnops explain``, see `attnops_cli.sources`.
 
     Args:
         storage: the class.

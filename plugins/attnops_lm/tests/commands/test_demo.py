@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import attnops
-from attnops import cli
+import attnops_cli
 from attnops_lm import demo
 from attnops_lm.sentence_embeddings import report
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.make_app(), ["demo", *arguments])
+    return CliRunner().invoke(attnops_cli.make_app(), ["demo", *arguments])
 
 
 @pytest.fixture

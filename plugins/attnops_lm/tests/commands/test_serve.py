@@ -14,7 +14,7 @@ from lm_server import FakeEngine
 from tokenizers import models
 from typer.testing import CliRunner, Result
 
-from attnops import cli
+import attnops_cli
 from attnops_lm import gguf_file, serve
 from attnops_lm.commands import serve as command
 from attnops_lm.model import CausalLM
@@ -25,7 +25,7 @@ from attnops_lm.tokenizer import Tokenizer
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.make_app(), ["serve", *arguments])
+    return CliRunner().invoke(attnops_cli.make_app(), ["serve", *arguments])
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused_before_its_weights_are_read(

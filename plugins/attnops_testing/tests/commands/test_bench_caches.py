@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from attnops import OperationRegistry, cli
+import attnops_cli
+from attnops import OperationRegistry
 from attnops.masks import Causal, Mask, SlidingWindow
 from attnops.operations.vanilla import VanillaAttention
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("core_alone")
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.make_app(), ["bench", *arguments])
+    return CliRunner().invoke(attnops_cli.make_app(), ["bench", *arguments])
 
 
 def case(

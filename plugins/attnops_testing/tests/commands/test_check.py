@@ -8,7 +8,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from attnops import OperationRegistry, cli
+import attnops_cli
+from attnops import OperationRegistry
 from attnops.operations.vanilla import VanillaAttention
 from attnops_testing.behaviours import BEHAVIOURS
 from attnops_testing.features import FEATURES, combine
@@ -36,7 +37,7 @@ def _few(few):
 
 
 def run(*arguments):
-    return CliRunner().invoke(cli.make_app(), ["check", *arguments])
+    return CliRunner().invoke(attnops_cli.make_app(), ["check", *arguments])
 
 
 def register(cls):
@@ -220,7 +221,7 @@ def test_rows_are_printed_as_they_come(few, monkeypatch, capsys):
     monkeypatch.setitem(BEHAVIOURS, "float8", look)
     few(each_feature=[], behaviour=["unknown option", "float8"], memory_growth=[], caches=[])
     with pytest.raises(SystemExit):
-        cli.make_app()(["check", "sdpa"])
+        attnops_cli.make_app()(["check", "sdpa"])
     assert "behaviour       result   why" in printed[0]
     assert re.search(r"^unknown option +right", printed[1], re.M)
     assert re.search(r"^float8 +right", capsys.readouterr().out, re.M)

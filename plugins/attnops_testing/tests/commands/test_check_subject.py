@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
-from attnops import Limits, OperationImpl, OperationMetadata, OperationRegistry, Reason, cli
+import attnops_cli
+from attnops import Limits, OperationImpl, OperationMetadata, OperationRegistry, Reason
 from attnops.dispatch.plugins import Plugin, State
 from attnops.masks import Segments, SlidingWindow
 from attnops.operations.vanilla import VanillaAttention
@@ -25,7 +26,7 @@ def _registered_here():
 
 
 def run(*arguments):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(cli.make_app(), ["check", *arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(attnops_cli.make_app(), ["check", *arguments])
 
 
 class Zeta(VanillaAttention):

@@ -33,9 +33,8 @@ def run(tmp_path_factory):
         command = [folder / "bin" / program, *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=env | changes, cwd=cwd, check=False)
 
-    install(
-        run, "--no-deps", str(ROOT), *(str(ROOT / "plugins" / name) for name in ("attnops_caches", "attnops_testing"))
-    )
+    plugins = [str(ROOT / "plugins" / name) for name in ("attnops_caches", "attnops_cli", "attnops_testing")]
+    install(run, "--no-deps", str(ROOT), *plugins)
     return run
 
 

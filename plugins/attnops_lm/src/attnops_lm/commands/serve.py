@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from attnops import PluginError
-from attnops.cli.output import fail
+from attnops_cli.output import fail
 from attnops_lm.compilation import VARIABLE, default_folder, keep_programs
 
 

@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attnops.cli.noise import find_devices
-from attnops.cli.output import fail, print_text
-from attnops.cli.show import mask_with_values, needs_matplotlib
 from attnops.errors import PluginWarning, UnknownOperationError
 from attnops.masks import Full, Mask
+from attnops_cli.noise import find_devices
+from attnops_cli.output import fail, print_text
+from attnops_cli.show import mask_with_values, needs_matplotlib
 from attnops_testing.bench import (
     CacheCase,
     Case,

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import typer
 from rich.table import Table
 
-from attnops.cli.output import print_text, printer
 from attnops.masks import Mask
 from attnops_caches import PagedCache, StoredCache
 from attnops_caches.described import make_cache
+from attnops_cli.output import print_text, printer
 from attnops_testing.bench import CacheCase, Contender, Measurement, Tokens, ragged, reading
 from attnops_testing.commands.bench_tables import milliseconds, print_reasons, status_text
 

@@ -8,7 +8,7 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from attnops.cli.output import print_text, printer
+from attnops_cli.output import print_text, printer
 from attnops_testing.bench import Measurement
 
 _STYLES: Final = {"wrong": "bold red", "failed": "red", "refused": "yellow"}

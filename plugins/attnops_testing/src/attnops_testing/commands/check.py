@@ -14,10 +14,10 @@ from typing import Annotated, Any, Final, Literal
 import jax
 import typer
 
-from attnops.cli.noise import find_devices
-from attnops.cli.output import fail, print_text
 from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
+from attnops_cli.noise import find_devices
+from attnops_cli.output import fail, print_text
 from attnops_testing.cache_features import CACHE_FEATURES, combine_cache
 from attnops_testing.commands.check_report import Report
 from attnops_testing.commands.shrink import Explained, explain

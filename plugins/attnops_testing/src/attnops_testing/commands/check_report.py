@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from attnops.cli.output import print_heading, print_json, print_table, print_text
+from attnops_cli.output import print_heading, print_json, print_table, print_text
 from attnops_testing.commands.shrink import Explained
 from attnops_testing.pairs import joined
 from attnops_testing.runner import Outcome, Status

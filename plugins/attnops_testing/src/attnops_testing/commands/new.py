@@ -17,10 +17,10 @@ from typing import Annotated, Final, Literal
 import typer
 
 from attnops._version import __version__
-from attnops.cli.output import fail, print_text
 from attnops.dispatch.operation import API_VERSION
 from attnops.dispatch.plugins import CORE
 from attnops.dispatch.registry import OperationRegistry
+from attnops_cli.output import fail, print_text
 
 PlatformName = Literal["tpu", "cuda", "cpu"]
 

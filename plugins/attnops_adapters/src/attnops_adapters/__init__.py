@@ -1,0 +1,5 @@
+"""Attention of other frameworks by attnops' operations, in the frameworks' own conventions: a module a framework."""
+
+from attnops_adapters._version import __version__
+
+__all__ = ["__version__"]

@@ -1,0 +1,57 @@
+"""What replaces a framework's function for a while, also where several threads do so and end in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from attnops import OperationMetadata
+
+# The name of an operation, and its metadata.
+Used: TypeAlias = tuple[str, OperationMetadata]
+
+
+class Stack:
+    """The operations that are in use, the last of which serves calls; the framework's own function when none is."""
+
+    def __init__(self, default: Used) -> None:
+        self._default = default
+        self._entries: list[list[Used]] = []  # each in a list of its own, which has an identity
+        self._lock = threading.Lock()
+        self._own: Any = None
+
+    @property
+    def last(self) -> Used:
+        """The operation that serves calls, and its metadata."""
+        entries = self._entries
+        return entries[-1][0] if entries else self._default
+
+    @contextlib.contextmanager
+    def pushed(self, used: Used, module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+        """Within it ``module.name`` is ``function``, and `last` is ``used``, unless another was pushed later."""
+        entry = [used]
+        with self._lock:
+            if not self._entries:
+                self._own = getattr(module, name)
+                setattr(module, name, function)
+            self._entries = [*self._entries, entry]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._entries = [x for x in self._entries if x is not entry]
+                if not self._entries:
+                    setattr(module, name, self._own)
+
+
+def checked_metadata(fields: dict[str, Any]) -> OperationMetadata:
+    """The metadata of an adapter, whose layout is the framework's.
+
+    Raises:
+        ValueError: the layout is given, or a field is outside its range.
+    """
+    if "layout" in fields:
+        raise ValueError(f"layout={fields['layout']!r} is the framework's to say; leave it out")
+    return OperationMetadata(**fields)

@@ -1,0 +1,211 @@
+"""`attnops doctor`: what is installed, what is wrong with it, and what to install."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform as host
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import importlib_metadata
+import jax
+import typer
+
+from attnops.dispatch import plugins
+from attnops.dispatch.platforms import platform_of
+from attnops.dispatch.plugins import CORE, Plugin, State
+from attnops_cli.asked import find_details, find_reasons
+from attnops_cli.installed import FOR_PLATFORM, Installed, describe, find
+from attnops_cli.known_bad import Problem, known_problems
+from attnops_cli.noise import find_devices
+from attnops_cli.output import print_heading, print_json, print_table, print_text
+
+# The distributions whose versions matter; JAX's own plugins are found through their entry points.
+SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "numpy")
+
+FOR_SEVERAL_DEVICES: Final = "attnops-ring"
+
+# Where the kernel shows an accelerator: the JAX platform it should be seen as, what it is, what makes JAX see it.
+DEVICE_FILES: Final = {
+    "/dev/nvidiactl": ("cuda", "an NVIDIA GPU", "pip install 'jax[cuda13]'"),
+    "/dev/accel0": ("tpu", "a TPU", "pip install 'jax[tpu]'"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `doctor` found.
+
+    Attributes:
+        versions: by distribution, "python" first.
+        backend: JAX's default backend; empty where JAX can't start.
+        devices: JAX's devices.
+        requirement_checker: the module that reads requirements; empty where there is none, so that none is checked.
+        installed: the distributions, each imported.
+        kernels: how operations serve a long call on this machine's accelerators, a line each.
+        problems: what is wrong.
+        suggestions: what could be installed for this machine.
+    """
+
+    versions: dict[str, str]
+    backend: str
+    devices: list[str]
+    requirement_checker: str
+    installed: Installed
+    kernels: list[str]
+    problems: list[Problem]
+    suggestions: list[Problem]
+
+
+def command(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show tracebacks, and what libraries print.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, with every field.")] = False,
+) -> None:
+    """Examine the installation: versions, devices, each distribution, and what to install.
+
+    Imports every distribution, one by one. Exits with 1 if something is wrong.
+    """
+    find_devices()
+    report = examine(verbose)
+    if json:
+        described = [describe(plugin, report.installed.plugins) for plugin in report.installed.plugins]
+        fields = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
+        for name in ("problems", "suggestions"):
+            fields[name] = [dataclasses.asdict(problem) for problem in fields[name]]
+        print_json(fields | {"installed": described})
+    else:
+        _print(report, verbose)
+    raise typer.Exit(int(bool(report.problems)))
+
+
+def examine(verbose: bool = False) -> Report:
+    """Collect the report."""
+    versions = _versions()
+    problems = known_problems(versions)
+    backend, devices = "", []
+    try:
+        backend, devices = jax.default_backend(), jax.devices()
+    except RuntimeError as error:
+        problems.append(Problem(f"JAX can't start: {error}", "set JAX_PLATFORMS, or install what it names"))
+    checker = plugins.requirement_parser().__module__
+    if checker == plugins.__name__:
+        checker = ""
+        problems.append(Problem("requirements of distributions are not checked", "pip install packaging"))
+    installed = find(True, verbose)
+    problems += _plugin_problems(installed.plugins)
+    problems += [
+        Problem(f"{name} is faulty: {fault}", f"report it to its author; to disable it set ATTNOPS_DISABLE={name}")
+        for name, fault in installed.faults
+    ]
+    problems += [Problem(*trouble) for trouble in installed.troubles]
+    problems += [Problem(text, "pip uninstall or disable one of them") for text in installed.ambiguous]
+    problems += _machine_problems(devices, installed.plugins)
+    kernels = _kernels(devices, installed.plugins)
+    suggestions = _suggestions(devices, {plugin.distribution for plugin in installed.plugins})
+    return Report(versions, backend, [str(d) for d in devices], checker, installed, kernels, problems, suggestions)
+
+
+def _versions() -> dict[str, str]:
+    names = list(SHOWN)
+    names += [str(entry.dist.name) for entry in importlib_metadata.entry_points(group="jax_plugins") if entry.dist]
+    versions = {"python": host.python_version()}
+    for name in names:
+        try:
+            versions[plugins.normalize(name)] = importlib_metadata.version(name)
+        except importlib_metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _plugin_problems(found: tuple[Plugin, ...]) -> list[Problem]:
+    """One problem for each distribution and cause, for any number of operations."""
+    broken: dict[tuple[str, str, str], list[str]] = {}
+    for plugin in found:
+        if plugin.state in (State.FAILED, State.INCOMPATIBLE):
+            broken.setdefault((plugin.distribution, plugin.state, plugin.cause), []).append(plugin.name)
+    return [
+        Problem(
+            f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {state}: {cause}",
+            # Both, since either may be too old for the other.
+            f"pip install --upgrade {CORE} {distribution}; to disable it pip uninstall {distribution}, or set "
+            f"ATTNOPS_DISABLE={distribution}"
+            if distribution != CORE
+            else f"pip install --force-reinstall {CORE}",
+        )
+        for (distribution, state, cause), names in broken.items()
+    ]
+
+
+def _machine_problems(devices: list[Any], found: tuple[Plugin, ...]) -> list[Problem]:
+    """Why the kernels for this machine's accelerators can't run on it."""
+    problems = []
+    for platform in dict.fromkeys(platform_of(device) for device in devices):
+        for plugin in found:
+            if plugin.distribution == FOR_PLATFORM.get(platform):
+                problems += [
+                    Problem(
+                        f"{plugin.name} can't run on {platform}: {dataclasses.replace(reason, hint='')}", reason.hint
+                    )
+                    for reason in find_reasons(plugin, platform)
+                ]
+    return problems
+
+
+def _kernels(devices: list[Any], found: tuple[Plugin, ...]) -> list[str]:
+    return [
+        f"{plugin.name}, 4096 tokens, D 128, bfloat16: {line}"
+        for platform in dict.fromkeys(platform_of(device) for device in devices)
+        for plugin in found
+        if plugin.distribution == FOR_PLATFORM.get(platform)
+        for line in find_details(plugin, platform)
+    ]
+
+
+def _suggestions(devices: list[Any], distributions: set[str]) -> list[Problem]:
+    found = []
+    platforms = dict.fromkeys(platform_of(device) for device in devices)
+    for path, (platform, what, install) in DEVICE_FILES.items():
+        if platform not in platforms and Path(path).exists():
+            found.append(Problem(f"this machine has {what}, which JAX does not use", install))
+    for platform in platforms:
+        wanted = FOR_PLATFORM.get(platform, CORE)
+        if wanted not in distributions:
+            found.append(Problem(f"{wanted} has kernels for {platform}", f"pip install {wanted}"))
+    if len(devices) > 1 and FOR_SEVERAL_DEVICES not in distributions:
+        what = f"{FOR_SEVERAL_DEVICES} shards long sequences over these {len(devices)} devices"
+        found.append(Problem(what, f"pip install {FOR_SEVERAL_DEVICES}"))
+    return found
+
+
+def _print(report: Report, verbose: bool) -> None:
+    print_table(("version of", ""), report.versions.items())
+    print_text("")
+    print_table(
+        ("machine", ""),
+        (
+            ("backend", report.backend or "none"),
+            ("devices", ", ".join(report.devices) or "none"),
+            ("requirements", f"read by {report.requirement_checker}" if report.requirement_checker else "not checked"),
+        ),
+    )
+    print_text("")
+    found = report.installed.plugins
+    rows = ((plugin.name, plugin.version, str(plugin.state), plugin.cause) for plugin in found)
+    print_table(("operation", "version", "state", "cause"), rows)
+    if verbose:
+        for plugin in found:
+            if plugin.traceback:
+                print_heading(f"{plugin.name}, traceback")
+                print_text(plugin.traceback.rstrip())
+    if report.kernels:
+        print_heading("Kernels")
+        print_text("\n".join(f"- {line}" for line in report.kernels))
+    for heading, problems in (("Could be installed", report.suggestions), ("Wrong", report.problems)):
+        if problems:
+            print_heading(heading)
+            for problem in problems:
+                print_text(f"- {problem.what}\n    {problem.install}")
+    if not report.problems:
+        print_heading("Nothing is wrong.")

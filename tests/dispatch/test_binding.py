@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import OperationMetadata, OperationRegistry
+from attnops import OperationMetadata, OperationRegistry, attention
 from attnops.dispatch import registry
-from attnops.masks import Causal
+from attnops.masks import Causal, Segments
 
 
 def ones(*shape, dtype=jnp.float32):
@@ -98,9 +98,40 @@ def test_an_impossible_call_is_refused_with_the_argument(name, operation):
         OperationRegistry.create(operation)(*arrays, **options)
 
 
-def test_layout_that_the_arrays_do_not_have():
-    with pytest.raises(ValueError, match=r"check that metadata\.layout"):
-        OperationRegistry.create("vanilla")(ones(1, 4, 5, 8), ones(1, 2, 7, 8), ones(1, 2, 7, 8))
+HEADS_FIRST = ones(1, 4, 5, 8), ones(1, 2, 7, 8), ones(1, 2, 7, 8)
+ONE_LENGTH = (ones(1, 4, 6, 8),) * 3  # fits both layouts
+
+
+@pytest.mark.parametrize("call", [OperationRegistry.create("vanilla"), OperationRegistry.create("auto"), attention])
+@pytest.mark.parametrize(
+    ("arrays", "options"),
+    [
+        (HEADS_FIRST, {}),
+        (HEADS_FIRST, {"mask": Causal()}),
+        (ONE_LENGTH, {"mask": np.ones((1, 1, 6, 6), bool)}),
+        (ONE_LENGTH, {"mask": Segments(np.zeros((1, 6), int)), "mode": "train"}),
+        (ONE_LENGTH, {"sinks": ones(4)}),
+        (ONE_LENGTH, {"bias": ones(1, 4, 6, 6)}),
+    ],
+)
+def test_an_error_of_arrays_that_fit_the_other_layout_names_it(call, arrays, options):
+    hint = re.escape(". If the arrays are [B, heads, length, head_dim]: OperationMetadata(layout='BHTD')")
+    with pytest.raises(ValueError, match=hint):
+        call(*arrays, **options)
+    back = re.escape(". If the arrays are [B, length, heads, head_dim]: OperationMetadata(layout='BTHD')")
+    swapped = [np.swapaxes(x, 1, 2) for x in map(np.asarray, arrays)]
+    with pytest.raises(ValueError, match=back):
+        attention(*swapped, **options, metadata=OperationMetadata(layout="BHTD"))
+
+
+@pytest.mark.parametrize("options", [{"sinks": ones(5)}, {"mask": np.ones((6, 6), bool)}, {"softmax_scale": "x"}])
+def test_an_error_that_the_other_layout_does_not_mend_names_none(options):
+    with pytest.raises(ValueError, match="must") as caught:
+        attention(*ONE_LENGTH, **options)
+    assert "layout" not in str(caught.value)
+
+
+def test_arrays_of_another_rank_in_the_layout_bhtd():
     with pytest.raises(ValueError, match=re.escape("query has shape (4, 8), but must have rank 4: [B, heads, length")):
         OperationRegistry.create("vanilla", OperationMetadata(layout="BHTD"))(ones(4, 8), K, V)
 

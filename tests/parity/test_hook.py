@@ -231,6 +231,20 @@ def test_a_second_derivative_raises() -> None:
         gradient.sum().backward()
 
 
+def test_a_bias_of_fewer_dimensions_has_a_gradient_of_its_own_shape() -> None:
+    x, whole = torch.linspace(-1, 1, 20).reshape(1, 1, 5, 4), torch.linspace(0, 1, 25).reshape(1, 1, 5, 5)
+    gradients = []
+    for bias in (whole, whole[0], whole[0, 0]):
+        bias = bias.clone().requires_grad_()
+        out, _ = attention(attend_with(), torch.nn.Module(), x, x, x, None, position_bias=bias)
+        (out**2).sum().backward()
+        assert bias.grad.shape == bias.shape
+        gradients.append(bias.grad.reshape(whole.shape))
+    assert gradients[0].abs().max() > 1e-3
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
 def test_masks_pass_through_what_models_do_and_nothing_reads_them() -> None:
     mask = create_mask(1, 2, 2)
     for same in (mask.contiguous(), mask.detach(), mask.to(torch.bool), mask.to("cpu")):

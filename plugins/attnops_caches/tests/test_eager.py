@@ -13,7 +13,7 @@ import pytest
 
 from attnops import OperationRegistry
 from attnops.masks import Causal
-from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache
+from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache, sharded
 
 B, T, H, K, D = 2, 3, 4, 2, 4
 OPTIONS: dict[str, Any] = {"batch": B, "kv_heads": K, "head_dim": D, "dtype": jnp.float32}
@@ -89,3 +89,23 @@ def test_a_second_identical_call_compiles_nothing(name: str, storage: str) -> No
     found = call(cache)
     assert program_budget.compiled() == before
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_equal_caches_on_a_mesh_compile_once_whatever_function_makes_them() -> None:
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    by_head = {"codec": Quantized("int8", "head"), "value_scale": [1.0, 2.0]}
+
+    def made(i: int) -> DenseCache:
+        scale = jnp.full(K, i + 1.0) if i % 2 else np.full(K, i + 1.0)  # arrays are data
+        return sharded(lambda: DenseCache.create(length=8, key_scale=scale, **by_head, **OPTIONS), mesh)
+
+    for i in range(200):
+        if i == 2:
+            before = program_budget.compiled()
+        cache = made(i)
+        assert cache.store.key_scale.tolist() == [i + 1.0] * K
+    assert program_budget.compiled() == before
+    assert cache.store.key.sharding.spec == cache.specs.store.key == jax.P(None, "tp", None, None)
+    made(3).store.key.delete()  # buffers of its own
+    assert made(3).store.key.shape == (B, K, 8, D)
+    assert sharded(lambda: DenseCache.create(length=6, **OPTIONS), mesh).length == 6

@@ -52,6 +52,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: dense().append(x(3, 2, K, D), x(3, 2, K, D)),
         r"key has shape \(3, 2, 2, 8\), but the cache takes \[B, T, K, head_dim\]=\[2, T, 2, 8\]",
     ),
+    "keys with heads before tokens": (
+        lambda: dense().append(x(B, K, 3, D), x(B, K, 3, D)),
+        r"\[2, T, 2, 8\] with T of at least 1. With heads and tokens swapped it fits: key.swapaxes\(1, 2\), or m",
+    ),
+    "a step with heads before tokens": (
+        lambda: OP.step(x(B, H, 3, D), x(B, K, 3, D), x(B, K, 3, D), dense(), mask=Causal()),
+        r"key has shape \(2, 2, 3, 8\).* swapped it fits: key.swapaxes\(1, 2\), or metadata.layout of op.step",
+    ),
+    "queries with heads before tokens": (
+        lambda: OP(x(B, H, 3, D), dense()),
+        r"query has 3 heads and the cache has 2: the kv heads must divide the heads \(check that metadata.layout is",
+    ),
     "values of another length": (
         lambda: dense().append(NEW, x(B, 3, K, D)), r"value has length 3, but key has length 2: they must be equal",
     ),

@@ -86,15 +86,6 @@ def test_doctor_reports_that_requirements_are_not_checked(run_json: Any, monkeyp
     assert found["requirement_checker"] == ""
 
 
-class Device:
-    """A device, as far as its platform goes."""
-
-    client = None
-
-    def __init__(self, platform: str) -> None:
-        self.platform = platform
-
-
 @pytest.mark.parametrize(
     ("devices", "installed", "commands"),
     [
@@ -109,23 +100,23 @@ def test_doctor_suggests_what_serves_this_machine(
     monkeypatch: pytest.MonkeyPatch, devices: list[str], installed: set[str], commands: list[str]
 ) -> None:
     monkeypatch.setattr(doctor, "DEVICE_FILES", {})
-    found = doctor._suggestions([Device(platform) for platform in devices], installed)
+    found = doctor._suggestions([*dict.fromkeys(devices)], len(devices), installed)
     assert [suggestion.install for suggestion in found] == commands
 
 
 def test_doctor_sees_an_accelerator_that_jax_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "nvidiactl").touch()
     files = {
-        str(tmp_path / "nvidiactl"): ("cuda", "an NVIDIA GPU", "pip install 'jax[cuda13]'"),
-        "/absent": ("tpu",) * 3,
+        str(tmp_path / "nvidiactl"): ("cuda", "an NVIDIA GPU"),
+        "/absent": ("tpu", "a TPU"),
     }
     monkeypatch.setattr(doctor, "DEVICE_FILES", files)
-    (found,) = doctor._suggestions([Device("cpu")], {"attnops"})
+    (found,) = doctor._suggestions(["cpu"], 1, {"attnops"})
     assert (found.what, found.install) == (
         "this machine has an NVIDIA GPU, which JAX does not use",
         "pip install 'jax[cuda13]'",
     )
-    assert [s.install for s in doctor._suggestions([Device("cuda")], {"attnops-triton"})] == []
+    assert [s.install for s in doctor._suggestions(["cuda"], 1, {"attnops-triton"})] == []
 
 
 def test_doctor_says_why_the_kernels_for_this_machines_gpu_cannot_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,15 +131,37 @@ def test_doctor_says_why_the_kernels_for_this_machines_gpu_cannot_run_on_it(monk
     monkeypatch.setattr(compat, "device_arch", lambda: "sm_100")
     old = assembler.Assembler(Path("/usr/local/cuda/bin/ptxas"), (12, 6))
     monkeypatch.setattr(assembler, "find", lambda: old)
-    assert doctor._machine_problems([Device("cpu")], plugins) == []
-    (problem,) = doctor._machine_problems([Device("cuda")] * 2, plugins)
+    assert doctor._machine_problems(["cpu"], plugins) == []
+    (problem,) = doctor._machine_problems(["cuda"], plugins)
     assert problem.what == (
         "attnops-triton:flash can't run on cuda: ptxas=of CUDA 12.6 in /usr/local/cuda/bin: sm_100 needs that of CUDA "
         "12.8 or later"
     )
     assert problem.install.startswith("pip install 'nvidia-cuda-nvcc")
     monkeypatch.setattr(assembler, "find", lambda: old._replace(release=(12, 9)))
-    assert doctor._machine_problems([Device("cuda")], plugins) == []
+    assert doctor._machine_problems(["cuda"], plugins) == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "commands"),
+    [("cpu", []), ("cuda", ["pip install 'jax[cuda13]'", "pip install attnops-triton"]),
+     ("rocm", ["pip install 'jax[rocm7-local]'", "pip install attnops-triton"]), ("TPU", ["pip install attnops-tpu"])],
+)  # fmt: skip
+def test_doctor_of_a_platform_that_is_not_here(
+    run_json: Any, monkeypatch: pytest.MonkeyPatch, platform: str, commands: list[str]
+) -> None:
+    monkeypatch.setattr(doctor, "DEVICE_FILES", {})
+    monkeypatch.setattr(doctor, "_versions", lambda: SOUND | {"libtpu": "0.1"})
+    found = run_json("doctor", "--platform", platform)
+    assert [suggestion["install"] for suggestion in found["suggestions"]] == commands
+    name = "flash" if platform == "cpu" else "sdpa"
+    assert found["kernels"] == [f"on {platform.lower()} auto runs attnops:{name} (forward_native)"]
+
+
+def test_doctor_of_an_unknown_platform(run: Any) -> None:
+    result = run("doctor", "--platform", "npu")
+    assert result.exit_code == 2
+    assert "platform='npu' is unknown; use one of" in result.output
 
 
 SOUND = {"python": "3.12.4", "jax": "0.11.2", "jaxlib": "0.11.2", "triton": "3.9.0"}

@@ -117,6 +117,22 @@ def test_what_is_declared_as_refused_says_nothing_of_others():
     assert judged(right, {"vmap"}) is right
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"refuses": {"exprot"}}, "Suite.refuses 'exprot' is unknown; did you mean 'export'?"),
+        ({"refuses": {"GQA + Casual"}}, "Suite.refuses 'Casual' is unknown; did you mean 'Causal'?"),
+        ({"refuses": "export"}, "Suite.refuses='export' must be a set of names"),
+        ({"exhaustive": {"all_pairs"}}, "Suite.exhaustive names ['all_pairs'], but there are ['test_all_pairs', "),
+        ({"every": {"test_pairs": 2}}, "Suite.every names ['test_pairs'], but there are ['test_all_pairs', "),
+    ],
+)
+def test_a_declaration_that_would_have_no_effect_is_refused(fields, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        type("Suite", (OperationConformance,), fields)
+    type("Suite", (OperationConformance,), {"refuses": {"caches", "GQA + Causal", "memory, Causal", "export", "paged"}})
+
+
 @pytest.mark.slow
 def test_refuses_is_the_same_for_check(registered):
     (cls,) = (cls for cls in FAULTS if cls.__name__ == "NoExport")

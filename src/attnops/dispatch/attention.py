@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -19,7 +19,7 @@ from attnops.dispatch.partial import PartialAttention
 from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.result import check_output
-from attnops.dispatch.source import Source
+from attnops.dispatch.source import Source, SourceType, bound, stepped
 from attnops.errors import Reason
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from attnops.biases import Bias
     from attnops.masks.base import Mask
-
-SourceType = TypeVar("SourceType", bound=Source)
 
 
 class OperationImpl(PartialAttention):
@@ -173,7 +171,7 @@ class OperationImpl(PartialAttention):
             )
         of_call = CONTRACT | {"mode", "return_lse", "return_weights"}
         self._check_own_options(source, {name: x for name, x in options.items() if name not in of_call})
-        return source.step(self, query, key, value, options)
+        return stepped(source.step(self, query, key, value, options), source)
 
     def _check_own_options(self, key: object, options: Mapping[str, object]) -> None:
         """Raise a `TypeError` for an option that neither a forward nor the source has."""
@@ -208,7 +206,7 @@ class OperationImpl(PartialAttention):
             if value is not None:
                 name = type(key).__name__
                 raise ValueError(f"key is a {name} and value is given too: the {name} has the values; leave value out")
-            return key.bind(self, query, options)
+            return bound(key, self, query, options)
         if value is None:
             raise ValueError("value=None, but must be an array [B, S, K, Dv]; only a cache has its values with it")
         call = bind_attention(self.metadata, query, key, value, options, parts or (1, 1))
@@ -234,7 +232,8 @@ class OperationImpl(PartialAttention):
     def reasons_for(self, forward: str, request: Request) -> list[Reason]:
         """See `BaseOperation.reasons_for`; of a request over a source, what its `SourceRequest` says."""
         if isinstance(request, AttentionRequest) and request.source is not None:
-            return request.source.reasons(self, forward, request)
+            source = request.source
+            return border.reasons_of(type(source), "reasons", lambda: source.reasons(self, forward, request))
         return self.own_reasons(forward, request)
 
     def invoke(
@@ -273,7 +272,10 @@ class OperationImpl(PartialAttention):
             TypeError: the forward did not return an `OperationOutput`, left out a field that was asked for, or returned
                 another shape or dtype than the contract's.
         """
-        check_output(type(self).__name__, shapes_of(call), call.options, result)
+        request = call.request
+        of_source = isinstance(request, AttentionRequest) and request.source is not None
+        name = f"{type(call.args[1]).__name__}.run" if of_source else type(self).__name__
+        check_output(name, shapes_of(call), call.options, result)
         out = tag(result.attention_outputs, OUTPUT_NAME)
         if self.metadata.layout == "BHTD":
             out = out.swapaxes(1, 2)

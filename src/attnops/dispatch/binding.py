@@ -60,6 +60,23 @@ def bind_attention(
     Raises:
         ValueError: shapes that don't fit, a dtype that isn't floating-point, an option outside its range.
     """
+    try:
+        return _bind(metadata, query, key, value, dict(options), parts)
+    except ValueError as error:
+        other = "BTHD" if metadata.layout == "BHTD" else "BHTD"
+        swapped = metadata.replace(layout=other)
+        try:  # shapes alone
+            jax.eval_shape(lambda q, k, v: _bind(swapped, q, k, v, dict(options), parts).args, query, key, value)
+        except Exception:
+            raise error from None
+        what = "[B, heads, length, head_dim]" if other == "BHTD" else "[B, length, heads, head_dim]"
+        raise ValueError(f"{error}. If the arrays are {what}: OperationMetadata(layout={other!r})") from None
+
+
+def _bind(
+    metadata: OperationMetadata, query: ArrayLike, key: ArrayLike, value: ArrayLike, options: dict[str, Any],
+    parts: tuple[int, int],
+) -> Call:  # fmt: skip
     query, key, value = (check_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if metadata.layout == "BHTD":
         query, key, value = (swap_heads(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
@@ -206,10 +223,7 @@ def _dimensions(query: jax.Array, key: jax.Array, value: jax.Array) -> Dimension
             f"they must be equal"
         )
     if H % K:
-        raise ValueError(
-            f"query has {H} heads and key has {K}: the kv heads must divide the heads (check that "
-            f"metadata.layout is the arrays' layout)"
-        )
+        raise ValueError(f"query has {H} heads and key has {K}: the kv heads must divide the heads")
     return Dimensions(B, T, H, D, S, K, value.shape[3])
 
 

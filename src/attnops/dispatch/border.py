@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
 from attnops.dispatch.metadata import OperationMetadata
@@ -60,22 +60,30 @@ def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
     Raises:
         PluginError: it raised, or returned anything but reasons.
     """
-    cls = type(operation)
+    return reasons_of(type(operation), "unsupported", lambda: operation.unsupported(request))
+
+
+def reasons_of(cls: type, method: str, ask: Callable[[], Iterable[Reason] | str | None]) -> list[Reason]:
+    """What ``ask``, which calls a method of a class, gives.
+
+    Raises:
+        PluginError: it raised, or returned anything but reasons.
+    """
     try:
-        given: Iterable[Reason] | str | None = operation.unsupported(request)
+        given = ask()
         if given is None or isinstance(given, str):
-            what = f"unsupported returned {given!r}, but must return or yield attnops.Reason; return () for none"
+            what = f"{method} returned {given!r}, but must return or yield attnops.Reason; return () for none"
             raise _fault(cls, what)
         reasons = list(given)
         for reason in reasons:
             if not isinstance(reason, Reason):
-                what = f"unsupported gave {printable(reason)!r} ({type(reason).__name__}), but must give attnops.Reason"
+                what = f"{method} gave {printable(reason)!r} ({type(reason).__name__}), but must give attnops.Reason"
                 raise _fault(cls, what)
             str(reason)
     except PluginError:
         raise
     except BaseException as error:
-        raise _raised(cls, "unsupported", error) from error
+        raise _raised(cls, method, error) from error
     return reasons
 
 

@@ -17,6 +17,11 @@ from attnops.errors import pass_interrupt, printable
 FORWARDS: Final = frozenset().union(*FORWARD_CHAIN.values())
 FIELDS: Final = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
 
+# What version 1 of the plugin API called.
+OF_VERSION_1: Final = frozenset({"_reasons", "_not_written"}).union(
+    *({f"cached_{name}", f"stepped_{name}"} for name in FORWARDS)
+)
+
 
 def check_class(loaded: object) -> tuple[str, str]:
     """Why a class can't be an operation, as (fault, wrong api_version); both empty for a valid class."""
@@ -62,6 +67,9 @@ def _wrong_version(loaded: type[BaseOperation]) -> tuple[str, str]:
     if loaded.api_version != API_VERSION:
         todo = "upgrade attnops" if loaded.api_version > API_VERSION else "upgrade the plugin"
         return "", f"has api_version={loaded.api_version}, but this attnops has api_version={API_VERSION}; {todo}"
+    # A class that does not state its version has the core's.
+    if old := [name for name in dir(loaded) if name in OF_VERSION_1]:
+        return "", f"has {', '.join(old)} of api_version=1, which api_version=2 does not call; upgrade the plugin"
     return "", ""
 
 
@@ -89,6 +97,9 @@ def _wrong_attributes(loaded: type[BaseOperation]) -> str:
     if isinstance(loaded.reads, str) or not set(loaded.reads) <= FIELDS:
         return f"has reads={loaded.reads!r}, which must be a set of fields of OperationMetadata: {sorted(FIELDS)}"
     if _is_attention(loaded):
+        readers: object = loaded.readers  # type: ignore[attr-defined]
+        if not isinstance(readers, Mapping) or not set(readers) <= FORWARDS:
+            return f"has readers={readers!r}, which must map forwards to readers; forwards are {sorted(FORWARDS)}"
         axes: object = loaded.option_axes  # type: ignore[attr-defined]
         if not isinstance(axes, Mapping) or not all(
             isinstance(x, str) and set(x) <= set("bhk-") for x in axes.values()

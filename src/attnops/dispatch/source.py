@@ -15,17 +15,22 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+import jax.numpy as jnp
+
+from attnops.dispatch.call import Call
+from attnops.dispatch.request import AttentionRequest
 from attnops.errors import Reason
+from attnops.output import OperationOutput
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.dispatch.attention import OperationImpl
-    from attnops.dispatch.call import Call
-    from attnops.dispatch.request import AttentionRequest
-    from attnops.output import OperationOutput
+
+
+SourceType = TypeVar("SourceType", bound="Source")
 
 
 class SourceUse(abc.ABC):
@@ -109,3 +114,38 @@ class Source(abc.ABC):
         options: Mapping[str, Any],
     ) -> tuple[OperationOutput, Self]:
         """Append tokens, and attend: see `OperationImpl.step`, whose arguments these are."""
+
+
+def bound(source: Source, operation: OperationImpl, query: ArrayLike, options: Mapping[str, Any]) -> Call:
+    """`Source.bind`, whose result is checked.
+
+    Raises:
+        TypeError: it is not a call of query and source, described by its request.
+    """
+    name, call = f"{type(source).__name__}.bind", source.bind(operation, query, options)
+    if not isinstance(call, Call) or not isinstance(call.request, AttentionRequest) or len(call.args) != 2:
+        raise TypeError(f"{name} returned {call!r}, but must return a Call of (query, source) with an AttentionRequest")
+    request, shape = call.request, jnp.shape(call.args[0])
+    if not isinstance(request.source, SourceRequest):
+        raise TypeError(f"{name} returned a request with source={request.source!r}, but must return a SourceRequest")
+    described = request.batch, request.query_length, request.heads, request.head_dim
+    if shape != described:
+        raise TypeError(f"{name} returned a query of shape {shape} and a request of [B, T, H, D]={described}")
+    try:
+        hash(request)
+    except TypeError as error:
+        raise TypeError(f"{name} returned a request that is not hashable: {error}") from error
+    return call
+
+
+def stepped(result: tuple[OperationOutput, SourceType], source: SourceType) -> tuple[OperationOutput, SourceType]:
+    """What `Source.step` returned, if it is an output and a source.
+
+    Raises:
+        TypeError: it is anything else.
+    """
+    kinds = [type(x) for x in result] if isinstance(result, tuple) else [type(result)]
+    if len(kinds) != 2 or not issubclass(kinds[0], OperationOutput) or not issubclass(kinds[1], Source):
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{type(source).__name__}.step returned ({names}), but must return (OperationOutput, Source)")
+    return result

@@ -83,7 +83,12 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # where t
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_arrays = _backward(ctx.vjp, to_jax(d_out, ctx.padded_shape))
         given = zip(d_arrays, ctx.shapes, strict=True)
-        return None, None, None, *(None if d is None else to_torch(d, shape) for d, shape in given)
+        return None, None, None, *(None if d is None else _of_shape(d, shape) for d, shape in given)
+
+
+def _of_shape(d: jax.Array, shape: torch.Size) -> torch.Tensor:
+    """A gradient without padding, nor the axes of size 1 that a bias of fewer than 4 was given."""
+    return to_torch(d, (1,) * (d.ndim - len(shape)) + tuple(shape)).reshape(shape)
 
 
 def _shape(tensors: tuple[torch.Tensor | None, ...]) -> tuple[int, ...]:

@@ -360,9 +360,11 @@ class Cache(Source):
             raise ValueError(f"{name} is a {type(x).__name__}, but must be an array [B, T, K, head_dim]")
         wanted = (batch, x.shape[1] if len(x.shape) == 4 else "T", self.kv_heads, d)
         if len(x.shape) != 4 or tuple(x.shape) != wanted or not x.shape[1]:
+            fits = len(x.shape) == 4 and (*x.shape[:2], x.shape[3]) == (batch, self.kv_heads, d)
+            hint = f". With heads and tokens swapped it fits: {name}.swapaxes(1, 2), or metadata.layout of op.step"
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}, but the cache takes [B, T, K, head_dim]="
-                f"[{batch}, T, {self.kv_heads}, {d}] with T of at least 1"
+                f"[{batch}, T, {self.kv_heads}, {d}] with T of at least 1{hint if fits else ''}"
             )
         if jnp.dtype(x.dtype) != jnp.dtype(self.dtype):
             raise ValueError(

@@ -17,6 +17,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops.errors import Reason, UnsupportedError
+from attnops.programs.program import Program, bind
+from attnops.programs.tracing import CALLS, trace
 from attnops.sharding.axes import BATCH, KV_HEAD, KV_LENGTH
 from attnops.sharding.mesh import entry_of, manual_axes, mesh_arguments, names_of
 from attnops.sharding.modes import MODE_DECODE
@@ -164,18 +166,29 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
     Raises:
         ValueError: a cache that can't be sharded; see also the ``create`` of its class.
     """
-    shape = jax.eval_shape(create)
-    if not shape.is_stored:
+    trees: list[Any] = []
+
+    def leaves() -> list[jax.Array]:
+        found, tree = jax.tree.flatten(create())
+        trees.append(tree)
+        return found
+
+    traced = trace(leaves, [], CALLS)
+    shape: CacheType = jax.tree.unflatten(trees[0], traced.results)
+    if not getattr(shape, "is_stored", False):
         raise ValueError(f"create made a {type(shape).__name__}, which no mesh shards; make a DenseCache, for example")
     placement = placement_of(shape, mesh, axis_rules)
-
-    def made() -> CacheType:
-        return dataclasses.replace(create(), placement=placement)
-
-    specs = placement.specs(dataclasses.replace(shape, placement=placement))
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    result: CacheType = jax.jit(made, out_shardings=shardings)()
+    specs, tree = jax.tree.flatten(placement.specs(dataclasses.replace(shape, placement=placement)))
+    data = [placed(x, PartitionSpec(), mesh) for x in traced.constants]
+    made = _compiled(traced.program, tuple(NamedSharding(mesh, spec) for spec in specs))(data)
+    result: CacheType = jax.tree.unflatten(tree, made)
     return result
+
+
+@functools.lru_cache(maxsize=128)
+def _compiled(program: Program, shardings: tuple[NamedSharding, ...]) -> Callable[[list[Any]], list[jax.Array]]:
+    """The arrays of a cache from what ``create`` closes over; equal caches share it, whatever function makes them."""
+    return jax.jit(lambda data: program.run(data, bind), out_shardings=list(shardings))
 
 
 def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_page: bool = True) -> Placement:

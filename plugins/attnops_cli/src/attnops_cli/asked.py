@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 from attnops.dispatch import border
 from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.explain import explain
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import BaseOperation
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.plugins import Plugin
 from attnops.dispatch.request import AttentionRequest, Request
-from attnops.errors import PluginError, Reason, UnsupportedError, pass_interrupt, printable
+from attnops.errors import PluginError, PluginWarning, Reason, UnsupportedError, pass_interrupt, printable
 
 
 def find_faults(plugin: Plugin) -> list[str]:
@@ -40,12 +43,23 @@ def find_reasons(plugin: Plugin, platform: str) -> list[Reason]:
         return []
 
 
+def find_chosen(platform: str) -> str:
+    """What `auto` runs on a platform for plain attention of 4,096 tokens in bfloat16, D 128, by name and forward."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PluginWarning)
+        try:
+            chosen = explain(_long_request(platform)).chosen
+        except (ValueError, PluginError) as error:
+            return f"nothing: {error}"
+    return f"{chosen.name} (forward_{chosen.forward})"
+
+
 def find_details(plugin: Plugin, platform: str) -> tuple[str, ...]:
-    """How a loaded class serves plain attention of 4,096 tokens in bfloat16, D 128, on a platform of this machine."""
+    """How a loaded class serves the call of `find_chosen`."""
     cls = plugin.operation_class
     if cls is None or not issubclass(cls, OperationImpl):
         return ()
-    request = _small_request(platform).replace(query_length=4096, key_length=4096, head_dim=128, value_head_dim=128)
+    request = _long_request(platform)
     try:
         operation = border.make(cls, OperationMetadata(platform=platform))
         return () if operation.reasons(request) else border.details(operation, request)
@@ -67,6 +81,10 @@ def _ask_all(cls: type[BaseOperation], platform: str) -> None:
         if not operation.reasons(request):
             border.details(operation, request)
     border.environment_key(operation)
+
+
+def _long_request(platform: str) -> AttentionRequest:
+    return _small_request(platform).replace(query_length=4096, key_length=4096, head_dim=128, value_head_dim=128)
 
 
 def _small_request(platform: str) -> AttentionRequest:

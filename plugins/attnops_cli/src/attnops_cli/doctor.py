@@ -5,31 +5,35 @@ from __future__ import annotations
 import dataclasses
 import platform as host
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import importlib_metadata
 import jax
 import typer
 
 from attnops.dispatch import plugins
-from attnops.dispatch.platforms import platform_of
+from attnops.dispatch.platforms import canonicalize_platform, platform_of
 from attnops.dispatch.plugins import CORE, Plugin, State
-from attnops_cli.asked import find_details, find_reasons
+from attnops_cli.asked import find_chosen, find_details, find_reasons
 from attnops_cli.installed import FOR_PLATFORM, Installed, describe, find
 from attnops_cli.known_bad import Problem, known_problems
 from attnops_cli.noise import find_devices
-from attnops_cli.output import print_heading, print_json, print_table, print_text
+from attnops_cli.output import fail, print_heading, print_json, print_table, print_text
 
 # The distributions whose versions matter; JAX's own plugins are found through their entry points.
 SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "numpy")
 
 FOR_SEVERAL_DEVICES: Final = "attnops-ring"
 
-# Where the kernel shows an accelerator: the JAX platform it should be seen as, what it is, what makes JAX see it.
-DEVICE_FILES: Final = {
-    "/dev/nvidiactl": ("cuda", "an NVIDIA GPU", "pip install 'jax[cuda13]'"),
-    "/dev/accel0": ("tpu", "a TPU", "pip install 'jax[tpu]'"),
+# By platform: what the names of JAX's distributions for it begin with, and what installs them.
+JAX_PLUGINS: Final = {
+    "cuda": ("jax-cuda", "pip install 'jax[cuda13]'"),
+    "rocm": ("jax-rocm", "pip install 'jax[rocm7-local]'"),
+    "tpu": ("libtpu", "pip install 'jax[tpu]'"),
 }
+
+# Where the kernel shows an accelerator: the JAX platform it should be seen as, and what it is.
+DEVICE_FILES: Final = {"/dev/nvidiactl": ("cuda", "an NVIDIA GPU"), "/dev/accel0": ("tpu", "a TPU")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +46,9 @@ class Report:
         devices: JAX's devices.
         requirement_checker: the module that reads requirements; empty where there is none, so that none is checked.
         installed: the distributions, each imported.
-        kernels: how operations serve a long call on this machine's accelerators, a line each.
+        kernels: what serves a long call on this machine, or on the platform that was asked for, and how; a line each.
         problems: what is wrong.
-        suggestions: what could be installed for this machine.
+        suggestions: what could be installed for it.
     """
 
     versions: dict[str, str]
@@ -58,6 +62,9 @@ class Report:
 
 
 def command(
+    platform: Annotated[
+        str | None, typer.Option(help="cpu, cuda, rocm, gpu, tpu or tt.", show_default="this machine's")
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show tracebacks, and what libraries print.")
     ] = False,
@@ -65,10 +72,14 @@ def command(
 ) -> None:
     """Examine the installation: versions, devices, each distribution, and what to install.
 
-    Imports every distribution, one by one. Exits with 1 if something is wrong.
+    With --platform for a machine that this one need not be. Imports every distribution, one by one. Exits with 1 if
+    something is wrong.
     """
     find_devices()
-    report = examine(verbose)
+    try:
+        report = examine(verbose, None if platform is None else canonicalize_platform(platform))
+    except ValueError as error:
+        fail(error, 2)
     if json:
         described = [describe(plugin, report.installed.plugins) for plugin in report.installed.plugins]
         fields = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
@@ -80,8 +91,8 @@ def command(
     raise typer.Exit(int(bool(report.problems)))
 
 
-def examine(verbose: bool = False) -> Report:
-    """Collect the report."""
+def examine(verbose: bool = False, platform: str | None = None) -> Report:
+    """Collect the report; of a platform, None for those of this machine's devices."""
     versions = _versions()
     problems = known_problems(versions)
     backend, devices = "", []
@@ -101,9 +112,11 @@ def examine(verbose: bool = False) -> Report:
     ]
     problems += [Problem(*trouble) for trouble in installed.troubles]
     problems += [Problem(text, "pip uninstall or disable one of them") for text in installed.ambiguous]
-    problems += _machine_problems(devices, installed.plugins)
-    kernels = _kernels(devices, installed.plugins)
-    suggestions = _suggestions(devices, {plugin.distribution for plugin in installed.plugins})
+    platforms = [*dict.fromkeys(map(platform_of, devices))] if platform is None else [platform]
+    problems += _machine_problems(platforms, installed.plugins)
+    kernels = _kernels(platforms, installed.plugins)
+    names = {plugin.distribution for plugin in installed.plugins}
+    suggestions = _suggestions(platforms, 0 if platform else len(devices), names | versions.keys())
     return Report(versions, backend, [str(d) for d in devices], checker, installed, kernels, problems, suggestions)
 
 
@@ -138,10 +151,10 @@ def _plugin_problems(found: tuple[Plugin, ...]) -> list[Problem]:
     ]
 
 
-def _machine_problems(devices: list[Any], found: tuple[Plugin, ...]) -> list[Problem]:
-    """Why the kernels for this machine's accelerators can't run on it."""
+def _machine_problems(platforms: list[str], found: tuple[Plugin, ...]) -> list[Problem]:
+    """Why the kernels for some platforms can't run there."""
     problems = []
-    for platform in dict.fromkeys(platform_of(device) for device in devices):
+    for platform in platforms:
         for plugin in found:
             if plugin.distribution == FOR_PLATFORM.get(platform):
                 problems += [
@@ -153,28 +166,30 @@ def _machine_problems(devices: list[Any], found: tuple[Plugin, ...]) -> list[Pro
     return problems
 
 
-def _kernels(devices: list[Any], found: tuple[Plugin, ...]) -> list[str]:
-    return [
-        f"{plugin.name}, 4096 tokens, D 128, bfloat16: {line}"
-        for platform in dict.fromkeys(platform_of(device) for device in devices)
-        for plugin in found
-        if plugin.distribution == FOR_PLATFORM.get(platform)
-        for line in find_details(plugin, platform)
-    ]
-
-
-def _suggestions(devices: list[Any], distributions: set[str]) -> list[Problem]:
-    found = []
-    platforms = dict.fromkeys(platform_of(device) for device in devices)
-    for path, (platform, what, install) in DEVICE_FILES.items():
-        if platform not in platforms and Path(path).exists():
-            found.append(Problem(f"this machine has {what}, which JAX does not use", install))
+def _kernels(platforms: list[str], found: tuple[Plugin, ...]) -> list[str]:
+    lines = []
     for platform in platforms:
+        lines.append(f"on {platform} auto runs {find_chosen(platform)}")
+        kernels = [plugin for plugin in found if plugin.distribution == FOR_PLATFORM.get(platform)]
+        lines += [f"{plugin.name}: {line}" for plugin in kernels for line in find_details(plugin, platform)]
+    return lines
+
+
+def _suggestions(platforms: list[str], devices: int, distributions: set[str]) -> list[Problem]:
+    """What to install for platforms of so many devices; 0 for a platform that JAX may not be installed for."""
+    found = []
+    for path, (platform, what) in DEVICE_FILES.items():
+        if platform not in platforms and Path(path).exists():
+            found.append(Problem(f"this machine has {what}, which JAX does not use", JAX_PLUGINS[platform][1]))
+    for platform in platforms:
+        prefix, install = JAX_PLUGINS.get(platform, ("", ""))
+        if not devices and not any(name.startswith(prefix) for name in distributions):
+            found.append(Problem(f"JAX needs {prefix} to run on {platform}", install))
         wanted = FOR_PLATFORM.get(platform, CORE)
         if wanted not in distributions:
             found.append(Problem(f"{wanted} has kernels for {platform}", f"pip install {wanted}"))
-    if len(devices) > 1 and FOR_SEVERAL_DEVICES not in distributions:
-        what = f"{FOR_SEVERAL_DEVICES} shards long sequences over these {len(devices)} devices"
+    if devices > 1 and FOR_SEVERAL_DEVICES not in distributions:
+        what = f"{FOR_SEVERAL_DEVICES} shards long sequences over these {devices} devices"
         found.append(Problem(what, f"pip install {FOR_SEVERAL_DEVICES}"))
     return found
 
@@ -200,7 +215,7 @@ def _print(report: Report, verbose: bool) -> None:
                 print_heading(f"{plugin.name}, traceback")
                 print_text(plugin.traceback.rstrip())
     if report.kernels:
-        print_heading("Kernels")
+        print_heading("Attention of 4096 tokens, D 128, bfloat16")
         print_text("\n".join(f"- {line}" for line in report.kernels))
     for heading, problems in (("Could be installed", report.suggestions), ("Wrong", report.problems)):
         if problems:

@@ -8,12 +8,17 @@ tracing, so that no array is allocated, and raises a `ValueError` for an option 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import importlib_metadata
 import jax
 
+from attnops.dispatch.plugins import normalize
 from attnops.dispatch.source import Source
+from attnops.errors import pass_interrupt, printable
+
+if TYPE_CHECKING:
+    from importlib_metadata import EntryPoint
 
 GROUP: Final = "attnops.sources"
 
@@ -30,19 +35,43 @@ def made_source(name: str | None, options: str | None, value_head_dim: int | Non
         value_head_dim: Dv, if it is given.
 
     Raises:
-        ValueError: no source has this name, options without a source, or text that is no options.
+        ValueError: no source, or those of several distributions, have this name; it can't be imported; options
+            without a source, or text that is no options.
     """
     if name is None:
         if options is not None:
             raise ValueError(f"--source-options={options!r} is given, but no source; give --source PagedCache, say")
         return None
-    entries = {entry.name.lower(): entry for entry in importlib_metadata.entry_points(group=GROUP)}
-    if name.lower() not in entries:
-        known = sorted(entry.name for entry in entries.values())
+    entries = list(importlib_metadata.entry_points(group=GROUP))
+    owners = {normalize(x.dist.name): x for x in entries if x.dist and x.name.lower() == name.lower()}
+    if not owners:
+        known = sorted(entry.name for entry in entries)
         which = f"use one of {known}" if known else "pip install attnops-caches, for example"
         raise ValueError(f"source={name!r} is unknown; {which}")
-    make, given = entries[name.lower()].load(), _parsed(options)
-    return lambda query, key: make(query, key, value_head_dim, given)  # type: ignore[no-any-return]
+    if len(owners) > 1:
+        raise ValueError(f"source={name!r} is of {' and of '.join(sorted(owners))}: uninstall all but one of them")
+    ((owner, entry),) = owners.items()
+    make, given = _called(owner, entry, entry.load), _parsed(options)
+
+    def made(query: jax.Array, key: jax.Array) -> tuple[jax.Array, Source, dict[str, Any]]:
+        found = _called(owner, entry, lambda: make(query, key, value_head_dim, given))
+        if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[1], Source)):
+            raise ValueError(f"{entry.value} of {owner} must return (query, source, options)")
+        return found
+
+    return made
+
+
+def _called(owner: str, entry: EntryPoint, function: Callable[[], Any]) -> Any:
+    """``function()``, of an entry point; a `ValueError` with the distribution's name for what it raises."""
+    try:
+        return function()
+    except BaseException as error:
+        pass_interrupt(error)
+        if isinstance(error, ValueError):
+            raise
+        what = f"source {entry.name} of {owner} can't be used: {entry.value} raised {type(error).__name__}"
+        raise ValueError(f"{what}: {printable(error)}") from error
 
 
 def _parsed(options: str | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from attnops_testing.limit import default_limit, limited
 from attnops_testing.pairs import joined
 from attnops_testing.reference import CHECKS, ReferenceProblem, ReferenceSubject
 from attnops_testing.runner import Outcome, Status, Subject
-from attnops_testing.suite import SUITE, make_cpu_devices
+from attnops_testing.suite import SUITE, make_cpu_devices, require_known
 
 
 class OperationConformance:
@@ -71,6 +71,21 @@ class OperationConformance:
     exhaustive: ClassVar[frozenset[str]] = frozenset()
     every: ClassVar[Mapping[str, int]] = {}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse declarations that would have no effect.
+
+        Raises:
+            ValueError: a name that nothing has.
+        """
+        super().__init_subclass__(**kwargs)
+        tests = [name for name in dir(cls) if name.startswith("test_")]
+        if isinstance(cls.refuses, str):
+            raise ValueError(f"{cls.__name__}.refuses={cls.refuses!r} must be a set of names")
+        require_known(f"{cls.__name__}.refuses", cls.refuses)
+        for field in ("exhaustive", "every"):
+            if unknown := sorted(set(getattr(cls, field)) - set(tests)):
+                raise ValueError(f"{cls.__name__}.{field} names {unknown}, but there are {tests}")
+
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """The cases of each test, marked by what they cost."""
         name = metafunc.function.__name__
@@ -121,7 +136,7 @@ class OperationConformance:
         for outcome in outcomes:
             if outcome.status is Status.REFUSED:
                 properties.append((f"refused {outcome.name}", outcome.detail))
-                named = {outcome.name, *outcome.name.split(" + "), SUITE[part].group} & self.refuses
+                named = {outcome.name, *outcome.name.split(" + "), SUITE[part].group} & {*self.refuses}
                 assert named or not strict, f"{outcome.name} is refused, but is not in `refuses`: {outcome.detail}"
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 import jax
 
 from attnops_testing.behaviours import BEHAVIOURS, MEMORY, memory_growth
-from attnops_testing.cache_features import cache_pair_rows, cache_rows
+from attnops_testing.cache_features import CACHE_FEATURES, cache_pair_rows, cache_rows
 from attnops_testing.caches import cache_name, check_cache_row
 from attnops_testing.corners import CORNERS
 from attnops_testing.features import FEATURES
@@ -91,3 +92,19 @@ SUITE: Final = {
     ),
     "cache_pairs": Part(cache_pair_rows, check_cache_row, cache_name, group="caches"),
 }  # fmt: skip
+
+
+def behaviours_by_name() -> dict[str, tuple[str, str]]:
+    """By name: the part of the suite, and its case."""
+    parts = ("behaviour", "memory_growth")
+    return {SUITE[part].name(case): (part, case) for part in parts for case in SUITE[part].cases}
+
+
+def require_known(what: str, names: Iterable[str]) -> None:
+    """Raise a `ValueError` that lists what can be named, unless these can, single or joined by " + "."""
+    known = {**FEATURES, **CACHE_FEATURES, **behaviours_by_name(), "caches": None}
+    for name in (name.strip() for text in names for name in text.split(" + ")):
+        if name not in known:
+            near = difflib.get_close_matches(name, known)
+            meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            raise ValueError(f"{what} {name!r} is unknown; {meant}there are {', '.join(known)}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import jax
@@ -25,7 +24,7 @@ from attnops_testing.features import FEATURES, combine
 from attnops_testing.limit import default_limit, limited
 from attnops_testing.long import LONG
 from attnops_testing.runner import NothingToCheckError, Outcome, Status, Subject
-from attnops_testing.suite import SUITE, make_cpu_devices
+from attnops_testing.suite import SUITE, behaviours_by_name, make_cpu_devices, require_known
 
 Check = tuple[str, Callable[[], list[Outcome]]]
 
@@ -110,7 +109,7 @@ def command(
             heading = _heading(subject)
             pairs = pairs or ("sample" if every else "none")
             declared = refuses or []
-            _require_known("--refuses", (name for text in declared for name in text.split(" + ") if text != "caches"))
+            require_known("--refuses", declared)
             named = None if feature is None else _named(subject, feature, declared)
             sections = named or _sections(subject, every, pairs, declared)
     except (ValueError, PluginError) as error:
@@ -183,21 +182,6 @@ def _sections(subject: Subject, every: bool, pairs: str, refuses: Sequence[str])
     }
 
 
-def _behaviours() -> dict[str, tuple[str, str]]:
-    """By name: the part of the suite, and its case."""
-    parts = ("behaviour", "memory_growth")
-    return {SUITE[part].name(case): (part, case) for part in parts for case in SUITE[part].cases}
-
-
-def _require_known(what: str, names: Iterable[str]) -> None:
-    """Raise a `ValueError` that lists what can be named, unless these can."""
-    known = {**FEATURES, **CACHE_FEATURES, **_behaviours()}
-    for name in (name for name in names if name not in known):
-        near = difflib.get_close_matches(name, known)
-        meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise ValueError(f"{what} {name!r} is unknown; {meant}there are {', '.join(known)}")
-
-
 def _named(subject: Subject, names: Sequence[str], refuses: Sequence[str]) -> dict[str, list[Check]]:
     """The cases of ``--feature``: features, single or joined, in long problems where these are checked; behaviours.
 
@@ -206,9 +190,9 @@ def _named(subject: Subject, names: Sequence[str], refuses: Sequence[str]) -> di
     Raises:
         ValueError: one is unknown, or two exclude each other.
     """
-    behaviours = _behaviours()
+    behaviours = behaviours_by_name()
     rows = [tuple(name.strip() for name in text.split(" + ")) for text in names]
-    _require_known("feature", (name for row in rows for name in row))
+    require_known("feature", names)
     chosen = [behaviours[row[0]] for row in rows if row[0] in behaviours]
     rows = [row for row in rows if row[0] not in behaviours]
     of_caches = [row for row in rows if set(row) <= set(CACHE_FEATURES) and set(row) & _OF_CACHES]

@@ -19,15 +19,12 @@ class Between:
     def __init__(self, plan: Plan, starts: list[Callable[[], None]]) -> None:
         self._spreads = plan.starts is Starts.BETWEEN
         self.step = LANES if starts and self._spreads else plan.part
-        # Where the last part's weights are computed after the tile's last product, fewer have to start before it.
-        self._before = (1, 4) if plan.holds else (2, 2)
         self._starts, self._loads = collections.deque(starts), 2 * plan.K * -(-plan.bk // min(self.step, plan.part))
 
     def go_on(self) -> None:
         """After a load: start some; of those after a tile's loads, some before the last ones."""
         self._loads -= 1
-        loads, share = self._before
-        count = len(self._starts) // share if self._loads == loads else 0
+        count = len(self._starts) // 2 if self._loads == 2 else 0
         for _ in range(-(-len(self._starts) // (self._loads + 1)) if self._spreads else count):
             self._starts.popleft()()
 

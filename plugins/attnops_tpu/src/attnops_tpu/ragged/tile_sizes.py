@@ -57,15 +57,11 @@ class Row(NamedTuple):
         loads: where a transfer has fewer loads of 128 keys of a kv head, the starts of a tile are spread between them;
             of tokens of 1 byte a feature. On tpu7x vector memory has other tiles for these than main memory, and a
             start takes 9 bundles where a token is wider than the lanes, elsewhere 4.
-        holds: whether the last product of a tile of many rows is left to the next tile, see
-            `attnops_tpu.ragged.kernel.Held`: it saves 130 to 340 bundles a tile, and takes 290 to 520 more a row; v5e
-            has narrower matrix units and loses 390 a tile.
     """
 
     tile: int
     buffers: int
     loads: int = 1
-    holds: bool = False
 
 
 class Starts(enum.Enum):
@@ -81,8 +77,8 @@ TABLE: Final = {
     "v4": Row(2 * _MiB, 2),
     "v5e": Row(2 * _MiB, 3),
     "v5p": Row(2 * _MiB, 3),
-    "v6e": Row(2 * _MiB, 3, holds=True),
-    "tpu7x": Row(4 * _MiB, 3, loads=9, holds=True),
+    "v6e": Row(2 * _MiB, 3),
+    "tpu7x": Row(4 * _MiB, 3, loads=9),
 }
 
 
@@ -97,7 +93,6 @@ class Tiles(NamedTuple):
     piece: int
     buffers: int
     starts: Starts
-    holds: bool
 
 
 def unit_of(page_size: int, slots: int) -> int:
@@ -185,7 +180,7 @@ def choose(
         # Only some tests interpret the plan of a generation other than v4: with parts.
         masked = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
         part = masked if row.tile <= _MASKED else bk
-    return Tiles(bq, bk, part, masked, unit, math.lcm(units, PIECE), row.buffers, starts, is_long and row.holds)
+    return Tiles(bq, bk, part, masked, unit, math.lcm(units, PIECE), row.buffers, starts)
 
 
 def rows_a_call(nq: int, words: int = 0) -> int:

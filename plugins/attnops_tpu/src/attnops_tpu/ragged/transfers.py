@@ -131,15 +131,13 @@ class Stream:
         is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
         return Tile(item, self._row(item), lax.div(item, np.int32(self.plan.nq)), index, first, stop, is_full)
 
-    def step(self, item: jax.Array, index: jax.Array, compute: Compute, release: Callable[[], None]) -> None:
+    def step(self, item: jax.Array, index: jax.Array, compute: Compute) -> None:
         """Start the transfer of the next tile of the stream, wait for this one, and compute with it.
 
         Args:
             item: of the grid step.
             index: of the tile.
             compute: see `Compute`.
-            release: ends the use of the buffer of the tile before, which the transfers are to: a tile that is not
-                masked does so before it starts them.
         """
         plan, buffer = self.plan, self.state[_USED]
         self.state[_USED] = self._after(buffer)
@@ -185,7 +183,6 @@ class Stream:
 
         @pl.when(is_masked)
         def _() -> None:
-            release()
             tile = self.tile(item, index)
             pl.when(is_whole)(lambda: _all(self._starts_of_whole(self._next(), target)))
             pl.when(exists & ~is_whole)(lambda: self._each_unit(self._next(), target, start=True))

@@ -23,7 +23,7 @@ from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import named, values
 from attnops_tpu.ragged.part import Part, Seen
 from attnops_tpu.ragged.plan import Plan
-from attnops_tpu.ragged.tile_sizes import LANES
+from attnops_tpu.ragged.tile_sizes import LANES, reads_a_tile
 from attnops_tpu.ragged.transfers import Stream, Tile
 
 # The largest score of none: finite, since exp(−inf + inf) is NaN.
@@ -119,7 +119,8 @@ class Kernel:
         The matrix unit works in program order: it computes the scores of the next parts while the weights of one are
         not there yet.
         """
-        plan, between = self.plan, Between(self.plan, starts)
+        plan = self.plan
+        between = Between(starts, reads_a_tile(plan.K, plan.bk))
         if not masked or plan.bk == plan.masked_part or plan.bk % plan.masked_part:
             self._add_parts(tile, buffer, range(0, plan.bk, plan.part), masked, between)
         else:
@@ -209,7 +210,7 @@ class Kernel:
 
     def _load(self, array: int, part: Part, features: slice) -> jax.Array:
         ref, found = self.stream.buffers[array], []
-        step = part.between.step
+        step = LANES if part.between.has_any else part.size
         for first in range(0, part.size, step):
             keys = pl.ds(part.start + first, min(step, part.size - first))
             found.append(ref[part.buffer, part.head, keys, features])

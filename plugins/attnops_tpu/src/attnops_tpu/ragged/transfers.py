@@ -152,24 +152,22 @@ class Stream:
         # In one run of straight-line code, so that the compiler starts transfers, and finds what the next step does,
         # while it computes.
         def plain(slot: int | None) -> None:
-            starts = self._starts_of_whole(self._next(), target, slot)
+            starts = list(self._starts_of_whole(self._next(), target, slot))
             if plan.starts is Starts.BEFORE:
                 _all(starts)
             tile = self.tile(item, index)
             self._wait_whole(tile, buffer)
-            compute(tile, buffer, False, list(starts))
+            compute(tile, buffer, False, starts if plan.starts is Starts.BETWEEN else [])
+            if plan.starts is Starts.AFTER:
+                _all(starts)
             self._go_on()
 
         # The same where the next tile is not whole, or is none: as masked, a tile of many rows takes twice as long.
         def last() -> None:
+            self._start_by_unit(exists)
             tile = self.tile(item, index)
             self._wait_whole(tile, buffer)
             compute(tile, buffer, False, [])
-
-            @pl.when(exists)
-            def _() -> None:
-                self._each_unit(self._next(), target, start=True)
-                self._go_on()
 
         if plan.starts is Starts.AFTER:
             is_masked = ~is_full
@@ -194,8 +192,12 @@ class Stream:
     def start_next(self) -> None:
         """Start the transfer of the next tile of the stream, if there is one."""
         self._enter()
+        self._start_by_unit(self.state[_ITEM] < self.plan.items)
 
-        @pl.when(self.state[_ITEM] < self.plan.items)
+    def _start_by_unit(self, exists: jax.Array) -> None:
+        """Start the transfers of the next tile, if it exists; the piece of the table that it needs must have come."""
+
+        @pl.when(exists)
         def _() -> None:
             self._each_unit(self._next(), self.state[_STARTED], start=True)
             self._go_on()
@@ -265,7 +267,8 @@ class Stream:
             for source, to in zip(self.sources, self.buffers, strict=True):
                 block = source.at[self.block + tile.row, :, slots]
                 yield pltpu.make_async_copy(block, to.at[buffer], self.arrived.at[buffer]).start
-        yield functools.partial(self._start_by_key, tile, buffer)
+        if self.by_key is not None:
+            yield functools.partial(self._start_by_key, tile, buffer)
 
     def _wait_whole(self, tile: Tile, buffer: jax.Array) -> None:
         for to in self.buffers:

@@ -27,7 +27,7 @@ from attnops_tpu.ragged.packed import has_packed, new_of_tiles, packed, unpacked
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.schedule import Schedule, schedule, words_of_pages
 from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
-from attnops_tpu.ragged.transfers import STATE, ScheduleRefs, Stream
+from attnops_tpu.ragged.transfers import AT, ScheduleRefs, Stream
 from attnops_tpu.ragged.write import Writer, Written, written
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
         *[pltpu.VMEM((plan.buffers, plan.K, *_buffer(plan, x)), x.dtype) for x in sources],
         *([pltpu.VMEM((plan.buffers, by_key, plan.bk), jnp.int32)] if by_key else []),
         pltpu.SMEM((2 * plan.piece,), jnp.int32),
-        pltpu.SMEM((STATE,), jnp.int32),
+        pltpu.SMEM((len(AT),), jnp.int32),
         pltpu.SemaphoreType.DMA((plan.buffers,)),
         pltpu.SemaphoreType.DMA((2,)),
         *([pltpu.SMEM((1, LANES), jnp.int32), pltpu.VMEM((8, plan.bk), jnp.int32), pltpu.SemaphoreType.DMA((1,))]

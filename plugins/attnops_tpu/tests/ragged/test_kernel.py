@@ -113,8 +113,8 @@ def test_three_buffers_of_a_tile_and_products_of_e4m3_are_right(features: tuple[
 
 
 @pytest.mark.slow
-def test_products_that_are_left_to_the_next_tile_are_right() -> None:
-    """Of 64 heads on one: rows that end with a whole tile, with a masked one, have one amid whole ones, or no other."""
+def test_64_heads_on_one_are_right() -> None:
+    """Of rows that end with a whole tile, with a masked one, have one amid whole ones, or no other."""
     lengths = np.array([48, 41, 7, 0, 60])
     table = np.random.default_rng(0).permutation(75).reshape(5, 15)
     cache = PagedCache.create(batch=5, pages=75, page_size=4, max_pages=15, kv_heads=1, head_dim=12, latent=8,

@@ -20,14 +20,14 @@ from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.interpreter import interpret_params
 from attnops_tpu.ragged.batches import run_in_batches
-from attnops_tpu.ragged.kernel import Held, Kernel, State
+from attnops_tpu.ragged.kernel import Kernel, State
 from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import Arrays, arrays, outputs, queries, rows_by_key
 from attnops_tpu.ragged.packed import has_packed, new_of_tiles, packed, unpacked
 from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.schedule import Schedule, schedule, words_of_pages
 from attnops_tpu.ragged.tile_sizes import LANES, choose, unit_of
-from attnops_tpu.ragged.transfers import STATE, ScheduleRefs, Stream
+from attnops_tpu.ragged.transfers import AT, ScheduleRefs, Stream
 from attnops_tpu.ragged.write import Writer, Written, written
 
 if TYPE_CHECKING:
@@ -219,12 +219,10 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
     return [
         *[rows(plan.K, d) for d in (LANES, LANES, plan.value_lanes)],
         *[rows(x.shape[1], LANES, x.dtype) for x in given.by_row],
-        *([pltpu.VMEM((plan.R, plan.last_part), plan.dtype), pltpu.VMEM((plan.R, LANES), jnp.float32),
-           pltpu.SMEM((1,), jnp.int32)] if plan.holds else []),
         *[pltpu.VMEM((plan.buffers, plan.K, *_buffer(plan, x)), x.dtype) for x in sources],
         *([pltpu.VMEM((plan.buffers, by_key, plan.bk), jnp.int32)] if by_key else []),
         pltpu.SMEM((2 * plan.piece,), jnp.int32),
-        pltpu.SMEM((STATE,), jnp.int32),
+        pltpu.SMEM((len(AT),), jnp.int32),
         pltpu.SemaphoreType.DMA((plan.buffers,)),
         pltpu.SemaphoreType.DMA((2,)),
         *([pltpu.SMEM((1, LANES), jnp.int32), pltpu.VMEM((8, plan.bk), jnp.int32), pltpu.SemaphoreType.DMA((1,))]
@@ -269,7 +267,7 @@ def _kernel(plan: Plan, given: Arrays, writes: int) -> Any:
         (out,), lse = take(1), take(plan.wants_lse)
         sources = take(plan.sources) if writes else sources
         m, l, acc = take(3)
-        state = State(m, l, acc, tuple(take(len(given.by_row))), Held(*take(3)) if plan.holds else None)
+        state = State(m, l, acc, tuple(take(len(given.by_row))))
         buffers, by_key_buffer = [_as_slots(x) for x in take(plan.sources)], take(given.by_key is not None)
         pages, stream_state, arrived, piece_arrived = take(4)
         missing = MissingPages(plan, items.missing, tables[1], *take(3)) if tables else None
@@ -295,6 +293,5 @@ def _vmem(plan: Plan, sources: list[jax.Array]) -> int:
     state = rows * (3 * LANES + -(-plan.value_lanes // LANES) * LANES)
     blocks = 2 * rows * (2 * LANES + -(-max(plan.key_lanes, plan.value_lanes) // LANES) * LANES * 2)
     values = plan.buffers * max(rows_by_key(plan), 8) * plan.bk * 4
-    state += plan.R * (plan.last_part * plan.dtype.itemsize + 4 * LANES) if plan.holds else 0
     scores = 16 * plan.R * min(plan.bk, 4 * plan.part)
     return math.ceil(1.1 * (plan.buffers * tile + state + blocks + values + scores)) + (4 << 20)

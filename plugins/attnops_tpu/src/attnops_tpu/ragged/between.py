@@ -1,34 +1,26 @@
-"""Starts of transfers among the loads of the tile that is computed with."""
+"""Starts of transfers among the reads of the tile that is computed with."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable
 
-from attnops_tpu.ragged.plan import Plan
-from attnops_tpu.ragged.tile_sizes import LANES, Starts
-
 
 class Between:
-    """Starts of transfers between the loads of a tile, or after them: the compiler keeps them in this order.
+    """Starts of transfers, as many after each read of a tile; the compiler keeps reads and starts in this order.
 
     Attributes:
-        step: keys a load.
+        has_any: whether there are any, so that reads are of 128 tokens each.
     """
 
-    def __init__(self, plan: Plan, starts: list[Callable[[], None]]) -> None:
-        self._spreads = plan.starts is Starts.BETWEEN
-        self.step = LANES if starts and self._spreads else plan.part
-        # Where the last part's weights are computed after the tile's last product, fewer have to start before it.
-        self._before = (1, 4) if plan.holds else (2, 2)
-        self._starts, self._loads = collections.deque(starts), 2 * plan.K * -(-plan.bk // min(self.step, plan.part))
+    def __init__(self, starts: list[Callable[[], None]], reads: int) -> None:
+        """``reads``: how many the tile has; of fewer, `finish` starts the rest."""
+        self.has_any = bool(starts)
+        self._starts, self._each = collections.deque(starts), -(-len(starts) // reads)
 
     def go_on(self) -> None:
-        """After a load: start some; of those after a tile's loads, some before the last ones."""
-        self._loads -= 1
-        loads, share = self._before
-        count = len(self._starts) // share if self._loads == loads else 0
-        for _ in range(-(-len(self._starts) // (self._loads + 1)) if self._spreads else count):
+        """After a read: start some."""
+        for _ in range(min(self._each, len(self._starts))):
             self._starts.popleft()()
 
     def finish(self) -> None:

@@ -23,28 +23,13 @@ from attnops_tpu.ragged.missing import MissingPages
 from attnops_tpu.ragged.operands import named, values
 from attnops_tpu.ragged.part import Part, Seen
 from attnops_tpu.ragged.plan import Plan
-from attnops_tpu.ragged.tile_sizes import LANES
+from attnops_tpu.ragged.tile_sizes import LANES, reads_a_tile
 from attnops_tpu.ragged.transfers import Stream, Tile
 
 # The largest score of none: finite, since exp(−inf + inf) is NaN.
 LOWEST: Final = float(jnp.finfo(jnp.float32).min)
 # Vector registers, of 64, for scores that are computed ahead of those that are accumulated.
 _AHEAD: Final = 32
-
-
-class Held(NamedTuple):
-    """References to what is kept of a tile's last part, whose product with values the next tile begins with: no product
-    waits for its weights, and the matrix unit has work while the first keys are on their way to it.
-
-    Attributes:
-        weights: [R, keys].
-        alpha: [R, 128], what the state is multiplied by before the product is added, in all lanes.
-        buffer: in scalar memory [1], of the tile; -1 where nothing is held.
-    """
-
-    weights: Any
-    alpha: Any
-    buffer: Any
 
 
 class State(NamedTuple):
@@ -55,14 +40,12 @@ class State(NamedTuple):
         l: [K, R, 128], the sum of the weights, of each lane separately.
         acc: [K, R, value_lanes], the sum of weights times values.
         by_row: values by row [K or 1, R, 128], in all lanes.
-        held: see `Held`; None unless `Plan.holds`.
     """
 
     m: Any
     l: Any
     acc: Any
     by_row: tuple[Any, ...]
-    held: Held | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,15 +87,12 @@ class Kernel:
         for source, target in zip(self.by_row, state.by_row, strict=True):
             for head in range(target.shape[0]):
                 target[head] = _to_rows(source[0, head : head + 1])[: self.plan.R]
-        if state.held is not None:
-            state.held.buffer[0] = jnp.int32(-1)
 
         def body(index: jax.Array, carry: None) -> None:
-            self.stream.step(item, index, self._tile, self._release)
+            self.stream.step(item, index, self._tile)
             return carry
 
         lax.fori_loop(*self.stream.tiles(item), body, None)
-        self._release()
         self._finish(item)
 
     def _begin(self, core: jax.Array) -> None:
@@ -139,11 +119,8 @@ class Kernel:
         The matrix unit works in program order: it computes the scores of the next parts while the weights of one are
         not there yet.
         """
-        plan, between = self.plan, Between(self.plan, starts)
-        if self.state.held is not None and not masked:
-            is_held = self.state.held.buffer[0] >= 0
-            # Where nothing is held: values that are there, which are not added.
-            self._add_held(jnp.where(is_held, self.state.held.buffer[0], buffer), tile, between, is_held)
+        plan = self.plan
+        between = Between(starts, reads_a_tile(plan.K, plan.bk))
         if not masked or plan.bk == plan.masked_part or plan.bk % plan.masked_part:
             self._add_parts(tile, buffer, range(0, plan.bk, plan.part), masked, between)
         else:
@@ -178,43 +155,7 @@ class Kernel:
                 if len(ahead) > lag:
                     self._accumulate(*ahead.popleft())
         while ahead:
-            part, scores, seen = ahead.popleft()
-            if self.state.held is not None and not masked and not ahead:
-                self._hold(self.state.held, part, scores)
-            else:
-                self._accumulate(part, scores, seen)
-
-    def _hold(self, held: Held, part: Part, s: jax.Array) -> None:
-        """Add the weights of scores to the state, and keep them for `_add_held`."""
-        held.weights[...], held.alpha[...] = self._weigh(part, s, None)
-        held.buffer[0] = part.buffer
-
-    def _add_held(self, buffer: jax.Array, tile: Tile, between: Between, is_held: jax.Array | None) -> None:
-        """Add the values of the part of `_hold`, which is a tile's last, times their weights.
-
-        Args:
-            buffer: of the part's tile.
-            tile: any.
-            between: of the tile that is computed.
-            is_held: whether there is such a part; None where there is.
-        """
-        assert self.state.held is not None
-        size = self.plan.last_part
-        part = Part(self, tile, buffer, self.plan.K - 1, self.plan.bk - size, size, between)
-        self._add_values(part, self.state.held.weights[...], self.state.held.alpha[...], None, is_held)
-
-    def _release(self) -> None:
-        """Add what is held, if anything is."""
-        held = self.state.held
-        if held is None:
-            return
-        buffer = held.buffer[0]
-
-        @pl.when(buffer >= 0)
-        def _() -> None:
-            tile = Tile(*[jnp.int32(0)] * len(Tile._fields))
-            self._add_held(buffer, tile, Between(self.plan, []), None)
-            held.buffer[0] = jnp.int32(-1)
+            self._accumulate(*ahead.popleft())
 
     def _scores(self, part: Part, visible: jax.Array | None) -> jax.Array:
         """The scores of a part, float32 [R, keys]."""
@@ -229,12 +170,6 @@ class Kernel:
 
     def _accumulate(self, part: Part, s: jax.Array, seen: Seen | None) -> None:
         """Add the weights of scores, and the values times them, to the state."""
-        self._add_values(part, *self._weigh(part, s, seen), seen)
-
-    def _weigh(self, part: Part, s: jax.Array, seen: Seen | None) -> tuple[jax.Array, jax.Array]:
-        """Add the weights of scores to the state; return them, times the scales of values by token, and what the sum
-        of weights times values is to be multiplied by, [R, 128].
-        """
         plan, state, head = self.plan, self.state, part.head
         c = plan.score_unit * LOG2E
         before = state.m[head]
@@ -247,23 +182,15 @@ class Kernel:
         if plan.scales == "token_head":
             scale = self._scale(0 if plan.is_latent else 1, part)
             w = w * (scale if seen is None else jnp.where(seen.row, scale, 0.0))
-        return w.astype(plan.dtype), alpha
-
-    def _add_values(
-        self, part: Part, weights: jax.Array, alpha: jax.Array, seen: Seen | None, exists: jax.Array | None = None
-    ) -> None:
-        """Multiply the sum of weights times values by ``alpha`` and add those of a part, unless not ``exists``."""
-        plan, state, head = self.plan, self.state, part.head
         value = self._value(part)
         if seen is not None:
             value = jnp.where(seen.column, value, jnp.zeros((), value.dtype))
-        product = _product(plan, weights, value, 0)
+        product = _product(plan, w.astype(plan.dtype), value, 0)
         if plan.scales == "head":
             product = product * self._scale(0 if plan.is_latent else 1, part)
         acc = state.acc[head]
         scaled = jnp.concatenate([alpha[:, : some.shape[1]] * some for some in _by_lanes(acc)], axis=1)
-        # A select, not weights of 0: 0 · NaN is NaN.
-        state.acc[head] = scaled + product if exists is None else jnp.where(exists, scaled + product, acc)
+        state.acc[head] = scaled + product
 
     def _key(self, part: Part) -> jax.Array:
         """Keys [size, key_lanes], in the dtype of products; what is no key is 0, where its slot is written."""
@@ -283,7 +210,7 @@ class Kernel:
 
     def _load(self, array: int, part: Part, features: slice) -> jax.Array:
         ref, found = self.stream.buffers[array], []
-        step = part.between.step
+        step = LANES if part.between.has_any else part.size
         for first in range(0, part.size, step):
             keys = pl.ds(part.start + first, min(step, part.size - first))
             found.append(ref[part.buffer, part.head, keys, features])

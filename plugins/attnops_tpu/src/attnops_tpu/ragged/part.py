@@ -39,7 +39,7 @@ class Part:
         head: the kv head.
         start: the first key, counted from the tile's first.
         size: how many keys.
-        between: what to start between loads.
+        between: what to start between reads.
     """
 
     kernel: Kernel

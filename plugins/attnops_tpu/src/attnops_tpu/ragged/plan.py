@@ -44,7 +44,6 @@ class Plan:
         piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
         buffers: tiles of keys in vector memory: one is computed with, the others are on their way.
         starts: when transfers start, see `Starts`.
-        holds: whether a tile's last product is left to the next tile, see `attnops_tpu.ragged.kernel.Held`.
         cores: of a chip that share its kernels' grid; items are given to them in turn.
         dtype: of the operands of products.
         stored: the dtype of stored tokens.
@@ -82,7 +81,6 @@ class Plan:
     piece: int
     buffers: int
     starts: Starts
-    holds: bool
     cores: int
     dtype: np.dtype
     stored: np.dtype
@@ -154,11 +152,6 @@ class Plan:
     def units(self) -> int:
         """Units a tile of keys."""
         return self.bk // self.unit
-
-    @property
-    def last_part(self) -> int:
-        """Keys of a tile's last part."""
-        return (self.bk - 1) % self.part + 1
 
     @property
     def words(self) -> int:

@@ -54,26 +54,30 @@ class Row(NamedTuple):
             memory, that the steps of one kv head fill the latencies of another's, and that the loop's own bundles and
             the latencies at a tile's ends, some 150 in all, are few.
         buffers: tiles of keys in vector memory.
-        loads: where a transfer has fewer loads of 128 keys of a kv head, the starts of a tile are spread between them;
-            of tokens of 1 byte a feature. On tpu7x vector memory has other tiles for these than main memory, and a
-            start takes 9 bundles where a token is wider than the lanes, elsewhere 4.
-        holds: whether the last product of a tile of many rows is left to the next tile, see
-            `attnops_tpu.ragged.kernel.Held`: it saves 130 to 340 bundles a tile, and takes 290 to 520 more a row; v5e
-            has narrower matrix units and loses 390 a tile.
+        start: how many starts one counts as in `choose` where features have 1 byte. On tpu7x vector memory has other
+            tiles for these than main memory, and a start takes 9 bundles where a token is wider than the lanes,
+            elsewhere 4.
     """
 
     tile: int
     buffers: int
-    loads: int = 1
-    holds: bool = False
+    start: int = 1
 
 
 class Starts(enum.Enum):
-    """When the transfers of a tile start, in the step of the tile that is two before it."""
+    """When the transfers of a tile start, in the step of the tile that is two before it.
 
-    BEFORE = "before its loads"
-    BETWEEN = "between its loads"
-    AFTER = "after its loads"
+    Attributes:
+        BEFORE: before the wait for that tile, so that they are on their way longest.
+        BETWEEN: some after each of its reads. Where many start together nothing else happens meanwhile: one kv head's
+            pages of 16 tokens would take longer to ask for than to compute with.
+        AFTER: after its reads, while the last products of a tile that the matrix unit bounds are on their way. On
+            v6e 32 queries a row of 8 kv heads in pages of 16 would take 7 % longer with starts before it.
+    """
+
+    BEFORE = enum.auto()
+    BETWEEN = enum.auto()
+    AFTER = enum.auto()
 
 
 _MiB: Final = 1 << 20
@@ -81,8 +85,8 @@ TABLE: Final = {
     "v4": Row(2 * _MiB, 2),
     "v5e": Row(2 * _MiB, 3),
     "v5p": Row(2 * _MiB, 3),
-    "v6e": Row(2 * _MiB, 3, holds=True),
-    "tpu7x": Row(4 * _MiB, 3, loads=9, holds=True),
+    "v6e": Row(2 * _MiB, 3),
+    "tpu7x": Row(4 * _MiB, 3, start=9),
 }
 
 
@@ -97,7 +101,6 @@ class Tiles(NamedTuple):
     piece: int
     buffers: int
     starts: Starts
-    holds: bool
 
 
 def unit_of(page_size: int, slots: int) -> int:
@@ -127,6 +130,11 @@ def packed_queries_a_tile(block_q: int | None, N: int, rows: int, G: int) -> int
     """
     most = max(_PACKED_ROWS // G // 8, 1) * 8
     return min(N, block_q or min(-(-N // (8 * rows)) * 8, most))
+
+
+def reads_a_tile(K: int, bk: int) -> int:
+    """Reads of keys and of values of a tile, 128 tokens of a kv head each."""
+    return 2 * K * -(-bk // LANES)
 
 
 def choose(
@@ -168,12 +176,10 @@ def choose(
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
     units = bk // unit
-    # Where transfers start together nothing else happens: one kv head's pages of 16 tokens would take longer to ask for
-    # than to compute with. Of few it takes longer to compute with loads that starts keep in order; after the last load
-    # of a long tile they start while its last products are on their way.
-    loads, starts = 2 * K * -(-bk // LANES), Starts.BEFORE
+    # With one tile on its way main memory would stand still between the wait for it and later starts.
+    starts = Starts.BEFORE
     if row.buffers > 2:
-        is_many = units * (row.loads if itemsize == 1 else 1) > loads
+        is_many = units * (row.start if itemsize == 1 else 1) > reads_a_tile(K, bk)
         starts = Starts.AFTER if is_long else Starts.BETWEEN if is_many else Starts.BEFORE
     if starts is Starts.BETWEEN and not interpret:
         # Few scores, so that those of four parts are in registers while the products of others are on their way.
@@ -185,7 +191,7 @@ def choose(
         # Only some tests interpret the plan of a generation other than v4: with parts.
         masked = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
         part = masked if row.tile <= _MASKED else bk
-    return Tiles(bq, bk, part, masked, unit, math.lcm(units, PIECE), row.buffers, starts, is_long and row.holds)
+    return Tiles(bq, bk, part, masked, unit, math.lcm(units, PIECE), row.buffers, starts)
 
 
 def rows_a_call(nq: int, words: int = 0) -> int:

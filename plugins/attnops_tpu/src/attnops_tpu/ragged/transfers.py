@@ -23,11 +23,30 @@ from attnops_tpu.ragged.plan import Plan
 from attnops_tpu.ragged.tile_sizes import Starts
 from attnops_tpu.ragged.write import Writer
 
-# What `Stream.state` holds: the item and the tile to transfer next, whether all of its units are transferred, and
-# whether it begins another piece of the table; the buffers of the tiles to transfer and to use next; the number of the
-# piece of the table that is in use.
-_ITEM, _TILE, _WHOLE, _ENTERS, _STARTED, _USED, _PIECE = range(7)
-STATE: Final = 8
+
+class Numbers(NamedTuple):
+    """The numbers of `Stream.state`; an instance, `AT`, has the place of each.
+
+    Attributes:
+        item: of the tile to transfer next; the number of items if there is none.
+        tile: its number among the tiles of the row.
+        is_whole: whether all units of it are transferred.
+        enters: whether it begins another piece of the table.
+        started: the buffer that it is transferred to.
+        used: the buffer of the tile to compute with next.
+        piece: the number of the piece of the table that is in use.
+    """
+
+    item: int
+    tile: int
+    is_whole: int
+    enters: int
+    started: int
+    used: int
+    piece: int
+
+
+AT: Final = Numbers(*range(len(Numbers._fields)))
 
 
 class ScheduleRefs(NamedTuple):
@@ -83,7 +102,7 @@ class Stream:
         by_key_buffer: [buffers, rows, bk].
         pages: two pieces of the table, [2 · piece] in scalar memory: of one axis, so that the address of an entry is
             a sum, not that of a row and a lane.
-        state: in scalar memory, see `STATE`.
+        state: in scalar memory, see `Numbers`.
         arrived: semaphores [buffers].
         piece_arrived: semaphores [2].
         block: the first block of the cache.
@@ -108,8 +127,8 @@ class Stream:
         """Start the transfers of the first tiles of a core."""
         item = self.schedule.following[core]
         self._set_next(item, self._first_tile(item))
-        self.state[_STARTED] = self.state[_USED] = 0
-        self.state[_PIECE] = -1
+        self.state[AT.started] = self.state[AT.used] = 0
+        self.state[AT.piece] = -1
         if self.plan.is_paged:
             pl.when(item < self.plan.items)(lambda: self._start_piece(item, self._first_piece(item), jnp.int32(0)))
 
@@ -131,21 +150,19 @@ class Stream:
         is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
         return Tile(item, self._row(item), lax.div(item, np.int32(self.plan.nq)), index, first, stop, is_full)
 
-    def step(self, item: jax.Array, index: jax.Array, compute: Compute, release: Callable[[], None]) -> None:
+    def step(self, item: jax.Array, index: jax.Array, compute: Compute) -> None:
         """Start the transfer of the next tile of the stream, wait for this one, and compute with it.
 
         Args:
             item: of the grid step.
             index: of the tile.
             compute: see `Compute`.
-            release: ends the use of the buffer of the tile before, which the transfers are to: a tile that is not
-                masked does so before it starts them.
         """
-        plan, buffer = self.plan, self.state[_USED]
-        self.state[_USED] = self._after(buffer)
-        exists, target = self.state[_ITEM] < plan.items, self.state[_STARTED]
+        plan, buffer = self.plan, self.state[AT.used]
+        self.state[AT.used] = self._after(buffer)
+        exists, target = self.state[AT.item] < plan.items, self.state[AT.started]
         is_full = (index >= self.schedule.first_full[item]) & (index < self.schedule.stop_full[item])
-        is_whole = self.state[_WHOLE] != 0
+        is_whole = self.state[AT.is_whole] != 0
         if self.writer is not None:
             is_full &= ~self.writer.has(lax.div(item, np.int32(plan.nq)), index)
         is_plain, is_masked = is_full & is_whole, ~(is_full & is_whole)
@@ -154,24 +171,22 @@ class Stream:
         # In one run of straight-line code, so that the compiler starts transfers, and finds what the next step does,
         # while it computes.
         def plain(slot: int | None) -> None:
-            starts = self._starts_of_whole(self._next(), target, slot)
+            starts = list(self._starts_of_whole(self._next(), target, slot))
             if plan.starts is Starts.BEFORE:
                 _all(starts)
             tile = self.tile(item, index)
             self._wait_whole(tile, buffer)
-            compute(tile, buffer, False, list(starts))
+            compute(tile, buffer, False, starts if plan.starts is Starts.BETWEEN else [])
+            if plan.starts is Starts.AFTER:
+                _all(starts)
             self._go_on()
 
         # The same where the next tile is not whole, or is none: as masked, a tile of many rows takes twice as long.
         def last() -> None:
+            self._start_by_unit(exists)
             tile = self.tile(item, index)
             self._wait_whole(tile, buffer)
             compute(tile, buffer, False, [])
-
-            @pl.when(exists)
-            def _() -> None:
-                self._each_unit(self._next(), target, start=True)
-                self._go_on()
 
         if plan.starts is Starts.AFTER:
             is_masked = ~is_full
@@ -185,7 +200,6 @@ class Stream:
 
         @pl.when(is_masked)
         def _() -> None:
-            release()
             tile = self.tile(item, index)
             pl.when(is_whole)(lambda: _all(self._starts_of_whole(self._next(), target)))
             pl.when(exists & ~is_whole)(lambda: self._each_unit(self._next(), target, start=True))
@@ -197,24 +211,28 @@ class Stream:
     def start_next(self) -> None:
         """Start the transfer of the next tile of the stream, if there is one."""
         self._enter()
+        self._start_by_unit(self.state[AT.item] < self.plan.items)
 
-        @pl.when(self.state[_ITEM] < self.plan.items)
+    def _start_by_unit(self, exists: jax.Array) -> None:
+        """Start the transfers of the next tile, if it exists; the piece of the table that it needs must have come."""
+
+        @pl.when(exists)
         def _() -> None:
-            self._each_unit(self._next(), self.state[_STARTED], start=True)
+            self._each_unit(self._next(), self.state[AT.started], start=True)
             self._go_on()
 
     def _next(self) -> Tile:
         """The tile to transfer next; there must be one."""
-        return self.tile(self.state[_ITEM], self.state[_TILE])
+        return self.tile(self.state[AT.item], self.state[AT.tile])
 
     def _go_on(self) -> None:
         """To the tile after the next, which must exist."""
-        item, index = self.state[_ITEM], self.state[_TILE]
+        item, index = self.state[AT.item], self.state[AT.tile]
         following, goes_on = self.schedule.following[item + self.plan.cores], index + 1 < self._stop_tile(item)
         self._set_next(
             jnp.where(goes_on, item, following), jnp.where(goes_on, index + 1, self._first_tile(following))
         )  # fmt: skip
-        self.state[_STARTED] = self._after(self.state[_STARTED])
+        self.state[AT.started] = self._after(self.state[AT.started])
 
     def _set_next(self, item: jax.Array, index: jax.Array) -> None:
         """The next tile, or none where ``item`` is none."""
@@ -222,8 +240,8 @@ class Stream:
         exists, known = item < plan.items, jnp.minimum(item, plan.items - 1)
         is_whole = (self.schedule.first[known] <= first) & (self.schedule.stop[known] >= first + plan.units)
         enters = (index == self._first_tile(known)) | (lax.rem(first, np.int32(plan.piece)) == 0)
-        self.state[_ITEM], self.state[_TILE] = item, index
-        self.state[_WHOLE], self.state[_ENTERS] = ((exists & x).astype(jnp.int32) for x in (is_whole, enters))
+        self.state[AT.item], self.state[AT.tile] = item, index
+        self.state[AT.is_whole], self.state[AT.enters] = ((exists & x).astype(jnp.int32) for x in (is_whole, enters))
 
     def _after(self, buffer: jax.Array) -> jax.Array:
         return jnp.where(buffer == self.plan.buffers - 1, 0, buffer + 1)
@@ -231,13 +249,13 @@ class Stream:
     def _enter(self) -> None:
         """Have the piece of the table that the next tile needs."""
         if self.plan.is_paged:
-            pl.when(self.state[_ENTERS] != 0)(self._enter_piece)
+            pl.when(self.state[AT.enters] != 0)(self._enter_piece)
 
     def _enter_piece(self) -> None:
         """Wait for the piece of the table that comes next, and start the transfer of the one after."""
-        plan, number, item = self.plan, self.state[_PIECE] + 1, self.state[_ITEM]
-        piece, following = lax.div(self.state[_TILE] * plan.units, np.int32(plan.piece)), self.schedule.following
-        self.state[_PIECE] = number
+        plan, number, item = self.plan, self.state[AT.piece] + 1, self.state[AT.item]
+        piece, following = lax.div(self.state[AT.tile] * plan.units, np.int32(plan.piece)), self.schedule.following
+        self.state[AT.piece] = number
         self._piece_copy(item, piece, lax.rem(number, np.int32(2))).wait()
         goes_on = (piece + 1) * plan.piece < self.schedule.stop[item]
         exists = goes_on | (following[item + plan.cores] < plan.items)
@@ -246,7 +264,7 @@ class Stream:
         pl.when(exists)(lambda: self._start_piece(after, at, lax.rem(number + 1, np.int32(2))))
 
     def _slot_of_piece(self) -> jax.Array:
-        return lax.rem(self.state[_PIECE], np.int32(2))
+        return lax.rem(self.state[AT.piece], np.int32(2))
 
     def _start_piece(self, item: jax.Array, piece: jax.Array, slot: jax.Array) -> None:
         self._piece_copy(item, piece, slot).start()
@@ -268,7 +286,8 @@ class Stream:
             for source, to in zip(self.sources, self.buffers, strict=True):
                 block = source.at[self.block + tile.row, :, slots]
                 yield pltpu.make_async_copy(block, to.at[buffer], self.arrived.at[buffer]).start
-        yield functools.partial(self._start_by_key, tile, buffer)
+        if self.by_key is not None:
+            yield functools.partial(self._start_by_key, tile, buffer)
 
     def _wait_whole(self, tile: Tile, buffer: jax.Array) -> None:
         for to in self.buffers:

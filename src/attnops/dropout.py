@@ -20,15 +20,9 @@ if TYPE_CHECKING:
     from attnops.typing import Array, Index
 
 __all__ = [
-    "ShiftedKey",
-    "dropout_keep",
-    "dropout_mask",
-    "dropout_rows",
-    "dropout_seed",
-    "dropout_step",
-    "dropout_threshold",
-    "spread_of_keys",
-]
+    "ShiftedKey", "dropout_keep", "dropout_mask", "dropout_rows", "dropout_seed", "dropout_step",
+    "dropout_threshold", "spread_of_keys",
+]  # fmt: skip
 
 # Odd constants that spread the counters 0, 1, 2, … over 32 bits: the golden ratio's, and those of xxHash32.
 _SPREAD_B, _SPREAD_H, _SPREAD_I, _SPREAD_J = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F

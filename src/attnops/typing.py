@@ -10,20 +10,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 __all__ = [
-    "Array",
-    "Aval",
-    "BackendPlan",
-    "BoolArray",
-    "DType",
-    "Function",
-    "Index",
-    "JaxprLike",
-    "Leaf",
-    "NumpyArray",
-    "Options",
-    "PyTree",
-    "Ref",
-]
+    "Array", "Aval", "BackendPlan", "BoolArray", "DType", "Function", "Index", "JaxprLike", "Leaf", "NumpyArray",
+    "Options", "PyTree", "Ref",
+]  # fmt: skip
 
 NumpyArray: TypeAlias = np.ndarray[Any, Any]
 """A NumPy array of any shape and dtype: its values are known when JAX traces."""

@@ -41,38 +41,12 @@ if TYPE_CHECKING:
     from attnops.kernels.vmap import Foldable, folds_batch, one_by_one
 
 __all__ = [
-    "REVERSE_ONLY",
-    "Elementwise",
-    "FlashBackend",
-    "FlashCall",
-    "Foldable",
-    "Operands",
-    "Padded",
-    "Scoring",
-    "TraceContext",
-    "cotangents",
-    "describe",
-    "elementwise_bias",
-    "equally_varying",
-    "folds_batch",
-    "inexact_vjp",
-    "is_differentiated",
-    "map_shape",
-    "merged",
-    "not_differentiable",
-    "of_bias",
-    "of_mask",
-    "once_differentiable",
-    "one_by_one",
-    "output_like",
-    "pad_to_multiple",
-    "ragged",
-    "repair_empty_rows",
-    "reverse_mode_only",
-    "unpad",
-    "varies",
-    "zero_unseen",
-]
+    "REVERSE_ONLY", "Elementwise", "FlashBackend", "FlashCall", "Foldable", "Operands", "Padded", "Scoring",
+    "TraceContext", "cotangents", "describe", "elementwise_bias", "equally_varying", "folds_batch", "inexact_vjp",
+    "is_differentiated", "map_shape", "merged", "not_differentiable", "of_bias", "of_mask", "once_differentiable",
+    "one_by_one", "output_like", "pad_to_multiple", "ragged", "repair_empty_rows", "reverse_mode_only", "unpad",
+    "varies", "zero_unseen",
+]  # fmt: skip
 
 # Imported at the first use: the dispatcher imports a module of this package, and other modules import the dispatcher.
 _MODULES: Final = (

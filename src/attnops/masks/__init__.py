@@ -15,29 +15,7 @@ from attnops.masks.structure import Band, MaskStructure, Split
 from attnops.masks.tokens import KeyPadding, Lengths, Segments
 
 __all__ = [
-    "Ancestors",
-    "And",
-    "At",
-    "Band",
-    "BlockMap",
-    "Causal",
-    "Chunked",
-    "Coverage",
-    "CoverageBounds",
-    "Dense",
-    "Full",
-    "Grid",
-    "KeyPadding",
-    "Lengths",
-    "Mask",
-    "MaskFn",
-    "MaskStructure",
-    "Not",
-    "Or",
-    "PrefixLM",
-    "Segments",
-    "Shifted",
-    "SlidingWindow",
-    "Split",
-    "block_map",
-]
+    "Ancestors", "And", "At", "Band", "BlockMap", "Causal", "Chunked", "Coverage", "CoverageBounds", "Dense",
+    "Full", "Grid", "KeyPadding", "Lengths", "Mask", "MaskFn", "MaskStructure", "Not", "Or", "PrefixLM", "Segments",
+    "Shifted", "SlidingWindow", "Split", "block_map",
+]  # fmt: skip

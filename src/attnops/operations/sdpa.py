@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,14 @@ _JAX_NN = Limits(same_dtype=True, equal_head_dims=True, linear_memory=False, sym
 _VERY_LOW: Final = -1e30
 # jax.nn uses float16 products accumulated in float32, which XLA compiles only for GPUs; on a CPU inputs are widened.
 _NO_FLOAT16 = dataclasses.replace(_JAX_NN, dtypes=frozenset({"float32", "bfloat16"}))
+
+
+class ProductOptions(TypedDict, total=False):
+    """What `jax.nn.dot_product_attention` has of the contract, see `attnops.ScoreOptions`."""
+
+    mask: Mask
+    bias: jax.Array
+    softmax_scale: float
 
 
 class ScaledDotProductAttention(VanillaAttention):
@@ -70,47 +78,26 @@ class ScaledDotProductAttention(VanillaAttention):
         return Rank.VENDOR_KERNEL if request.platform == "cuda" else Rank.PRODUCT
 
     def forward_gpu(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask | None = None,
-        bias: jax.Array | None = None,
-        softmax_scale: float | None = None,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[ProductOptions]
     ) -> OperationOutput:
         """See `OperationImpl.__call__`; in XLA."""
-        return self._attend("xla", query, key, value, mask, bias, softmax_scale)
+        return self._attend("xla", query, key, value, options)
 
     forward_tpu = forward_tt = forward_gpu  # type: ignore[assignment]
 
     def forward_cpu(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask | None = None,
-        bias: jax.Array | None = None,
-        softmax_scale: float | None = None,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[ProductOptions]
     ) -> OperationOutput:
         """See `OperationImpl.__call__`; in XLA and float32: jax.nn's 16-bit products don't compile for every shape."""
         q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
-        out = self._attend("xla", q, k, v, mask, bias, softmax_scale).attention_outputs
+        out = self._attend("xla", q, k, v, options).attention_outputs
         return OperationOutput(out.astype(query.dtype))
 
     def forward_cuda(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: Mask | None = None,
-        bias: jax.Array | None = None,
-        softmax_scale: float | None = None,
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[ProductOptions]
     ) -> OperationOutput:
         """See `OperationImpl.__call__`; in cuDNN."""
-        return self._attend("cudnn", query, key, value, mask, bias, softmax_scale)
+        return self._attend("cudnn", query, key, value, options)
 
     def is_plain(self, forward: str) -> bool:
         """See `OperationImpl.is_plain`: False for cuDNN."""
@@ -147,11 +134,10 @@ class ScaledDotProductAttention(VanillaAttention):
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
-        mask: Mask | None,
-        bias: jax.Array | None,
-        softmax_scale: float | None,
+        options: ProductOptions,
     ) -> OperationOutput:
         (B, T, H, _), S = query.shape, key.shape[1]
+        mask, bias = options.get("mask"), options.get("bias")
         structure = MaskStructure() if mask is None else mask.structure(T, S)
         mask = None if structure.is_full else mask
         is_causal = _is_plain_causal(structure, T, S)
@@ -169,7 +155,7 @@ class ScaledDotProductAttention(VanillaAttention):
             bias, sees_any = _without_empty_rows(allowed, bias, causal=mask if is_causal else None, shape=(B, H, T, S))
         with _precision(query, self.metadata.precision):
             out = jax.nn.dot_product_attention(
-                query, key, value, bias, allowed, scale=softmax_scale, is_causal=is_causal,
+                query, key, value, bias, allowed, scale=options.get("softmax_scale"), is_causal=is_causal,
                 implementation=implementation,
             )  # fmt: skip
         if sees_any is not None:

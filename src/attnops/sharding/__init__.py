@@ -14,26 +14,10 @@ from attnops.sharding.rules import INHERIT, REPLICATE, AxisRules
 from attnops.sharding.specs import correct_spec
 
 __all__ = [
-    "BATCH",
-    "HEAD",
-    "HEAD_DIM",
-    "INHERIT",
-    "KV_HEAD",
-    "KV_LENGTH",
-    "MODE_DECODE",
-    "MODE_INSERT",
-    "MODE_PREFILL",
-    "MODE_TRAIN",
-    "QUERY_LENGTH",
-    "REPLICATE",
-    "AttentionShardings",
-    "AxisRules",
-    "canonicalize_mode",
-    "correct_spec",
-    "create_mesh",
-    "current_mesh",
-    "get_names_from_partition_spec",
-]
+    "BATCH", "HEAD", "HEAD_DIM", "INHERIT", "KV_HEAD", "KV_LENGTH", "MODE_DECODE", "MODE_INSERT", "MODE_PREFILL",
+    "MODE_TRAIN", "QUERY_LENGTH", "REPLICATE", "AttentionShardings", "AxisRules", "canonicalize_mode",
+    "correct_spec", "create_mesh", "current_mesh", "get_names_from_partition_spec",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,7 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml plugins/attnops_cli/pyproject.tom
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo plugins/attnops_adapters/pyproject.toml plugins/attnops_caches/pyproject.toml plugins/attnops_testing/pyproject.toml $(PLUGINS:%=%/pyproject.toml)
-	$(PIP) $(EDITABLE) ".[test,lint]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm $(PLUGINS:%=-e "%[aot]")
+	$(PIP) $(EDITABLE) ".[dev,lint]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm $(PLUGINS:%=-e "%[aot]")
 	$(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
 	@touch $@
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import jax
 
-from attnops_triton.language.build import Program, Recipe, build, lowered
+from attnops_triton.language.build import CompiledKernel, Recipe, build, lowered
 from attnops_triton.language.launch import Launched, recording
 from attnops_triton.targets import TARGETS, capability, is_amd, target
 
@@ -93,7 +93,7 @@ def compile_for(launched: Launched, arch: str, ptxas: Path | None = None) -> Bin
     return _amd(recipe) if is_amd(arch) else _nvidia(build(recipe), arch, ptxas)
 
 
-def _nvidia(program: Program, arch: str, ptxas: Path | None) -> Binary:
+def _nvidia(program: CompiledKernel, arch: str, ptxas: Path | None) -> Binary:
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_bytes(program.code)

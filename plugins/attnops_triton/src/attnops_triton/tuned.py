@@ -20,7 +20,7 @@ FORMAT: Final = 1
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Row:
+class MeasuredTime:
     """A measured time.
 
     Attributes:
@@ -54,21 +54,21 @@ class Row:
         )  # fmt: skip
 
 
-def merge(rows: Iterable[Row]) -> list[Row]:
+def merge(rows: Iterable[MeasuredTime]) -> list[MeasuredTime]:
     """The fastest row of each that measured the same, in one order whatever the order given."""
-    best: dict[tuple[object, ...], Row] = {}
+    best: dict[tuple[object, ...], MeasuredTime] = {}
     for row in sorted(rows, key=lambda row: (row.seconds, row)):
         best.setdefault(row.measured, row)
     return sorted(best.values())
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
+def write(path: Path, rows: Iterable[MeasuredTime]) -> None:
     """Write a table."""
     lines = ",\n".join(json.dumps(dataclasses.asdict(row)) for row in merge(rows))
     path.write_text(f'{{"format": {FORMAT}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[MeasuredTime]:
     """The rows of a table.
 
     Raises:
@@ -78,7 +78,7 @@ def read(path: Path) -> list[Row]:
         table = json.loads(path.read_text(encoding="utf-8"))
         if table["format"] != FORMAT:
             raise ValueError(f"format {table['format']}")
-        return [Row(**row | {"tiles": tuple(row["tiles"])}) for row in table["rows"]]
+        return [MeasuredTime(**row | {"tiles": tuple(row["tiles"])}) for row in table["rows"]]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} must be a table of format {FORMAT}, as `attnops tune` writes; reading it raised "
@@ -86,13 +86,13 @@ def read(path: Path) -> list[Row]:
         ) from None
 
 
-def installed() -> tuple[Row, ...]:
+def installed() -> tuple[MeasuredTime, ...]:
     """The rows of the tables that the environment names; none for a file that is not there."""
     return _installed(os.environ.get(VARIABLE, ""))
 
 
 @functools.lru_cache(maxsize=4)
-def _installed(paths: str) -> tuple[Row, ...]:
+def _installed(paths: str) -> tuple[MeasuredTime, ...]:
     found = [Path(path) for path in paths.split(os.pathsep) if path]
     return tuple(merge(row for path in found if path.is_file() for row in read(path)))
 

@@ -17,17 +17,17 @@ from attnops_triton.flash.blackwell import backward as blackwell
 from attnops_triton.flash.hopper import backward as hopper
 from attnops_triton.flash.loops import place_by_key, place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
-from attnops_triton.flash.plan import LOG2E, Plan, cdiv
+from attnops_triton.flash.plan import LOG2E, FlashPlan, cdiv
 from attnops_triton.flash.steps import recompute_weights, score_gradients
-from attnops_triton.flash.tile import Tile, dtype
+from attnops_triton.flash.tile import TileWriter, dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.flash.tile_sizes import known
 from attnops_triton.language.launch import launch
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 from attnops_triton.targets import TENSOR_MEMORY
 
 
-class Inputs(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The arrays of the backward pass.
 
     Attributes:
@@ -49,19 +49,21 @@ class Inputs(NamedTuple):
     delta: jax.Array
 
 
-def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
-    """`Inputs`, and the other inputs of scores."""
-    return [Operand(name, x) for name, x in zip(Inputs._fields, inputs, strict=True)] + score_operands(plan, arrays)
+def input_operands(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays) -> list[Operand]:
+    """`BackwardInputs`, and the other inputs of scores."""
+    return [Operand(name, x) for name, x in zip(BackwardInputs._fields, inputs, strict=True)] + score_operands(
+        plan, arrays
+    )
 
 
 def by_query(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, dict[int, jax.Array]]:
     """The gradient of query, [B, T, H, D], and of values of the bias, [B, H, T] each.
 
     Args:
         plan: of the call.
-        inputs: see `Inputs`.
+        inputs: see `BackwardInputs`.
         arrays: the other inputs of scores.
         schedule: by tiles of queries.
         wanted: indices of the values, by query or by head, whose gradients are computed; a head's is the sum over T.
@@ -71,13 +73,13 @@ def by_query(
 
 
 def by_key(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, dict[int, jax.Array]]:
     """The gradients of key, [B, S, K, D], of value, [B, S, K, Dv], and of values of the bias, [B, H, S] each.
 
     Args:
         plan: of the call.
-        inputs: see `Inputs`.
+        inputs: see `BackwardInputs`.
         arrays: the other inputs of scores.
         schedule: by tiles of keys.
         wanted: indices of the values, by key, whose gradients are computed.
@@ -87,14 +89,14 @@ def by_key(
 
 
 def _by_query(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, ...]:
     @folds_batch
-    def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
+    def run(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
-        write: Writer
+        write: SourceWriter
         if plan.by_query.specialised:
             module = blackwell if plan.arch in TENSOR_MEMORY else hopper
             write, programs = parts, programs = module.write_by_query(plan, operands, schedule)
@@ -109,10 +111,10 @@ def _by_query(
 
 
 def _by_key(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, ...]:
     @folds_batch
-    def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
+    def run(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         results = _run_by_key(plan, inputs, arrays, schedule, wanted)
         return tuple(results.values())
 
@@ -120,12 +122,14 @@ def _by_key(
 
 
 @folds_batch
-def fused(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, jax.Array, jax.Array]:
+def fused(
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of query, key and value, without a bias; dq is added in any order.
 
     Args:
         plan: of the call, whose ``fuses_dq`` is true.
-        inputs: see `Inputs`.
+        inputs: see `BackwardInputs`.
         arrays: the other inputs of scores.
         schedule: by tiles of keys.
     """
@@ -137,7 +141,7 @@ def fused(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) ->
 
 
 def _run_by_key(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...],
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...],
     before: tuple[Operand, ...] = (), outputs: dict[str, jax.ShapeDtypeStruct] | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """The outputs of the kernel by tiles of keys; ``before`` are sums that it adds ``outputs`` of it to."""
@@ -155,7 +159,7 @@ def _run_by_key(
     shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
     outputs = added | {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
     outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
-    write: Writer
+    write: SourceWriter
     if plan.by_key.specialised:
         module = blackwell if plan.arch in TENSOR_MEMORY else hopper
         write, programs = parts, programs = module.write_by_key(plan, operands, schedule, padded)
@@ -174,11 +178,11 @@ def _run_by_key(
 
 
 def _write_by_query(
-    plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
-) -> tuple[Writer, int]:
-    write = Writer()
+    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
+) -> tuple[SourceWriter, int]:
+    write = SourceWriter()
     bq, bk, scoring = plan.by_query.bq, plan.by_query.bk, plan.scoring
-    tile = Tile.make(write, plan, plan.by_query, operands)
+    tile = TileWriter.make(write, plan, plan.by_query, operands)
     ragged = not tile.even
     programs = place_by_query(write, plan, bq)
     write(f"q0 = row * {bq}")
@@ -225,11 +229,11 @@ def _write_by_query(
 
 
 def _write_by_key(
-    plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
-) -> tuple[Writer, int]:
-    write = Writer()
+    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
+) -> tuple[SourceWriter, int]:
+    write = SourceWriter()
     bq, bk, scoring = plan.by_key.bq, plan.by_key.bk, plan.scoring
-    tile = Tile.make(write, plan, plan.by_key, operands, transposed=True)
+    tile = TileWriter.make(write, plan, plan.by_key, operands, transposed=True)
     ragged = not tile.even
     programs = place_by_key(write, plan, bk)
     write(f"kv0 = row * {bk}")

@@ -12,7 +12,7 @@ from jax import lax
 
 from attnops.kernels import of_mask
 from attnops.masks import Mask
-from attnops_triton.flash.plan import Plan, Tiles, cdiv
+from attnops_triton.flash.plan import FlashPlan, TileSizes, cdiv
 from attnops_triton.language.translate import PRIMITIVES
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ WORD = 32
 
 # The bits of n tiles, int32 [n, bq, words a query], from the indices [n] of their batches, heads, tiles of queries and
 # tiles of keys.
-Pack: TypeAlias = Callable[[Any, Any, Any, Any], jax.Array]
+BitsFunction: TypeAlias = Callable[[Any, Any, Any, Any], jax.Array]
 
 # Tiles that are computed at a time: before packing, each has bq · bk bytes of booleans.
 _BATCH = 64
@@ -37,7 +37,7 @@ def is_translatable(mask: Mask) -> bool:
         return False
 
 
-def packed_map_shape(mask: Mask, plan: Plan) -> tuple[int, int]:
+def bits_map_shape(mask: Mask, plan: FlashPlan) -> tuple[int, int]:
     """How many batches and heads a bound mask varies by, each 1 or all."""
     try:
         axes = of_mask(mask)[0].axes
@@ -46,7 +46,7 @@ def packed_map_shape(mask: Mask, plan: Plan) -> tuple[int, int]:
     return (plan.B if "b" in axes else 1), (plan.H if "h" in axes else 1)
 
 
-def packer(mask: Mask, plan: Plan, tiles: Tiles) -> Pack:
+def bits_function(mask: Mask, plan: FlashPlan, tiles: TileSizes) -> BitsFunction:
     """The function that computes the bits of a bound mask's tiles."""
 
     def one(at: tuple[Array, ...]) -> jax.Array:
@@ -57,10 +57,10 @@ def packer(mask: Mask, plan: Plan, tiles: Tiles) -> Pack:
         seen = jnp.broadcast_to(mask.allowed(b, h, q, kv), (1, 1, tiles.bq, tiles.bk))[0, 0]
         words = cdiv(tiles.bk, WORD)
         bits = seen.reshape(tiles.bq, words, -1).astype(jnp.uint32)
-        packed = (bits << np.arange(bits.shape[2], dtype=np.uint32)).sum(axis=2, dtype=jnp.uint32)
-        return lax.bitcast_convert_type(packed, jnp.int32)
+        words = (bits << np.arange(bits.shape[2], dtype=np.uint32)).sum(axis=2, dtype=jnp.uint32)
+        return lax.bitcast_convert_type(words, jnp.int32)
 
-    def pack(*at: Array) -> jax.Array:
+    def bits_of(*at: Array) -> jax.Array:
         return lax.map(one, tuple(jnp.asarray(x, jnp.int32) for x in at), batch_size=_BATCH)
 
-    return pack
+    return bits_of

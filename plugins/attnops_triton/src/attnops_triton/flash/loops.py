@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan, cdiv
+from attnops_triton.flash.plan import FlashPlan, cdiv
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 
 # Bytes of the keys and values of neighbouring programs that should fit the second-level cache.
 _CACHE = 24 << 20
 
 
-def place_by_query(write: Writer, plan: Plan, bq: int) -> int:
+def place_by_query(write: SourceWriter, plan: FlashPlan, bq: int) -> int:
     """Write ``b``, ``h``, ``k`` and ``row`` of a program for one tile of queries. Returns the number of programs.
 
     The last rows, which are the longest of a causal mask, come first, for as many heads at a time as fit the cache. The
@@ -26,7 +26,7 @@ def place_by_query(write: Writer, plan: Plan, bq: int) -> int:
     return rows * plan.B * plan.H
 
 
-def place_by_key(write: Writer, plan: Plan, bk: int) -> int:
+def place_by_key(write: SourceWriter, plan: FlashPlan, bk: int) -> int:
     """Write ``b``, ``k`` and ``row`` of a program for one tile of keys. Returns the number of programs.
 
     If groups are split, ``h`` too, whose kv head is ``k``.
@@ -42,7 +42,7 @@ def place_by_key(write: Writer, plan: Plan, bk: int) -> int:
     return rows * plan.B * plan.K
 
 
-def _place(write: Writer, rows: int, heads: int, together: int) -> None:
+def _place(write: SourceWriter, rows: int, heads: int, together: int) -> None:
     """Write ``place``, of ``rows``, and ``bh``, of all heads of all batches: ``together`` heads at a time."""
     write.integer("rows", rows)
     write.integer("heads", heads)
@@ -64,7 +64,7 @@ def schedule_operands(schedule: TileSchedule) -> list[Operand]:
 
 
 def tile_loops(
-    write: Writer, schedule: TileSchedule, first: str, block: int, even: bool, body: Callable[[bool], None],
+    write: SourceWriter, schedule: TileSchedule, first: str, block: int, even: bool, body: Callable[[bool], None],
     heads: int = 0,
 ) -> None:  # fmt: skip
     """Write loops over the active tiles of ``row``: FULL ones, then PARTIAL ones.

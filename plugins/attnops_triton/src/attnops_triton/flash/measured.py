@@ -10,7 +10,7 @@ from typing import Final
 from attnops import AttentionRequest
 from attnops.kernels import TraceContext
 from attnops_triton import tuned
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.language import compat
 from attnops_triton.targets import current
 
@@ -20,7 +20,7 @@ CALLS: Final = {True: "attnops-triton:flash, backward", False: "attnops-triton:f
 OF_CUDNN: Final = {True: "attnops:sdpa, backward", False: "attnops:sdpa, forward"}
 
 # Part of the key of JAX's cache of traced functions.
-_TRIED: TraceContext[tuple[()] | tuple[str, Tiles]] = TraceContext("attnops-triton:tiles", ())
+_TRIED: TraceContext[tuple[()] | tuple[str, TileSizes]] = TraceContext("attnops-triton:tiles", ())
 
 
 def environment() -> Hashable:
@@ -29,13 +29,13 @@ def environment() -> Hashable:
 
 
 @contextlib.contextmanager
-def trying(kernel: str, tiles: Tiles) -> Iterator[None]:
+def trying(kernel: str, tiles: TileSizes) -> Iterator[None]:
     """A context in which a kernel has these tiles, and the others have the table's."""
     with _TRIED((kernel, tiles)):
         yield
 
 
-def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[int, Tiles]:
+def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[int, TileSizes]:
     """Tiles to use instead of the table's, by place in its row; for this machine's GPU alone."""
     tried = _TRIED.value
     if tried:
@@ -44,7 +44,7 @@ def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[in
         return {}
     device = compat.device_name()
     found = {i: tuned.tiles(device, kernel, dtype, head_dim, value_head_dim) for i, kernel in enumerate(KERNELS)}
-    return {i: Tiles.of(tiles) for i, tiles in found.items() if tiles}
+    return {i: TileSizes.of(tiles) for i, tiles in found.items() if tiles}
 
 
 def is_faster_than_cudnn(request: AttentionRequest) -> bool | None:

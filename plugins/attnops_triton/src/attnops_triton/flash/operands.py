@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attnops_triton.flash.plan import Plan
-from attnops_triton.language.source import Writer
+from attnops_triton.flash.plan import FlashPlan
+from attnops_triton.language.source import SourceWriter
 
 if TYPE_CHECKING:
     from attnops.typing import Array
@@ -50,7 +50,7 @@ def value_layout(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
+def score_operands(plan: FlashPlan, arrays: Arrays) -> list[Operand]:
     """The inputs of a tile's scores other than query and key, and of dropout."""
     operands = [Operand(f"mask{i}", x) for i, x in enumerate(arrays.mask)]
     operands += [Operand(f"dense{i}", x) for i, x in enumerate(arrays.dense)]
@@ -60,7 +60,7 @@ def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
     return operands
 
 
-def base(write: Writer, name: str, batched: str, heads: int, each: str) -> str:
+def base(write: SourceWriter, name: str, batched: str, heads: int, each: str) -> str:
     """The pointer to the elements of batch ``b`` and head ``h`` in an array [B or 1, heads or 1, …].
 
     Args:

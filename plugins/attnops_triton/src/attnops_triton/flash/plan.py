@@ -15,7 +15,7 @@ LN2: Final = math.log(2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class TileSizes:
     """Tile sizes of one kernel, and how it is compiled.
 
     Attributes:
@@ -42,14 +42,14 @@ class Tiles:
         return (self.bq, self.bk, self.warps, self.stages, *[1] * self.specialised)
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Tiles:
+    def of(cls, numbers: Sequence[int]) -> TileSizes:
         """The tiles of these numbers."""
         bq, bk, warps, stages, *specialised = numbers
         return cls(bq, bk, warps, stages, bool(specialised))
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class FlashPlan:
     """Shapes, tiles and options of a call; hashable.
 
     Attributes:
@@ -78,16 +78,16 @@ class Plan:
     K: int
     D: int
     Dv: int
-    forward: Tiles
-    by_query: Tiles
-    by_key: Tiles
-    by_score: Tiles
+    forward: TileSizes
+    by_query: TileSizes
+    by_key: TileSizes
+    by_score: TileSizes
     dtype: str
     is_partial: bool
     scale: float
     tf32: bool
     scoring: Scoring
-    packed: bool = False
+    bit_mask: bool = False
     arch: str = ""
     interpret: bool = False
     unordered: bool = False

@@ -7,18 +7,18 @@ elements the latter have two programs, since rows are aligned or not.
 
 from __future__ import annotations
 
-from attnops_triton.flash.plan import Plan, Tiles
+from attnops_triton.flash.plan import FlashPlan, TileSizes
 
 # Bytes of alignment that loads of several elements need, in elements of a byte.
 _ALIGNED = 16
 
 
-def is_even(plan: Plan, tiles: Tiles) -> bool:
+def is_even(plan: FlashPlan, tiles: TileSizes) -> bool:
     """Whether both lengths are multiples of both tile sizes, so that no tile reaches beyond the last token."""
     return not plan.T % max(tiles.bq, tiles.bk) and not plan.S % max(tiles.bq, tiles.bk)
 
 
-def divisible(plan: Plan, tiles: Tiles) -> frozenset[str]:
+def divisible(plan: FlashPlan, tiles: TileSizes) -> frozenset[str]:
     """The integer arguments of a kernel that its program may rely on to be multiples of 16."""
     lengths = frozenset("TS")
     if is_even(plan, tiles):

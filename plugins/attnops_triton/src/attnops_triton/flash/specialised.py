@@ -10,7 +10,7 @@ from attnops import AttentionRequest, OperationMetadata
 from attnops.kernels import Scoring
 from attnops_triton import versions
 from attnops_triton.flash.measured import measured_tiles
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.flash.tile_sizes import specialised_rows
 from attnops_triton.language import assembler
 from attnops_triton.language.compat import device_arch
@@ -21,7 +21,7 @@ from attnops_triton.targets import TENSOR_MEMORY, current, first_cuda_of_maps
 _TRITON = (3, 9)
 
 
-class Facts(NamedTuple):
+class CallFacts(NamedTuple):
     """What decides whether specialised kernels serve a call.
 
     Attributes:
@@ -51,7 +51,7 @@ class Facts(NamedTuple):
     interpret: bool
 
 
-def why_plain(arch: str, facts: Facts) -> str:
+def why_plain(arch: str, facts: CallFacts) -> str:
     """Why no specialised kernel serves a call, in words; empty if some does."""
     by_dim, T = specialised_rows(arch), facts.lengths[0]
     conditions = (
@@ -72,7 +72,7 @@ def why_plain(arch: str, facts: Facts) -> str:
     return next((reason for holds, reason in conditions if holds), "")
 
 
-def specialised_tiles(arch: str, facts: Facts, scoring: Scoring) -> Mapping[int, Tiles]:
+def specialised_tiles(arch: str, facts: CallFacts, scoring: Scoring) -> Mapping[int, TileSizes]:
     """Tiles of the specialised kernels that serve a call, by place in a row of the table.
 
     They serve soft caps and sinks too.
@@ -105,7 +105,7 @@ def specialised_tiles(arch: str, facts: Facts, scoring: Scoring) -> Mapping[int,
     return tiles
 
 
-def narrower(tiles: Tiles, parts: int, by_key: bool) -> Tiles:
+def narrower(tiles: TileSizes, parts: int, by_key: bool) -> TileSizes:
     """A part of what is streamed a tile, and as many times the stages."""
     stages = tiles.stages * parts
     if by_key:
@@ -113,7 +113,7 @@ def narrower(tiles: Tiles, parts: int, by_key: bool) -> Tiles:
     return dataclasses.replace(tiles, bk=tiles.bk // parts, stages=stages)
 
 
-def with_measured(special: Mapping[int, Tiles], facts: Facts) -> Mapping[int, Tiles]:
+def with_measured(special: Mapping[int, TileSizes], facts: CallFacts) -> Mapping[int, TileSizes]:
     """The same, or those that were measured to be faster, see `attnops_triton.flash.measured`."""
     found = {} if facts.interpret else measured_tiles(facts.dtype, facts.head_dim, facts.value_head_dim)
     return {**special, **{i: tiles for i, tiles in found.items() if special or not tiles.specialised}}
@@ -125,7 +125,7 @@ def line(request: AttentionRequest, metadata: OperationMetadata) -> str:
     if not arch:
         return "kernels: depend on the GPU, and there is none; attnops_triton.targets.target(arch) names one"
     shape, kinds, mask_primitives = request.mask_shape, request.mask_kinds, request.mask_primitives
-    facts = Facts(
+    facts = CallFacts(
         request.dtypes[0] if len(set(request.dtypes)) == 1 else "float32", request.head_dim, request.value_head_dim,
         (request.query_length, request.key_length),
         by_score=("Dense" in kinds and (shape is None or min(shape[2:]) > 1)) or not mask_primitives <= PRIMITIVES,

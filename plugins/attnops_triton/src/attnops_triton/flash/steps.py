@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from attnops_triton.flash.plan import LOG2E
-from attnops_triton.flash.tile import Tile
+from attnops_triton.flash.tile import TileWriter
 from attnops_triton.language.source import number
 
 
-def write_denominator(tile: Tile) -> None:
+def write_denominator(tile: TileWriter) -> None:
     """Write ``factor``, the inverse of the denominator, sinks included, and ``m`` and ``l`` with them.
 
     ``seen`` are the rows that are not fully masked; the others have a factor of 0.
@@ -33,8 +33,8 @@ def write_denominator(tile: Tile) -> None:
     write("l = tl.where(seen, l, 1.0)", "factor = tl.where(seen, factor / l, 0.0)")
 
 
-def recompute_weights(tile: Tile, masked: bool, edge: bool, lse: str = "") -> bool:
-    """Write ``p`` from the products ``s``. Returns whether ``ok`` was written, see `Tile.allowed`.
+def recompute_weights(tile: TileWriter, masked: bool, edge: bool, lse: str = "") -> bool:
+    """Write ``p`` from the products ``s``. Returns whether ``ok`` was written, see `TileWriter.allowed`.
 
     Args:
         tile: the tile.
@@ -58,7 +58,7 @@ def recompute_weights(tile: Tile, masked: bool, edge: bool, lse: str = "") -> bo
     return has_ok
 
 
-def score_gradients(tile: Tile, has_ok: bool, subtract: bool = True) -> None:
+def score_gradients(tile: TileWriter, has_ok: bool, subtract: bool = True) -> None:
     """Write ``ds``, the gradient of the scores, from ``p``, ``dp`` and, with dropout, ``keep``.
 
     Args:

@@ -18,9 +18,9 @@ from attnops.dropout import dropout_threshold, spread_of_keys
 from attnops.kernels import Elementwise
 from attnops_triton.flash.bits import WORD
 from attnops_triton.flash.operands import Operand, base
-from attnops_triton.flash.plan import LOG2E, Plan, Tiles, cdiv
+from attnops_triton.flash.plan import LOG2E, FlashPlan, TileSizes, cdiv
 from attnops_triton.flash.sizes import is_even
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 from attnops_triton.language.translate import TYPES, derivative, tanh, traced, translate
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class TileWriter:
     """Writes the code of one tile.
 
     Attributes:
@@ -42,8 +42,8 @@ class Tile:
         transposed: whether keys come before queries.
     """
 
-    write: Writer
-    plan: Plan
+    write: SourceWriter
+    plan: FlashPlan
     bq: int
     bk: int
     even: bool
@@ -53,8 +53,13 @@ class Tile:
 
     @classmethod
     def make(
-        cls, write: Writer, plan: Plan, tiles: Tiles, operands: Sequence[Operand], transposed: bool = False
-    ) -> Tile:
+        cls,
+        write: SourceWriter,
+        plan: FlashPlan,
+        tiles: TileSizes,
+        operands: Sequence[Operand],
+        transposed: bool = False,
+    ) -> TileWriter:
         """The tile of a kernel with these operands."""
         write.integer("T", plan.T)
         write.integer("S", plan.S)
@@ -221,7 +226,7 @@ class Tile:
                 write(f"dense{i} = {self.by_score(f'dense{i}', '0')} != 0")
             arguments = self._arguments("mask", scoring.mask) + [f"dense{i}" for i in range(scoring.dense)]
             conditions += translate(write, traced(scoring.mask, scoring.dense), arguments)
-        if plan.packed:
+        if plan.bit_mask:
             conditions.append(self.bits())
         if edge and not self.even:
             conditions.append("(kx < S)")

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.targets import LIKE
 
-T = Tiles
-W = functools.partial(Tiles, registers=255)  # which ptxas takes all of, if need be
-Row = tuple[Tiles, Tiles, Tiles, Tiles]  # of forward, by query, by key, by score
+T = TileSizes
+W = functools.partial(TileSizes, registers=255)  # which ptxas takes all of, if need be
+KernelTiles = tuple[TileSizes, TileSizes, TileSizes, TileSizes]  # of forward, by query, by key, by score
 # By architecture, bytes an element, and the larger of D and Dv, at most. Each row was compiled: at head dims up to 128
 # none spills in 16 bits. Of those without spills, the one with the fewest instructions a score was chosen; none was
 # timed, see NOTES.md.
-TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
+TABLE: Final[dict[str, dict[int, dict[int, KernelTiles]]]] = {
     "sm_80": {
         2: {
             64: (T(128, 64, 4, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 4, 1)),
@@ -64,7 +64,7 @@ TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
 }  # fmt: skip
 # As sm_86, but for what ptxas would spill there.
 TABLE["sm_120"] = {2: TABLE["sm_86"][2] | {64: (T(128, 64, 4, 3), *TABLE["sm_86"][2][64][1:])}}
-_SINGLE: Final[dict[int, Row]] = {
+_SINGLE: Final[dict[int, KernelTiles]] = {
     64: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 4, 1)),
     128: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(16, 32, 8, 1), T(32, 32, 8, 1)),
     256: (T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
@@ -77,14 +77,14 @@ for _arch, _by_size in TABLE.items():
     }  # fmt: skip
 
 # Where float16 needs more registers than bfloat16, so that the row above would spill.
-_FLOAT16: Final[dict[str, dict[int, Row]]] = {
+_FLOAT16: Final[dict[str, dict[int, KernelTiles]]] = {
     "gfx942": {128: (*TABLE["gfx942"][2][128][:2], T(32, 64, 4, 1), TABLE["gfx942"][2][128][3])},
 }
 
 
 # Tiles by architecture, the larger of D and Dv, at most, and place in a row, where loading an element for each
 # score makes the row's spill in 16 bits. At larger head dims their stages leave no shared memory for such elements.
-_BY_SCORE: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
+_BY_SCORE: Final[dict[str, dict[int, dict[int, TileSizes]]]] = {
     "sm_80": {
         64: {}, 128: {1: T(128, 32, 8, 2), 2: T(64, 64, 8, 2)}, 192: {}, 256: {1: T(64, 64, 8, 1), 2: T(32, 64, 8, 1)},
     },
@@ -104,7 +104,7 @@ _BY_SCORE["sm_120"] = {64: {0: T(128, 32, 4, 2), 1: T(64, 64, 4, 2), 2: T(32, 64
 
 
 # Where tiles don't divide the lengths and the row's spill; the larger side stays, on which it depends whether they do.
-_RAGGED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
+_RAGGED: Final[dict[str, dict[int, dict[int, TileSizes]]]] = {
     "sm_80": {64: {0: T(128, 64, 8, 3), 2: T(32, 128, 8, 2)}, 128: {1: T(128, 32, 8, 2)}},
     "sm_86": {64: {0: T(128, 64, 8, 2)}, 128: {2: T(32, 64, 8, 2)}},
 }
@@ -112,7 +112,7 @@ _RAGGED["sm_120"] = _RAGGED["sm_86"]
 
 # Tiles of specialised kernels, see `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell`, by architecture,
 # head dim (both D and Dv) and place in a row, for 16 bits.
-SPECIALISED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
+SPECIALISED: Final[dict[str, dict[int, dict[int, TileSizes]]]] = {
     "sm_90": {
         64: {0: T(128, 128, 4, 3, True), 1: T(128, 64, 4, 3, True), 2: T(64, 128, 4, 3, True)},
         128: {0: T(128, 128, 4, 3, True), 1: T(128, 64, 4, 3, True), 2: T(64, 128, 4, 3, True)},
@@ -125,15 +125,15 @@ SPECIALISED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
 }
 
 
-def specialised_rows(arch: str) -> Mapping[int, Mapping[int, Tiles]]:
+def specialised_rows(arch: str) -> Mapping[int, Mapping[int, TileSizes]]:
     """`SPECIALISED` of an architecture, by head dim; empty if it has none."""
     return SPECIALISED.get(LIKE.get(arch, arch), {})
 
 
 def choose(
     arch: str, dtype: str, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False,
-    measured: Mapping[int, Tiles] = MappingProxyType({}), lengths: tuple[int, ...] = (),
-) -> tuple[Tiles, ...]:  # fmt: skip
+    measured: Mapping[int, TileSizes] = MappingProxyType({}), lengths: tuple[int, ...] = (),
+) -> tuple[TileSizes, ...]:  # fmt: skip
     """The tiles of each pass.
 
     Args:

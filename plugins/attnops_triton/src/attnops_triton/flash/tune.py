@@ -18,11 +18,11 @@ from attnops.masks import Causal
 from attnops_triton import tuned
 from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.flash.measured import CALLS, KERNELS, OF_CUDNN, trying
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.flash.tile_sizes import choose, specialised_rows
 from attnops_triton.language.compat import device_arch, device_name
 from attnops_triton.targets import TARGETS, shared_memory
-from attnops_triton.tuned import Row
+from attnops_triton.tuned import MeasuredTime
 
 if TYPE_CHECKING:
     from attnops.typing import Function, PyTree
@@ -36,7 +36,7 @@ _SHORTEST: Final = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class TunedCall:
     """The attention that is tuned: plain or causal, as many heads and batches as a training step has.
 
     Attributes:
@@ -65,7 +65,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class CompiledCandidate:
     """Tiles of a kernel, compiled.
 
     Attributes:
@@ -75,11 +75,11 @@ class Candidate:
     """
 
     kernel: str
-    tiles: Tiles
+    tiles: TileSizes
     binary: Binary
 
 
-def neighbours(tiles: Tiles) -> list[Tiles]:
+def neighbours(tiles: TileSizes) -> list[TileSizes]:
     """The tiles, and those that differ from them in one size by a step."""
     bq, bk, warps, stages = tiles.numbers[:4]
     if tiles.specialised:
@@ -89,10 +89,13 @@ def neighbours(tiles: Tiles) -> list[Tiles]:
         (bq, 2 * bk, warps, stages), (bq, bk, 12 - warps, stages), (bq, bk, warps, stages - 1),
         (bq, bk, warps, stages + 1),
     ]  # fmt: skip
-    return [tiles, *(Tiles(*x) for x in changed if min(x[:2]) >= 16 and x[0] * x[1] <= 128 * 128 and 1 <= x[3] <= 4)]
+    return [
+        tiles,
+        *(TileSizes(*x) for x in changed if min(x[:2]) >= 16 and x[0] * x[1] <= 128 * 128 and 1 <= x[3] <= 4),
+    ]
 
 
-def candidates(shape: Shape, arch: str) -> Iterator[Candidate]:
+def candidates(shape: TunedCall, arch: str) -> Iterator[CompiledCandidate]:
     """Tiles near the table's that fit the shared memory of an architecture, and don't spill unless the table's do."""
     row = choose(arch, shape.dtype, shape.head_dim, None, None)
     for kernel, tiles in zip(KERNELS, row, strict=False):
@@ -108,7 +111,7 @@ def candidates(shape: Shape, arch: str) -> Iterator[Candidate]:
             binary = compile_for(launched, arch)
             least = binary.spilled if least is None else least
             if binary.shared <= shared_memory(arch) and binary.spilled <= least:
-                yield Candidate(kernel, some, binary)
+                yield CompiledCandidate(kernel, some, binary)
 
 
 def run(
@@ -132,7 +135,7 @@ def run(
     """
     if dry and dry not in TARGETS:
         raise ValueError(f"dry={dry!r} is unknown; use one of {list(TARGETS)}")
-    shapes = [Shape(*given) for given in itertools.product(dtypes, head_dims, lengths, masks)]
+    shapes = [TunedCall(*given) for given in itertools.product(dtypes, head_dims, lengths, masks)]
     if dry:
         for shape in shapes:
             for candidate in candidates(shape, dry):
@@ -156,7 +159,7 @@ def run(
         report(f"{output}: {len(tuned.read(output))} rows; {tuned.VARIABLE}={output} makes attnops-triton read it")
 
 
-def tune(shapes: Iterable[Shape], report: Callable[[str], None]) -> list[Row]:
+def tune(shapes: Iterable[TunedCall], report: Callable[[str], None]) -> list[MeasuredTime]:
     """The times of candidates and of calls, on this machine's GPU.
 
     Args:
@@ -173,7 +176,7 @@ def tune(shapes: Iterable[Shape], report: Callable[[str], None]) -> list[Row]:
             timed.append((candidate.kernel, candidate.tiles.numbers, seconds))
             report(f"{shape}: {candidate.kernel} {candidate.tiles}: {1e3 * seconds:.3f} ms")
         best = {kernel: min((s, t) for k, t, s in timed if k == kernel) for kernel in KERNELS}
-        rows += [Row(device, kernel, *fields, tiles, seconds) for kernel, (seconds, tiles) in best.items()]
+        rows += [MeasuredTime(device, kernel, *fields, tiles, seconds) for kernel, (seconds, tiles) in best.items()]
         for names in (CALLS, OF_CUDNN):
             for backward, what in names.items():
                 call = shape.call(what.split(",")[0])
@@ -181,7 +184,7 @@ def tune(shapes: Iterable[Shape], report: Callable[[str], None]) -> list[Row]:
                     seconds = _seconds(_both(call) if backward else call, shape)
                 except UnsupportedError:
                     continue
-                rows.append(Row(device, what, *fields, (), seconds))
+                rows.append(MeasuredTime(device, what, *fields, (), seconds))
                 report(f"{shape}: {what}: {1e3 * seconds:.3f} ms")
     return rows
 
@@ -202,7 +205,7 @@ def _only(kernel: str, call: Function) -> Function:
     return lambda *qkv: _both(call)(*qkv)[1][wanted]
 
 
-def _seconds(function: Function, shape: Shape) -> float:
+def _seconds(function: Function, shape: TunedCall) -> float:
     """The shortest time of a call, of several in a queue."""
     keys = jax.random.split(jax.random.key(0), 3)
     qkv = [jax.random.normal(key, shape.array.shape, shape.array.dtype) for key in keys]

@@ -16,7 +16,7 @@ import jax
 
 from attnops_triton import versions
 from attnops_triton.language import store
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 from attnops_triton.targets import capability, is_amd, ptx_version, wave_size
 
 _POINTERS: Final = {
@@ -49,7 +49,7 @@ class Recipe:
         registers: at most so many a thread; 0 for as many as the assembler sees fit. NVIDIA's alone.
     """
 
-    kernel: Kernel
+    kernel: KernelSource
     dtypes: tuple[str, ...]
     divisible: frozenset[str]
     warps: int
@@ -68,7 +68,7 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledKernel:
     """A compiled kernel.
 
     Attributes:
@@ -85,7 +85,7 @@ class Program:
 
 
 @dataclasses.dataclass
-class Counts:
+class BuildCounts:
     """What `build` did in this process.
 
     Attributes:
@@ -99,17 +99,17 @@ class Counts:
     seconds: float = 0.0
 
 
-counts: Final = Counts()
+counts: Final = BuildCounts()
 
 
-def build(recipe: Recipe) -> Program:
+def build(recipe: Recipe) -> CompiledKernel:
     """The program of a recipe: of this process, from the cache on disk, or compiled."""
     with _LOCK:
         return _build(recipe)
 
 
 @functools.lru_cache(maxsize=4096)
-def _build(recipe: Recipe) -> Program:
+def _build(recipe: Recipe) -> CompiledKernel:
     start = time.perf_counter()
     key = recipe.key()
     stored = store.read(key)
@@ -120,13 +120,13 @@ def _build(recipe: Recipe) -> Program:
         counts.compiled += 1
     else:
         code, fields = stored
-        program = Program(**fields, code=code)
+        program = CompiledKernel(**fields, code=code)
         counts.read += 1
     counts.seconds += time.perf_counter() - start
     return program
 
 
-def compiled(recipe: Recipe) -> Program:
+def compiled(recipe: Recipe) -> CompiledKernel:
     """The program of a recipe, by Triton's compiler, without its assembler.
 
     Raises:
@@ -140,14 +140,14 @@ def compiled(recipe: Recipe) -> Program:
             f"{name} for {arch} needs {needed} bytes of scratch memory a program, and {recipe.kernel.scratch} are given"
         )
     if is_amd(arch):
-        return Program(metadata["name"], recipe.warps * wave_size(arch), metadata["shared"], modules["hsaco"])
+        return CompiledKernel(metadata["name"], recipe.warps * wave_size(arch), metadata["shared"], modules["hsaco"])
     # A program may have more threads than were asked for, where warps specialise.
     threads = int(re.findall(r"\.reqntid (\d+)", modules["ptx"])[0])
     text = _with_scratch(recipe.kernel, modules["ptx"]) if needed else modules["ptx"]
-    return Program(metadata["name"], threads, metadata["shared"], text.encode())
+    return CompiledKernel(metadata["name"], threads, metadata["shared"], text.encode())
 
 
-def _with_scratch(kernel: Kernel, ptx: str) -> str:
+def _with_scratch(kernel: KernelSource, ptx: str) -> str:
     """PTX that finds its scratch memory in the last pointer, not in the next to last parameter, which is null.
 
     It also names the shared memory that tensor maps copy to as PTX before 8.6 has to; in clusters of one block it is

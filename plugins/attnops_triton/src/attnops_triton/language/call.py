@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from attnops_triton import versions
-from attnops_triton.language.build import Program, Recipe, build
+from attnops_triton.language.build import CompiledKernel, Recipe, build
 from attnops_triton.targets import capability, is_amd
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
-def _code(program: Program, arch: str) -> str:
+def _code(program: CompiledKernel, arch: str) -> str:
     """The code as jaxlib takes it: PTX, or the name of a file with a code object, which it deletes after reading."""
     if not is_amd(arch):
         return program.code.decode()

@@ -8,7 +8,7 @@ import importlib
 import linecache
 from typing import TYPE_CHECKING, Any, Final
 
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 
 if TYPE_CHECKING:
     from attnops.typing import Function
@@ -19,7 +19,7 @@ TENSOR_MEMORY: Final = ("TensorMemoryLayout", "allocate_tensor_memory", "tcgen05
 
 
 @functools.lru_cache(maxsize=1024)
-def function(kernel: Kernel) -> Function:
+def function(kernel: KernelSource) -> Function:
     """The Python function of a kernel's text in Triton's language."""
     import triton.language as tl
 
@@ -29,7 +29,7 @@ def function(kernel: Kernel) -> Function:
     return functions(kernel, names)[kernel.name]
 
 
-def functions(kernel: Kernel, names: dict[str, Any]) -> dict[str, Function]:
+def functions(kernel: KernelSource, names: dict[str, Any]) -> dict[str, Function]:
     """The Python functions of a kernel's text, with source that `inspect` finds, which Triton needs.
 
     Args:
@@ -45,14 +45,14 @@ def functions(kernel: Kernel, names: dict[str, Any]) -> dict[str, Function]:
 
 
 @functools.lru_cache(maxsize=1024)
-def jit(kernel: Kernel) -> Any:
+def jit(kernel: KernelSource) -> Any:
     """A kernel for Triton's compiler."""
     import triton
 
     return _gluon(kernel) if kernel.gluon else triton.JITFunction(function(kernel))
 
 
-def _gluon(kernel: Kernel) -> Any:
+def _gluon(kernel: KernelSource) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.experimental.gluon.language.nvidia import blackwell, hopper

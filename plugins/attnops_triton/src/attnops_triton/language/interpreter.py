@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from attnops_triton.language.compat import function
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 
 if TYPE_CHECKING:
     from attnops.typing import NumpyArray, PyTree
@@ -22,7 +22,7 @@ _LOCK = threading.Lock()
 
 
 def interpreted(
-    kernel: Kernel, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
+    kernel: KernelSource, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
     dtypes: tuple[str, ...], *arrays: jax.Array, aliases: tuple[tuple[int, int], ...] = (),
 ) -> PyTree:  # fmt: skip
     """A kernel's results. They are initialised to NaN, so that missing stores are noticed.
@@ -51,7 +51,7 @@ def interpreted(
 
 
 def run_on_host(
-    kernel: Kernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+    kernel: KernelSource, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
 ) -> None:
     """Interpret a kernel, which writes to ``results``."""
     if kernel.gluon:

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 
 from attnops.kernels import TraceContext, equally_varying
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan, Tiles
+from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.flash.sizes import divisible
 from attnops_triton.language.build import Recipe
-from attnops_triton.language.source import Writer
-from attnops_triton.ragged.plan import Plan as RaggedPlan
-from attnops_triton.ragged.plan import RaggedTiles
+from attnops_triton.language.source import SourceWriter
+from attnops_triton.ragged.plan import CachePlan
+from attnops_triton.ragged.plan import CacheTileSizes
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
 
-AnyPlan: TypeAlias = Plan | RaggedPlan
-AnyTiles: TypeAlias = Tiles | RaggedTiles
+AnyPlan: TypeAlias = FlashPlan | CachePlan
+AnyTiles: TypeAlias = TileSizes | CacheTileSizes
 
 # Part of the key of JAX's cache of traced functions, so that each recording traces again.
 _RECORD: TraceContext[Recording | None] = TraceContext("attnops-triton:recording", None)
@@ -66,7 +66,7 @@ def recording() -> Iterator[list[Launched]]:
 
 
 def launch(
-    plan: Plan, tiles: Tiles, write: Writer, name: str, operands: list[Operand],
+    plan: FlashPlan, tiles: TileSizes, write: SourceWriter, name: str, operands: list[Operand],
     outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Run a kernel of `attnops_triton.flash`; see `launch_any`."""
@@ -74,7 +74,7 @@ def launch(
 
 
 def launch_any(
-    plan: AnyPlan, tiles: AnyTiles, write: Writer, name: str, operands: list[Operand],
+    plan: AnyPlan, tiles: AnyTiles, write: SourceWriter, name: str, operands: list[Operand],
     outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, divisible: frozenset[str],
     aliases: Mapping[str, str] = MappingProxyType({}), stored: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:  # fmt: skip

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from attnops_triton.language.compat import functions
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 
 if TYPE_CHECKING:
     from attnops.typing import NumpyArray
@@ -349,7 +349,7 @@ class Machine:
 
 
 def simulate(
-    kernel: Kernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+    kernel: KernelSource, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
 ) -> None:
     """Run a kernel, which writes to ``results``.
 

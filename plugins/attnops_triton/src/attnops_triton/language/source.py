@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class KernelSource:
     """A kernel's text; kernels with equal texts are equal.
 
     Attributes:
@@ -28,7 +28,7 @@ class Kernel:
     scratch: int = 0
 
 
-class Writer:
+class SourceWriter:
     """The lines of a kernel.
 
     Attributes:
@@ -65,10 +65,10 @@ class Writer:
         self._fresh += 1
         return f"t{self._fresh}"
 
-    def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
+    def kernel(self, name: str, pointers: list[str], functions: str = "") -> KernelSource:
         """The kernel of all lines; ``functions`` is the text of those that it calls."""
         head = f"def {name}({', '.join([*pointers, *self.integers])}):"
-        return Kernel(name, tuple(pointers), tuple(self.integers), functions + "\n".join([head, *self.lines, ""]))
+        return KernelSource(name, tuple(pointers), tuple(self.integers), functions + "\n".join([head, *self.lines, ""]))
 
 
 def number(x: float) -> str:

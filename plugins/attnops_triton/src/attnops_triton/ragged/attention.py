@@ -15,10 +15,10 @@ from attnops_caches.masks import without_table
 from attnops_triton.flash.operands import Operand
 from attnops_triton.language.compat import device_arch
 from attnops_triton.language.launch import launch_any
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 from attnops_triton.ragged.kernel import write_kernel
 from attnops_triton.ragged.operands import fitted, item_arrays, score_arrays, store_arrays, strides
-from attnops_triton.ragged.plan import Plan
+from attnops_triton.ragged.plan import CachePlan
 from attnops_triton.ragged.result import write_merge
 from attnops_triton.ragged.schedule import schedule
 from attnops_triton.ragged.tile_sizes import choose, current_splits, rows_of, split_count
@@ -54,7 +54,7 @@ def cached_attention(
     return results["out"], results.get("lse"), cache
 
 
-def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int) -> Plan:
+def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int) -> CachePlan:
     """The plan of a call; see `cached_attention`."""
     (batch, T, H, D), metadata, store = call.query.shape, call.metadata, cache.store
     is_packed = batch == 1 and cache.batch > 1
@@ -69,7 +69,7 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
     # Products of other sizes may be summed in another order.
     rows = rows_of(metadata.block_q, 1 << 20 if in_order else T, H // K, max(D, Dv), bool(cache.codec), arch)
     tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
-    plan = Plan(
+    plan = CachePlan(
         B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_packed=is_packed, in_order=in_order,
         page=page, pages=pages, blocks=store.own_blocks, width=store.layout.width,
         is_joined=store.layout.content == "joined", is_latent=store.layout.content == "latent", stored=stored.name,
@@ -89,7 +89,7 @@ def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
 
 
 @one_by_one
-def _run(plan: Plan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Output, logsumexp if asked for, and the arrays of the cache that are written to, ``key_out`` and so on."""
     written = [name for name in ARRAYS if f"new_{name}" in arrays]
     is_split = plan.tiles.splits > 1
@@ -97,7 +97,7 @@ def _run(plan: Plan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     aliases = {} if is_split else _initialised(plan, arrays)
     outputs |= {f"{name}_out": _like(arrays[name]) for name in written}
     aliases |= {f"{name}_out": name for name in written}
-    write = Writer()
+    write = SourceWriter()
     strides(write, arrays)
     widths = {name: arrays[name].shape[-1] * (not name.endswith("scale")) for name in written}
     programs = write_kernel(write, plan, widths)
@@ -107,13 +107,13 @@ def _run(plan: Plan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     names = ("tile", "row", "sinks")
     given = {name: results.pop(name) for name in _partial_outputs(plan)} | {x: arrays[x] for x in names if x in arrays}
     aliases, outputs = _initialised(plan, given), _outputs(plan)
-    write = Writer()
+    write = SourceWriter()
     programs = write_merge(write, plan)
     return results | _launch(plan, "attnops_ragged_merge", write, given, outputs, programs, aliases)
 
 
 def _launch(
-    plan: Plan, name: str, write: Writer, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct],
+    plan: CachePlan, name: str, write: SourceWriter, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct],
     programs: int, aliases: dict[str, str],
 ) -> dict[str, jax.Array]:  # fmt: skip
     operands = [Operand(*x) for x in arrays.items()]
@@ -122,18 +122,18 @@ def _launch(
     return launch_any(plan, plan.tiles, write, name, operands, outputs, programs, frozenset(), aliases, stored)
 
 
-def _outputs(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+def _outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
     batch = 1 if plan.is_packed else plan.B
     out = jax.ShapeDtypeStruct((batch, plan.T, plan.H, plan.Dv), jnp.dtype(plan.out_dtype))
     return {"out": out} | ({"lse": _float32(batch, plan.H, plan.T)} if plan.wants_lse else {})
 
 
-def _partial_outputs(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+def _partial_outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
     shape = plan.items, plan.K, plan.head_blocks, plan.tiles.splits, plan.tiles.rows
     return {"part": _float32(*shape, plan.Dv), "part_m": _float32(*shape), "part_l": _float32(*shape)}
 
 
-def _initialised(plan: Plan, arrays: dict[str, jax.Array]) -> dict[str, str]:
+def _initialised(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, str]:
     """Add to ``arrays`` the outputs of packed rows as they are where no item writes them. Returns the aliases."""
     if not plan.is_packed:
         return {}

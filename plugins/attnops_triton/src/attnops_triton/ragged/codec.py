@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 from attnops_triton.targets import capability, is_amd
 
 # PTX from four bytes, $2, to two pairs of float16, $0 and $1. int8: 1024 + 128 + x has x in its lowest bits.
@@ -53,7 +53,7 @@ cvt.rn.f16x2.e4m3x2 $1, b;
 _PTX: Final = {"int8": _INT8, "float8_e5m2": _E5M2, "float8_e4m3fn": _E4M3}
 
 
-def decode(write: Writer, name: str, stored: str, dtype: str, arch: str) -> None:
+def decode(write: SourceWriter, name: str, stored: str, dtype: str, arch: str) -> None:
     """Write ``name``, loaded 8-bit numbers, as numbers of ``dtype``.
 
     Args:
@@ -72,7 +72,7 @@ def decode(write: Writer, name: str, stored: str, dtype: str, arch: str) -> None
         write(f'{name} = tl.inline_asm_elementwise("{text}", "=r,=r,r", [{name}], tl.float16, False, 4)')
 
 
-def _one_at_a_time(write: Writer, name: str, stored: str, dtype: str) -> None:
+def _one_at_a_time(write: SourceWriter, name: str, stored: str, dtype: str) -> None:
     if stored == "int8":
         write(f"{name} = {name}.to(tl.{dtype})")
         return

@@ -9,7 +9,7 @@ from attnops.kernels import Scoring
 from attnops_triton.flash.plan import cdiv, head_dim_chunks
 
 
-class Chunk(NamedTuple):
+class HeadDimChunk(NamedTuple):
     """Consecutive features that are one operand of a product, whose width is a power of two.
 
     Attributes:
@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedTiles:
+class CacheTileSizes:
     """Tile sizes of a call over a cache, and how its kernel is compiled.
 
     Attributes:
@@ -45,7 +45,7 @@ class RaggedTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """Shapes, tiles and options of a call; hashable.
 
     Attributes:
@@ -63,7 +63,7 @@ class Plan:
         scales: what has a scale of its own, "token_head", "head" or "tensor"; empty for tokens stored as they are.
         dtype: the name of the dtype of products' operands.
         out_dtype: the name of the output's dtype.
-        tiles: see `RaggedTiles`.
+        tiles: see `CacheTileSizes`.
         writes: most new tokens a row that the kernel writes; 0 for none.
         scale: the softmax scale.
         tf32: whether products of float32 may be rounded to TF32.
@@ -92,7 +92,7 @@ class Plan:
     scales: str
     dtype: str
     out_dtype: str
-    tiles: RaggedTiles
+    tiles: CacheTileSizes
     writes: int
     scale: float
     tf32: bool
@@ -167,17 +167,17 @@ class Plan:
         return 1.0 if self.scales_first else self.scale
 
     @property
-    def key_chunks(self) -> list[Chunk]:
+    def key_chunks(self) -> list[HeadDimChunk]:
         """The chunks of keys; of a latent, those of the value come first."""
         if not self.is_latent:
             return self._chunks(0, self.D)
         return self._chunks(0, self.Dv) + self._chunks(self.Dv, self.D)
 
     @property
-    def value_chunks(self) -> list[Chunk]:
+    def value_chunks(self) -> list[HeadDimChunk]:
         """The chunks of values."""
         return self._chunks(0, self.Dv)
 
-    def _chunks(self, first: int, stop: int) -> list[Chunk]:
+    def _chunks(self, first: int, stop: int) -> list[HeadDimChunk]:
         widest = 64 if self.dtype == "float32" else 512
-        return [Chunk(first + start, width, stop) for start, width in head_dim_chunks(stop - first, widest)]
+        return [HeadDimChunk(first + start, width, stop) for start, width in head_dim_chunks(stop - first, widest)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from attnops_triton.flash.plan import LN2, LOG2E
-from attnops_triton.language.source import Writer, number
-from attnops_triton.ragged.plan import Plan
+from attnops_triton.language.source import SourceWriter, number
+from attnops_triton.ragged.plan import CachePlan
 
 
-def write_partial(write: Writer, plan: Plan) -> None:
+def write_partial(write: SourceWriter, plan: CachePlan) -> None:
     """Write the stores of a split: sums without division, float32, the maximum and the denominator.
 
     The arrays are [items, kv heads, tiles of heads, splits, rows, …]. Of a row that sees no key only the denominator is
@@ -23,13 +23,13 @@ def write_partial(write: Writer, plan: Plan) -> None:
         write(f"tl.store({target}, acc_{i}, mask={' & '.join(conditions)})")
 
 
-def _partial_rows(plan: Plan) -> str:
+def _partial_rows(plan: CachePlan) -> str:
     blocks = plan.head_blocks
     tile = f"(item * {plan.K} + k)" + (f" * {blocks} + part" if blocks > 1 else "")
     return f"(({tile}).to(tl.int64) * splits + split) * {plan.tiles.rows}"
 
 
-def _unscaled(write: Writer, plan: Plan) -> None:
+def _unscaled(write: SourceWriter, plan: CachePlan) -> None:
     """Write the accumulators in natural units: times values' scales."""
     if not plan.scales or (plan.scales == "token_head" and plan.dtype != "float16"):
         return
@@ -38,7 +38,7 @@ def _unscaled(write: Writer, plan: Plan) -> None:
         write(f"acc_{i} = acc_{i} * {factor}")
 
 
-def write_result(write: Writer, plan: Plan) -> None:
+def write_result(write: SourceWriter, plan: CachePlan) -> None:
     """Write the division by the denominator, sinks included, and the stores of output and logsumexp."""
     _unscaled(write, plan)
     write_denominator(write, plan, "hr")
@@ -54,15 +54,15 @@ def write_result(write: Writer, plan: Plan) -> None:
         write(f"tl.store(lse_ptr + {_lse_rows(plan)}, lse, mask=stored)")
 
 
-def _query_rows(plan: Plan) -> str:
+def _query_rows(plan: CachePlan) -> str:
     return "qr.to(tl.int64)" if plan.is_packed else "(b.to(tl.int64) * T + qr)"
 
 
-def _lse_rows(plan: Plan) -> str:
+def _lse_rows(plan: CachePlan) -> str:
     return "hr.to(tl.int64) * T + qr" if plan.is_packed else f"(b.to(tl.int64) * {plan.H} + hr) * T + qr"
 
 
-def write_denominator(write: Writer, plan: Plan, head: str) -> None:
+def write_denominator(write: SourceWriter, plan: CachePlan, head: str) -> None:
     """Write ``scaling``, the factor of sums, ``seen_any``, and ``lse`` if asked for, from ``m`` and ``l``.
 
     Rows that see no key give 0 and −inf.
@@ -87,7 +87,7 @@ def write_denominator(write: Writer, plan: Plan, head: str) -> None:
         write(f'lse = tl.where(seen_any, {lse}, float("-inf"))')
 
 
-def write_merge(write: Writer, plan: Plan) -> int:
+def write_merge(write: SourceWriter, plan: CachePlan) -> int:
     """Write the kernel that merges splits, a program for each row of a tile. Returns the number of programs."""
     rows, blocks, splits = plan.tiles.rows, plan.head_blocks, plan.tiles.splits
     write.integer("splits", splits)

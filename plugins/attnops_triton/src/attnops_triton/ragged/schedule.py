@@ -12,10 +12,10 @@ from attnops.kernels import merged
 from attnops.masks import And, Coverage, Mask, Segments, block_map
 from attnops_caches import NewTokens
 from attnops_triton.flash.plan import cdiv
-from attnops_triton.ragged.plan import Plan
+from attnops_triton.ragged.plan import CachePlan
 
 
-class Schedule(NamedTuple):
+class ItemSchedule(NamedTuple):
     """Data of items, int32.
 
     Attributes:
@@ -30,7 +30,7 @@ class Schedule(NamedTuple):
     tile: jax.Array | None
 
 
-def schedule(plan: Plan, mask: Mask, lengths: jax.Array, new: NewTokens | None = None) -> Schedule:
+def schedule(plan: CachePlan, mask: Mask, lengths: jax.Array, new: NewTokens | None = None) -> ItemSchedule:
     """The schedule of a call: tiles from the first to the last with a key that a query of the item may see.
 
     Args:
@@ -46,7 +46,7 @@ def schedule(plan: Plan, mask: Mask, lengths: jax.Array, new: NewTokens | None =
             start = jnp.arange(plan.nk, dtype=jnp.int32) * plan.tiles.bk
             first, stop = new.first[:, None], (new.first + new.size)[:, None]
             active |= (first < stop) & (start < stop) & (first < start + plan.tiles.bk)
-        return Schedule(_ranges(active, full, jnp.zeros(plan.items, jnp.int32)), None, None)
+        return ItemSchedule(_ranges(active, full, jnp.zeros(plan.items, jnp.int32)), None, None)
     active, full = (x.reshape(plan.nq * plan.B, plan.nk) for x in tiles)
     # Pairs of a tile of queries and a row that has some of them.
     has_some, none = active.any(1) & _is_own(plan, mask), plan.nq * plan.B
@@ -58,10 +58,10 @@ def schedule(plan: Plan, mask: Mask, lengths: jax.Array, new: NewTokens | None =
     # Of the tiles up to a row's last token.
     by_split = plan.tiles.bk * plan.tiles.splits
     each = (jnp.clip(lengths, 0, plan.S)[row] + by_split - 1) // by_split * plan.in_order
-    return Schedule(_ranges(active[pairs] & exists[:, None], full[pairs], each), row, pairs // plan.B)
+    return ItemSchedule(_ranges(active[pairs] & exists[:, None], full[pairs], each), row, pairs // plan.B)
 
 
-def _is_own(plan: Plan, mask: Mask) -> jax.Array:
+def _is_own(plan: CachePlan, mask: Mask) -> jax.Array:
     """Whether a tile of queries has some of a row, [nq · rows]: its coverage tells the least and the greatest row."""
     exists = mask.right if isinstance(mask, And) else mask
     if not isinstance(exists, Segments):
@@ -70,7 +70,7 @@ def _is_own(plan: Plan, mask: Mask) -> jax.Array:
     return (ids.reshape(plan.nq, plan.bq, 1) == jnp.arange(plan.B)).any(1).reshape(-1)
 
 
-def _tiles(plan: Plan, mask: Mask, keys: int) -> tuple[jax.Array, jax.Array]:
+def _tiles(plan: CachePlan, mask: Mask, keys: int) -> tuple[jax.Array, jax.Array]:
     """Which tiles of keys a tile of queries reads, and which need no mask, [B or 1, nq, rows · nk] booleans."""
     bk = plan.tiles.bk
     # A tile is in one row.

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 from attnops_triton.language.translate import TYPES, tanh, traced, translate
-from attnops_triton.ragged.plan import Plan
+from attnops_triton.ragged.plan import CachePlan
 
 if TYPE_CHECKING:
     from attnops.kernels import Elementwise
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class ScoreWriter:
     """Writes the code of a tile's scores.
 
     Attributes:
@@ -28,8 +28,8 @@ class Scores:
         plan: of the call.
     """
 
-    write: Writer
-    plan: Plan
+    write: SourceWriter
+    plan: CachePlan
 
     @property
     def shape(self) -> str:

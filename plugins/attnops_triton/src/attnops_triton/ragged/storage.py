@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 from attnops_triton.ragged.codec import decode
-from attnops_triton.ragged.plan import Chunk, Plan
+from attnops_triton.ragged.plan import HeadDimChunk, CachePlan
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage:
+class LoadWriter:
     """Writes the code of loads.
 
     Attributes:
@@ -23,8 +23,8 @@ class Storage:
         plan: of the call.
     """
 
-    write: Writer
-    plan: Plan
+    write: SourceWriter
+    plan: CachePlan
 
     @property
     def slots(self) -> str:
@@ -89,7 +89,7 @@ class Storage:
         self.write(f"{name}_scale = tl.load({at}{guard})")
         return f"{name}_scale"
 
-    def _load(self, name: str, array: str, chunks: list[Chunk], feature: int, width: int, guarded: bool) -> None:
+    def _load(self, name: str, array: str, chunks: list[HeadDimChunk], feature: int, width: int, guarded: bool) -> None:
         write, plan = self.write, self.plan
         rows = f"(block * {plan.K} + k) * ({self.slots} * {width})"
         if plan.page and not plan.by_page:

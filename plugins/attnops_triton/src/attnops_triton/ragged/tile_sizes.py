@@ -9,7 +9,7 @@ from typing import Final
 from attnops.kernels import TraceContext
 from attnops_triton.flash.plan import cdiv
 from attnops_triton.flash.tile_sizes import known
-from attnops_triton.ragged.plan import RaggedTiles
+from attnops_triton.ragged.plan import CacheTileSizes
 from attnops_triton.targets import SHARED_MEMORY, is_amd, multiprocessors
 
 # Programs a multiprocessor that hide each other's latencies.
@@ -71,7 +71,7 @@ def rows_of(block_q: int | None, T: int, G: int, dim: int, has_codec: bool, arch
     return min(max(_LEAST_ROWS, 1 << (wanted - 1).bit_length()), most)
 
 
-def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int | None) -> RaggedTiles:
+def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int | None) -> CacheTileSizes:
     """The tiles of a call, without its splits.
 
     Args:
@@ -83,21 +83,21 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
     """
     dim, shared = max(dims), SHARED_MEMORY[known(arch)] if arch else 0
     if dtype == "float32":
-        return RaggedTiles(rows, block_k or (32 if dim <= 128 else 16), 4, 1)
+        return CacheTileSizes(rows, block_k or (32 if dim <= 128 else 16), 4, 1)
     if dim > 256:
         is_few = rows == _LEAST_ROWS
         # Of 32 rows gfx942 would spill registers with more keys.
         bk = (64 if shared > _SMALL else 32) if is_few else 16 if shared <= 64 << 10 else 32
-        return RaggedTiles(rows, block_k or bk, 4 if is_few or is_amd(arch) else 8, 2)
+        return CacheTileSizes(rows, block_k or bk, 4 if is_few or is_amd(arch) else 8, 2)
     if dim > 128 and shared <= 64 << 10:
-        return RaggedTiles(rows, block_k or 32, 4, 2)
+        return CacheTileSizes(rows, block_k or 32, 4, 2)
     # Of a few queries a larger tile takes fewer instructions a key: 11.1 instead of 13.5 of a warp at D 128 on sm_90.
     is_large = rows <= 32 and (dim <= 64 or (dim == 128 and shared > _SMALL))
     # With tensor cores of warp groups 64 rows are those of 4 warps; elsewhere these would spill.
     warps = 4 if rows < 64 or is_amd(arch) or arch in ("sm_90", "sm_100") else 8
     # Left to itself ptxas 12.9 takes 128 registers, and spills, where a few more would do.
     registers = 168 if arch == "sm_120" and dim <= 128 else 0
-    return RaggedTiles(rows, block_k or (128 if is_large else 64), warps, 2, registers=registers)
+    return CacheTileSizes(rows, block_k or (128 if is_large else 64), warps, 2, registers=registers)
 
 
 def split_count(arch: str, programs: int, tiles: int) -> int:

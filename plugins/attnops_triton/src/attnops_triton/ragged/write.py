@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from attnops_caches import NewTokens, StoredCache
-from attnops_triton.language.source import Writer
-from attnops_triton.ragged.plan import Plan
+from attnops_triton.language.source import SourceWriter
+from attnops_triton.ragged.plan import CachePlan
 
 # Names of the store's arrays, by which the kernel's variables are called.
 ARRAYS = ("key", "value", "key_scale", "value_scale")
@@ -24,7 +24,7 @@ def token_arrays(cache: StoredCache, new: NewTokens) -> dict[str, jax.Array]:
     return found | {"new_first": new.first, "new_size": new.size, "new_blocks": blocks}
 
 
-def write_tokens(write: Writer, plan: Plan, arrays: dict[str, int]) -> None:
+def write_tokens(write: SourceWriter, plan: CachePlan, arrays: dict[str, int]) -> None:
     """Write the stores of the new tokens that lie in the program's tiles of keys.
 
     Args:

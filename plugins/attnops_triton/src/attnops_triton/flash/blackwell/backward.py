@@ -17,20 +17,20 @@ from typing import ClassVar, Final
 
 from attnops_triton.flash.blackwell.forward import COLUMNS, ROWS, moved
 from attnops_triton.flash.hopper.backward import share_statistics
-from attnops_triton.flash.hopper.partitions import Partition, Partitions, Rows
+from attnops_triton.flash.hopper.partitions import Partition, PartitionedWriter, TokenBlock
 from attnops_triton.flash.loops import place_by_key, place_by_query
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan, Tiles
+from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import Kernel, Writer, number
+from attnops_triton.language.source import KernelSource, SourceWriter, number
 
 # Registers of a thread of the partitions that compute, and of those of one warp.
 _REGISTERS: Final = (240, 24)
 
 
-class _Partitions(Partitions):
+class _BackwardWriter(PartitionedWriter):
     """The lines of a kernel.
 
     Attributes:
@@ -44,11 +44,11 @@ class _Partitions(Partitions):
     copies: ClassVar[int] = 1
 
     def __init__(
-        self, plan: Plan, tiles: Tiles, operands: list[Operand], schedule: TileSchedule,
-        *rows: tuple[Rows, ...], buffers: int,
+        self, plan: FlashPlan, tiles: TileSizes, operands: list[Operand], schedule: TileSchedule,
+        *rows: tuple[TokenBlock, ...], buffers: int,
     ) -> None:  # fmt: skip
         super().__init__(plan, tiles, operands, schedule, *rows)
-        self.multiplier, self.buffers = Writer(), buffers
+        self.multiplier, self.buffers = SourceWriter(), buffers
         self.multiplier.integers = self.integers
         self.columns = (self.tile.bq if self.tile.transposed else self.tile.bk) // 2
         bq, bk = (self.columns, self.tile.bk) if self.tile.transposed else (self.tile.bq, self.columns)
@@ -92,8 +92,8 @@ class _Partitions(Partitions):
             Partition("load", self.loader, 1, small),
         ]
 
-    def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
-        """See `Partitions.kernel`; what follows from arguments is computed in partitions, see `moved`."""
+    def kernel(self, name: str, pointers: list[str], functions: str = "") -> KernelSource:
+        """See `PartitionedWriter.kernel`; what follows from arguments is computed in partitions, see `moved`."""
         # Lengths are known to be multiples where tiles divide them, which copies are not.
         names = [x for x in self.integers if x not in ("T", "S") or not self.tile.even]
         for write in (self.computer, self.multiplier, self.loader):
@@ -110,13 +110,13 @@ class _Partitions(Partitions):
         return f"{whole}.slice({half} * {self.columns * many}, {self.columns})"
 
     def tokens(self) -> None:
-        """See `Partitions.tokens`; both halves have all rows."""
+        """See `PartitionedWriter.tokens`; both halves have all rows."""
         name, short, start = ("kv0", "k", "kv_first") if self.tile.transposed else ("q0", "q", "q_first")
         self.computer(f"{name} = {start}", f"{short}i = {name} + tl.arange(0, {ROWS}, layout=by_row)")
         self.computer(f"{short}x = {short}i[:, None]")
 
     def streamed_tokens(self) -> None:
-        """See `Partitions.streamed_tokens`; of the half."""
+        """See `PartitionedWriter.streamed_tokens`; of the half."""
         name, short = ("q0", "q") if self.tile.transposed else ("kv0", "k")
         self.computer(
             f"{short}i = {name} + own * {self.columns} + tl.arange(0, {self.columns}, layout=by_column)",
@@ -127,7 +127,7 @@ class _Partitions(Partitions):
         """The half of ``s`` or ``dp``."""
         return f"{name}_memory.index({buffer}).slice(own * {self.columns}, {self.columns}).load(of_scores)"
 
-    def store_sums(self, outputs: tuple[tuple[Rows, str, str], ...], dtype_of_sums: str) -> None:
+    def store_sums(self, outputs: tuple[tuple[TokenBlock, str, str], ...], dtype_of_sums: str) -> None:
         """Write the stores of sums, half the columns by each partition that computes.
 
         Args:
@@ -164,15 +164,15 @@ class _Partitions(Partitions):
                 write(f"tma.async_store({rows.name}_map, [{first}, {rows.head} * {D}], {buffer}_tile.index(0))")
 
 
-def write_by_query(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Partitions, int]:
+def write_by_query(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
     """The lines of the kernel for dq and the size of its grid, for the operands of `attnops_triton.flash.backward`."""
     tiles, D = plan.by_query, plan.D
-    held = tuple(Rows(name, "q", plan.H, "h", D, ROWS) for name in ("q", "d_out"))
-    streamed = tuple(Rows(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    dq = Rows("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
+    held = tuple(TokenBlock(name, "q", plan.H, "h", D, ROWS) for name in ("q", "d_out"))
+    streamed = tuple(TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
+    dq = TokenBlock("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
     stored = (dq,) if dq.output else ()
     # Scores are multiplied a tile ahead.
-    parts = _Partitions(plan, tiles, operands, schedule, held, streamed, stored, buffers=2)
+    parts = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=2)
     programs = place_by_query(parts, plan, tiles.bq)
     parts(f"q_first = row * {tiles.bq}")
     parts.share()
@@ -192,7 +192,7 @@ def write_by_query(plan: Plan, operands: list[Operand], schedule: TileSchedule) 
     return parts, programs
 
 
-def _query_step(parts: _Partitions, masked: bool) -> None:
+def _query_step(parts: _BackwardWriter, masked: bool) -> None:
     write, half = parts.computer, parts.half
     edge = masked and not half.even
     parts.streamed_tokens()
@@ -203,7 +203,7 @@ def _query_step(parts: _Partitions, masked: bool) -> None:
     _finish_step(parts, has_ok, subtract=True)
 
 
-def _finish_step(parts: _Partitions, has_ok: bool, subtract: bool) -> None:
+def _finish_step(parts: _BackwardWriter, has_ok: bool, subtract: bool) -> None:
     write, half = parts.computer, parts.half
     score_gradients(half, has_ok, subtract=subtract)
     half.cap_and_bias_vjp()
@@ -214,20 +214,22 @@ def _finish_step(parts: _Partitions, has_ok: bool, subtract: bool) -> None:
     )
 
 
-def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, padded: int) -> tuple[Partitions, int]:
+def write_by_key(
+    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, padded: int
+) -> tuple[PartitionedWriter, int]:
     """The lines of the kernel for dk and dv, and the size of its grid; see `write_by_query`.
 
     The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2, in one term, and delta, for whole tiles
     of queries.
     """
     tiles, D = plan.by_key, plan.D
-    held = tuple(Rows(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
-    streamed = tuple(Rows(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
+    held = tuple(TokenBlock(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
+    streamed = tuple(TokenBlock(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
     by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
     heads, head, sums = (plan.H, "h", "float32") if plan.splits_groups else (plan.K, "k", plan.gradient_dtype)
-    dk, dv = (Rows(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
+    dk, dv = (TokenBlock(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
     stored = (dk, dv) if by_map else ()
-    parts = _Partitions(plan, tiles, operands, schedule, held, streamed, stored, buffers=1)
+    parts = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=1)
     programs = place_by_key(parts, plan, tiles.bk)
     parts(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
     parts.share()
@@ -250,12 +252,12 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, pa
     return parts, programs
 
 
-def _load_of_head(parts: _Partitions) -> None:
+def _load_of_head(parts: _BackwardWriter) -> None:
     parts.half.load_values("", False)
     parts.half.load_values("kv", not parts.half.even)
 
 
-def _key_step(parts: _Partitions, masked: bool) -> None:
+def _key_step(parts: _BackwardWriter, masked: bool) -> None:
     write, half = parts.computer, parts.half
     if parts.flat:
         _load_of_head(parts)
@@ -274,7 +276,7 @@ def _key_step(parts: _Partitions, masked: bool) -> None:
 
 
 def _multiply(
-    parts: _Partitions, held: tuple[str, str], streamed: tuple[str, str], by_scores: str, by_weights: str
+    parts: _BackwardWriter, held: tuple[str, str], streamed: tuple[str, str], by_scores: str, by_weights: str
 ) -> None:
     """Write the products of all tiles.
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Final
 
-from attnops_triton.flash.hopper.partitions import Partition, Partitions, Rows
+from attnops_triton.flash.hopper.partitions import Partition, PartitionedWriter, TokenBlock
 from attnops_triton.flash.loops import place_by_query
 from attnops_triton.flash.operands import Operand, base
-from attnops_triton.flash.plan import LOG2E, Plan
+from attnops_triton.flash.plan import LOG2E, FlashPlan
 from attnops_triton.flash.steps import write_denominator
 from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 
 # Queries of a tile: the rows of tensor memory.
 ROWS: Final = 128
@@ -31,7 +31,7 @@ COLUMNS: Final = 32
 _REGISTERS: Final = (200, 24)
 
 
-class _Partitions(Partitions):
+class _ForwardWriter(PartitionedWriter):
     """The lines of the kernel.
 
     Attributes:
@@ -41,9 +41,11 @@ class _Partitions(Partitions):
 
     rows: ClassVar[int] = ROWS
 
-    def __init__(self, plan: Plan, operands: list[Operand], schedule: TileSchedule, *rows: tuple[Rows, ...]) -> None:
+    def __init__(
+        self, plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, *rows: tuple[TokenBlock, ...]
+    ) -> None:
         super().__init__(plan, plan.forward, operands, schedule, *rows)
-        self.multiplier, self.corrector = Writer(), Writer()
+        self.multiplier, self.corrector = SourceWriter(), SourceWriter()
         self.multiplier.integers = self.corrector.integers = self.integers
 
     @property
@@ -95,13 +97,13 @@ class _Partitions(Partitions):
         return f"s_memory.index({half}).reinterpret({dtype(self.plan)}, {shape}, {layout}).slice(0, {bk})"
 
 
-def write_forward(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Partitions, int]:
+def write_forward(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
     """The lines of the kernel and the size of its grid, for the operands of `attnops_triton.flash.forward.forward`."""
     tiles, D = plan.forward, plan.D
-    q = Rows("q", "q", plan.H, "h", D, ROWS)
-    k, v = (Rows(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    out = Rows("out", "q", plan.H, "h", D, ROWS, output=True)
-    parts = _Partitions(plan, operands, schedule, (q,), (k, v), (out,))
+    q = TokenBlock("q", "q", plan.H, "h", D, ROWS)
+    k, v = (TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
+    out = TokenBlock("out", "q", plan.H, "h", D, ROWS, output=True)
+    parts = _ForwardWriter(plan, operands, schedule, (q,), (k, v), (out,))
     programs = place_by_query(parts, plan, tiles.bq)
     parts(f"q_first = row * {tiles.bq}")
     parts.find_tiles(parts)
@@ -122,7 +124,7 @@ def moved(name: str) -> str:
     return f'tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [{name}], tl.int32, False, 1)'
 
 
-def _multiply(parts: _Partitions) -> None:
+def _multiply(parts: _ForwardWriter) -> None:
     """Write the products of all tiles of keys: scores of the next one follow those of weights and values."""
     write = parts.multiplier
 
@@ -160,7 +162,7 @@ def _multiply(parts: _Partitions) -> None:
         write("mbarrier.arrive(done.index(0))", "mbarrier.arrive(done.index(1))")
 
 
-def _compute(parts: _Partitions) -> None:
+def _compute(parts: _ForwardWriter) -> None:
     """Write the weights of each tile of keys, and ``m`` and ``l``."""
     write, tile = parts.computer, parts.tile
     write(*parts.layouts)
@@ -177,7 +179,7 @@ def _compute(parts: _Partitions) -> None:
     write("m_tile.index(own).store(m)", "l_tile.index(own).store(l)", "mbarrier.arrive(ml_ready.index(own))")
 
 
-def _step(parts: _Partitions, masked: bool) -> None:
+def _step(parts: _ForwardWriter, masked: bool) -> None:
     """Write the weights of a tile, and the step of ``m`` and ``l``; ``alpha`` is known first."""
     write, tile, plan = parts.computer, parts.tile, parts.plan
     parts.streamed_tokens()
@@ -206,7 +208,7 @@ def _step(parts: _Partitions, masked: bool) -> None:
     )
 
 
-def _correct(parts: _Partitions) -> None:
+def _correct(parts: _ForwardWriter) -> None:
     """Write the scaling of both sums for each tile of keys but the first, and their output."""
     write, plan = parts.corrector, parts.plan
     tile = dataclasses.replace(parts.tile, write=write)

@@ -2,29 +2,29 @@
 
 Two partitions compute 64 rows each. Scores and the gradients of weights are multiplied while the weights are computed.
 
-The kernel by keys can add dq too (`Plan.fuses_dq`): each partition multiplies the gradients of the scores of both by
+The kernel by keys can add dq too (`FlashPlan.fuses_dq`): each partition multiplies the gradients of the scores of both by
 half the columns of the keys, and the copy engine adds the sums to those in memory, in whatever order programs come.
 """
 
 from __future__ import annotations
 
-from attnops_triton.flash.hopper.partitions import ROWS, Partitions, Rows
+from attnops_triton.flash.hopper.partitions import ROWS, PartitionedWriter, TokenBlock
 from attnops_triton.flash.loops import place_by_key, place_by_query
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan
+from attnops_triton.flash.plan import FlashPlan
 from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.source import number
 
 
-def write_by_query(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Partitions, int]:
+def write_by_query(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
     """The lines of the kernel for dq and the size of its grid, for the operands of `attnops_triton.flash.backward`."""
     tiles, D = plan.by_query, plan.D
-    held = tuple(Rows(name, "q", plan.H, "h", D, ROWS) for name in ("q", "d_out"))
-    streamed = tuple(Rows(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    dq = Rows("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
-    parts = Partitions(plan, tiles, operands, schedule, held, streamed, (dq,) if dq.output else ())
+    held = tuple(TokenBlock(name, "q", plan.H, "h", D, ROWS) for name in ("q", "d_out"))
+    streamed = tuple(TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
+    dq = TokenBlock("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
+    parts = PartitionedWriter(plan, tiles, operands, schedule, held, streamed, (dq,) if dq.output else ())
     programs = place_by_query(parts, plan, tiles.bq)
     parts(f"q_first = row * {tiles.bq}")
     parts.share()
@@ -46,7 +46,7 @@ def write_by_query(plan: Plan, operands: list[Operand], schedule: TileSchedule) 
     return parts, programs
 
 
-def _query_step(parts: Partitions, masked: bool) -> None:
+def _query_step(parts: PartitionedWriter, masked: bool) -> None:
     write, tile = parts.computer, parts.tile
     edge = masked and not tile.even
     parts.streamed_tokens()
@@ -68,7 +68,9 @@ def _query_step(parts: Partitions, masked: bool) -> None:
     parts.advance(write)
 
 
-def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, padded: int) -> tuple[Partitions, int]:
+def write_by_key(
+    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, padded: int
+) -> tuple[PartitionedWriter, int]:
     """The lines of the kernel for dk and dv, and the size of its grid; see `write_by_query`.
 
     The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2, in one term, and delta, for whole tiles
@@ -76,12 +78,12 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, pa
     to the output ``dq``.
     """
     tiles, D = plan.by_key, plan.D
-    held = tuple(Rows(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
-    streamed = tuple(Rows(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
+    held = tuple(TokenBlock(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
+    streamed = tuple(TokenBlock(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
     by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
     heads, head, sums = (plan.H, "h", "float32") if plan.splits_groups else (plan.K, "k", plan.gradient_dtype)
-    dk, dv = (Rows(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
-    parts = Partitions(plan, tiles, operands, schedule, held, streamed, (dk, dv) if by_map else ())
+    dk, dv = (TokenBlock(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
+    parts = PartitionedWriter(plan, tiles, operands, schedule, held, streamed, (dk, dv) if by_map else ())
     programs = place_by_key(parts, plan, tiles.bk)
     parts(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
     parts.share()
@@ -123,12 +125,12 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, pa
     return parts, programs
 
 
-def _load_of_head(parts: Partitions) -> None:
+def _load_of_head(parts: PartitionedWriter) -> None:
     parts.tile.load_values("", False)
     parts.tile.load_values("kv", not parts.tile.even)
 
 
-def _key_step(parts: Partitions, masked: bool) -> None:
+def _key_step(parts: PartitionedWriter, masked: bool) -> None:
     write, tile, plan = parts.computer, parts.tile, parts.plan
     edge = masked and not tile.even
     if parts.flat:
@@ -171,7 +173,7 @@ def _key_step(parts: Partitions, masked: bool) -> None:
     write("done = done + 1") if plan.fuses_dq else parts.advance(write)
 
 
-def share_statistics(parts: Partitions, padded: int) -> None:
+def share_statistics(parts: PartitionedWriter, padded: int) -> None:
     """Write the tensor map and the buffers of what belongs to queries, which come with the tiles of ``q``."""
     plan, bq = parts.plan, parts.tile.bq
     parts.maps += 1
@@ -190,7 +192,7 @@ def share_statistics(parts: Partitions, padded: int) -> None:
     )
 
 
-def _share_dq(parts: Partitions) -> None:
+def _share_dq(parts: PartitionedWriter) -> None:
     """Write what a fused dq needs: its tensor map, and buffers of ds, of both partitions for two tiles, and of dq."""
     plan, half = parts.plan, parts.plan.D // 2
     stride = plan.H * plan.D
@@ -210,12 +212,12 @@ def _share_dq(parts: Partitions) -> None:
         parts.barriers(name, 2, 1)
 
 
-def _slices_keys(plan: Plan) -> bool:
+def _slices_keys(plan: FlashPlan) -> bool:
     """Whether half the columns of a buffer of keys are an operand: in 16 bits 128 bytes a row, as it is swizzled."""
     return plan.D >= 128
 
 
-def _load_columns(parts: Partitions) -> None:
+def _load_columns(parts: PartitionedWriter) -> None:
     """Write the copies of half the columns of the keys to buffers of their own."""
     write, plan, half = parts.loader, parts.plan, parts.plan.D // 2
     stride, batch = plan.K * plan.D, f"(b * {parts.tile.batched['k']})"
@@ -235,7 +237,7 @@ def _load_columns(parts: Partitions) -> None:
         )
 
 
-def _multiply_dq(parts: Partitions) -> None:
+def _multiply_dq(parts: PartitionedWriter) -> None:
     """Write the products of the tile's ds with all keys, in a half of the head dim: ``dq`` [64, D / 2].
 
     A buffer of ds is written again two tiles later. Before, the other partition has arrived at the barrier of the tile
@@ -259,7 +261,7 @@ def _multiply_dq(parts: Partitions) -> None:
         )
 
 
-def _add_dq(parts: Partitions) -> None:
+def _add_dq(parts: PartitionedWriter) -> None:
     """Write the loop that adds dq of each tile to that in memory, by the copy engine."""
     write, D = parts.adder, parts.plan.D
 

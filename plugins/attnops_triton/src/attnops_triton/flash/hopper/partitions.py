@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan, Tiles
-from attnops_triton.flash.tile import Tile
+from attnops_triton.flash.plan import FlashPlan, TileSizes
+from attnops_triton.flash.tile import TileWriter
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import Kernel, Writer
+from attnops_triton.language.source import KernelSource, SourceWriter
 
 # Rows of a partition: those of an instruction of Hopper's tensor cores for four warps.
 ROWS: Final = 64
@@ -33,7 +33,7 @@ _REGISTERS: Final = (240, 24)
 _MAP: Final = 128  # bytes of a tensor map
 
 
-class Rows(NamedTuple):
+class TokenBlock(NamedTuple):
     """An array [B, length, heads, dim] whose rows are copied by a tensor map.
 
     Attributes:
@@ -67,13 +67,13 @@ class Partition(NamedTuple):
     """
 
     role: str
-    write: Writer
+    write: SourceWriter
     warps: int
     registers: int
     halves: int = 0
 
 
-class Partitions(Writer):
+class PartitionedWriter(SourceWriter):
     """The lines of a kernel of three partitions; its own are of all warps, before they part.
 
     Attributes:
@@ -97,14 +97,14 @@ class Partitions(Writer):
     copies: ClassVar[int] = 2
 
     def __init__(
-        self, plan: Plan, tiles: Tiles, operands: Sequence[Operand], schedule: TileSchedule,
-        held: tuple[Rows, ...], streamed: tuple[Rows, ...], stored: tuple[Rows, ...],
+        self, plan: FlashPlan, tiles: TileSizes, operands: Sequence[Operand], schedule: TileSchedule,
+        held: tuple[TokenBlock, ...], streamed: tuple[TokenBlock, ...], stored: tuple[TokenBlock, ...],
     ) -> None:  # fmt: skip
         super().__init__()
-        self.loader, self.computer, self.adder = Writer(), Writer(), Writer()
+        self.loader, self.computer, self.adder = SourceWriter(), SourceWriter(), SourceWriter()
         self.loader.integers = self.computer.integers = self.adder.integers = self.integers
         transposed = held[0].axis == "kv"
-        tile = Tile.make(self.computer, plan, tiles, operands, transposed)
+        tile = TileWriter.make(self.computer, plan, tiles, operands, transposed)
         bq, bk = (tile.bq, self.rows) if transposed else (self.rows, tile.bk)
         self.tile = dataclasses.replace(tile, bq=bq, bk=bk)
         self.plan, self.stages, self.schedule = plan, tiles.stages, schedule
@@ -162,7 +162,7 @@ class Partitions(Writer):
         with self.block(f"for i in tl.static_range({copies}):"):
             self(f"mbarrier.init({name}.index(i), count={arrivals})")
 
-    def find_tiles(self, write: Writer) -> None:
+    def find_tiles(self, write: SourceWriter) -> None:
         """Write ``count`` and ``partials`` of ``row``, for ``b`` and ``h``."""
         schedule = self.schedule
         if schedule.constant is not None:
@@ -186,7 +186,7 @@ class Partitions(Writer):
         """Whether some tiles may be PARTIAL."""
         return self.schedule.constant is None or not self.tile.even
 
-    def place_tile(self, write: Writer, masked: bool | None) -> None:
+    def place_tile(self, write: SourceWriter, masked: bool | None) -> None:
         """Write the first token of the tile at index ``t``, and in a flat loop over heads their index ``h``.
 
         Args:
@@ -210,7 +210,7 @@ class Partitions(Writer):
         shared = self.schedule.map_shape[1] == 1 and not self.plan.splits_groups
         return self.tile.transposed and self.plan.G > 1 and shared
 
-    def loop(self, write: Writer, start: int, body: Callable[[bool], None]) -> None:
+    def loop(self, write: SourceWriter, start: int, body: Callable[[bool], None]) -> None:
         """Write loops over the tiles from index ``start`` on, PARTIAL ones first; ``body`` writes that of a tile."""
         if self.flat:
             ranges = (f"0, partials * {self.plan.G}", f"0, (count - partials) * {self.plan.G}")
@@ -224,7 +224,7 @@ class Partitions(Writer):
                     body(masked)
 
     @contextlib.contextmanager
-    def heads(self, write: Writer) -> Iterator[None]:
+    def heads(self, write: SourceWriter) -> Iterator[None]:
         """The loop over the query heads of a kv head, unless it is flat; ``h`` is the index of a head."""
         if self.flat or self.plan.splits_groups:
             yield
@@ -269,7 +269,7 @@ class Partitions(Writer):
             )
         self.advance(write)
 
-    def advance(self, write: Writer) -> None:
+    def advance(self, write: SourceWriter) -> None:
         """Write the step to the next buffer of the ring."""
         write("stage = stage + 1")
         with write.block(f"if stage == {self.stages}:"):
@@ -313,7 +313,7 @@ class Partitions(Writer):
         shape = f"[{self.tile.bk}, {self.tile.bq}]" if self.tile.transposed else f"[{self.tile.bq}, {self.tile.bk}]"
         self.computer(f"zeros = tl.full({shape}, 0.0, tl.float32, of_scores)")
 
-    def store(self, rows: Rows, values: str, dtype: str, buffer: str, factor: str = "") -> None:
+    def store(self, rows: TokenBlock, values: str, dtype: str, buffer: str, factor: str = "") -> None:
         """Write the store of sums [ROWS, dim], through a buffer that is read no more if they have its dtype.
 
         Args:
@@ -360,7 +360,7 @@ class Partitions(Writer):
             Partition("add", self.adder, 1, loading),
         ]
 
-    def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
+    def kernel(self, name: str, pointers: list[str], functions: str = "") -> KernelSource:
         """The kernel of all lines; the last pointer is ``scratch_ptr``."""
         if any("tma.async_store" in line for line in self.computer.lines):
             self.computer("tma.store_wait(0)")

@@ -238,7 +238,7 @@ def case(contenders: list[Contender], batch: int, context: int, rounds: int, mos
 def report(figures: list[Figure]) -> None:
     """Print tokens a second."""
     table = Table(title="SmolLM2-135M, tokens a second of all rows together")
-    for column in ("B", "context", "contender", "prompt", "decode", "ms a step", "same tokens"):
+    for column in ("B", "context", "contender", "prompt", "decode", "ms per step", "same tokens"):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for column in ("prompt", "decode"):
         table.add_column(f"{column}, attnops over it", justify="right")

@@ -79,15 +79,15 @@ def in_its_own_process(name: str, cases: list[Case], given: dict[str, Any], minu
 
 
 def main(
-    length: Annotated[list[int] | None, typer.Option(help="Tokens a row; may repeat.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens per row; may repeat.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows; may repeat.")] = None,
     codec: Annotated[
         list[str] | None, typer.Option(help="Empty, int8, float8_e4m3fn, float8_e5m2; may repeat.")
     ] = None,
     scales: Annotated[str, typer.Option(help="Of codecs: token_head, or tensor, which FlashInfer has.")] = "token_head",
-    page: Annotated[int, typer.Option(help="Slots a page; FlashAttention-2 takes multiples of 256.")] = 16,
+    page: Annotated[int, typer.Option(help="Slots per page; FlashAttention-2 takes multiples of 256.")] = 16,
     kv_heads: Annotated[int, typer.Option(help="K.")] = 8,
-    groups: Annotated[int, typer.Option(help="Query heads a kv head.")] = 8,
+    groups: Annotated[int, typer.Option(help="Query heads per kv head.")] = 8,
     head_dim: Annotated[int, typer.Option(help="D.")] = 128,
     contender: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CONTENDERS)}; may repeat.")] = None,
     bandwidth: Annotated[float, typer.Option(help="GB/s of the GPU's memory; 0 if unknown.")] = 0,

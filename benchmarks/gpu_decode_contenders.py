@@ -98,7 +98,7 @@ class _Arrays:
         query: [B, H, D].
         key, value: pages as they are stored, [pages, K, page, D] in the layout "HND", [pages, page, K, D] in "NHD".
         key_scale, value_scale: float32 [pages, page, K] by token and head; else None.
-        table: int32 [B, pages a row].
+        table: int32 [B, pages per row].
         lengths: int32 [B].
     """
 

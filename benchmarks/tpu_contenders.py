@@ -24,7 +24,7 @@ TOKAMAX: Final = "tokamax._src.ops.experimental.tpu.splash_attention.splash_atte
 # Options of tokamax: the compiler's other scheduler, forward; gradients of queries in three parts, backward.
 SCHEDULER: Final = "experimental scheduler"
 REDUCTION: Final = "dq_reduction_steps=3"
-# Sequences a call; 1 for other masks.
+# Sequences per call; 1 for other masks.
 BATCH: Final = {"packed": 32}
 Trips = list[tuple[str, float, float]]
 
@@ -38,7 +38,7 @@ class Job(NamedTuple):
         backward: which pass.
         mask: causal, full, window, documents or packed.
         T: tokens.
-        head_dim: of queries, keys and values.
+        head_dim: the head dim of queries, keys and values.
         blocks: block sizes, (queries, keys, keys at a time); empty for the library's own choice.
         option: of tokamax, or none.
     """

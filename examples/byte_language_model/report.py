@@ -44,7 +44,7 @@ def run(
         plan: what to train.
         operations: names; the others are compared with the first, which is trained twice: the control.
         plot: where to write the picture. None: nowhere.
-        block: queries and keys a tile, for operations that have tiles. None: their own tables.
+        block: queries and keys per tile, for operations that have tiles. None: their own tables.
         documents: the corpus. None: the text that ships with Python.
         console: where to print. None: standard output.
 

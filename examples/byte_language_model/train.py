@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         default="vanilla,flash",
         help="names, with commas; the others are compared with the first; default %(default)s",
     )
-    parser.add_argument("--block", type=_positive, help="queries and keys a tile; default: each operation's own table")
+    parser.add_argument(
+        "--block", type=_positive, help="queries and keys per tile; default: each operation's own table"
+    )
     parser.add_argument(
         "--cpu-devices", type=_positive, help="as how many devices the CPU counts; `ring` cuts sequences among them"
     )

@@ -25,8 +25,8 @@ class Plan:
     """All that training needs other than rows and attention. Hashable: it is static under `jit`."""
 
     steps: int = 300
-    batch: int = 8  # rows a step
-    length: int = 256  # tokens a row
+    batch: int = 8  # rows per step
+    length: int = 256  # tokens per row
     seed: int = 0  # of the first weights and of the rows' order
     model: Config = field(default_factory=Config)
 

@@ -32,7 +32,7 @@ from attnops_lm.gguf_file import load_smollm2
 from attnops_lm.model import Caches, CausalLM
 
 REFERENCE = Path(__file__).with_name("reference.npz")
-N, PAGE = 48, 16  # tokens of the answer, and slots a page
+N, PAGE = 48, 16  # tokens of the answer, and slots per page
 REFUSALS = (attnops.UnsupportedError, attnops.PluginError, attnops.AmbiguousOperationError)
 # The most that the mean log likelihood of transformers' answer may differ; in float32 all N tokens must be the same.
 TOLERANCE = {"": 1e-4, "int8": 0.02}
@@ -82,8 +82,8 @@ def answer(
     """What the model would say after each of the tokens given.
 
     Args:
-        graphdef: of the model.
-        state: of the model.
+        graphdef: the graphdef of the model.
+        state: the state of the model.
         caches: empty, for one row.
         prompt: int32 [P].
         given: int32 [N], the answer.

@@ -81,7 +81,7 @@ class Inner:
 
     @property
     def chunks(self) -> int:
-        """Chunks a device."""
+        """Chunks per device."""
         return chunks_per_device(self.order)
 
     def split(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Chunks:

@@ -63,7 +63,7 @@ class RingOptions(FlashOptions, total=False):
     Attributes:
         mode: the runtime mode.
         strategy: one of `STRATEGIES`.
-        order: of the tokens on the devices.
+        order: the order of the tokens on the devices.
     """
 
     mode: str
@@ -356,7 +356,7 @@ def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int
     Args:
         mask: bound, or None.
         inner: how the devices compute; not in striped order.
-        shape: of the query, [B, T, H, D].
+        shape: the shape of the query, [B, T, H, D].
         Tp: queries, padding included.
         Sp: keys, padding included.
     """

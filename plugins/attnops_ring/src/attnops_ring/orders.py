@@ -75,7 +75,7 @@ def reorder(x: Array, devices: int, order: Order, axis: int = 1) -> jax.Array:
         x: an array with the sequence along ``axis``.
         devices: along the axes that shard the sequence.
         order: see `attnops_ring.orders`.
-        axis: of the sequence.
+        axis: the axis of the sequence.
 
     Raises:
         ValueError: see `positions`.

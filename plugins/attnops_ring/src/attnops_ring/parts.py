@@ -70,7 +70,7 @@ def find_cut(metadata: OperationMetadata, mode: str) -> Cut | None:
     """How the axes that the rules give queries and keys cut the arrays of a call here; None if none of them is manual.
 
     Args:
-        metadata: of the operation.
+        metadata: the metadata of the operation.
         mode: the runtime mode of the call.
 
     Raises:
@@ -134,7 +134,7 @@ def check_free(cut: Cut, request: AttentionRequest, operation: OperationImpl) ->
 
     Args:
         cut: how the sequence is cut.
-        request: of the call.
+        request: the request of the call.
         operation: what devices compute by.
     """
     types = dict(
@@ -186,7 +186,7 @@ class Whole:
     def __init__(self, cut: Cut, lengths: tuple[int, int], order: Order, devices: int) -> None:
         """Args:
         cut: how the sequence is cut.
-        lengths: of this device's queries and keys.
+        lengths: the lengths of this device's queries and keys.
         order: the layout of the tokens, which parts are in.
         devices: that ``order`` refers to.
         """

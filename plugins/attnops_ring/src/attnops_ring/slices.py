@@ -25,7 +25,7 @@ class Chunk:
         first: the position of its first token, an integer array [].
         size: how many tokens.
         stride: the difference of consecutive positions.
-        length: of the sequence; tokens beyond it are padding.
+        length: the length of the sequence; tokens beyond it are padding.
     """
 
     first: Index

@@ -45,7 +45,7 @@ class Case:
 
 
 def mask_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: int) -> Case:
-    """The mask of a problem; ``S`` slots a row, which is how many positions arrays by key have."""
+    """The mask of a problem; ``S`` slots per row, which is how many positions arrays by key have."""
     # Windows, chunks and prefixes by batch and head differ enough to be taken for one another.
     left_of_row, left_of_head = rng.permutation(B) * 5 + 1, rng.permutation(H) * 4
     ids, ids_of_queries = rng.integers(0, 2, (B, S)), rng.integers(0, 2, (B, T))

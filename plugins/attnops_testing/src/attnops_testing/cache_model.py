@@ -58,7 +58,7 @@ class Model:
     """The tokens of each row.
 
     Attributes:
-        layout: of the real cache.
+        layout: the layout of the real cache.
         kv_heads, head_dim, value_head_dim, dtype: see `DenseCache.create`.
         codec: how they are stored.
         latent, width: see `DenseCache.create`.

@@ -54,8 +54,8 @@ class CacheProblem:
         spec: its description.
         metadata: the metadata that the operation is made with.
         head_dim: D.
-        dtype: of queries, keys and values, where the description has none.
-        seed: of the tokens.
+        dtype: the dtype of queries, keys and values, where the description has none.
+        seed: the seed of the tokens.
         foreign: another storage that holds the tokens of a `PagedCache`; None for the storages of attnops-caches.
     """
 
@@ -75,7 +75,7 @@ class CacheProblem:
 
     @property
     def T(self) -> int:
-        """Queries a row."""
+        """Queries per row."""
         return self.spec.T
 
     @functools.cached_property

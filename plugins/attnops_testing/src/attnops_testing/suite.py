@@ -28,7 +28,7 @@ class Part:
     Attributes:
         listed: what gives its cases: names, or names of features combined.
         run: checks a case.
-        name: of a case.
+        name: the name of a case.
         quick: which cases, of what is compiled or interpreted, always run; the others upon request.
         group: a name in ``refuses`` that stands for every case.
     """

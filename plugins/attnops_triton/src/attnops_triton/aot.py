@@ -35,7 +35,7 @@ class Binary:
     Attributes:
         registers: of a thread.
         spilled: bytes of local memory a thread; on AMD registers spilled.
-        shared: bytes of shared memory a program.
+        shared: bytes of shared memory per program.
         instructions: occurrences in the code, by the name up to the first dot.
         loops: the same for each innermost loop with products or their results, in the order of the code; none on AMD.
         text: PTX; on AMD the assembly.

@@ -27,7 +27,7 @@ class MeasuredTime:
         device: its name, as JAX has it, such as ``"NVIDIA H100 80GB HBM3"``.
         what: a kernel, "forward", "by_query" or "by_key"; or a call of an operation, such as
             ``"attnops-triton:flash, backward"``.
-        dtype: of query, key and value.
+        dtype: the dtype of query, key and value.
         head_dim: D.
         value_head_dim: Dv.
         mask: "full" or "causal".

@@ -67,11 +67,11 @@ class Beams:
     Attributes:
         caches: one a layer, of B · k rows.
         pages: of paged caches.
-        tokens: of running sequences by index, int32 [B · k, S].
+        tokens: the tokens of running sequences by index, int32 [B · k, S].
         lengths: of them, int32 [B · k].
         first: the index of the first generated token, int32 [B · k].
         scores: their log-probabilities, float32 [B, k], largest first; −inf where there are fewer sequences.
-        ended_tokens: of finished sequences, int32 [B, k, S].
+        ended_tokens: the ended tokens of finished sequences, int32 [B, k, S].
         ended_lengths: of them, int32 [B, k].
         ended_scores: log-probability / length ** length_penalty, float32 [B, k], largest first; −inf for none.
         done: whether no running sequence matters, bool [B].

@@ -63,7 +63,7 @@ class Generation:
             chunk: tokens of the prompt at a time, in place of ``prefill_chunk_size``.
             **kwargs: fields of `GenerationConfig` that are changed.
 
-        Memory: caches of S tokens a row, the next power of two above P + new tokens, above 1,024 the next multiple
+        Memory: caches of S tokens per row, the next power of two above P + new tokens, above 1,024 the next multiple
         of it; ``num_beams`` times that in a beam search, and while it reorders rows twice (pages: only those that
         differ).
 

@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     Attributes:
         drafts: g, tokens that are drafted at a time.
         ngram: most last tokens that drafts are looked up by.
-        processor: of the caller.
+        processor: the processor of the caller.
         trace: whether they are compiled.
     """
 

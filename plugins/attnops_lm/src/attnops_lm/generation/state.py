@@ -27,7 +27,7 @@ class Rows:
     Attributes:
         caches: one a layer.
         tokens: by their index in the caches, int32 [B, S]; −1 where none is known.
-        lengths: of ``tokens``, int32 [B].
+        lengths: the lengths of ``tokens``, int32 [B].
         first: the index of the first generated token, int32 [B].
         finished: bool [B].
         keys: a random key a row, [B].
@@ -73,7 +73,7 @@ class Rules:
         sampling: how tokens are drawn.
         penalty: float32 [], of tokens that the row has; 1 for none.
         least: int32 [], tokens before which there is no end token.
-        most: int32 [], tokens a row.
+        most: int32 [], tokens per row.
         ends: int32 [E], the end tokens.
     """
 

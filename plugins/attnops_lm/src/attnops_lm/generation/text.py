@@ -35,7 +35,7 @@ class Detokenizer:
     whole character, and those of the piece before it, are decoded again.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model.
         context: tokens before the first one, such as the prompt's last; their text is not returned. Tokenizers of
             SentencePiece leave out the space that a text begins with, so that without it a word would lack its space.
     """
@@ -129,7 +129,7 @@ class TextStreamer:
     """A streamer that gives the text of one row to a function, by default `print` without line ends.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model.
         show: is called with pieces of text; joined, they are the text of the tokens.
         stops: text ends before the first of these, which `generate` must be given too.
         skip_prompt: whether the prompt is left out.

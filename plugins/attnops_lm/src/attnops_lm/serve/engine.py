@@ -49,7 +49,7 @@ class Engine:
         tokenizer: for the text of tokens.
         rows: R, requests that run at a time.
         pages: pages of all requests together.
-        page_size: tokens a page.
+        page_size: tokens per page.
         max_length: most tokens of a request, prompt included, at most the model's context; rounded up to whole pages.
         chunks: sizes of packed steps, each larger than R; the largest is N.
         max_waiting: most requests that wait; more are a `QueueFullError`.

@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     """What one step computes; arrays by row have R entries, and a row that does nothing has count 0."""
 
     tokens: Any  # int32 [N], packed; [R] where each row has one
-    counts: Any  # int32 [R], tokens a row
+    counts: Any  # int32 [R], tokens per row
     lengths: Any  # int32 [R], tokens that the row's pages hold already
     table: Any  # int32 [R, M]
     temperature: Any  # float32 [R]; 0 is greedy

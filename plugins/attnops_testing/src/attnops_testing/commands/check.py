@@ -77,7 +77,7 @@ def command(
     mode: Annotated[
         str, typer.Option(help="train, prefill, decode or insert; gradients are checked in train.")
     ] = "train",
-    block: Annotated[int, typer.Option(help="Queries and keys a tile; lengths are 2.5 times it.", min=4)] = 16,
+    block: Annotated[int, typer.Option(help="Queries and keys per tile; lengths are 2.5 times it.", min=4)] = 16,
     limit: Annotated[
         float | None, typer.Option(help="Seconds a check may take.", show_default="100, interpreted 300", min=1)
     ] = None,

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class TritonFlash(FlashBackend):
-    """See `FlashBackend`.
+    """The steps of `attnops.kernels.flash.attention` in Triton.
 
-    The statistics of a softmax are ``m`` and ``log2_sum``, see `attnops_triton.flash.forward.forward`, so that the
-    weights of the backward pass are those of the forward pass to the last bit.
+    The statistics of a softmax are ``m`` and ``log2_sum``, as `attnops_triton.flash.forward.forward` returns them, so
+    that the weights of the backward pass equal those of the forward pass to the last bit.
     """
 
     second_derivative: ClassVar[str] = (
@@ -112,8 +112,8 @@ class TritonFlash(FlashBackend):
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
         if plan.dtype != "float16":
             return _gradients(plan, wants_bias, operands, statistics, delta, d_out)
-        # Gradients of scores may be below 6e-8, the smallest float16. So cotangents are scaled to about 1 by a power of
-        # two, and the float32 gradients, which are linear in them, are scaled back.
+        # Gradients of scores may be below 6e-8, the smallest float16. So a power of two scales cotangents to about 1,
+        # and the float32 gradients, which are linear in them, are scaled back.
         largest = jnp.abs(d_out.astype(jnp.float32)).max()
         scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0))))
         scaled = delta * scale, d_out.astype(jnp.float32) * scale
@@ -131,7 +131,7 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
     query, key, value, arrays, schedules = operands
     m, log2_sum = statistics
-    # A fully masked row has weights exp(score − inf) = 0.
+    # The weights of a fully masked query are exp(score − inf) = 0.
     m = jnp.where(m == -jnp.inf, jnp.inf, m)
     inputs = BackwardInputs(query, key, value, d_out.astype(query.dtype), m, log2_sum, delta)
     axes = () if plan.scoring.bias is None or not wants_bias else plan.scoring.bias.values
@@ -143,7 +143,7 @@ def _gradients(
     if plan.fuses_dq:
         dq, dk, dv = fused(plan, inputs, arrays, schedules.by_key)
     else:
-        # Under `jax.vmap` the batch, and with it what the plan says, may be another one below.
+        # Under `jax.vmap` the functions below change the plan's batch, and with it `FlashPlan.fuses_dq`.
         plan = dataclasses.replace(plan, unordered=False)
         dq, d_others = by_query(plan, inputs, arrays, schedules.by_query or schedules.forward, others)
         dk, dv, d_of_key = by_key(plan, inputs, arrays, schedules.by_key, of_key)

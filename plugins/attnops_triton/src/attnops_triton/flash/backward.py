@@ -1,4 +1,6 @@
-"""The backward kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv; no atomics, a fixed order.
+"""The backward kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv.
+
+They use no atomics and add in a fixed order.
 
 Both recompute the weights from the logsumexp (Dao 2023, arXiv:2307.08691). They also compute the gradients of an
 elementwise bias's values by query, key or head.
@@ -35,7 +37,7 @@ class BackwardInputs(NamedTuple):
         k: [B, S, K, D].
         v: [B, S, K, Dv].
         d_out: [B, T, H, Dv].
-        m: [B, H, T], the largest score, see `attnops_triton.flash.forward.forward`; +inf where weights are to be 0.
+        m: [B, H, T] float32, the largest score, as the forward pass returns it; +inf where weights are to be 0.
         log2_sum: [B, H, T], log2 of the sum of exponentials relative to ``m``.
         delta: [B, H, T], ``d_out · out − d_lse``.
     """
@@ -50,7 +52,7 @@ class BackwardInputs(NamedTuple):
 
 
 def input_operands(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays) -> list[Operand]:
-    """`BackwardInputs`, and the other inputs of scores."""
+    """The operands for `BackwardInputs` and for the other inputs of the scores."""
     return [Operand(name, x) for name, x in zip(BackwardInputs._fields, inputs, strict=True)] + score_operands(
         plan, arrays
     )
@@ -62,11 +64,12 @@ def by_query(
     """The gradient of query, [B, T, H, D], and of values of the bias, [B, H, T] each.
 
     Args:
-        plan: of the call.
-        inputs: see `BackwardInputs`.
-        arrays: the other inputs of scores.
-        schedule: by tiles of queries.
-        wanted: indices of the values, by query or by head, whose gradients are computed; a head's is the sum over T.
+        plan: the plan of the call.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
+        schedule: the active tiles of keys of each tile of queries.
+        wanted: indices of the bias's values, per query or per head, whose gradients are computed; for a value per head
+            the sum over T is left to the caller.
     """
     dq, *d_values = _by_query(plan, inputs, arrays, schedule, wanted)
     return dq, dict(zip(wanted, d_values, strict=True))
@@ -78,11 +81,11 @@ def by_key(
     """The gradients of key, [B, S, K, D], of value, [B, S, K, Dv], and of values of the bias, [B, H, S] each.
 
     Args:
-        plan: of the call.
-        inputs: see `BackwardInputs`.
-        arrays: the other inputs of scores.
-        schedule: by tiles of keys.
-        wanted: indices of the values, by key, whose gradients are computed.
+        plan: the plan of the call.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
+        schedule: the active tiles of queries of each tile of keys.
+        wanted: indices of the bias's values per key whose gradients are computed.
     """
     dk, dv, *d_values = _by_key(plan, inputs, arrays, schedule, wanted)
     return dk, dv, dict(zip(wanted, d_values, strict=True))
@@ -125,13 +128,13 @@ def _by_key(
 def fused(
     plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of query, key and value, without a bias; dq is added in any order.
+    """The gradients of query, key and value, for a call without bias; dq is summed in any order.
 
     Args:
-        plan: of the call, whose ``fuses_dq`` is true.
-        inputs: see `BackwardInputs`.
-        arrays: the other inputs of scores.
-        schedule: by tiles of keys.
+        plan: the plan of the call, whose ``fuses_dq`` is true.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
+        schedule: the active tiles of queries of each tile of keys.
     """
     zeros = Operand("dq_before", jnp.zeros((plan.B, plan.T, plan.H, plan.D), jnp.float32))
     outputs = {"dq": jax.ShapeDtypeStruct(zeros.array.shape, jnp.float32)}
@@ -144,13 +147,15 @@ def _run_by_key(
     plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...],
     before: tuple[Operand, ...] = (), outputs: dict[str, jax.ShapeDtypeStruct] | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The outputs of the kernel by tiles of keys; ``before`` are sums that it adds ``outputs`` of it to."""
+    """The outputs of the kernel by tiles of keys. It adds each of ``outputs`` to the array of the same place in
+    ``before``.
+    """
     added = outputs or {}
     operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule), *before]
     padded = cdiv(plan.T, plan.by_key.bq) * plan.by_key.bq
     if plan.by_key.specialised:
         lse = inputs.m * (plan.score_unit * LOG2E) + inputs.log2_sum
-        # Beyond the last query weights are 0.
+        # A logsumexp of inf makes the weights beyond the last query 0.
         ends = [jnp.pad(x, ((0, 0), (0, 0), (0, padded - plan.T)), constant_values=value)
                 for x, value in ((lse, jnp.inf), (inputs.delta, 0.0))]  # fmt: skip
         statistics = [x for x in operands if x.name not in ("m", "log2_sum", "delta")]
@@ -250,7 +255,7 @@ def _write_by_key(
         tile.load("q", "q", plan.H, "h", plan.D, edge)
         tile.load_values("q", edge)
         tile.product("s", "q", "k", plan.D)
-        # Where they are used, since a thread holds them for many queries; they still come a tile ahead.
+        # Loaded where they are used, to save registers; the pipeline still fetches them a tile ahead.
         tile.load_statistics(edge, ("m", "log2_sum"))
         has_ok = recompute_weights(tile, masked, scoring.has_fully_masked_tokens)
         tile.load("d_out", "q", plan.H, "h", plan.Dv, edge)
@@ -276,8 +281,8 @@ def _write_by_key(
             tile.dot(f"dk_{i}", "ds", f"q_{i}", add=True)
 
     split = plan.splits_groups
-    # One loop over the heads' tiles, for 2 to 4 % more instructions, where registers spill between heads: if sums leave
-    # tensor memory there, and with PARTIAL tiles, which have a loop of their own.
+    # One loop over heads and tiles costs 2 to 4 % more instructions. It is used where registers would spill between
+    # heads: where sums would leave tensor memory there, and where PARTIAL tiles have a separate loop.
     has_two_loops = ragged or schedule.constant is None
     spills = plan.arch in TENSOR_MEMORY or (known(plan.arch) in ("sm_80", "gfx942") and has_two_loops)
     alike = schedule.map_shape[1] == 1 and not wanted and not tile.has_values_by_head

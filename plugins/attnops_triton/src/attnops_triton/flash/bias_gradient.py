@@ -1,4 +1,4 @@
-"""The gradients of biases with an element for each score or distance; computed only if the bias is differentiated."""
+"""The gradients of biases with an element per score or per distance; computed only if the bias is differentiated."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from attnops_triton.language.source import SourceWriter
 
 @one_by_one
 def array_gradient(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
-    """The gradient of an array bias [B or 1, H or 1, T, S], float32, summed over what shares an element.
+    """The gradient of an array bias [B or 1, H or 1, T, S], float32, summed over the batches and heads that share an
+    element.
 
     Args:
-        plan: of the call.
-        inputs: see `BackwardInputs`.
-        arrays: the other inputs of scores.
+        plan: the plan of the call.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
         tiles: the coverage of every tile.
     """
     assert arrays.array is not None
@@ -60,13 +61,13 @@ def array_gradient(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, tile
 def table_gradient(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
     """The gradient of a table by distance, [1, H, T + S − 1], float32. O((T + S) · block) memory a head.
 
-    All tiles of a block diagonal have the same distances at the same positions: a program sums the tiles of a diagonal,
-    for all batches; the elements of equal distance are summed afterwards.
+    All tiles of a block diagonal have the same distances at the same positions. A program sums the tiles of one
+    diagonal over all batches. Elements of equal distance within a tile are summed afterwards.
 
     Args:
-        plan: of the call.
-        inputs: see `BackwardInputs`.
-        arrays: the other inputs of scores.
+        plan: the plan of the call.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
         tiles: the coverage of every tile; tiles are square.
     """
     operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
@@ -131,8 +132,8 @@ def _add(tile: TileWriter, operands: list[Operand]) -> None:
 def _by_distance(sums: jax.Array, plan: FlashPlan) -> jax.Array:
     """[H, diagonals, n, n] to [1, H, T + S − 1]."""
     H, diagonals, n, _ = sums.shape
-    # The rows are reversed, and each is shifted by one more than the row before it, by a reshape: element (i, j) of a
-    # row-major n × 2n array is at 2n · i + j = (2n − 1) · i + (i + j). A column then has one distance.
+    # Reverse the rows, and shift each by one more than the row before it, by a reshape: element (i, j) of a row-major n
+    # × 2n array is at 2n · i + j = (2n − 1) · i + (i + j). All elements of a column then have one distance.
     wide = jnp.pad(jnp.flip(sums, 2), ((0, 0), (0, 0), (0, 0), (0, n))).reshape(H, diagonals, -1)
     by_column = wide[..., : n * (2 * n - 1)].reshape(H, diagonals, n, 2 * n - 1).sum(2)
     near, far = by_column[..., :n], jnp.pad(by_column[..., n:], ((0, 0), (0, 0), (0, 1)))

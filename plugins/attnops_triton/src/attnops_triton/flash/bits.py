@@ -1,4 +1,4 @@
-"""Masks without a translation to Triton, as bits: one a score, for PARTIAL tiles alone."""
+"""Bit masks, for masks without a translation to Triton: one bit per score, for PARTIAL tiles alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 WORD = 32
 
-# The bits of n tiles, int32 [n, bq, words a query], from the indices [n] of their batches, heads, tiles of queries and
-# tiles of keys.
+# From the indices [n] of n tiles' batches, heads, tiles of queries and tiles of keys: their bits, int32
+# [n, bq, words per query].
 BitsFunction: TypeAlias = Callable[[Any, Any, Any, Any], jax.Array]
 
-# Tiles that are computed at a time: before packing, each has bq · bk bytes of booleans.
+# Tiles that are computed at a time: before they are packed to bits, each is bq · bk booleans.
 _BATCH = 64
 
 
@@ -38,7 +38,7 @@ def is_translatable(mask: Mask) -> bool:
 
 
 def bits_map_shape(mask: Mask, plan: FlashPlan) -> tuple[int, int]:
-    """How many batches and heads a bound mask varies by, each 1 or all."""
+    """The numbers of batches and heads for which a bound mask has bits, each 1 or all."""
     try:
         axes = of_mask(mask)[0].axes
     except Exception:
@@ -51,7 +51,7 @@ def bits_function(mask: Mask, plan: FlashPlan, tiles: TileSizes) -> BitsFunction
 
     def one(at: tuple[Array, ...]) -> jax.Array:
         b, h, q_tile, kv_tile = (x.reshape(1, 1, 1, 1) for x in at)
-        # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
+        # Beyond the last query or key, use its index, so that none is out of range.
         q = jnp.minimum(q_tile * tiles.bq + np.arange(tiles.bq, dtype=np.int32)[:, None], plan.T - 1)
         kv = jnp.minimum(kv_tile * tiles.bk + np.arange(tiles.bk, dtype=np.int32), plan.S - 1)
         seen = jnp.broadcast_to(mask.allowed(b, h, q, kv), (1, 1, tiles.bq, tiles.bk))[0, 0]

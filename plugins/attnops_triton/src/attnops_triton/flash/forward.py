@@ -23,21 +23,22 @@ from attnops_triton.targets import TENSOR_MEMORY
 def forward(
     plan: FlashPlan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output, and the logsumexp in two terms.
+    """The output and the logsumexp, which is returned as two terms.
 
-    Their float32 sum would round: with large scores, by more than weights that are recomputed from it tolerate.
+    The backward pass recomputes weights from it. If both terms were added in float32, large scores would round by more
+    than these weights tolerate.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         q: [B, T, H, D].
         k: [B, S, K, D].
         v: [B, S, K, Dv].
-        arrays: the other inputs of scores.
-        schedule: by tiles of queries.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
+        schedule: the active tiles of keys of each tile of queries.
 
     Returns:
-        The output [B, T, H, Dv]; ``m`` [B, H, T] float32, the largest score, sinks included, in units of
-        ``plan.score_unit``, −inf for a fully masked row; and ``log2_sum`` [B, H, T] float32, log2 of the sum of
+        The output [B, T, H, Dv]; ``m`` [B, H, T] float32, the largest score of each query (sinks included) divided by
+        ``plan.score_unit``, −inf if the query is fully masked; and ``log2_sum`` [B, H, T] float32, log2 of the sum of
         exponentials relative to ``m``.
     """
     operands = [
@@ -92,7 +93,7 @@ def _write(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> 
             write('s = tl.where(ok, s, float("-inf"))')
         write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
         if masked or scoring.has_bias:
-            # Fully masked so far: −inf − −inf is NaN.
+            # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
             write('base = tl.where(m_new == float("-inf"), 0.0, m_new)')
         else:
             write("base = m_new")
@@ -119,7 +120,7 @@ def _write(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> 
 
 
 def _write_result(tile: TileWriter, ragged: bool) -> None:
-    """Write the division by the denominator and the stores; fully masked rows give 0 and −inf."""
+    """Write the division by the denominator, and the stores. Fully masked queries store 0 and −inf."""
     write, plan = tile.write, tile.plan
     write_denominator(tile)
     for i in range(len(plan.chunks(plan.Dv))):

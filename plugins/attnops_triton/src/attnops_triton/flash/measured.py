@@ -1,4 +1,6 @@
-"""What is known of this machine's GPU by measurement, see `attnops_triton.tuned`: tiles, and the faster operation."""
+"""Measurements of this machine's GPU, from tables of `attnops_triton.tuned`: the fastest tiles, and the faster
+operation.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from attnops_triton.flash.plan import TileSizes
 from attnops_triton.language import compat
 from attnops_triton.targets import current
 
-# The kernels that have tiles of their own, by their place in a row of the table.
+# The kernels whose tiles are measured, in the order of a row of the table of tile sizes.
 KERNELS: Final = ("forward", "by_query", "by_key")
 CALLS: Final = {True: "attnops-triton:flash, backward", False: "attnops-triton:flash, forward"}
 OF_CUDNN: Final = {True: "attnops:sdpa, backward", False: "attnops:sdpa, forward"}
@@ -36,7 +38,7 @@ def trying(kernel: str, tiles: TileSizes) -> Iterator[None]:
 
 
 def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[int, TileSizes]:
-    """Tiles to use instead of the table's, by place in its row; for this machine's GPU alone."""
+    """Measured tiles that replace the table's, by place in its row; only for this machine's GPU."""
     tried = _TRIED.value
     if tried:
         return {KERNELS.index(tried[0]): tried[1]}
@@ -48,7 +50,7 @@ def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[in
 
 
 def is_faster_than_cudnn(request: AttentionRequest) -> bool | None:
-    """Whether this plugin's kernels are the faster ones for plain or causal attention; None if not measured."""
+    """Whether this plugin's kernels are faster than cuDNN for plain or causal attention; None if not measured."""
     is_plain = request.mask_kinds <= {"Causal"} and not request.bias_kind and request.query_length == request.key_length
     if not is_plain or request.head_dim != request.value_head_dim or current() or not tuned.installed():
         return None

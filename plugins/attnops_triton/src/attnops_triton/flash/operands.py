@@ -18,13 +18,13 @@ class Arrays(NamedTuple):
     """Inputs other than query, key and value, in kernels' layouts; None if absent.
 
     Attributes:
-        mask: values of the mask, see `value_layout`.
+        mask: values of the mask, each [B or 1, H or 1, n], n one of T, S or 1.
         dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, T, S].
-        bias: values of an elementwise bias, see `value_layout`.
+        bias: values of an elementwise bias, each [B or 1, H or 1, n], n one of T, S or 1.
         table: a bias by distance, float32 [1, H, T + S − 1]; distance ``kv − q`` is element ``kv − q + T − 1``.
         array: a bias of T × S elements, [B or 1, H or 1, T, S].
         sinks: [1, H] float32.
-        dropout: the hash of each row, uint32 [B, H, T].
+        dropout: the hash of each query, uint32 [B, H, T].
     """
 
     mask: tuple[jax.Array, ...] = ()
@@ -65,10 +65,10 @@ def base(write: SourceWriter, name: str, batched: str, heads: int, each: str) ->
 
     Args:
         write: the kernel's lines.
-        name: of the array.
-        batched: an expression, 1 if the array has a row for each batch, 0 if all share one; empty for 1.
+        name: the name of the array.
+        batched: an expression that is 1 if the array has a batch axis, 0 if all batches share one; empty for 1.
         heads: the second dimension of the array.
-        each: how many elements a batch and head has, a product of lengths.
+        each: the number of elements per batch and head, as Triton source.
     """
     b = f"(b * {batched})" if batched else "b"
     text = f"{name}_ptr + {b}.to(tl.int64) * {heads} * {each}"

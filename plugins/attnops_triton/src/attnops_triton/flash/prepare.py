@@ -10,7 +10,7 @@ import numpy as np
 from attnops.dropout import dropout_rows, dropout_seed
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask, ragged
 from attnops.masks import Mask, block_map
-from attnops_triton.flash.bits import BitsFunction, bits_map_shape, bits_function
+from attnops_triton.flash.bits import BitsFunction, bits_function, bits_map_shape
 from attnops_triton.flash.operands import Arrays, value_layout
 from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.flash.sizes import is_even
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from attnops.typing import Array, PyTree
 
 
-# Masks whose numbers kernels load, rather than have as literals, where an offset depends on both lengths.
+# If T != S, an offset in these masks depends on both lengths. Kernels then load it rather than have it as a literal.
 _OF_POSITIONS: Final = frozenset({"Causal", "SlidingWindow", "Segments", "&"})
 
 
 def mask_of_scores(mask: Mask | None, T: int, S: int) -> Mask | None:
-    """The mask as kernels evaluate it: with numbers as data if lengths differ, so that one program serves them all."""
+    """The mask as kernels evaluate it: if T != S, its numbers are data, so that one program serves all lengths."""
     return mask.as_data() if mask is not None and T != S and mask.kinds() <= _OF_POSITIONS else mask
 
 
@@ -73,13 +73,13 @@ def tile_schedules(plan: FlashPlan, mask: Mask | None) -> TileSchedules:
     coverage, bits_of = _coverage(mask, plan, plan.by_key)
     coverage = ragged(coverage, 2, plan.T % plan.by_key.bq).swapaxes(2, 3)
     if layout is ScheduleLayout.RANGES and not is_even(plan, plan.by_key):
-        # The diagonal is PARTIAL, and so is the last row.
+        # The PARTIAL tiles are those of the diagonal and of the last row: they are not contiguous.
         layout = ScheduleLayout.LISTED
     return TileSchedules(forward, by_query, tile_schedule(coverage, layout, bits_of, by_key=True), by_score)
 
 
 def _coverage(mask: Mask | None, plan: FlashPlan, tiles: TileSizes) -> tuple[Array, BitsFunction | None]:
-    """The coverage of each tile, and the function that computes the bits of tiles, for a packed mask."""
+    """The coverage of each tile, and for a bit mask the function that computes the bits of tiles."""
     coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), tiles.bq, tiles.bk).coverage
     if mask is None or not plan.bit_mask:
         return coverage, None

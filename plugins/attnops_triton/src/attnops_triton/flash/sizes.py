@@ -1,15 +1,15 @@
-"""What one program serves: any lengths and batch, in two kinds, by divisibility.
+"""Which calls one compiled program serves: any lengths and batch, with two programs by divisibility.
 
 Lengths, batch, strides and numbers of tiles are arguments of kernels. Their code differs only between lengths that are
 multiples of the tile sizes and lengths that are not, which need checks at the last tokens. With arrays of T × S
-elements the latter have two programs, since rows are aligned or not.
+elements there is a third, since the rows of such an array are aligned or not.
 """
 
 from __future__ import annotations
 
 from attnops_triton.flash.plan import FlashPlan, TileSizes
 
-# Bytes of alignment that loads of several elements need, in elements of a byte.
+# Bytes to which loads of several elements must be aligned; elements of a dense mask have one byte.
 _ALIGNED = 16
 
 

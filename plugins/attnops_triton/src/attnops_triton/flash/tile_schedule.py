@@ -1,4 +1,4 @@
-"""Tile schedules: the active tiles of each row of a block map, FULL ones first, then PARTIAL ones."""
+"""Tile schedules: for each row of a block map its active tiles, FULL ones first, then PARTIAL ones."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 class TileSchedule(Foldable):
     """The active tiles of each row. A pytree.
 
-    Which of its arrays there are depends on the kind of mask, see `ScheduleLayout`, so that one kernel serves all lengths.
+    The kind of mask decides which arrays there are (`ScheduleLayout`), so that one kernel serves all lengths.
 
     Attributes:
         ranges: int32 [maps · rows · 4], start and stop of FULL, start and stop of PARTIAL; None with ``constant``.
         columns: int32 [maps · rows · width], the list of columns that the ranges index; None for ranges of columns.
-        map_shape: how many batches and heads the maps have, each 1 or all.
+        map_shape: the numbers of batches and heads of the block map, each 1 or all.
         rows: rows of a map.
-        width: columns listed a row; 0 without a list.
-        constant: the ranges, without a mask, where they are the same for every row; else None.
-        words: int32 [tiles, bq, words a query], the bits of PARTIAL tiles, row by row; None unless the mask is packed.
+        width: columns listed per row; 0 without a list.
+        constant: without a mask, the four numbers of ``ranges``, which are the same for every row; else None.
+        words: int32 [tiles, bq, words per query], the bits of PARTIAL tiles in the order of rows; None unless the plan
+            has a bit mask.
         first: int32 [maps · rows], the index of a row's first PARTIAL tile in ``words``.
     """
 
@@ -51,7 +52,7 @@ class TileSchedule(Foldable):
     first: Array | None = None
 
     def fold(self, batched: PyTree, n: int, B: int) -> TileSchedule:
-        """See `attnops.kernels.vmap.Foldable.fold`."""
+        """Schedules of ``n`` slices as one, for `attnops.kernels.folds_batch`."""
         is_shared = not any((batched.ranges, batched.columns, batched.words, batched.first))
         if is_shared and (self.map_shape[0] == 1 or self.constant is not None):
             return self
@@ -82,7 +83,7 @@ class EveryTile(NamedTuple):
 
     Attributes:
         coverage: int8 [B or 1, H or 1, tiles of q, tiles of kv].
-        words: int32 [tiles, bq, words a query], the bits of active tiles; None unless the mask is packed.
+        words: int32 [tiles, bq, words per query], the bits of active tiles; None unless the plan has a bit mask.
         numbers: int32 [B or 1, H or 1, tiles of q, tiles of kv], the index of a tile in ``words``.
     """
 
@@ -100,7 +101,9 @@ class ScheduleLayout(enum.Enum):
 
 
 def layout_of(mask: Mask | None) -> ScheduleLayout:
-    """The layout for a kind of mask: FULL columns of a causal mask are contiguous, and so are its PARTIAL ones."""
+    """The layout for a kind of mask. A causal mask needs ranges alone: in each row its FULL tiles are contiguous, and
+    so are its PARTIAL ones.
+    """
     return (
         ScheduleLayout.CONSTANT
         if mask is None
@@ -118,9 +121,9 @@ def tile_schedule(
     Args:
         coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`. A numpy array if the mask is known when
             tracing; a traced one is sorted at run time, in O(rows · columns) integers.
-        layout: of the mask. What is traced, or not contiguous, is listed.
-        pack: the function that computes the bits of tiles, for a packed mask; for traced coverage, of all tiles.
-        by_key: whether rows are tiles of keys and columns tiles of queries, or the reverse.
+        layout: the layout of the mask. Columns that are traced, or not contiguous, are listed whatever it is.
+        bits_of: computes the bits of tiles, for a bit mask; None for others. With traced coverage, of all tiles.
+        by_key: whether rows are tiles of keys and columns are tiles of queries, rather than the reverse.
     """
     if bits_of is not None:
         given = bits_of
@@ -161,8 +164,8 @@ def every_tile(coverage: Array, bits_of: BitsFunction | None = None) -> EveryTil
     """The `EveryTile` of a block map.
 
     Args:
-        coverage: see `tile_schedule`.
-        pack: see `tile_schedule`.
+        coverage: `attnops.masks.Coverage` of each tile, [batches, heads, tiles of queries, tiles of keys].
+        bits_of: computes the bits of tiles, for a bit mask; None for others.
     """
     if bits_of is None:
         return EveryTile(jnp.asarray(coverage), None, None)
@@ -200,7 +203,7 @@ def _column_range(kind: NumpyArray) -> tuple[NumpyArray, NumpyArray, bool]:
 
 
 def _rank(coverage: Array) -> Array:
-    """FULL first, then PARTIAL, then EMPTY."""
+    """A key that sorts FULL tiles first, then PARTIAL, then EMPTY ones."""
     return int(Coverage.FULL) - coverage
 
 
@@ -209,7 +212,7 @@ class TileSchedules(NamedTuple):
 
     Attributes:
         forward: by tiles of queries.
-        by_query: by tiles of queries, for the gradients of queries; None if it is the forward's.
+        by_query: by tiles of queries, for dq; None if the forward's serves it, or if dk and dv's kernel adds dq.
         by_key: by tiles of keys.
         by_score: every tile, for the gradients of an array or table bias; None without one.
     """

@@ -37,10 +37,10 @@ _SHORTEST: Final = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class TunedCall:
-    """The attention that is tuned: plain or causal, as many heads and batches as a training step has.
+    """A call that is tuned: plain or causal, with the batch and heads of a training step.
 
     Attributes:
-        dtype: of query, key and value.
+        dtype: the dtype of query, key and value.
         head_dim: D and Dv.
         length: T and S.
         mask: "full" or "causal".
@@ -58,7 +58,7 @@ class TunedCall:
         return jax.ShapeDtypeStruct((B, self.length, H, self.head_dim), jnp.dtype(self.dtype))
 
     def call(self, name: str) -> Function:
-        """The call of an operation, which refuses rather than runs another one."""
+        """A function that calls the operation, and raises if the operation does not support the call."""
         operation: Any = OperationRegistry.create(name, OperationMetadata(platform="cuda", on_unsupported="error"))
         mask = Causal() if self.mask == "causal" else None
         return lambda *qkv: operation(*qkv, mask=mask).attention_outputs
@@ -66,7 +66,7 @@ class TunedCall:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCandidate:
-    """Tiles of a kernel, compiled.
+    """A kernel compiled with some tile sizes.
 
     Attributes:
         kernel: one of `KERNELS`.
@@ -80,7 +80,7 @@ class CompiledCandidate:
 
 
 def neighbours(tiles: TileSizes) -> list[TileSizes]:
-    """The tiles, and those that differ from them in one size by a step."""
+    """The tiles, and those that differ from them by a step in one size."""
     bq, bk, warps, stages = tiles.numbers[:4]
     if tiles.specialised:
         return [dataclasses.replace(tiles, stages=n) for n in (stages, stages - 1, stages + 1) if n > 1]
@@ -121,12 +121,12 @@ def run(
     """Time tile sizes on this machine's GPU, and write the table that `attnops_triton.tuned` reads.
 
     Args:
-        dtypes: of query, key and value.
+        dtypes: the dtypes of query, key and value.
         head_dims: D and Dv.
         lengths: T and S.
         masks: "full" or "causal".
         output: the table to write; its rows are kept if it is there.
-        merge: tables whose rows are added; with any, nothing is timed.
+        merge: tables whose rows are added; if there are any, nothing is timed.
         dry: an architecture, such as ``"sm_90"``: compile for it, and time nothing.
         report: is called with lines of text.
 
@@ -142,7 +142,7 @@ def run(
                 found = candidate.binary
                 report(
                     f"{shape}: {candidate.kernel} {candidate.tiles}: {found.registers} registers, {found.spilled} "
-                    f"spilled, {found.shared} bytes of shared memory, {sum(found.loop.values())} instructions a tile"
+                    f"spilled, {found.shared} bytes of shared memory, {sum(found.loop.values())} instructions per tile"
                 )
         return
     rows = [row for path in merge for row in tuned.read(path)]
@@ -198,7 +198,7 @@ def _both(call: Function) -> Function:
 
 
 def _only(kernel: str, call: Function) -> Function:
-    """A program that runs one backward kernel alone in addition to the forward; XLA leaves out the other."""
+    """A program that runs the forward kernel and one of the two backward kernels; XLA removes the other."""
     if kernel == "forward":
         return call
     wanted = slice(0, 1) if kernel == "by_query" else slice(1, 3)
@@ -206,7 +206,7 @@ def _only(kernel: str, call: Function) -> Function:
 
 
 def _seconds(function: Function, shape: TunedCall) -> float:
-    """The shortest time of a call, of several in a queue."""
+    """The shortest time of a call, in seconds; several calls are queued for each measurement."""
     keys = jax.random.split(jax.random.key(0), 3)
     qkv = [jax.random.normal(key, shape.array.shape, shape.array.dtype) for key in keys]
     run = functools.partial(jax.jit(function), *qkv)

@@ -32,8 +32,8 @@ class Assembler(NamedTuple):
     """An assembler.
 
     Attributes:
-        path: of the executable.
-        release: of CUDA, such as (12, 9).
+        path: the path of the executable.
+        release: the release of CUDA, such as (12, 9).
     """
 
     path: Path

@@ -43,7 +43,7 @@ class Recipe:
         kernel: its text.
         dtypes: names of the dtypes of its arrays.
         divisible: names of its integer arguments that are multiples of 16.
-        warps: warps a program.
+        warps: warps per program.
         stages: stages of the software pipeline.
         arch: such as ``"sm_90"``.
         registers: at most so many a thread; 0 for as many as the assembler sees fit. NVIDIA's alone.
@@ -72,9 +72,9 @@ class CompiledKernel:
     """A compiled kernel.
 
     Attributes:
-        name: of the function in the code.
+        name: the name of the function in the code.
         threads: of a program.
-        shared: bytes of shared memory a program.
+        shared: bytes of shared memory per program.
         code: PTX, or a code object.
     """
 

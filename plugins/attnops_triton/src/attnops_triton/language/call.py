@@ -34,9 +34,9 @@ def triton_call(
     """Run a kernel.
 
     Args:
-        recipe: of the kernel; its ``arch`` may be empty, for this machine's GPU.
+        recipe: the recipe of the kernel; its ``arch`` may be empty, for this machine's GPU.
         integers: the integer arguments.
-        shapes: of the results.
+        shapes: the shapes of the results.
         programs: the size of the grid.
         arrays: the inputs.
         aliases: of results that are arrays written to in place, the indices of array and result.

@@ -30,9 +30,9 @@ def interpreted(
     Args:
         kernel: its text.
         integers: its integer arguments.
-        shapes: of the results.
+        shapes: the shapes of the results.
         programs: the size of the grid.
-        dtypes: of arrays and results, which may be bits of them.
+        dtypes: the dtypes of arrays and results, which may be bits of them.
         arrays: the inputs.
         aliases: of results that are arrays written to in place, the indices of array and result.
     """
@@ -128,7 +128,7 @@ class Loaded:
     Attributes:
         array: the index of the array among the kernel's pointers.
         first: the first byte of each element, counted from the array's.
-        size: bytes an element.
+        size: bytes per element.
     """
 
     array: int
@@ -160,7 +160,7 @@ class _Listing:
 
     Attributes:
         functions: those that it calls.
-        name: of the kernel.
+        name: the name of the kernel.
         arrays: its arrays.
         found: the list.
     """

@@ -18,8 +18,7 @@ from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.flash.sizes import divisible
 from attnops_triton.language.build import Recipe
 from attnops_triton.language.source import SourceWriter
-from attnops_triton.ragged.plan import CachePlan
-from attnops_triton.ragged.plan import CacheTileSizes
+from attnops_triton.ragged.plan import CachePlan, CacheTileSizes
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
@@ -36,10 +35,10 @@ class Launched:
     """A kernel and its launch parameters.
 
     Attributes:
-        recipe: of its program.
+        recipe: the recipe of its program.
         integers: the integer arguments.
         tiles: tile sizes, warps and stages.
-        plan: of the call.
+        plan: the plan of the call.
         programs: the size of the grid.
     """
 
@@ -81,10 +80,10 @@ def launch_any(
     """Run a kernel.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         tiles: warps and stages.
         write: the kernel's lines.
-        name: of the kernel.
+        name: the name of the kernel.
         operands: the inputs, by parameter.
         outputs: shapes and dtypes of the outputs, by parameter.
         programs: the size of the grid.

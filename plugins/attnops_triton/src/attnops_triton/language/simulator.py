@@ -1,4 +1,4 @@
-"""Kernels in Gluon on a host without a GPU: each partition of warps a thread, on numpy arrays.
+"""Kernels in Gluon on a host without a GPU: each partition of warps is a thread, on numpy arrays.
 
 It has the parts of Gluon that kernels of `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell` use.
 Products and copies run when they are waited for, so that a buffer that is read before it is ready or written before it

@@ -12,7 +12,7 @@ class KernelSource:
     """A kernel's text; kernels with equal texts are equal.
 
     Attributes:
-        name: of the function.
+        name: the name of the function.
         pointers: names of its first parameters, pointers, inputs first.
         integers: names of the other parameters, integers.
         text: of the function, without a decorator, and of functions that it calls.

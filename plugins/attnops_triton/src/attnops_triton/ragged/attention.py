@@ -113,8 +113,8 @@ def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _launch(
-    plan: CachePlan, name: str, write: SourceWriter, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct],
-    programs: int, aliases: dict[str, str],
+    plan: CachePlan, name: str, write: SourceWriter, arrays: dict[str, jax.Array],
+    outputs: dict[str, jax.ShapeDtypeStruct], programs: int, aliases: dict[str, str],
 ) -> dict[str, jax.Array]:  # fmt: skip
     operands = [Operand(*x) for x in arrays.items()]
     bits = ("key", "value", "key_out", "value_out", "new_key", "new_value")

@@ -58,9 +58,9 @@ def decode(write: SourceWriter, name: str, stored: str, dtype: str, arch: str) -
 
     Args:
         write: the kernel's lines.
-        name: of the variable.
+        name: the name of the variable.
         stored: the name of the stored dtype.
-        dtype: of operands.
+        dtype: the dtype of operands.
         arch: that is compiled for; empty for the interpreter.
     """
     if dtype != "float16" or not arch or is_amd(arch):

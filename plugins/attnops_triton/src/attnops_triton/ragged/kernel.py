@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnops_triton.flash.plan import LOG2E
 from attnops_triton.language.source import SourceWriter, number
-from attnops_triton.ragged.plan import HeadDimChunk, CachePlan
+from attnops_triton.ragged.plan import CachePlan, HeadDimChunk
 from attnops_triton.ragged.result import write_partial, write_result
 from attnops_triton.ragged.scores import ScoreWriter
 from attnops_triton.ragged.storage import LoadWriter
@@ -16,7 +16,7 @@ def write_kernel(write: SourceWriter, plan: CachePlan, written: dict[str, int]) 
 
     Args:
         write: the kernel's lines.
-        plan: of the call.
+        plan: the plan of the call.
         written: see `attnops_triton.ragged.write.write_tokens`.
     """
     scores = ScoreWriter(write, plan)

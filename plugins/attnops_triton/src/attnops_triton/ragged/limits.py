@@ -28,6 +28,6 @@ def not_written(request: AttentionRequest, metadata: OperationMetadata) -> Itera
     rows = rows_of(metadata.block_q, queries, G, dim, bool(cache.codec))
     if queries * G > rows:
         yield Reason("query", queries, f"times {G} heads is more than one tile of {rows} rows, each of "
-                     f"which would write the tokens", "give fewer tokens a step")  # fmt: skip
+                     f"which would write the tokens", "give fewer tokens per step")  # fmt: skip
     if cache.storage == "WindowCache":
         yield Reason("cache", cache.storage, "has new tokens in the slots of tokens that queries still see")

@@ -29,8 +29,8 @@ class CacheTileSizes:
 
     Attributes:
         rows: rows of a tile of scores, a power of two: queries times the query heads of a kv head.
-        bk: keys a tile, a power of two.
-        warps: warps a program.
+        bk: keys per tile, a power of two.
+        warps: warps per program.
         stages: stages of the software pipeline.
         splits: programs that share the keys of an item.
         registers: at most so many a thread; 0 for as many as the assembler sees fit.
@@ -49,12 +49,12 @@ class CachePlan:
     """Shapes, tiles and options of a call; hashable.
 
     Attributes:
-        B, T, S, H, K, D, Dv: rows of the cache, queries a row or packed ones, slots a row, heads, kv heads, head dims.
+        B, T, S, H, K, D, Dv: rows of the cache, queries per row or packed ones, slots per row, heads, kv heads, head dims.
         is_packed: whether rows are packed: then masks and biases are of batch 1 and B · S keys.
         in_order: whether tiles of keys are read in their order, in splits that the row's length decides, so that the
             result of a row does not depend on the rows that it shares a tile of queries with.
-        page: slots a page; 0 for a storage without pages.
-        pages: most pages a row.
+        page: slots per page; 0 for a storage without pages.
+        pages: most pages per row.
         blocks: pages, or rows, of the cache.
         width: features of a token in the array of keys.
         is_joined: whether values are the last Dv features of the array of keys.
@@ -103,12 +103,12 @@ class CachePlan:
 
     @property
     def G(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.H // self.K
 
     @property
     def heads(self) -> int:
-        """Query heads a tile: all of a kv head, unless they are more than its rows."""
+        """Query heads per tile: all of a kv head, unless they are more than its rows."""
         return min(self.G, self.tiles.rows)
 
     @property
@@ -118,7 +118,7 @@ class CachePlan:
 
     @property
     def bq(self) -> int:
-        """Queries a tile."""
+        """Queries per tile."""
         return self.tiles.rows // self.heads
 
     @property
@@ -128,7 +128,7 @@ class CachePlan:
 
     @property
     def nk(self) -> int:
-        """Tiles of keys a row, the last of which may reach beyond S."""
+        """Tiles of keys per row, the last of which may reach beyond S."""
         return cdiv(self.S, self.tiles.bk)
 
     @property

@@ -34,9 +34,9 @@ def schedule(plan: CachePlan, mask: Mask, lengths: jax.Array, new: NewTokens | N
     """The schedule of a call: tiles from the first to the last with a key that a query of the item may see.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         mask: by slot, bound.
-        lengths: of the cache's rows.
+        lengths: the lengths of the cache's rows.
         new: tokens that are written; their tiles are read, whoever sees them.
     """
     tiles = _tiles(plan, mask, plan.B * plan.S if plan.is_packed else plan.S)

@@ -25,7 +25,7 @@ class ScoreWriter:
 
     Attributes:
         write: the kernel's lines.
-        plan: of the call.
+        plan: the plan of the call.
     """
 
     write: SourceWriter

@@ -11,7 +11,7 @@ import dataclasses
 
 from attnops_triton.language.source import SourceWriter
 from attnops_triton.ragged.codec import decode
-from attnops_triton.ragged.plan import HeadDimChunk, CachePlan
+from attnops_triton.ragged.plan import CachePlan, HeadDimChunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class LoadWriter:
 
     Attributes:
         write: the kernel's lines.
-        plan: of the call.
+        plan: the plan of the call.
     """
 
     write: SourceWriter
@@ -28,7 +28,7 @@ class LoadWriter:
 
     @property
     def slots(self) -> str:
-        """Slots a block."""
+        """Slots per block."""
         return str(self.plan.page) if self.plan.page else "S"
 
     def locate(self, has_pages: bool) -> None:

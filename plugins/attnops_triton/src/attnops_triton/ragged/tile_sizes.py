@@ -38,8 +38,8 @@ def current_splits() -> int:
 def splits(count: int) -> Iterator[None]:
     """A context in which each row's keys are read in ``count`` splits, whatever the batch and the GPU.
 
-    A row's result is then the same to the last bit in any batch of as many queries a row, and of packed rows among any
-    others; these are slower, since all of their tiles of keys are masked.
+    A row's result is then the same to the last bit in any batch of as many queries per row, and of packed rows among
+    any others; these are slower, since all of their tiles of keys are masked.
 
     Args:
         count: from 1 to 64.
@@ -59,7 +59,7 @@ def rows_of(block_q: int | None, T: int, G: int, dim: int, has_codec: bool, arch
     Args:
         block_q: the metadata's; None for the table's.
         T: queries, of a row or packed.
-        G: query heads a kv head.
+        G: query heads per kv head.
         dim: the greater of D and Dv.
         has_codec: whether tokens are stored in 8 bits.
         arch: that is compiled for; empty for the fewest rows that any architecture has.
@@ -76,9 +76,9 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
 
     Args:
         arch: that is compiled for; empty for this machine's interpreter.
-        dtype: of operands.
+        dtype: the dtype of operands.
         dims: D and Dv.
-        rows: of a tile of scores.
+        rows: the rows of a tile of scores.
         block_k: the metadata's; None for the table's.
     """
     dim, shared = max(dims), SHARED_MEMORY[known(arch)] if arch else 0
@@ -91,7 +91,7 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
         return CacheTileSizes(rows, block_k or bk, 4 if is_few or is_amd(arch) else 8, 2)
     if dim > 128 and shared <= 64 << 10:
         return CacheTileSizes(rows, block_k or 32, 4, 2)
-    # Of a few queries a larger tile takes fewer instructions a key: 11.1 instead of 13.5 of a warp at D 128 on sm_90.
+    # Of a few queries a larger tile takes fewer instructions per key: 11.1 instead of 13.5 of a warp at D 128 on sm_90.
     is_large = rows <= 32 and (dim <= 64 or (dim == 128 and shared > _SMALL))
     # With tensor cores of warp groups 64 rows are those of 4 warps; elsewhere these would spill.
     warps = 4 if rows < 64 or is_amd(arch) or arch in ("sm_90", "sm_100") else 8

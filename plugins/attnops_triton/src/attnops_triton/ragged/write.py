@@ -29,7 +29,7 @@ def write_tokens(write: SourceWriter, plan: CachePlan, arrays: dict[str, int]) -
 
     Args:
         write: the kernel's lines.
-        plan: of the call.
+        plan: the plan of the call.
         arrays: the features of a token in each array that is written to; of scales 0.
     """
     bk, n = plan.tiles.bk, plan.page

@@ -213,7 +213,7 @@ def _share_dq(parts: PartitionedWriter) -> None:
 
 
 def _slices_keys(plan: FlashPlan) -> bool:
-    """Whether half the columns of a buffer of keys are an operand: in 16 bits 128 bytes a row, as it is swizzled."""
+    """Whether half the columns of a buffer of keys are an operand: in 16 bits 128 bytes per row, as it is swizzled."""
     return plan.D >= 128
 
 

@@ -37,7 +37,7 @@ class TokenBlock(NamedTuple):
     """An array [B, length, heads, dim] whose rows are copied by a tensor map.
 
     Attributes:
-        name: of the variables; ``name_ptr`` is the array.
+        name: the name of the variables; ``name_ptr`` is the array.
         axis: "q" or "kv".
         heads: number of heads.
         head: the variable of the head's index.
@@ -77,14 +77,14 @@ class PartitionedWriter(SourceWriter):
     """The lines of a kernel of three partitions; its own are of all warps, before they part.
 
     Attributes:
-        rows: of a partition that computes.
+        rows: the rows of a partition that computes.
         copies: how many times ``rows`` a program holds.
         loader: lines of the partition that loads.
         adder: lines of a partition that adds sums to memory; there is none without lines.
         computer: lines of the partitions that compute.
         tile: a partition's tile; transposed if keys are held.
-        plan: of the call.
-        stages: of the ring.
+        plan: the plan of the call.
+        stages: the stages of the ring.
         held: what a partition keeps for all tiles, ``ROWS`` rows each.
         streamed: what is loaded a tile, in the order of use.
         stored: outputs that are copied by tensor maps.
@@ -319,7 +319,7 @@ class PartitionedWriter(SourceWriter):
         Args:
             rows: the output.
             values: the variable.
-            dtype: of the output.
+            dtype: the dtype of the output.
             buffer: a held tile.
             factor: what they are multiplied by; empty for 1.
         """

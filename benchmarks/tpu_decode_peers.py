@@ -46,7 +46,7 @@ class PeerCase(NamedTuple):
     dtype: str
 
 
-class Peer(NamedTuple):
+class DecodePeer(NamedTuple):
     """A kernel of another library.
 
     Attributes:
@@ -141,9 +141,9 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
 
 
 PEERS: Final = {
-    "RPA v3": Peer("RPAd", True, _rpa_v3),
-    "jax ragged": Peer("ragged_paged_attention", True, _jax_ragged),
-    "jax paged": Peer("paged_attention", False, _jax_paged),
+    "RPA v3": DecodePeer("RPAd", True, _rpa_v3),
+    "jax ragged": DecodePeer("ragged_paged_attention", True, _jax_ragged),
+    "jax paged": DecodePeer("paged_attention", False, _jax_paged),
 }
 
 

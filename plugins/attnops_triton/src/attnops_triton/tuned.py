@@ -1,7 +1,8 @@
 """Measured times: which tiles are fastest on a device, and which operation.
 
-`attnops tune` writes such tables; ``$ATTNOPS_TRITON_TUNED`` names the files to read, joined by ``:``. A table is JSON,
-a row a line, sorted, so that two can be compared and merged as text. Nothing is measured when a model runs.
+`attnops tune` writes such tables; ``$ATTNOPS_TRITON_TUNED`` names the files to read, joined by ``:``. A table is JSON
+with one row per line, sorted, so that two tables can be compared and merged as text. Nothing is measured when a model
+runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class MeasuredTime:
     """A measured time.
 
     Attributes:
-        device: its name, as JAX has it, such as ``"NVIDIA H100 80GB HBM3"``.
+        device: JAX's name of the device, such as ``"NVIDIA H100 80GB HBM3"``.
         what: a kernel, "forward", "by_query" or "by_key"; or a call of an operation, such as
             ``"attnops-triton:flash, backward"``.
         dtype: the dtype of query, key and value.
@@ -33,7 +34,7 @@ class MeasuredTime:
         mask: "full" or "causal".
         length: T and S.
         tiles: (bq, bk, warps, stages) of a kernel, and 1 of a specialised one; empty for a call.
-        seconds: a call takes.
+        seconds: the time of a call.
     """
 
     device: str
@@ -48,14 +49,14 @@ class MeasuredTime:
 
     @property
     def measured(self) -> tuple[object, ...]:
-        """What was measured: all but how, and how long it took."""
+        """What was measured: all fields but ``tiles`` and ``seconds``."""
         return (
             self.device, self.what, self.dtype, self.head_dim, self.value_head_dim, self.mask, self.length,
         )  # fmt: skip
 
 
 def merge(rows: Iterable[MeasuredTime]) -> list[MeasuredTime]:
-    """The fastest row of each that measured the same, in one order whatever the order given."""
+    """The fastest row for each `MeasuredTime.measured`, sorted; the result does not depend on the order of ``rows``."""
     best: dict[tuple[object, ...], MeasuredTime] = {}
     for row in sorted(rows, key=lambda row: (row.seconds, row)):
         best.setdefault(row.measured, row)
@@ -72,7 +73,7 @@ def read(path: Path) -> list[MeasuredTime]:
     """The rows of a table.
 
     Raises:
-        ValueError: the file is no table.
+        ValueError: the file is not such a table.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
@@ -87,7 +88,7 @@ def read(path: Path) -> list[MeasuredTime]:
 
 
 def installed() -> tuple[MeasuredTime, ...]:
-    """The rows of the tables that the environment names; none for a file that is not there."""
+    """The rows of the tables that ``$ATTNOPS_TRITON_TUNED`` names; files that do not exist are ignored."""
     return _installed(os.environ.get(VARIABLE, ""))
 
 
@@ -109,9 +110,9 @@ def tiles(device: str, kernel: str, dtype: str, head_dim: int, value_head_dim: i
 
 
 def fastest(device: str, calls: tuple[str, ...], dtype: str, head_dim: int, mask: str, length: int) -> str:
-    """Which of some calls is the fastest at the nearest length that was measured of all; empty if none was.
+    """The fastest of some calls, at the nearest length at which all of them were measured; empty if there is none.
 
-    A length that differs by more than a factor of 2 says nothing.
+    Lengths that differ from ``length`` by more than a factor of 2 are ignored.
     """
     times = {
         (row.length, row.what): row.seconds

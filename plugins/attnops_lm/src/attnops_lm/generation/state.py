@@ -21,7 +21,7 @@ LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class GenerationRows:
     """B sequences being generated. The last token of each is not in the caches yet.
 
     Attributes:
@@ -58,7 +58,7 @@ class Rows:
 
 @jax.jit
 def _first(tokens: jax.Array, lengths: jax.Array, key: jax.Array | None) -> tuple[jax.Array, ...]:
-    """The fields of `Rows` after the caches, in one program; each has a buffer of its own, since all are donated."""
+    """The fields of `GenerationRows` after the caches, in one program; each has a buffer of its own, since all are donated."""
     zeros = jnp.zeros_like(lengths)
     keys = jax.random.clone(row_keys(jax.random.key(0) if key is None else key, len(lengths)))
     return tokens, lengths, lengths + 0, zeros.astype(bool), keys, zeros + 0, zeros + 0, jnp.zeros((), jnp.int32)
@@ -111,7 +111,12 @@ class Rules:
         return lax.cond(self.least > 0, without_ends, lambda scores: scores, scores)
 
     def pick(
-        self, scores: jax.Array, rows: Rows, tokens: jax.Array, lengths: jax.Array, processor: LogitsProcessor | None
+        self,
+        scores: jax.Array,
+        rows: GenerationRows,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        processor: LogitsProcessor | None,
     ) -> jax.Array:
         """The token after the first ``lengths[b]`` of each row, int32 [B]: the same, however the row got there."""
         scores = self.processed(scores, tokens, lengths, rows.first, processor)

@@ -11,7 +11,7 @@ import numpy as np
 _REPLACEMENT = "�"
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """What a tokenizer must have."""
 
     def decode(self, ids: list[int], /) -> str:
@@ -40,7 +40,7 @@ class Detokenizer:
             SentencePiece leave out the space that a text begins with, so that without it a word would lack its space.
     """
 
-    def __init__(self, tokenizer: Decoder, context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TextDecoder, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self._ids = list(context)
         if context and tokenizer.decode(self._ids).endswith(_REPLACEMENT):  # it ends within a character
@@ -102,7 +102,7 @@ class StopStrings:
 class TextOfRow:
     """The text of one row until a stop string. See `Detokenizer` for the context."""
 
-    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TextDecoder, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer, context), StopStrings(stops)
         self.text = ""
 
@@ -138,7 +138,7 @@ class TextStreamer:
 
     def __init__(
         self,
-        tokenizer: Decoder,
+        tokenizer: TextDecoder,
         show: Callable[[str], object] | None = None,
         *,
         stops: Sequence[str] = (),

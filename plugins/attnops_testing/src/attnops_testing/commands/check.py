@@ -19,7 +19,7 @@ from attnops.cli.output import fail, print_text
 from attnops.dispatch.platforms import platform_of
 from attnops.errors import PluginError
 from attnops_testing.cache_features import CACHE_FEATURES, combine_cache
-from attnops_testing.commands.check_report import Report
+from attnops_testing.commands.check_report import CheckReport
 from attnops_testing.commands.shrink import Explained, explain
 from attnops_testing.features import FEATURES, combine
 from attnops_testing.limit import default_limit, limited
@@ -115,7 +115,7 @@ def command(
             sections = named or _sections(subject, every, pairs, declared)
     except (ValueError, PluginError) as error:
         fail(error, 2)
-    report = Report(functools.partial(_described, subject) if json else None, verbose)
+    report = CheckReport(functools.partial(_described, subject) if json else None, verbose)
     if not json:
         print_text(heading)
     limit = default_limit(interpret) if limit is None else limit

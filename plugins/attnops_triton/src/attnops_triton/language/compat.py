@@ -1,4 +1,4 @@
-"""Kernels as Triton's compiler takes them, and the GPU as JAX names it."""
+"""Kernels in the form that Triton's compiler accepts, and JAX's names of this machine's GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnops_triton.language.source import KernelSource
 if TYPE_CHECKING:
     from attnops.typing import Function
 
-# What kernels in Gluon use of its modules for Hopper and Blackwell.
+# Names that kernels use from Gluon's modules for Hopper and Blackwell.
 GLUON: Final = ("tma", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
 TENSOR_MEMORY: Final = ("TensorMemoryLayout", "allocate_tensor_memory", "tcgen05_mma", "tcgen05_commit")
 
@@ -30,7 +30,7 @@ def function(kernel: KernelSource) -> Function:
 
 
 def functions(kernel: KernelSource, names: dict[str, Any]) -> dict[str, Function]:
-    """The Python functions of a kernel's text, with source that `inspect` finds, which Triton needs.
+    """The Python functions of a kernel's text. `inspect` can find their source, which Triton needs.
 
     Args:
         kernel: the kernel.

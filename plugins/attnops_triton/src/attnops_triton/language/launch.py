@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 AnyPlan: TypeAlias = FlashPlan | CachePlan
 AnyTiles: TypeAlias = TileSizes | CacheTileSizes
 
-# Part of the key of JAX's cache of traced functions, so that each recording traces again.
+# Part of the key of JAX's cache of traced functions, so that functions are traced again for each recording.
 _RECORD: TraceContext[Recording | None] = TraceContext("attnops-triton:recording", None)
 
 
@@ -88,8 +88,8 @@ def launch_any(
         outputs: shapes and dtypes of the outputs, by parameter.
         programs: the size of the grid.
         divisible: the integer arguments that the program may rely on to be multiples of 16.
-        aliases: of outputs that are operands written to in place, the operands' names.
-        stored: of operands and outputs that hold bits of floats, the floats' dtype.
+        aliases: by output that is written in place of an operand, the operand's name.
+        stored: by operand or output that holds floats as integers with the same bits, the floats' dtype.
     """
     from attnops_triton.language.call import triton_call
     from attnops_triton.language.interpreter import interpreted

@@ -15,9 +15,9 @@ class KernelSource:
         name: the name of the function.
         pointers: names of its first parameters, pointers, inputs first.
         integers: names of the other parameters, integers.
-        text: of the function, without a decorator, and of functions that it calls.
-        gluon: whether it is written in Gluon, or else in Triton's language.
-        scratch: bytes of memory a program that the compiler may use; the last pointer is to that of all programs.
+        text: the source of the function, without a decorator, and of the functions that it calls.
+        gluon: whether it is written in Gluon rather than in Triton's language.
+        scratch: bytes of scratch memory per program; the last pointer is to that of all programs.
     """
 
     name: str
@@ -32,7 +32,7 @@ class SourceWriter:
     """The lines of a kernel.
 
     Attributes:
-        lines: of the function.
+        lines: the lines of the function.
         integers: the integer arguments, by parameter.
     """
 
@@ -55,7 +55,9 @@ class SourceWriter:
         self._depth -= 1
 
     def integer(self, name: str, value: int) -> str:
-        """The name of an integer parameter whose argument is a value; the text is the same for other values."""
+        """Add an integer parameter with this argument, and return its name; so the text does not depend on the
+        value.
+        """
         if self.integers.setdefault(name, int(value)) != value or not 0 <= value < 2**31:
             raise ValueError(f"{name}={value}, and {self.integers[name]} before: must be one value of 32 bits")
         return name

@@ -238,7 +238,7 @@ def _spread(write: SourceWriter, value: Expression) -> Expression:
 
 
 def traced(function: Elementwise, given: int) -> JaxprLike:
-    """The jaxpr of ``apply(scores, b, h, q, kv, *values, *given)`` on scalars."""
+    """The jaxpr of ``function.apply`` on scalars: scores, b, h, q, kv, its values, and ``given`` booleans."""
     n = len(function.values)
     return jax.make_jaxpr(lambda s, b, h, q, kv, *arrays: function.apply(s, b, h, q, kv, arrays[:n], arrays[n:]))(
         *_scalars(function, given)

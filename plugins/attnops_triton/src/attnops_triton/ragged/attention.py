@@ -31,13 +31,13 @@ CacheType = TypeVar("CacheType", bound=StoredCache)
 def cached_attention(
     call: FlashCall, cache: CacheType, wants_lse: bool, new: NewTokens | None = None
 ) -> tuple[jax.Array, jax.Array | None, CacheType]:
-    """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] if it is asked for, and the cache with new tokens.
+    """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] or None, and the cache with the new tokens.
 
     Args:
-        call: of the scores by slot; key and value have shape and dtype only.
+        call: the call with slots as keys; its key and value have shape and dtype only.
         cache: the cache.
-        wants_lse: whether the logsumexp is asked for.
-        new: tokens to write, see `attnops_caches.Cache.pending`; None for none.
+        wants_lse: whether the logsumexp is returned.
+        new: the tokens to write and the slots of each row's (`attnops_caches.NewTokens`); None to write none.
     """
     assert call.mask is not None
     given = call.mask
@@ -55,7 +55,7 @@ def cached_attention(
 
 
 def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int) -> CachePlan:
-    """The plan of a call; see `cached_attention`."""
+    """The plan of a call; ``writes`` is the most new tokens per row."""
     (batch, T, H, D), metadata, store = call.query.shape, call.metadata, cache.store
     is_packed = batch == 1 and cache.batch > 1
     S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
@@ -66,7 +66,7 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
     stored = jnp.dtype(store.layout.stored_dtype)
     dtype = operand_dtype(call.query.dtype.name, jnp.dtype(cache.dtype).name, bool(cache.codec))
     in_order = is_packed and current_splits() > 0
-    # Products of other sizes may be summed in another order.
+    # Tile sizes must not depend on T then: products of other sizes may be summed in another order.
     rows = rows_of(metadata.block_q, 1 << 20 if in_order else T, H // K, max(D, Dv), bool(cache.codec), arch)
     tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
     plan = CachePlan(
@@ -82,7 +82,7 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
 
 
 def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
-    """The dtype of products' operands: float16 holds all 8-bit numbers."""
+    """The dtype of products' operands. float16 represents all 8-bit numbers exactly."""
     if query != cache or query == "float32":
         return "float32"
     return "float16" if has_codec else query
@@ -90,7 +90,7 @@ def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
 
 @one_by_one
 def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Output, logsumexp if asked for, and the arrays of the cache that are written to, ``key_out`` and so on."""
+    """The outputs by name: "out", "lse" if wanted, and "key_out", … for the arrays of the cache that are written."""
     written = [name for name in ARRAYS if f"new_{name}" in arrays]
     is_split = plan.tiles.splits > 1
     outputs = _partial_outputs(plan) if is_split else _outputs(plan)
@@ -134,7 +134,9 @@ def _partial_outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _initialised(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, str]:
-    """Add to ``arrays`` the outputs of packed rows as they are where no item writes them. Returns the aliases."""
+    """For packed rows, add to ``arrays`` the initial values of the outputs, since no item writes padding. Returns the
+    aliases.
+    """
     if not plan.is_packed:
         return {}
     outputs = _outputs(plan)

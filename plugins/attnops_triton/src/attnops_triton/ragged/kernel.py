@@ -17,7 +17,7 @@ def write_kernel(write: SourceWriter, plan: CachePlan, written: dict[str, int]) 
     Args:
         write: the kernel's lines.
         plan: the plan of the call.
-        written: see `attnops_triton.ragged.write.write_tokens`.
+        written: features per token of each array of the cache that the kernel writes, by name; 0 for scales.
     """
     scores = ScoreWriter(write, plan)
     storage = LoadWriter(write, plan)
@@ -40,7 +40,8 @@ def write_kernel(write: SourceWriter, plan: CachePlan, written: dict[str, int]) 
 
 
 def _place(write: SourceWriter, plan: CachePlan) -> int:
-    """Write the indices of a program: item, row, ``b``, kv head, tiles of queries and heads, and split.
+    """Write the indices of a program: ``item``, ``row``, ``b``, the kv head ``k``, the tile of queries, the tile of
+    heads, and the split.
 
     Programs that read the same keys are neighbours.
     """
@@ -85,7 +86,9 @@ def _place(write: SourceWriter, plan: CachePlan) -> int:
 
 
 def write_rows(write: SourceWriter, plan: CachePlan) -> None:
-    """Write ``qi``, ``hi`` [rows], the query and the head of each row; ``real``, whether it is one; ``qr``, ``hr``."""
+    """Write ``qi``, ``hi`` [rows], the query and the head of each row; ``real``, whether they exist; and ``qr``,
+    ``hr``, which are ``qi``, ``hi`` in range.
+    """
     rows, heads = plan.tiles.rows, plan.heads
     part = f"part * {heads} + " if plan.head_blocks > 1 else ""
     write(
@@ -98,7 +101,7 @@ def write_rows(write: SourceWriter, plan: CachePlan) -> None:
         write(f"real = real & (of_tile < {plan.bq * heads})")
     if plan.G % heads:
         write(f"real = real & (hi < {plan.G})")
-    # Of rows that are none, those of the last: a function might divide by 0.
+    # Rows that don't exist have the last query and head: with other indices a function might divide by 0.
     write("qr = tl.minimum(qi, T - 1)", f"hr = k * {plan.G} + tl.minimum(hi, {plan.G - 1})")
 
 
@@ -148,8 +151,8 @@ def _state(write: SourceWriter, plan: CachePlan) -> None:
 
 
 def _has_unit(plan: CachePlan) -> bool:
-    """Whether weights, which are multiplied by values' scales, are relative to the largest of these: float16 would not
-    hold them.
+    """Whether weights, which are multiplied by the values' scales, are divided by the largest of these scales first:
+    otherwise float16 could not hold them.
     """
     return plan.scales == "token_head" and plan.dtype == "float16"
 
@@ -169,8 +172,10 @@ def _loops(write: SourceWriter, plan: CachePlan, scores: ScoreWriter, storage: L
 
 
 def _loads_mask_late(plan: CachePlan) -> bool:
-    """Whether the mask's values are loaded after the loop without a mask: else ptxas (12.9) spills two registers on
-    sm_80 and sm_89 at D 128. Without these scales it would, at T 512 on sm_89, if they were loaded there.
+    """Whether the mask's values are loaded after the loop over unmasked tiles.
+
+    Otherwise ptxas 12.9 spills two registers on sm_80 and sm_89 at D 128. Without scales per token and head it is the
+    late load that spills (sm_89, T 512).
     """
     return plan.scales in ("head", "tensor")
 
@@ -221,12 +226,12 @@ def _softmax(write: SourceWriter, plan: CachePlan, masked: bool) -> None:
     unit = number(plan.score_unit * LOG2E)
     write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
     if masked or plan.scoring.has_bias:
-        # Fully masked so far: −inf − −inf is NaN.
+        # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
         write('below = tl.where(m_new == float("-inf"), 0.0, m_new)')
     else:
         write("below = m_new")
     if plan.scoring.has_bias or plan.dtype == "float32":
-        # The difference first, which is exact; biases may be so large that a difference of products is not.
+        # Subtract before multiplying, which is exact: with large biases a difference of products would not be.
         write(f"p = tl.exp2((s - below[:, None]) * {unit})")
     else:
         write(f"p = tl.exp2(s * {unit} - (below * {unit})[:, None])")

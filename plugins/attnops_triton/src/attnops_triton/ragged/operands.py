@@ -18,7 +18,7 @@ from attnops_triton.ragged.schedule import ItemSchedule
 
 
 def fitted(call: FlashCall) -> FlashCall:
-    """The call with masks and biases that have no form in Triton as arrays of all scores."""
+    """The call, with arrays of all scores in place of masks and biases that can't be translated to Triton."""
     mask, bias, shape = call.mask, call.bias, call.scores_shape
     if mask is not None and not is_translatable(mask):
         mask = dense(mask, shape)
@@ -41,7 +41,7 @@ def _widened(x: Any) -> Any:
 
 
 def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
-    """The values of mask and bias, arrays of all scores, and sinks."""
+    """The kernel's arrays for mask, bias and sinks, by parameter."""
     shape = (1 if plan.is_packed else plan.B), plan.H, plan.T, plan.key_axis
     found: dict[str, jax.Array] = {}
     if plan.scoring.mask is not None:
@@ -57,7 +57,9 @@ def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
 
 
 def strides(write: SourceWriter, arrays: dict[str, jax.Array]) -> None:
-    """The strides of arrays of all scores, as integers of a kernel: in rows of keys, by batch and by head."""
+    """Add the strides of arrays [B or 1, H or 1, T, S] to the kernel's integers: by batch and by head, counted in rows
+    of S keys.
+    """
     for name, x in arrays.items():
         if name.startswith("dense") or name == "array":
             write.integer(f"{name}_b", x.shape[1] * (x.shape[0] > 1))

@@ -1,4 +1,6 @@
-"""What a program stores: its rows of the output, or partial results of its split; and the kernel that merges these."""
+"""What a program stores: its rows of the output, or the partial softmax of its split; and the kernel that merges
+splits.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from attnops_triton.ragged.plan import CachePlan
 
 
 def write_partial(write: SourceWriter, plan: CachePlan) -> None:
-    """Write the stores of a split: sums without division, float32, the maximum and the denominator.
+    """Write the stores of a split, all float32: the sums before the division, the maximum, and the denominator.
 
-    The arrays are [items, kv heads, tiles of heads, splits, rows, …]. Of a row that sees no key only the denominator is
-    stored, 0.
+    The arrays are [items, kv heads, tiles of heads, splits, rows, …]. A row that sees no key stores only its
+    denominator, 0.
     """
     write("at = " + _partial_rows(plan) + " + of_tile")
     write("tl.store(part_m_ptr + at, m)", "tl.store(part_l_ptr + at, l)")
@@ -30,7 +32,7 @@ def _partial_rows(plan: CachePlan) -> str:
 
 
 def _unscaled(write: SourceWriter, plan: CachePlan) -> None:
-    """Write the accumulators in natural units: times values' scales."""
+    """Multiply the accumulators by the values' scales."""
     if not plan.scales or (plan.scales == "token_head" and plan.dtype != "float16"):
         return
     factor = "unit" if plan.scales == "token_head" else "value_factor"
@@ -63,12 +65,12 @@ def _lse_rows(plan: CachePlan) -> str:
 
 
 def write_denominator(write: SourceWriter, plan: CachePlan, head: str) -> None:
-    """Write ``scaling``, the factor of sums, ``seen_any``, and ``lse`` if asked for, from ``m`` and ``l``.
+    """Write ``scaling``, by which sums are multiplied, ``seen_any``, and ``lse`` if wanted, from ``m`` and ``l``.
 
     Rows that see no key give 0 and −inf.
     """
     unit = number(plan.score_unit * LOG2E)
-    # From the sum, since a NaN score makes it NaN, but not always the maximum.
+    # Decided by the sum: a NaN score always makes the sum NaN, but not always the maximum.
     write("seen_any = l != 0.0", "m = tl.where(seen_any, m, 0.0)")
     if plan.scoring.sinks:
         write(
@@ -127,7 +129,7 @@ def write_merge(write: SourceWriter, plan: CachePlan) -> int:
     dims = max(16, 1 << (plan.Dv - 1).bit_length())
     columns = f"tl.arange(0, {dims})"
     write(f"acc = tl.full([{dims}], 0.0, tl.float32)")
-    # In turns of a fixed number, in order, so that the result is the same whatever else is computed.
+    # A fixed number of splits at a time, in order, so that a row's result does not depend on the rest of the batch.
     step = 16
     with write.block(f"for turn in range(0, {width // step}):"):
         write(

@@ -1,7 +1,8 @@
 """Soft cap, bias and mask of a tile of scores, as Triton source.
 
-Variables: ``b``, the row of masks and biases; ``hr`` and ``qr`` [rows], the query head and the query of each row of the
-tile, in range; ``kx`` [bk], the keys as masks and biases number them, in range; ``s``, the scores.
+Variables: ``b``, the batch index for masks and biases; ``hr`` and ``qr`` [rows], the query head and the query of each
+    row of the tile; ``kx`` [bk], the indices of keys for masks and biases; ``s``, the scores. Indices are clamped to
+    the valid range.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ScoreWriter:
         return f"[{self.plan.tiles.rows}, {self.plan.tiles.bk}]"
 
     def load_values(self, prefix: str, by_key: bool) -> None:
-        """Load the values of the "mask" or of the "bias" that vary by key, or the others."""
+        """Load the values of the "mask" or of the "bias": those that vary by key, or the others."""
         function = getattr(self.plan.scoring, prefix)
         if function is not None:
             for i, (axes, dtype) in enumerate(zip(function.values, function.dtypes, strict=True)):
@@ -86,7 +87,7 @@ class ScoreWriter:
         return f"{name}_ptr + ({rows})[:, None] * keys + kx[None, :]"
 
     def allowed(self, *conditions: str) -> bool:
-        """Write ``ok``, which scores are not masked, and ``seen`` [bk], which keys some row sees.
+        """Write ``ok``, True where a score is not masked, and ``seen`` [bk], True for keys that some row sees.
 
         Args:
             conditions: other expressions that broadcast to the tile. With none and no mask, nothing is written.

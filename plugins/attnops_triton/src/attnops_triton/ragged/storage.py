@@ -1,7 +1,7 @@
 """Where the tokens of a row lie, and loads of a tile of keys and values, as Triton source.
 
 Variables: ``row``, the row of the cache; ``k``, the kv head; ``kv0``, the first slot of the tile; ``slot`` [bk], its
-slots; ``block`` and ``within``, the block that a slot is in and its place there, of the tile or of each slot;
+slots; ``block`` and ``within``, the block that a slot is in and its place there, for the whole tile or for each slot;
 ``present``, whether the row's page is in the table.
 """
 
@@ -67,7 +67,7 @@ class LoadWriter:
         """Load ``k_0``, ``k_1``, …: chunks of keys [bk, width], in the operands' dtype.
 
         Args:
-            guarded: whether only keys that are ``seen`` are loaded, and others are 0.
+            guarded: whether keys that are not ``seen`` are 0 instead of loaded.
         """
         self._load("k", "key", self.plan.key_chunks, 0, self.plan.width, guarded)
 

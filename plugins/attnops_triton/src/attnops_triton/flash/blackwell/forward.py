@@ -1,12 +1,12 @@
 """The forward kernel for Blackwell, as in FlashAttention-4 and in Triton's examples of Gluon.
 
 A program has two tiles of 128 queries, and five partitions: one loads, one warp issues all products, two compute the
-weights of a tile each, and one brings the sums of both to a new maximum. Scores, weights and sums are in tensor memory,
-where the weights of a tile take the place of its scores. While the weights of one tile are computed, the products of
-the other run.
+    weights of one tile each, and one rescales the sums of both tiles when the maximum changes. Scores, weights and sums
+    are in tensor memory, where the weights of a tile overwrite its scores. While the weights of one tile are computed,
+    the products of the other run.
 
-Products run in the order in which they are issued. Thus scores that are ready say that the product before, of weights
-and values, is over too, so that its sums may be scaled, and scores may be written over the weights that it read.
+Products run in the order in which they are issued. So when scores are ready, the product of weights and values that was
+issued before them has finished too: its sums may be rescaled, and the weights that it read may be overwritten.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.source import SourceWriter, number
 
-# Queries of a tile: the rows of tensor memory.
+# Queries per tile: the rows of tensor memory.
 ROWS: Final = 128
-# Columns of sums that a thread has at a time.
+# Columns of sums that a thread loads at a time.
 COLUMNS: Final = 32
-# Registers of a thread of the partitions that compute weights, and of those of one warp.
+# Registers per thread: of partitions that compute weights, and of partitions of one warp.
 _REGISTERS: Final = (200, 24)
 
 
@@ -50,7 +50,7 @@ class _ForwardWriter(PartitionedWriter):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """A thread has a row of scores, or of sums."""
+        """Layouts in which a thread has one row of scores, or of sums."""
         return (
             f"of_scores: tl.constexpr = tl.BlockedLayout([1, {self.tile.bk}], [32, 1], [4, 1], [0, 1])",
             f"of_sums: tl.constexpr = tl.BlockedLayout([1, {COLUMNS}], [32, 1], [4, 1], [0, 1])",
@@ -60,9 +60,9 @@ class _ForwardWriter(PartitionedWriter):
         )
 
     def share(self) -> None:
-        """Write tensor memory too, and buffers and barriers for what goes from the weights' partitions to the sums'.
+        """Also write tensor memory, and the buffers and barriers between the partitions of weights and that of sums.
 
-        ``w_ready`` has two arrivals: of the weights, and of sums that were scaled for them.
+        ``w_ready`` has two arrivals: the weights are written, and the sums are rescaled for them.
         """
         super().share()
         for name, columns in (("s", self.tile.bk), ("acc", self.plan.D)):
@@ -80,7 +80,7 @@ class _ForwardWriter(PartitionedWriter):
         self.barriers("done", 2, 1)
 
     def partitions(self) -> list[Partition]:
-        """See the module."""
+        """The partitions that the module describes, besides that of sums."""
         computing, small = _REGISTERS
         return [
             Partition("correct", self.corrector, 4, 0),
@@ -90,7 +90,7 @@ class _ForwardWriter(PartitionedWriter):
         ]
 
     def weights(self, half: str) -> str:
-        """The memory of the weights of a tile, which is that of its scores."""
+        """The tensor memory of a tile's weights, which is that of its scores."""
         bk, many = self.tile.bk, 4 // self.plan.itemsize
         layout = f"TensorMemoryLayout([{ROWS}, {bk}], col_stride=1)"
         shape = f"[{ROWS}, {bk * many}]"
@@ -120,12 +120,16 @@ def write_forward(plan: FlashPlan, operands: list[Operand], schedule: TileSchedu
 
 
 def moved(name: str) -> str:
-    """The same numbers. What follows from them is not computed, and spilled, before loops or before warps part."""
+    """An opaque copy of a number, so that the compiler does not compute what depends on it, and spill it, before a loop
+    or before the warps part.
+    """
     return f'tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [{name}], tl.int32, False, 1)'
 
 
 def _multiply(parts: _ForwardWriter) -> None:
-    """Write the products of all tiles of keys: scores of the next one follow those of weights and values."""
+    """Write the products of all tiles of keys; each tile's weights times values are followed by the next tile's
+    scores.
+    """
     write = parts.multiplier
 
     def scores(half: int) -> None:
@@ -180,7 +184,9 @@ def _compute(parts: _ForwardWriter) -> None:
 
 
 def _step(parts: _ForwardWriter, masked: bool) -> None:
-    """Write the weights of a tile, and the step of ``m`` and ``l``; ``alpha`` is known first."""
+    """Write the weights of a tile, and the update of ``m`` and ``l``; ``alpha`` is computed first, since sums wait for
+    it.
+    """
     write, tile, plan = parts.computer, parts.tile, parts.plan
     parts.streamed_tokens()
     write("mbarrier.wait(s_ready.index(own), phase)", "s = s_memory.index(own).load(of_scores)")
@@ -191,7 +197,7 @@ def _step(parts: _ForwardWriter, masked: bool) -> None:
     if masked and tile.allowed(not tile.even):
         write('s = tl.where(ok, s, float("-inf"))')
     write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
-    # Fully masked so far: −inf − −inf is NaN.
+    # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
     write('base = tl.where(m_new == float("-inf"), 0.0, m_new)' if masked else "base = m_new")
     write(
         f"alpha = tl.exp2((m - base) * {number(plan.score_unit * LOG2E)})",
@@ -209,7 +215,7 @@ def _step(parts: _ForwardWriter, masked: bool) -> None:
 
 
 def _correct(parts: _ForwardWriter) -> None:
-    """Write the scaling of both sums for each tile of keys but the first, and their output."""
+    """Write the rescaling of both sums for each tile of keys but the first, and the stores of the outputs."""
     write, plan = parts.corrector, parts.plan
     tile = dataclasses.replace(parts.tile, write=write)
     write(*parts.layouts)
@@ -241,10 +247,10 @@ def _correct(parts: _ForwardWriter) -> None:
         for start in range(0, plan.D, COLUMNS):
             write(
                 f"acc = acc_memory.index(half).slice({start}, {COLUMNS})",
-                # Without tiles nothing was ever written there.
+                # Without active tiles the sums were never written.
                 "sums = tl.where(count > 0, acc.load(of_sums) * factor[:, None], 0.0)",
                 f"q_tile.index(half).slice({start}, {COLUMNS}, 1).store(sums.to({dtype(plan)}))",
-                # Else the assembler loads all columns first, and spills.
+                # Otherwise the assembler loads all columns first, and spills.
                 "tl.barrier()",
             )
         write(

@@ -1,9 +1,11 @@
 """The backward kernels for Hopper: one by tiles of queries for dq, one by tiles of keys for dk and dv.
 
-Two partitions compute 64 rows each. Scores and the gradients of weights are multiplied while the weights are computed.
+Two partitions compute 64 rows each. The products for scores and for the gradients of weights run while weights are
+computed.
 
-The kernel by keys can add dq too (`FlashPlan.fuses_dq`): each partition multiplies the gradients of the scores of both by
-half the columns of the keys, and the copy engine adds the sums to those in memory, in whatever order programs come.
+The kernel by keys can also compute dq (`FlashPlan.fuses_dq`). Each partition then multiplies the score gradients of
+both partitions by half the columns of the keys, and the copy engine adds the result to memory. The order of these
+additions depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -71,11 +73,11 @@ def _query_step(parts: PartitionedWriter, masked: bool) -> None:
 def write_by_key(
     plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, padded: int
 ) -> tuple[PartitionedWriter, int]:
-    """The lines of the kernel for dk and dv, and the size of its grid; see `write_by_query`.
+    """The lines of the kernel for dk and dv and the size of its grid, for the operands of
+    `attnops_triton.flash.backward`.
 
-    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2, in one term, and delta, for whole tiles
-    of queries. If ``plan.fuses_dq``, it also adds dq, without the scale,
-    to the output ``dq``.
+    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2 as one term, and delta, padded to whole
+    tiles of queries. If ``plan.fuses_dq``, the kernel also adds the unscaled dq to the output ``dq``.
     """
     tiles, D = plan.by_key, plan.D
     held = tuple(TokenBlock(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
@@ -116,7 +118,7 @@ def write_by_key(
         parts.find_tiles(write)
         parts.loop(write, 0, lambda masked: _key_step(parts, masked))
     if plan.fuses_dq:
-        # The other partition's last dq reads the keys whose buffer dk is stored through.
+        # Wait: the other partition's last product for dq reads the keys' buffer, through which dk is stored.
         write("mbarrier.arrive(ds_ready.index(0))", "mbarrier.wait(ds_ready.index(0), done & 1)")
     parts.store(dk, "dk", f"tl.{sums}", "k", number(float(plan.scale)))
     parts.store(dv, "dv", f"tl.{sums}", "v")
@@ -138,12 +140,12 @@ def _key_step(parts: PartitionedWriter, masked: bool) -> None:
     parts.streamed_tokens()
     tile.load_values("q", edge)
     if plan.fuses_dq:
-        # Registers of one number for three.
+        # One variable in place of three, to save registers.
         write(f"stage = done % {parts.stages}", f"phase = done // {parts.stages} & 1", "side = done & 1")
     parts.wait("q")
     parts.multiply("s", "keys", "q_tile.index(stage).permute([1, 0])", add=False)
     parts.wait("d_out")
-    # Registers are few here: the logsumexp is one term, and the product starts from −delta.
+    # To save registers, the logsumexp is one term, and the product starts from −delta.
     write("dp = zeros - statistics_tile.index(stage).slice(1, 1, 0).load(of_scores)")
     parts.multiply("dp", "values", "d_out_tile.index(stage).permute([1, 0])", add=True)
     parts.finish("s", 1)
@@ -174,7 +176,9 @@ def _key_step(parts: PartitionedWriter, masked: bool) -> None:
 
 
 def share_statistics(parts: PartitionedWriter, padded: int) -> None:
-    """Write the tensor map and the buffers of what belongs to queries, which come with the tiles of ``q``."""
+    """Write the tensor map and the buffers of the statistics per query, which are copied together with the tiles of
+    ``q``.
+    """
     plan, bq = parts.plan, parts.tile.bq
     parts.maps += 1
     parts.integer("padded", padded)
@@ -193,7 +197,9 @@ def share_statistics(parts: PartitionedWriter, padded: int) -> None:
 
 
 def _share_dq(parts: PartitionedWriter) -> None:
-    """Write what a fused dq needs: its tensor map, and buffers of ds, of both partitions for two tiles, and of dq."""
+    """Write what a fused dq needs: its tensor map, and buffers of dq and of ds, the latter of both partitions for two
+    tiles.
+    """
     plan, half = parts.plan, parts.plan.D // 2
     stride = plan.H * plan.D
     parts.maps += 1
@@ -213,12 +219,14 @@ def _share_dq(parts: PartitionedWriter) -> None:
 
 
 def _slices_keys(plan: FlashPlan) -> bool:
-    """Whether half the columns of a buffer of keys are an operand: in 16 bits 128 bytes per row, as it is swizzled."""
+    """Whether half the columns of the keys' buffer can be an operand: they must have 128 bytes per row, the unit of
+    swizzling.
+    """
     return plan.D >= 128
 
 
 def _load_columns(parts: PartitionedWriter) -> None:
-    """Write the copies of half the columns of the keys to buffers of their own."""
+    """Write the copies of each half of the keys' columns to separate buffers."""
     write, plan, half = parts.loader, parts.plan, parts.plan.D // 2
     stride, batch = plan.K * plan.D, f"(b * {parts.tile.batched['k']})"
     parts.maps += 1
@@ -238,10 +246,10 @@ def _load_columns(parts: PartitionedWriter) -> None:
 
 
 def _multiply_dq(parts: PartitionedWriter) -> None:
-    """Write the products of the tile's ds with all keys, in a half of the head dim: ``dq`` [64, D / 2].
+    """Write the products of the tile's ds with all keys, for half of the head dim: ``dq`` [64, D / 2].
 
-    A buffer of ds is written again two tiles later. Before, the other partition has arrived at the barrier of the tile
-    between, and so it has read the buffer.
+    A buffer of ds is overwritten two tiles later. By then the other partition has arrived at the barrier of the tile in
+    between, and so has read the buffer.
     """
     write, half = parts.computer, parts.plan.D // 2
     keys = f"k_tile.index({{i}}).slice(own * {half}, {half}, 1)" if _slices_keys(parts.plan) else (
@@ -262,7 +270,7 @@ def _multiply_dq(parts: PartitionedWriter) -> None:
 
 
 def _add_dq(parts: PartitionedWriter) -> None:
-    """Write the loop that adds dq of each tile to that in memory, by the copy engine."""
+    """Write the loop in which the copy engine adds each tile's dq to memory."""
     write, D = parts.adder, parts.plan.D
 
     def add(masked: bool) -> None:

@@ -1,7 +1,8 @@
 """The forward kernel for Hopper, as in FlashAttention-3 (arXiv:2407.08608).
 
-Two partitions compute 64 queries each, in turns: one multiplies while the other exponentiates. The scores of a tile are
-computed while the weights of the one before multiply its values.
+Two partitions compute 64 queries each. They alternate: one multiplies matrices while the other computes exponentials.
+Within a partition, the scores of a tile are computed while the weights of the previous tile are multiplied by its
+values.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _keys(parts: PartitionedWriter, masked: bool) -> None:
 
 
 def _step(parts: PartitionedWriter, masked: bool) -> None:
-    """Write a tile's scores and weights, and the products of the weights before with their values."""
+    """Write a tile's scores and weights, and the products of the previous tile's weights with its values."""
     write = parts.computer
     write("before = stage", "phase_before = phase")
     parts.advance(write)
@@ -93,13 +94,15 @@ def _step(parts: PartitionedWriter, masked: bool) -> None:
 
 
 def _weights(parts: PartitionedWriter, masked: bool, first: bool) -> None:
-    """Write ``w``, the weights of a tile, and the step of ``m`` and ``l``, after which ``acc`` is relative to ``m``."""
+    """Write ``w``, the weights of a tile, and the update of ``m`` and ``l``; ``acc`` must then be rescaled to the new
+    ``m``.
+    """
     write, tile, plan = parts.computer, parts.tile, parts.plan
     tile.apply_cap_and_bias()
     if masked and tile.allowed(not tile.even):
         write('s = tl.where(ok, s, float("-inf"))')
     write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
-    # Fully masked so far: −inf − −inf is NaN.
+    # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
     write('base = tl.where(m_new == float("-inf"), 0.0, m_new)' if masked else "base = m_new")
     tile.weights("base")
     write(

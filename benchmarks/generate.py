@@ -39,7 +39,7 @@ NEW = 64  # tokens that are generated, and timed
 CONTEXTS, BATCHES = (256, 1024, 4096, 8192), (1, 4, 16)
 
 
-class Contender(Protocol):
+class TextGenerator(Protocol):
     """Who generates."""
 
     name: str
@@ -203,7 +203,7 @@ def seconds(call: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
     return time.perf_counter() - begin, found
 
 
-def case(contenders: list[Contender], batch: int, context: int, rounds: int, most: int) -> list[Figure]:
+def case(contenders: list[TextGenerator], batch: int, context: int, rounds: int, most: int) -> list[Figure]:
     """All contenders in turns; the first round, which compiles, is not counted."""
     P = context - NEW
     tokens = np.random.default_rng(0).integers(1000, 20_000, (batch, P))
@@ -238,7 +238,7 @@ def case(contenders: list[Contender], batch: int, context: int, rounds: int, mos
 def report(figures: list[Figure]) -> None:
     """Print tokens a second."""
     table = Table(title="SmolLM2-135M, tokens a second of all rows together")
-    for column in ("B", "context", "contender", "prompt", "decode", "ms a step", "same tokens"):
+    for column in ("B", "context", "contender", "prompt", "decode", "ms per step", "same tokens"):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for column in ("prompt", "decode"):
         table.add_column(f"{column}, attnops over it", justify="right")
@@ -257,10 +257,10 @@ def report(figures: list[Figure]) -> None:
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def contenders(operation: str, dtype: str) -> list[Contender]:
+def contenders(operation: str, dtype: str) -> list[TextGenerator]:
     """Those that are installed; this repository's first."""
     model, _ = load_smollm2(dtype=jnp.dtype(dtype), operation=operation)
-    found: list[Contender] = [Attnops(model, f"attnops {operation}")]
+    found: list[TextGenerator] = [Attnops(model, f"attnops {operation}")]
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Final
 import gpu_process
 import numpy as np
 import typer
-from gpu_decode_contenders import CONTENDERS, Case, Step
+from gpu_decode_contenders import CONTENDERS, DecodeCase, Step
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +32,7 @@ from attnops_testing.bench.program import Ready
 TOLERANCE: Final = 2.0**-7
 
 
-def error(step: Step, out: Any, case: Case) -> float:
+def error(step: Step, out: Any, case: DecodeCase) -> float:
     """The largest difference from the oracle in the first row and kv head and in the last, relative to its largest."""
     found = []
     for b, k in {(0, 0), (case.batch - 1, case.kv_heads - 1)}:
@@ -42,7 +42,7 @@ def error(step: Step, out: Any, case: Case) -> float:
     return float(np.max(found))  # NaN if one is
 
 
-def figures(name: str, case: Case, bandwidth: float, rounds: int, dry: bool) -> dict[str, Any]:
+def figures(name: str, case: DecodeCase, bandwidth: float, rounds: int, dry: bool) -> dict[str, Any]:
     """A row of the table."""
     row = {"name": name} | case._asdict() | {"codec": case.codec or "none", "status": "ok", "reason": ""}
     try:
@@ -69,7 +69,7 @@ def figures(name: str, case: Case, bandwidth: float, rounds: int, dry: bool) -> 
     } | share  # fmt: skip
 
 
-def in_its_own_process(name: str, cases: list[Case], given: dict[str, Any], minutes: int) -> list[dict[str, Any]]:
+def in_its_own_process(name: str, cases: list[DecodeCase], given: dict[str, Any], minutes: int) -> list[dict[str, Any]]:
     """`figures` of all cases in a process of its own; where that fails, all rows have failed, with its last words."""
     own = {"name": name, "cases": cases, "given": given}
     found, reason = gpu_process.run(__file__, own, given["dry"] or name != "attnops-triton", minutes)
@@ -79,15 +79,15 @@ def in_its_own_process(name: str, cases: list[Case], given: dict[str, Any], minu
 
 
 def main(
-    length: Annotated[list[int] | None, typer.Option(help="Tokens a row; may repeat.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens per row; may repeat.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows; may repeat.")] = None,
     codec: Annotated[
         list[str] | None, typer.Option(help="Empty, int8, float8_e4m3fn, float8_e5m2; may repeat.")
     ] = None,
     scales: Annotated[str, typer.Option(help="Of codecs: token_head, or tensor, which FlashInfer has.")] = "token_head",
-    page: Annotated[int, typer.Option(help="Slots a page; FlashAttention-2 takes multiples of 256.")] = 16,
+    page: Annotated[int, typer.Option(help="Slots per page; FlashAttention-2 takes multiples of 256.")] = 16,
     kv_heads: Annotated[int, typer.Option(help="K.")] = 8,
-    groups: Annotated[int, typer.Option(help="Query heads a kv head.")] = 8,
+    groups: Annotated[int, typer.Option(help="Query heads per kv head.")] = 8,
     head_dim: Annotated[int, typer.Option(help="D.")] = 128,
     contender: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CONTENDERS)}; may repeat.")] = None,
     bandwidth: Annotated[float, typer.Option(help="GB/s of the GPU's memory; 0 if unknown.")] = 0,
@@ -100,14 +100,14 @@ def main(
     """Check and time steps of decoding."""
     if worker is not None and json is not None:
         task = json_module.loads(worker.read_text())
-        done = [figures(task["name"], Case(*fields), **task["given"]) for fields in task["cases"]]
+        done = [figures(task["name"], DecodeCase(*fields), **task["given"]) for fields in task["cases"]]
         json.write_text(json_module.dumps(done))
         return
     if dry:
         length, batch, kv_heads, groups, head_dim = [70], [2], 1, 2, 16
     dtype = "float16" if dry else "bfloat16"
     cases = [
-        Case(n, B, one, scales if one else "", page, kv_heads, groups, head_dim, dtype)
+        DecodeCase(n, B, one, scales if one else "", page, kv_heads, groups, head_dim, dtype)
         for one in codec or ["", "float8_e4m3fn"] for n in length or [4096, 32768, 131072] for B in batch or [1, 8, 64]
     ]  # fmt: skip
     given = {"bandwidth": bandwidth, "rounds": rounds, "dry": dry}

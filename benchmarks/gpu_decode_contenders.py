@@ -15,7 +15,7 @@ from attnops_testing.bench.case import Refused
 SCALE: Final = 0.05
 
 
-class Case(NamedTuple):
+class DecodeCase(NamedTuple):
     """A step of decoding; ``scales`` is by "token_head" or by "tensor", and "" without a codec."""
 
     length: int
@@ -46,7 +46,7 @@ class Step(NamedTuple):
     device: str
 
 
-def ours(case: Case, interpret: bool) -> Step:
+def ours(case: DecodeCase, interpret: bool) -> Step:
     """`op(query, cache)` of attnops-triton."""
     import jax
     import jax.numpy as jnp
@@ -98,11 +98,11 @@ class _Arrays:
         query: [B, H, D].
         key, value: pages as they are stored, [pages, K, page, D] in the layout "HND", [pages, page, K, D] in "NHD".
         key_scale, value_scale: float32 [pages, page, K] by token and head; else None.
-        table: int32 [B, pages a row].
+        table: int32 [B, pages per row].
         lengths: int32 [B].
     """
 
-    def __init__(self, case: Case, layout: str) -> None:
+    def __init__(self, case: DecodeCase, layout: str) -> None:
         torch = _torch()
         self.case, self.layout, device = case, layout, "cuda"
         torch.manual_seed(0)
@@ -152,7 +152,7 @@ class _Arrays:
         return Step(run, wait, part, torch.cuda.get_device_name())
 
 
-def _flashinfer(case: Case, _: bool) -> Step:
+def _flashinfer(case: DecodeCase, _: bool) -> Step:
     """Its wrapper for decoding over pages; with tensor cores where a kv head has 4 query heads or more."""
     flashinfer = _module("flashinfer", "pip install flashinfer-python")
     if case.codec and (case.scales != "tensor" or case.codec == "int8"):
@@ -171,7 +171,7 @@ def _flashinfer(case: Case, _: bool) -> Step:
     return arrays.step(lambda: wrapper.run(arrays.query, (arrays.key, arrays.value), **scales))
 
 
-def _vllm(case: Case, _: bool) -> Step:
+def _vllm(case: DecodeCase, _: bool) -> Step:
     """Its unified kernel in Triton, with as many segments as vLLM gives it."""
     name = "vllm.v1.attention.ops.triton_unified_attention"
     unified = _module(name, "pip install vllm").unified_attention
@@ -202,7 +202,7 @@ def _vllm(case: Case, _: bool) -> Step:
     return arrays.step(run)
 
 
-def _flash_attention(case: Case, name: str, table: str, how: str) -> Step:
+def _flash_attention(case: DecodeCase, name: str, table: str, how: str) -> Step:
     attend = _module(name, how).flash_attn_with_kvcache
     if case.codec:
         raise Refused("it takes keys and values of the query's dtype")
@@ -229,7 +229,7 @@ def _module(name: str, how: str) -> Any:
 
 
 # By name; functions of the case and of whether Triton is interpreted.
-CONTENDERS: Final[dict[str, Callable[[Case, bool], Step]]] = {
+CONTENDERS: Final[dict[str, Callable[[DecodeCase, bool], Step]]] = {
     "attnops-triton": ours,
     "FlashInfer": _flashinfer,
     "vLLM": _vllm,

@@ -24,12 +24,12 @@ TOKAMAX: Final = "tokamax._src.ops.experimental.tpu.splash_attention.splash_atte
 # Options of tokamax: the compiler's other scheduler, forward; gradients of queries in three parts, backward.
 SCHEDULER: Final = "experimental scheduler"
 REDUCTION: Final = "dq_reduction_steps=3"
-# Sequences a call; 1 for other masks.
+# Sequences per call; 1 for other masks.
 BATCH: Final = {"packed": 32}
 Trips = list[tuple[str, float, float]]
 
 
-class Job(NamedTuple):
+class KernelJob(NamedTuple):
     """One compilation.
 
     Attributes:
@@ -38,7 +38,7 @@ class Job(NamedTuple):
         backward: which pass.
         mask: causal, full, window, documents or packed.
         T: tokens.
-        head_dim: of queries, keys and values.
+        head_dim: the head dim of queries, keys and values.
         blocks: block sizes, (queries, keys, keys at a time); empty for the library's own choice.
         option: of tokamax, or none.
     """
@@ -72,14 +72,14 @@ def _packed(T: int) -> Any:
     return np.stack([np.cumsum(random.random(T) < 1 / mean) for mean in means]).astype(np.int32)
 
 
-def attnops(job: Job) -> Callable[..., Any]:
+def attnops(job: KernelJob) -> Callable[..., Any]:
     from attnops import OperationMetadata, OperationRegistry
 
     flash = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
     return lambda *qkv: flash(*qkv, mask=attnops_mask(job.mask, job.T)).attention_outputs
 
 
-def _peer_mask(masks: Any, job: Job) -> Any:
+def _peer_mask(masks: Any, job: KernelJob) -> Any:
     T = job.T
     if job.mask == "documents":
         ids = np.arange(T) // 1024
@@ -99,7 +99,7 @@ def _by_head(function: Callable[..., Any], head_dim: int) -> Callable[..., Any]:
     return called
 
 
-def splash(job: Job) -> Callable[..., Any]:
+def splash(job: KernelJob) -> Callable[..., Any]:
     kernels, masks = (importlib.import_module(f"{SPLASH}_{part}") for part in ("kernel", "mask"))
     q, k, compute = job.blocks
     sizes = kernels.BlockSizes(
@@ -112,7 +112,7 @@ def splash(job: Job) -> Callable[..., Any]:
     )  # fmt: skip
 
 
-def tokamax(job: Job) -> Callable[..., Any]:
+def tokamax(job: KernelJob) -> Callable[..., Any]:
     kernels, masks = (importlib.import_module(f"{TOKAMAX}_{part}") for part in ("kernel", "mask"))
     q, k, compute = job.blocks
     config = kernels.SplashConfig(
@@ -122,14 +122,14 @@ def tokamax(job: Job) -> Callable[..., Any]:
     return _by_head(kernels.make_splash_mha_single_device(_peer_mask(masks, job), config=config), job.head_dim)
 
 
-CONTENDERS: Final[dict[str, Callable[[Job], Callable[..., Any]]]] = {
+CONTENDERS: Final[dict[str, Callable[[KernelJob], Callable[..., Any]]]] = {
     "attnops-tpu": attnops,
     "splash": splash,
     "tokamax": tokamax,
 }
 
 
-class Counts(NamedTuple):
+class TileCounts(NamedTuple):
     """Of one head: active tiles, all and by coverage, rows of tiles, and the most active tiles of a row."""
 
     active: int
@@ -138,18 +138,18 @@ class Counts(NamedTuple):
     widest: int
 
 
-def counts(mask: str, T: int, block_q: int, block_k: int, by_key: bool) -> Counts:
+def counts(mask: str, T: int, block_q: int, block_k: int, by_key: bool) -> TileCounts:
     from attnops.masks import Coverage, block_map
 
     coverage = np.asarray(block_map(attnops_mask(mask, T), (1, 1, T, T), block_q, block_k).coverage)[0, 0]
     coverage = coverage.T if by_key else coverage
     active = coverage > 0
-    return Counts(
+    return TileCounts(
         int(active.sum()), int((coverage == Coverage.FULL).sum()), len(coverage), int(active.sum(axis=1).max())
     )
 
 
-def own_trips(job: Job) -> list[tuple[float, float, Trips]]:
+def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
     """The grid steps, how many of them pad shorter maps, and the trips, of each call of the kernel; of a mean head."""
     import jax
     import jax.numpy as jnp
@@ -195,7 +195,7 @@ def own_trips(job: Job) -> list[tuple[float, float, Trips]]:
     return calls
 
 
-def peer_trips(job: Job, regions: Regions) -> tuple[float, float, Trips]:
+def peer_trips(job: KernelJob, regions: Regions) -> tuple[float, float, Trips]:
     """The grid steps of a head and the trips of splash, JAX's and tokamax's."""
     q, k, _ = job.blocks
     n = counts(job.mask, job.T, q, k, job.backward)
@@ -228,7 +228,7 @@ def _with_copies(regions: Regions, steps: float, rows: float, trips: Trips) -> T
     return [*found, *own]
 
 
-def whole(job: Job, regions: Regions) -> dict[str, float]:
+def whole(job: KernelJob, regions: Regions) -> dict[str, float]:
     """The bundles of a head, by part."""
     calls = own_trips(job) if job.name == "attnops-tpu" else [peer_trips(job, regions)]
     total: dict[str, float] = {}
@@ -246,7 +246,7 @@ def whole(job: Job, regions: Regions) -> dict[str, float]:
     return total
 
 
-def traced(job: Job, sharding: Any = None) -> Any:
+def traced(job: KernelJob, sharding: Any = None) -> Any:
     """The program of a job, a `jax.stages.Traced`."""
     import jax
     import jax.numpy as jnp
@@ -264,7 +264,7 @@ def traced(job: Job, sharding: Any = None) -> Any:
         return jax.jit(gradients).trace(x, x, x, x) if job.backward else jax.jit(function).trace(x, x, x)
 
 
-def child(job: Job) -> None:
+def child(job: KernelJob) -> None:
     """What a process of its own does: compile, and print the kernel's name, and what moves outside of the kernels."""
     import jax
 

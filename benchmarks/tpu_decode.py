@@ -45,7 +45,9 @@ KERNEL: Final = "attnops_ragged"
 
 
 class Case(NamedTuple):
-    """What is compiled: slots a page, kv heads, query heads of each, head dim, codec, whether it is latent, queries."""
+    """What is compiled: slots per page, kv heads, query heads of each, head dim, codec, whether it is latent,
+    queries.
+    """
 
     page: int
     kv_heads: int
@@ -116,7 +118,7 @@ def loop(schedule: Schedule, tile_pieces: float) -> tuple[float, int, int]:
     tile, one part of it if it has several; and of a row of the cache without its tiles.
 
     Args:
-        schedule: of the kernel.
+        schedule: the schedule of the kernel.
         tile_pieces: pieces of the table a tile.
     """
     # Of a tile's bodies, which are the longest, the one that masks follows the others, directly after one that starts

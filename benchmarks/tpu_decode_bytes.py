@@ -75,6 +75,6 @@ def traffic(generation: str, pages: list[int]) -> Iterator[dict[str, Any]]:
                     "moved / least": sum(started) / least,
                     "allowed": 1.05 if window is None else (window + 2 * page) / window,
                     "transfers": len(started), "at most": spanned * (3 if codec else 1) + 2 * len(LENGTHS),
-                    "bytes a token": cache.bytes_per_token,
+                    "bytes per token": cache.bytes_per_token,
                     "of bfloat16's": cache.bytes_per_token / cache_of(page, "").bytes_per_token,
                 }  # fmt: skip

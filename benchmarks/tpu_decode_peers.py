@@ -26,7 +26,7 @@ from attnops_tpu.schedule import Schedule, measure
 ROWS: Final = 8
 # A table of more pages fits no scalar memory, where the peers keep it.
 SLOTS: Final = 1 << 14
-# Tokens a block times kv heads that are tried; of tpu-inference 32,768 is what it takes by itself.
+# Tokens per block times kv heads that are tried; of tpu-inference 32,768 is what it takes by itself.
 SIZES: Final = 4096, 16384, 32768
 # How a kernel refuses a dtype, and the compiler a block size. Anything else stops the run: an interface has changed.
 REFUSALS: Final = ("RESOURCE_EXHAUSTED", "xceeded", "Ran out of memory", "Register allocation failed",
@@ -37,7 +37,7 @@ _SHORT: Final = 64
 
 
 class PeerCase(NamedTuple):
-    """What is compiled: slots a page, kv heads, query heads of each, the head dim, and the dtype of tokens."""
+    """What is compiled: slots per page, kv heads, query heads of each, the head dim, and the dtype of tokens."""
 
     page: int
     kv_heads: int
@@ -46,13 +46,13 @@ class PeerCase(NamedTuple):
     dtype: str
 
 
-class Peer(NamedTuple):
+class DecodePeer(NamedTuple):
     """A kernel of another library.
 
     Attributes:
         kernel: a part of its name.
         is_of_all_heads: whether a block holds the tokens of all kv heads.
-        function: of the case, the generation and the tokens a block, gives the function to compile and its arguments.
+        function: of the case, the generation and the tokens per block, gives the function to compile and its arguments.
     """
 
     kernel: str
@@ -141,9 +141,9 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
 
 
 PEERS: Final = {
-    "RPA v3": Peer("RPAd", True, _rpa_v3),
-    "jax ragged": Peer("ragged_paged_attention", True, _jax_ragged),
-    "jax paged": Peer("paged_attention", False, _jax_paged),
+    "RPA v3": DecodePeer("RPAd", True, _rpa_v3),
+    "jax ragged": DecodePeer("ragged_paged_attention", True, _jax_ragged),
+    "jax paged": DecodePeer("paged_attention", False, _jax_paged),
 }
 
 

@@ -35,7 +35,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 from rich.table import Table
-from tpu_contenders import BATCH, CONTENDERS, HEADS, REDUCTION, SCHEDULER, Job, child, traced, whole
+from tpu_contenders import BATCH, CONTENDERS, HEADS, REDUCTION, SCHEDULER, KernelJob, child, traced, whole
 
 from attnops_tpu.aot import TOPOLOGIES
 from attnops_tpu.schedule import Region, Regions, measure
@@ -71,12 +71,12 @@ REFUSALS: Final = ("RESOURCE_EXHAUSTED", "exceeded scoped vmem", "Ran out of mem
                    "should be a multiple")  # fmt: skip
 
 
-def candidates(name: str, backward: bool, generation: str, head_dim: int, T: int, mask: str) -> Iterator[Job]:
+def candidates(name: str, backward: bool, generation: str, head_dim: int, T: int, mask: str) -> Iterator[KernelJob]:
     """A peer at each of its block sizes and options."""
     options = ["", REDUCTION if backward else SCHEDULER] if name == "tokamax" else [""]
     for blocks in BLOCKS[backward]:
         for option in options:
-            yield Job(generation, name, backward, mask, T, head_dim, blocks, option)
+            yield KernelJob(generation, name, backward, mask, T, head_dim, blocks, option)
 
 
 class Results:
@@ -88,11 +88,11 @@ class Results:
         # The name of each contender's kernel in its last program, which tells the compiler what to dump.
         self.kernels: dict[tuple[str, bool], str] = {}
         for key, result in self.found.items():
-            job = Job(*json.loads(key)[0])
+            job = KernelJob(*json.loads(key)[0])
             if "kernel" in result:
                 self.kernels[job.name, job.backward] = result["kernel"]
 
-    def of(self, job: Job) -> dict[str, Any]:
+    def of(self, job: KernelJob) -> dict[str, Any]:
         """The kernel's regions, and the bytes outside of it; or why it doesn't compile."""
         key = json.dumps([job, version(job)])
         if key in self.found:
@@ -105,7 +105,7 @@ class Results:
             temporary.replace(self.path)
         return result
 
-    def _measured(self, job: Job) -> dict[str, Any]:
+    def _measured(self, job: KernelJob) -> dict[str, Any]:
         command = [str(Path(__file__).resolve()), "child", json.dumps(job)]
         kernel = job.name, job.backward
         try:
@@ -138,7 +138,7 @@ def run(command: list[str]) -> dict[str, Any]:
 
 
 @functools.cache
-def version(job: Job) -> str:
+def version(job: KernelJob) -> str:
     """Of what a result depends on: for attnops-tpu the program, without the addresses in its text."""
     versions = [importlib.metadata.version(package) for package in ("jax", "libtpu")]
     if job.name == "attnops-tpu":
@@ -149,18 +149,20 @@ def version(job: Job) -> str:
     return " ".join(versions)
 
 
-def bundles(job: Job, result: dict[str, Any]) -> dict[str, float]:
+def bundles(job: KernelJob, result: dict[str, Any]) -> dict[str, float]:
     """The bundles of a head, by part."""
     x = result["regions"]
     skipped = tuple(Region(r["bundles"], tuple(r["loops"]), r["uses"]) for r in x["skipped"])
     return whole(job, Regions(x["once"], x["step"], skipped))
 
 
-def finalists(results: Results, name: str, backward: bool, generation: str, head_dim: int, problem: str) -> list[Job]:
+def finalists(
+    results: Results, name: str, backward: bool, generation: str, head_dim: int, problem: str
+) -> list[KernelJob]:
     """The jobs that are compiled for the problem itself."""
     T, mask = PROBLEMS[problem]
     if name == "attnops-tpu":
-        return [Job(generation, name, backward, mask, T, head_dim)]
+        return [KernelJob(generation, name, backward, mask, T, head_dim)]
     estimates, errors = {}, []
     for job in candidates(name, backward, generation, head_dim, *SCREENED):
         result = results.of(job)
@@ -256,6 +258,6 @@ def main(
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
         fields = json.loads(sys.argv[2])
-        child(Job(*fields[:6], tuple(fields[6]), fields[7]))
+        child(KernelJob(*fields[:6], tuple(fields[6]), fields[7]))
     else:
         typer.run(main)

@@ -183,8 +183,8 @@ def _kernel(checkout: Path) -> Any:
 def main(
     arch: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SHARED_MEMORY)}; may repeat.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="D; may repeat.")] = None,
-    page: Annotated[list[int] | None, typer.Option(help="Slots a page; may repeat.")] = None,
-    groups: Annotated[int, typer.Option(help="Query heads a kv head.")] = 8,
+    page: Annotated[list[int] | None, typer.Option(help="Slots per page; may repeat.")] = None,
+    groups: Annotated[int, typer.Option(help="Query heads per kv head.")] = 8,
     vllm_checkout: Annotated[Path | None, typer.Option("--vllm", help="A checkout of vLLM.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures there.")] = None,
 ) -> None:

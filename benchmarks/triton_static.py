@@ -45,7 +45,7 @@ from attnops.masks import Causal
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash import tile_sizes
 from attnops_triton.flash.order import unordered
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.language.build import build
 from attnops_triton.targets import SHARED_MEMORY
 
@@ -167,7 +167,7 @@ def main(
 ) -> None:
     """Compile, and print what came out."""
     if tiles:
-        given = Tiles(*(int(x) for x in tiles.split(",")))
+        given = TileSizes(*(int(x) for x in tiles.split(",")))
         tile_sizes.SPECIALISED.clear()
         for by_size in tile_sizes.TABLE.values():
             for by_dim in by_size.values():

@@ -15,7 +15,7 @@ import numpy as np
 from attnops_lm.rotary import RotaryConfig, apply_rotary, rotary_tables
 
 from .attention import Attention
-from .packing import VOCABULARY, Rows
+from .packing import VOCABULARY, PackedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def init(config: Config, seed: int) -> Params:
     )
 
 
-def logits(params: Params, config: Config, batch: Rows, attention: Attention) -> jax.Array:
+def logits(params: Params, config: Config, batch: PackedRows, attention: Attention) -> jax.Array:
     """What comes after each token of a batch [B, T]: -> [B, T, V] float32. ``batch.predicts`` plays no part."""
     rotary = RotaryConfig(head_dim=config.head_dim)
     tables = rotary_tables(rotary, batch.positions)  # once, for every layer
@@ -102,7 +102,7 @@ def logits(params: Params, config: Config, batch: Rows, attention: Attention) ->
     return _matmul(_norm(params.norm, hidden), params.head)
 
 
-def loss(params: Params, config: Config, batch: Rows, attention: Attention) -> jax.Array:
+def loss(params: Params, config: Config, batch: PackedRows, attention: Attention) -> jax.Array:
     """Nats a byte, averaged over the tokens of the batch that predict another."""
     log_probabilities = jax.nn.log_softmax(logits(params, config, batch, attention))
     targets = jnp.roll(batch.tokens, -1, axis=1)  # the last of a row wraps around, and predicts nothing

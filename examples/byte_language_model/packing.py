@@ -30,7 +30,7 @@ Array = Any  # of numpy, or of JAX where it is traced
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class PackedRows:
     """N rows of T tokens; a pytree, so that a batch passes through `jit`. Host arrays as `pack` makes them."""
 
     tokens: Array  # [N, T] int32, bytes
@@ -38,21 +38,21 @@ class Rows:
     positions: Array  # [N, T] int32, counted from the first token of the segment
     predicts: Array  # [N, T] bool, whether the next token is of the same document, so that it is a target
 
-    def take(self, rows: np.ndarray) -> Rows:
+    def take(self, rows: np.ndarray) -> PackedRows:
         """Those rows, in that order."""
-        taken: Rows = jax.tree.map(lambda array: array[rows], self)
+        taken: PackedRows = jax.tree.map(lambda array: array[rows], self)
         return taken
 
-    def shuffled(self, seed: int) -> Rows:
+    def shuffled(self, seed: int) -> PackedRows:
         """The rows in another order, so that those of a long document do not fill a batch."""
         return self.take(np.random.default_rng(seed).permutation(len(self.tokens)))
 
-    def batch(self, step: int, size: int) -> Rows:
+    def batch(self, step: int, size: int) -> PackedRows:
         """The batch [size, T] of a step, counted from 0; after the last row comes the first."""
         return self.take((step * size + np.arange(size)) % len(self.tokens))
 
 
-def pack(documents: Sequence[str], length: int) -> Rows:
+def pack(documents: Sequence[str], length: int) -> PackedRows:
     """Documents, UTF-8, into rows of ``length`` tokens; the last row is filled with a segment that predicts nothing."""
     texts = [text.encode() + bytes([END]) for text in documents]
     padding = -sum(map(len, texts)) % length
@@ -65,7 +65,7 @@ def pack(documents: Sequence[str], length: int) -> Rows:
     never = np.zeros((len(tokens), 1), bool)
     here = np.arange(length)
     first = np.where(np.hstack([never, goes_on]), 0, here)  # where a segment begins: that place, else 0
-    return Rows(
+    return PackedRows(
         tokens=tokens.astype(np.int32),
         segments=(owner - owner[:, :1]).astype(np.int32),
         positions=(here - np.maximum.accumulate(first, axis=1)).astype(np.int32),

@@ -17,10 +17,10 @@ import attnops
 from .attention import Attention, create_operation, packed, packed_in_reverse
 from .comparison import EARLY_BOUND, EARLY_STEPS, FACTOR, LATE_BOUND, Comparison, Losses, compare
 from .corpus import load_documents
-from .packing import Rows, pack
+from .packing import PackedRows, pack
 from .plot import write_plot
 from .sample import generate
-from .training import Plan, Run, train
+from .training import Run, TrainingPlan, train
 
 # An operation that can't serve this model, or whose distribution can't be used, is shown with the reason.
 REFUSALS = (attnops.UnsupportedError, attnops.PluginError, attnops.AmbiguousOperationError)
@@ -30,7 +30,7 @@ CHECKPOINTS = 7  # rows of the table of losses
 
 
 def run(
-    plan: Plan,
+    plan: TrainingPlan,
     operations: Sequence[str],
     *,
     plot: Path | None = None,
@@ -44,7 +44,7 @@ def run(
         plan: what to train.
         operations: names; the others are compared with the first, which is trained twice: the control.
         plot: where to write the picture. None: nowhere.
-        block: queries and keys a tile, for operations that have tiles. None: their own tables.
+        block: queries and keys per tile, for operations that have tiles. None: their own tables.
         documents: the corpus. None: the text that ships with Python.
         console: where to print. None: standard output.
 
@@ -117,7 +117,7 @@ def _create_all(names: Sequence[str], block: int | None) -> tuple[dict[str, Atte
 
 
 def _train_all(
-    console: Console, plan: Plan, rows: Rows, attentions: Mapping[str, Attention]
+    console: Console, plan: TrainingPlan, rows: PackedRows, attentions: Mapping[str, Attention]
 ) -> tuple[dict[str, Run], dict[str, str]]:
     """The runs, and the reasons of those that did not, by name."""
     runs: dict[str, Run] = {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from .attention import Attention
 from .model import Config, Params, logits
-from .packing import END, Rows
+from .packing import END, PackedRows
 
 
 def generate(params: Params, config: Config, attention: Attention, prompt: str, count: int) -> str:
@@ -31,7 +31,7 @@ def _continue(params: Params, tokens: jax.Array, start: int, config: Config, att
     positions = jnp.arange(tokens.shape[1])[None]
 
     def write(i: jax.Array, tokens: jax.Array) -> jax.Array:
-        rows = Rows(tokens=tokens, segments=one_document, positions=positions, predicts=None)
+        rows = PackedRows(tokens=tokens, segments=one_document, positions=positions, predicts=None)
         scores = logits(params, config, rows, attention)[:, i - 1]
         return tokens.at[:, i].set(scores.argmax(axis=-1).astype(tokens.dtype))
 

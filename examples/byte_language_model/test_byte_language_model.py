@@ -21,19 +21,19 @@ from . import corpus, report, train
 from .attention import Attention, create_operation, packed, packed_in_reverse
 from .comparison import EARLY_BOUND, EARLY_STEPS, FACTOR, LATE_BOUND, Comparison, Losses, compare
 from .model import Config, init, logits
-from .packing import END, Rows, pack
+from .packing import END, PackedRows, pack
 from .sample import generate
-from .training import Plan, Run
+from .training import Run, TrainingPlan
 from .training import train as run_training
 
 SCRIPT = Path(__file__).with_name("train.py")
-SMALL = Plan(steps=EARLY_STEPS, batch=4, length=64, model=Config(layers=2, width=32, heads=4, kv_heads=2))
+SMALL = TrainingPlan(steps=EARLY_STEPS, batch=4, length=64, model=Config(layers=2, width=32, heads=4, kv_heads=2))
 BLOCK = 16  # so that a row of 64 is 4 × 4 tiles, some of which the documents' borders leave empty
 TEXTS = ("abc", "de", "fghij", "kl", "ä" * 9)
 
 
 @functools.cache
-def small_rows() -> Rows:
+def small_rows() -> PackedRows:
     """Short documents, so that most rows of 64 hold several."""
     return pack([text for text in corpus.load_documents() if len(text) < 100], SMALL.length)
 
@@ -198,7 +198,7 @@ def test_report_shows_losses_agreement_and_a_sample(
     console = Console(file=io.StringIO(), width=160)
     curves = iter([0.0, stray, 1e-6])  # of vanilla, sdpa and the control
 
-    def fake(plan: Plan, rows: Rows, attention: Attention, **_: object) -> Run:
+    def fake(plan: TrainingPlan, rows: PackedRows, attention: Attention, **_: object) -> Run:
         losses = np.linspace(5, 2, plan.steps) + next(curves)
         params = init(plan.model, plan.seed)
         return Run(losses=losses.astype(np.float32), params=params, first_seconds=1.0, step_seconds=0.1)
@@ -247,7 +247,7 @@ def test_full_training_agrees_and_draws_its_curves(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=160)
     picture = tmp_path / "losses.png"
     # In tiles of 64, as the table would take a row of 256 for one tile.
-    status = report.run(Plan(), ["vanilla", "flash"], plot=picture, block=64, console=console)
+    status = report.run(TrainingPlan(), ["vanilla", "flash"], plot=picture, block=64, console=console)
     assert isinstance(console.file, io.StringIO)
     assert status == 0, console.file.getvalue()
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -17,11 +17,11 @@ import attnops
 
 if __package__:
     from .report import run
-    from .training import Plan
+    from .training import TrainingPlan
 else:  # by its path, so without a package to import the siblings from
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from byte_language_model.report import run
-    from byte_language_model.training import Plan
+    from byte_language_model.training import TrainingPlan
 
 __all__ = ["main", "run"]
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"--plot {options.plot}: there is no folder {options.plot.parent}")
     try:
         return run(
-            Plan(steps=options.steps, seed=options.seed),
+            TrainingPlan(steps=options.steps, seed=options.seed),
             options.operations,
             plot=options.plot or (PLOT if has_matplotlib else None),
             block=options.block,
@@ -55,9 +55,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a small language model on the text that ships with Python, once with each operation, "
         "and compare the losses.",
     )
-    parser.add_argument("--steps", type=_positive, default=Plan.steps, help="default %(default)s")
+    parser.add_argument("--steps", type=_positive, default=TrainingPlan.steps, help="default %(default)s")
     parser.add_argument(
-        "--seed", type=int, default=Plan.seed, help="of the first weights and of the batches; default %(default)s"
+        "--seed",
+        type=int,
+        default=TrainingPlan.seed,
+        help="of the first weights and of the batches; default %(default)s",
     )
     parser.add_argument(
         "--operations",
@@ -65,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         default="vanilla,flash",
         help="names, with commas; the others are compared with the first; default %(default)s",
     )
-    parser.add_argument("--block", type=_positive, help="queries and keys a tile; default: each operation's own table")
+    parser.add_argument(
+        "--block", type=_positive, help="queries and keys per tile; default: each operation's own table"
+    )
     parser.add_argument(
         "--cpu-devices", type=_positive, help="as how many devices the CPU counts; `ring` cuts sequences among them"
     )

@@ -17,16 +17,16 @@ import numpy.typing as npt
 from . import adamw
 from .attention import Attention
 from .model import Config, Params, init, loss
-from .packing import Rows
+from .packing import PackedRows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainingPlan:
     """All that training needs other than rows and attention. Hashable: it is static under `jit`."""
 
     steps: int = 300
-    batch: int = 8  # rows a step
-    length: int = 256  # tokens a row
+    batch: int = 8  # rows per step
+    length: int = 256  # tokens per row
     seed: int = 0  # of the first weights and of the rows' order
     model: Config = field(default_factory=Config)
 
@@ -41,7 +41,9 @@ class Run:
     step_seconds: float  # of those after it, median; NaN if there are none
 
 
-def train(plan: Plan, rows: Rows, attention: Attention, *, on_step: Callable[[float], Any] = lambda loss: None) -> Run:
+def train(
+    plan: TrainingPlan, rows: PackedRows, attention: Attention, *, on_step: Callable[[float], Any] = lambda loss: None
+) -> Run:
     """Train from the plan's first weights, and call ``on_step`` with each loss.
 
     ``attention`` is hashable; what it raises is raised.
@@ -67,7 +69,7 @@ def train(plan: Plan, rows: Rows, attention: Attention, *, on_step: Callable[[fl
 
 @functools.partial(jax.jit, static_argnames=("plan", "attention"), donate_argnames=("params", "state"))
 def _step(
-    plan: Plan, attention: Attention, params: Params, state: adamw.State, batch: Rows
+    plan: TrainingPlan, attention: Attention, params: Params, state: adamw.State, batch: PackedRows
 ) -> tuple[Params, adamw.State, jax.Array]:
     """The weights and the state after an update, and the loss before it."""
     value, gradients = jax.value_and_grad(loss)(params, plan.model, batch, attention)

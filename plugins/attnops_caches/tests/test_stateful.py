@@ -17,13 +17,13 @@ from attnops.masks import Causal
 from attnops_caches import PagePool, Rows
 from attnops_testing import oracle
 from attnops_testing.cache_codec import Codec
-from attnops_testing.cache_model import Layout, Model
+from attnops_testing.cache_model import CacheModel, ModelLayout
 
 B, H, K, D, T, PAGE, MOST, PAGES, WINDOW = 3, 2, 1, 4, 3, 2, 5, 9, 4
 LAYOUTS = {
-    "dense": Layout(storage="dense", rows=B, slots=10),
-    "ring": Layout(storage="ring", rows=B, slots=WINDOW - 1 + T),
-    "paged": Layout(storage="paged", rows=B, slots=PAGE, table=((), (), ()), pages=PAGES),
+    "dense": ModelLayout(storage="dense", rows=B, slots=10),
+    "ring": ModelLayout(storage="ring", rows=B, slots=WINDOW - 1 + T),
+    "paged": ModelLayout(storage="paged", rows=B, slots=PAGE, table=((), (), ()), pages=PAGES),
 }
 OPERATION = OperationRegistry.create("attnops:flash", OperationMetadata(on_unsupported="error"))
 
@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Model(layout=LAYOUTS[self.storage], kv_heads=K, head_dim=D, value_head_dim=D, dtype="float32",
+        self.model = CacheModel(layout=LAYOUTS[self.storage], kv_heads=K, head_dim=D, value_head_dim=D, dtype="float32",
                            codec=self.codec, window=WINDOW, max_append=T, max_pages=MOST)  # fmt: skip
         self.cache: Any = self.model.cache()
         self.rng = np.random.default_rng(0)

@@ -44,6 +44,6 @@ def test_what_a_person_debugs_is_not_ended(monkeypatch):
 
 
 def test_a_group_that_is_refused_names_every_case():
-    part = suite.Part(lambda: ["one"], lambda subject, case: [suite.attempt(case, lambda: None)], group="caches")
+    part = suite.SuitePart(lambda: ["one"], lambda subject, case: [suite.attempt(case, lambda: None)], group="caches")
     assert [x.detail for x in part.check(None, "one", {"caches"})] == ["is in `refuses`, but is right: take it out"]
     assert [x.status for x in part.check(None, "one", {"other"})] == ["right"]

@@ -16,20 +16,20 @@ from attnops.masks import Causal, SlidingWindow
 from attnops_triton import tuned
 from attnops_triton.aot import kernels
 from attnops_triton.flash import measured, tune
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.flash.tile_sizes import SPECIALISED, TABLE
 from attnops_triton.language import compat
-from attnops_triton.tuned import Row
+from attnops_triton.tuned import MeasuredTime
 
 NAME = "attnops-triton:flash"
 SHAPE = ("bfloat16", 64, 64, "causal", 4096)
 ROWS = [
-    Row("H100", "forward", *SHAPE, (128, 64, 8, 3), 2e-3),
-    Row("H100", "forward", *SHAPE, (64, 64, 4, 3), 1e-3),
-    Row("H100", "forward", *SHAPE[:4], 1024, (32, 32, 4, 1), 1e-4),
-    Row("H100", f"{NAME}, backward", *SHAPE, (), 3e-3),
-    Row("H100", "attnops:sdpa, backward", *SHAPE, (), 4e-3),
-    Row("A100", "forward", *SHAPE, (128, 32, 8, 2), 1e-3),
+    MeasuredTime("H100", "forward", *SHAPE, (128, 64, 8, 3), 2e-3),
+    MeasuredTime("H100", "forward", *SHAPE, (64, 64, 4, 3), 1e-3),
+    MeasuredTime("H100", "forward", *SHAPE[:4], 1024, (32, 32, 4, 1), 1e-4),
+    MeasuredTime("H100", f"{NAME}, backward", *SHAPE, (), 3e-3),
+    MeasuredTime("H100", "attnops:sdpa, backward", *SHAPE, (), 4e-3),
+    MeasuredTime("A100", "forward", *SHAPE, (128, 32, 8, 2), 1e-3),
 ]
 
 
@@ -63,18 +63,18 @@ def test_a_file_that_is_no_table_is_an_error_with_its_name(text: str, tmp_path: 
 def test_kernels_have_the_tiles_that_were_fastest_on_this_device_at_the_longest_length(
     table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert measured.measured_tiles("bfloat16", 64, 64) == {0: Tiles(64, 64, 4, 3)}
+    assert measured.measured_tiles("bfloat16", 64, 64) == {0: TileSizes(64, 64, 4, 3)}
     assert measured.measured_tiles("bfloat16", 128, 128) == {}
     monkeypatch.setattr(compat, "device_name", lambda: "B200")
     assert measured.measured_tiles("bfloat16", 64, 64) == {}
 
 
 def test_tiles_that_are_tried_are_those_of_the_kernel() -> None:
-    shape = tune.Shape("bfloat16", 64, 256, "causal")
-    with measured.trying("by_query", Tiles(32, 64, 4, 3)):
+    shape = tune.TunedCall("bfloat16", 64, 256, "causal")
+    with measured.trying("by_query", TileSizes(32, 64, 4, 3)):
         found = kernels(tune._both(shape.call(NAME)), (shape.array,) * 3, "sm_90")
     forward, by_key = (SPECIALISED["sm_90"][64][i] for i in (0, 2))
-    assert [x.tiles for x in found] == [forward, Tiles(32, 64, 4, 3), by_key]
+    assert [x.tiles for x in found] == [forward, TileSizes(32, 64, 4, 3), by_key]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_auto_picks_what_was_measured_to_be_faster(
 class Compiled:
     """A kernel's figures."""
 
-    tiles: Tiles
+    tiles: TileSizes
 
     @property
     def shared(self) -> int:
@@ -144,7 +144,7 @@ def test_tuning_writes_the_fastest_tiles_that_fit_and_the_times_of_both_operatio
 @pytest.mark.slow
 def test_sm_103_is_tuned_with_its_specialised_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "compile_for", lambda launched, arch: SimpleNamespace(shared=1, spilled=0))
-    found = [(x.kernel, x.tiles) for x in tune.candidates(tune.Shape("bfloat16", 64, 1024, "causal"), "sm_103")]
+    found = [(x.kernel, x.tiles) for x in tune.candidates(tune.TunedCall("bfloat16", 64, 1024, "causal"), "sm_103")]
     assert ("forward", SPECIALISED["sm_100"][64][0]) in found
 
 

@@ -43,7 +43,7 @@ class PagedMetadata:
 
     @property
     def max_pages(self) -> int:
-        """Most pages a row."""
+        """Most pages per row."""
         return math.ceil(self.max_model_length / self.page_size)
 
 
@@ -145,7 +145,7 @@ class Caching:
 
         Args:
             metadata: from `create_paged_metadata`.
-            page_size: slots a page.
+            page_size: slots per page.
             hbm_utilization: the share of the device's memory that weights and pages may take.
             max_model_length: tokens of the longest sequence.
             batch_size: B, the rows.

@@ -198,7 +198,7 @@ def save(
     Args:
         model: weights that are sharded over this process's devices are gathered.
         directory: made if it does not exist.
-        dtype: of the weights in the file; None: as they are.
+        dtype: the dtype of the weights in the file; None: as they are.
         gather_fns: by path, what makes a weight whole before it is written.
 
     Raises:

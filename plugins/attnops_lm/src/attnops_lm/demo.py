@@ -32,13 +32,13 @@ from attnops_lm.gguf_file import load_smollm2
 from attnops_lm.model import Caches, CausalLM
 
 REFERENCE = Path(__file__).with_name("reference.npz")
-N, PAGE = 48, 16  # tokens of the answer, and slots a page
+N, PAGE = 48, 16  # tokens of the answer, and slots per page
 REFUSALS = (attnops.UnsupportedError, attnops.PluginError, attnops.AmbiguousOperationError)
 # The most that the mean log likelihood of transformers' answer may differ; in float32 all N tokens must be the same.
 TOLERANCE = {"": 1e-4, "int8": 0.02}
 
 
-class Result(NamedTuple):
+class DemoResult(NamedTuple):
     """What one operation did over one kind of cache."""
 
     operation: str
@@ -50,7 +50,7 @@ class Result(NamedTuple):
     tokens_per_second: float
 
 
-class Program(NamedTuple):
+class PendingAnswer(NamedTuple):
     """`answer` with one operation over one kind of cache, which is being compiled."""
 
     operation: str
@@ -82,8 +82,8 @@ def answer(
     """What the model would say after each of the tokens given.
 
     Args:
-        graphdef: of the model.
-        state: of the model.
+        graphdef: the graphdef of the model.
+        state: the state of the model.
         caches: empty, for one row.
         prompt: int32 [P].
         given: int32 [N], the answer.
@@ -121,8 +121,8 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
     keep_programs()
     names = attnops.OperationRegistry.list_implementations() if operations is None else list(operations)
     reference = dict(np.load(REFERENCE))
-    results: list[Result] = []
-    programs: list[Program] = []
+    results: list[DemoResult] = []
+    programs: list[PendingAnswer] = []
     failed = False
     loaded = None
 
@@ -154,7 +154,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
                 for label in caches if not programs else list(caches)[:1]:
                     graphdef, *arguments = arguments_of(model, caches[label], reference)
                     lowered = answer.lower(graphdef, *arguments)
-                    programs.append(Program(name, label, arguments, pool.submit(lowered.compile)))
+                    programs.append(PendingAnswer(name, label, arguments, pool.submit(lowered.compile)))
     for program in programs:
         with shown(program.operation):
             results.append(_measure(program, reference, tokenizer.decode))
@@ -178,26 +178,26 @@ def arguments_of(model: CausalLM, make: Callable[[], Caches], reference: dict[st
     return graphdef, state, make(), jnp.asarray(reference["prompt"]), jnp.asarray(reference["generated"][:N])
 
 
-def _measure(program: Program, reference: dict[str, np.ndarray], decode: Any) -> Result:
+def _measure(program: PendingAnswer, reference: dict[str, np.ndarray], decode: Any) -> DemoResult:
     compiled = program.compiled.result()
     start = time.perf_counter()
     tokens, likelihood = jax.block_until_ready(compiled(*program.arguments))
     seconds = time.perf_counter() - start
     _, caches, prompt, given = program.arguments
-    return Result(
+    return DemoResult(
         program.operation, program.cache, decode(np.asarray(tokens).tolist()),
         int((np.asarray(tokens) == np.asarray(given)).sum()), float(likelihood.mean()),
         sum(x.nbytes for x in jax.tree.leaves(caches)), (len(prompt) + N - 1) / seconds,
     )  # fmt: skip
 
 
-def _agrees(result: Result, reference: dict[str, np.ndarray]) -> bool:
+def _agrees(result: DemoResult, reference: dict[str, np.ndarray]) -> bool:
     codec = "int8" if "int8" in result.cache else ""
     expected = float(reference["likelihood"][:N].mean())
     return abs(result.likelihood - expected) <= TOLERANCE[codec] and (bool(codec) or result.same == N)
 
 
-def _table(results: Sequence[Result], reference: dict[str, np.ndarray]) -> Table:
+def _table(results: Sequence[DemoResult], reference: dict[str, np.ndarray]) -> Table:
     table = Table(
         title="A language model",
         title_justify="left",

@@ -25,7 +25,7 @@ PROMPTS = tuple(f"{verb} {subject}" for verb in ("Write about", "A poem on", "Wh
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class RequestOutcome:
     """What became of one request.
 
     Attributes:
@@ -46,10 +46,10 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class LoadReport:
     """All answers, and the seconds that they took together."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[RequestOutcome, ...]
     seconds: float
 
     def agreement(self, alone: dict[str, str]) -> tuple[int, int]:
@@ -69,7 +69,9 @@ class Report:
         )
 
 
-async def ask(client: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: int, cancel: bool = False) -> Answer:
+async def ask(
+    client: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: int, cancel: bool = False
+) -> RequestOutcome:
     """One streamed completion; with ``cancel`` closed after its first piece of text."""
     begin, first = time.perf_counter(), float("nan")
     pieces: list[str] = []
@@ -83,7 +85,7 @@ async def ask(client: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: i
                 pieces.append(text)
                 if cancel:
                     break
-    return Answer(prompt, "".join(pieces), len(pieces), first, time.perf_counter() - begin, cancel)
+    return RequestOutcome(prompt, "".join(pieces), len(pieces), first, time.perf_counter() - begin, cancel)
 
 
 async def load(
@@ -95,7 +97,7 @@ async def load(
     concurrency: int,
     max_tokens: Sequence[int] = (16,),
     cancel_every: int = 0,
-) -> Report:
+) -> LoadReport:
     """Send requests, so many at a time.
 
     Args:
@@ -109,7 +111,7 @@ async def load(
     """
     numbers = iter(range(requests))
     lengths = dict(zip(prompts, itertools.cycle(max_tokens), strict=False))
-    answers: list[Answer] = []
+    answers: list[RequestOutcome] = []
 
     async def worker() -> None:
         for i in numbers:
@@ -119,7 +121,7 @@ async def load(
 
     begin = time.perf_counter()
     await asyncio.gather(*(worker() for _ in range(concurrency)))
-    return Report(tuple(answers), time.perf_counter() - begin)
+    return LoadReport(tuple(answers), time.perf_counter() - begin)
 
 
 def first_tokens(engine: Engine, prefix: Sequence[int], ends: Sequence[Sequence[int]]) -> list[float]:

@@ -11,7 +11,7 @@ import sys
 def release_memory() -> None:
     """Give memory that nothing uses back to the system.
 
-    XLA's compiler frees hundreds of MB a program, and the reading of weights as much; glibc keeps them for later
+    XLA's compiler frees hundreds of MB per program, and the reading of weights as much; glibc keeps them for later
     allocations, of which a server makes none of that size.
     """
     gc.collect()

@@ -173,8 +173,8 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
     Args:
         config: sizes and choices; `Config.family` says how checkpoints name them.
         operation: the attention, any name that `OperationRegistry` knows.
-        metadata: of the operation; None: what it does not support is an error.
-        dtype: of the weights and of what is computed; `to_dtype` changes it.
+        metadata: the metadata of the operation; None: what it does not support is an error.
+        dtype: the dtype of the weights and of what is computed; `to_dtype` changes it.
         rngs: of the initial weights; None: seed 0.
     """
 

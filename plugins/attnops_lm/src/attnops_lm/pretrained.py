@@ -58,7 +58,7 @@ class Pretrained:
             token: must be None, for the same reason.
             gather_fns: by a weight's path, such as ``layers.0.mlp.up.kernel``, a function that makes it whole. Not
                 needed on one process; over several, see `gather_model`.
-            float_dtype: of the weights in the file, of at least 16 bits; None: as they are.
+            float_dtype: the float dtype of the weights in the file, of at least 16 bits; None: as they are.
             step: if given, the directory is ``checkpoint-{step}`` in ``save_directory``.
 
         Raises:

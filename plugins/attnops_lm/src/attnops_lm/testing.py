@@ -29,7 +29,7 @@ def small(family: str = "llama", operation: str = "flash", seed: int = 0, **chan
     Args:
         family: llama; mistral, all of whose layers have a window of 8; gemma2, every other one; gpt_oss, with sinks.
         operation: the attention.
-        seed: of the weights.
+        seed: the seed of the weights.
         **changes: fields of a Hugging Face config.
     """
     hf = {"model_type": family} | SIZES | _FAMILIES[family] | changes

@@ -21,24 +21,24 @@ from attnops_lm.sentence_embeddings import checkpoint, report
 from attnops_lm.sentence_embeddings.corpus import Reference, load_reference, load_sentences
 from attnops_lm.sentence_embeddings.measure import (
     TOLERANCE,
-    Batch,
-    Measurement,
-    Model,
+    Encoder,
+    EncoderMeasurement,
+    SentenceBatch,
     create_attention,
     load_model,
     make_batches,
     measure,
 )
-from attnops_lm.sentence_embeddings.model import Attention, AttentionOutput, Tokens
+from attnops_lm.sentence_embeddings.model import AttentionOutput, EncoderAttention, SentenceTokens
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> Encoder:
     return load_model()
 
 
 @pytest.fixture(scope="module")
-def batches(model: Model) -> list[Batch]:
+def batches(model: Encoder) -> list[SentenceBatch]:
     return make_batches(model, load_sentences())
 
 
@@ -57,7 +57,7 @@ def printed(console: Console) -> str:
     return console.file.getvalue()
 
 
-def without_mask(attention: Attention) -> Attention:
+def without_mask(attention: EncoderAttention) -> EncoderAttention:
     """The same attention, but every query also sees the padding: the mistake that the tests must notice."""
 
     def unmasked(query: jax.Array, key: jax.Array, value: jax.Array, *, mask: jax.Array) -> AttentionOutput:
@@ -69,7 +69,7 @@ def without_mask(attention: Attention) -> Attention:
 @pytest.mark.parametrize("name", attnops.OperationRegistry.list_implementations())
 @pytest.mark.tier(every=4, quick=["ring"])
 def test_operation_agrees_with_the_original(
-    name: str, model: Model, batches: list[Batch], reference: Reference
+    name: str, model: Encoder, batches: list[SentenceBatch], reference: Reference
 ) -> None:
     if name == "ring":  # there is no mesh
         with pytest.raises(attnops.UnsupportedError, match=r"must shard the keys; create 'flash'"):
@@ -80,7 +80,9 @@ def test_operation_agrees_with_the_original(
 
 
 @pytest.mark.slow
-def test_dropping_the_padding_mask_disagrees(model: Model, batches: list[Batch], reference: Reference) -> None:
+def test_dropping_the_padding_mask_disagrees(
+    model: Encoder, batches: list[SentenceBatch], reference: Reference
+) -> None:
     unmasked = without_mask(create_attention("vanilla"))
     measurement = measure(unmasked, model, batches, reference.embeddings, repeats=1)
     assert measurement.max_difference > 1e4 * TOLERANCE
@@ -93,14 +95,14 @@ def test_tolerance_allows_rounding_and_little_else(reference: Reference) -> None
     assert 4 * reference.rounding_error < TOLERANCE < 40 * reference.rounding_error
 
 
-def test_tokens_are_the_originals(model: Model, reference: Reference) -> None:
+def test_tokens_are_the_originals(model: Encoder, reference: Reference) -> None:
     lengths = model.tokenize(load_sentences()).mask.sum(axis=1)
     np.testing.assert_array_equal(lengths, reference.num_tokens)
     assert reference.num_tokens.max() == model.config.max_tokens, "no sentence is long enough to be cut"
 
 
 @pytest.mark.slow
-def test_padding_has_no_effect(model: Model) -> None:
+def test_padding_has_no_effect(model: Encoder) -> None:
     forward = model.jit(create_attention("vanilla"))
     short, long = load_sentences()[0], load_sentences()[37]
     alone, padded = model.tokenize([short]), model.tokenize([short, long])
@@ -110,7 +112,7 @@ def test_padding_has_no_effect(model: Model) -> None:
     np.testing.assert_allclose(forward(model.params, padded)[0], expected, rtol=0, atol=TOLERANCE)
 
     noise = jax.random.randint(jax.random.key(0), padded.ids.shape, 0, len(model.params.words))
-    noisy = Tokens(ids=jnp.where(padded.mask, padded.ids, noise), mask=padded.mask)
+    noisy = SentenceTokens(ids=jnp.where(padded.mask, padded.ids, noise), mask=padded.mask)
     np.testing.assert_allclose(forward(model.params, noisy)[0], expected, rtol=0, atol=TOLERANCE)
 
 
@@ -131,7 +133,7 @@ def test_report_succeeds_if_the_operation_agrees(
     reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measurement = Measurement(
+    measurement = EncoderMeasurement(
         embeddings=np.concatenate([reference.embeddings, reference.embeddings[: len(report.QUERIES)]]),
         max_difference=difference,
         min_cosine=1.0,
@@ -156,7 +158,7 @@ def test_report_succeeds_if_the_operation_agrees(
 def test_report_fails_when_a_named_operation_does_not_run(
     error: Exception, shown: str, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Measurement:
+    def fail(*args: Any, **kwargs: Any) -> EncoderMeasurement:
         raise error
 
     monkeypatch.setattr(report, "measure", fail)

@@ -1,4 +1,4 @@
-"""attnops-ring: attention over sequences that a mesh cuts, by any operation that serves one device."""
+"""attnops-ring: attention over sequences that are sharded over a mesh, by any operation that serves one device."""
 
 from attnops_ring._version import __version__
 from attnops_ring.operation import RingAttention

@@ -1,4 +1,4 @@
-"""Attention of one device's queries over the keys that it has at the time, by the operation for its platform."""
+"""Attention of one device's queries over the keys that it has at this hop, by the operation for its platform."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Extras(NamedTuple):
-    """What scores depend on other than query and key, all of the whole sequence.
+    """What scores depend on besides query and key; all refer to the whole sequence.
 
     Attributes:
         mask: bound, or None.
@@ -59,11 +59,11 @@ class Inner:
         cap: the soft cap, or None.
         T: queries of the call, without padding.
         S: keys of the call, without padding.
-        order: the layout of the tokens, see `attnops_ring.orders`.
-        devices: along the axes that shard the sequence.
+        order: the layout of the tokens on devices: "contiguous", "zigzag" or "striped".
+        devices: the number of devices along the axes that shard the sequence.
         is_padded: whether the keys may include padding.
-        has_all_keys: whether the device has the whole sequence of keys, in its own order.
-        has_all_queries: whether the device has the whole sequence of queries, in its own order.
+        has_all_keys: whether the device has all keys, in the order of the sequence.
+        has_all_queries: whether the device has all queries, in the order of the sequence.
         queries_are_padded: whether the queries may include padding.
     """
 
@@ -81,7 +81,7 @@ class Inner:
 
     @property
     def chunks(self) -> int:
-        """Chunks a device."""
+        """Chunks per device."""
         return chunks_per_device(self.order)
 
     def split(self, query: jax.Array, key: jax.Array, value: jax.Array) -> Chunks:
@@ -180,7 +180,7 @@ class Gradients(NamedTuple):
         queries: by chunk, each [B, t, H, D].
         keys: by chunk, each [B, s, K, D].
         values: by chunk, each [B, s, K, Dv].
-        bias: of the bias's structure, None for an array without gradient; or None where the bias has no gradient.
+        bias: a pytree like the bias, with None for arrays without gradient; None if the bias has no gradient.
     """
 
     queries: list[jax.Array]
@@ -209,7 +209,7 @@ def block_gradients(
         here: the device that has the queries, an integer array [].
         there: the device whose keys these are, an integer array [].
         lse: the logsumexp over all keys, by chunk of queries.
-        cotangents: of the keys' contribution to the output and of its weight, by chunk of queries.
+        cotangents: by chunk of queries, the cotangents of these keys' contribution to the output and of its weight.
         wants_bias: whether the bias has a gradient.
     """
     bias = extras.bias if wants_bias else None
@@ -248,7 +248,10 @@ def _float32_zeros(x: jax.Array) -> jax.Array | None:
 
 
 def any_in_batch(condition: BoolArray) -> BoolArray:
-    """A condition that under `jax.vmap` is true for all of the batch if it is for any: else both branches would run."""
+    """A condition that under `jax.vmap` is true for the whole batch if it is true for any element.
+
+    With a condition per element `lax.cond` would run both branches.
+    """
     if condition is True:
         return True
 
@@ -277,5 +280,5 @@ def _options(inner: Inner, mask: Mask | None, extras: Extras, q: Chunk, kv: Chun
 def whole_block(
     inner: Inner, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras, here: Index, there: Index
 ) -> PartialSoftmax:
-    """`block` of tokens that are not split by chunk yet."""
+    """`block` for queries, keys and values that are not split into chunks yet."""
     return concatenate(block(inner, inner.split(query, key, value), extras, here, there))

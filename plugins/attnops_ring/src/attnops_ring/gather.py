@@ -1,4 +1,4 @@
-"""Exchanges whose derivative is JAX's: all keys to every device, or heads for tokens."""
+"""Exchanges that JAX differentiates: all keys to every device, or heads for tokens."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def slice_heads(extras: Extras, first: Index, batches: int, heads: int) -> Extra
 
 
 def spread_kv_heads(x: jax.Array, heads: int, devices: int) -> jax.Array:
-    """Keys or values [B, s, K, d] with heads repeated, where K does not divide, as few times as possible.
+    """Keys or values [B, s, K, d], with heads repeated as few times as possible if the devices don't divide K.
 
     Args:
         x: keys or values.
         heads: query heads.
-        devices: of which each gets the same number of heads.
+        devices: the number of devices; each gets the same number of heads.
     """
     K = x.shape[2]
     if K % devices == 0:

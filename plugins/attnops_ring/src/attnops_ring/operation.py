@@ -45,9 +45,17 @@ from attnops_ring.gather import (
     tokens_for_heads,
 )
 from attnops_ring.orders import Order, check_order, chunk_ids, chunks_per_device
-from attnops_ring.parts import NO_RULES, Cut, Whole, check_free, check_varying, find_cut, run_here
 from attnops_ring.reduce import reduced
 from attnops_ring.ring import ring
+from attnops_ring.shards import (
+    NO_RULES,
+    ManualSharding,
+    WholeArrays,
+    check_free,
+    check_varying,
+    find_manual_sharding,
+    run_here,
+)
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -58,12 +66,12 @@ STRATEGIES: Final = ("ring", "all_gather", "ulysses", "usp")
 
 
 class RingOptions(FlashOptions, total=False):
-    """The options of `RingAttention`, see the class.
+    """The options of a call of `RingAttention`.
 
     Attributes:
         mode: the runtime mode.
         strategy: one of `STRATEGIES`.
-        order: of the tokens on the devices.
+        order: the order of the tokens on the devices.
     """
 
     mode: str
@@ -74,12 +82,13 @@ class RingOptions(FlashOptions, total=False):
 class RingAttention(OperationImpl):
     """Attention over a sequence sharded over a mesh; each device computes by the operation ``flash``.
 
-    Inside a `jax.shard_map` of the caller's own, where the mesh axes that the rules give keys are manual, query, key
-    and value are this device's parts of the sequence, and so are output and logsumexp. Masks and biases are those of
-    the whole sequence; each of their arrays is whole along T and S or this device's part, in ``order``, told apart by
-    its length, and parts are gathered. Batch and heads are the caller's: where it has cut them, arrays with these
-    dimensions are this device's, and so are the indices of dropout, unless ``dropout_key`` is an
-    `attnops.dropout.ShiftedKey` that says where they start. Those of tokens are always the whole sequence's.
+    A call may also be inside a `jax.shard_map` of the caller in which the mesh axes that the rules name for keys are
+    manual. Then query, key and value are this device's shards of the sequence, and so are output and logsumexp. Masks
+    and biases describe the whole sequence: each of their arrays is whole along T and S, or this device's shard in
+    ``order``, which is gathered; its length tells which. If the caller shards batch or heads too, arrays with these
+    dimensions are this device's shards, and dropout counts batch and heads from this device's first, unless
+    ``dropout_key`` is an `attnops.dropout.ShiftedKey` that says where they start. Dropout counts tokens in the whole
+    sequence.
 
     Options of a call in addition to the contract's:
         strategy: one of `STRATEGIES`. ``"ring"``: keys and values rotate through the devices; O((T + S) / n) memory.
@@ -89,8 +98,9 @@ class RingAttention(OperationImpl):
             the first, whose devices ``order`` refers to.
             Queries that the rules replicate, as in decoding, use a fifth strategy, whatever this option: each device
             computes over its own keys, and one reduction merges the results.
-        order: the layout of the tokens, see `attnops_ring.orders`; masks and biases are those of the original sequence.
-            Both T and S are in that order; with replicated queries, S only.
+        order: how tokens are laid out on devices: "contiguous", "zigzag" or "striped" (`attnops_ring.orders`). Masks
+            and biases refer to positions in the original sequence. Both T and S are in that order; with replicated
+            queries, S only.
     """
 
     computes: ClassVar[str | None] = "attention"
@@ -98,7 +108,7 @@ class RingAttention(OperationImpl):
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
-        """See `attnops.BaseOperation.get_impl_name`."""
+        """The name ``"ring"``."""
         return "ring"
 
     @classmethod
@@ -115,31 +125,37 @@ class RingAttention(OperationImpl):
         parts: tuple[int, int] | None = None,
         **options: Any,
     ) -> Call:
-        """See `attnops.OperationImpl.bind`; inside a `jax.shard_map` that has cut the sequence, of the whole of it."""
+        """As `attnops.OperationImpl.bind`; inside a `jax.shard_map` that shards the sequence, binds the whole
+        sequence.
+        """
         arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
-        are_arrays = all(getattr(x, "ndim", 0) == 4 for x in arrays.values())  # of a cache, of none, of lists: not so
-        cut = find_cut(self.metadata, self._mode(options.get("mode"))) if are_arrays and parts is None else None
-        if cut is None:
+        are_arrays = all(getattr(x, "ndim", 0) == 4 for x in arrays.values())  # False for caches, None and lists
+        sharding = (
+            find_manual_sharding(self.metadata, self._mode(options.get("mode")))
+            if are_arrays and parts is None
+            else None
+        )
+        if sharding is None:
             return super().bind(query, key, value, parts=parts, **options)
-        check_varying(cut, arrays)
-        order, strategy = self._layout(options, cut.axes)
+        check_varying(sharding, arrays)
+        order, strategy = self._layout(options, sharding.axes)
         axis = 1 if self.metadata.layout == "BTHD" else 2
         lengths = tuple(arrays[name].shape[axis] for name in ("query", "key"))
-        is_usp = strategy == "usp" and not cut.has_all_queries
-        whole = Whole(cut, lengths, order, cut.sizes[0] if is_usp else math.prod(cut.sizes))
+        is_usp = strategy == "usp" and not sharding.has_all_queries
+        whole = WholeArrays(sharding, lengths, order, sharding.sizes[0] if is_usp else math.prod(sharding.sizes))
         for name in ("mask", "bias"):
             if options.get(name) is not None:
                 options[name] = whole.of(options[name], name)
-        call = super().bind(query, key, value, parts=cut.parts, **options)
-        return call._replace(request=call.request.replace(sequence_axes=cut.axes))
+        call = super().bind(query, key, value, parts=sharding.shards, **options)
+        return call._replace(request=call.request.replace(sequence_axes=sharding.axes))
 
     def _mode(self, mode: str | None) -> str:
-        """The mode of the rules. That of one query a device is not decode: together they are as many as devices."""
+        """The mode whose rules apply. One query per device is not decode: all devices together have several."""
         stated = self.metadata.mode if mode is None else mode
         return MODE_TRAIN if stated is None else canonicalize_mode(stated)
 
     def environment_key(self) -> Hashable:
-        """See `attnops.BaseOperation.environment_key`: that of what devices compute by, in addition to its own."""
+        """What traces depend on besides the arguments: also what the operation that devices run depends on."""
         flash: Any = OperationRegistry.create("flash", self.metadata.replace(mesh=None))
         return self._has_one_device(), flash.environment_key()
 
@@ -159,13 +175,13 @@ class RingAttention(OperationImpl):
         return tuple(name for name in names if mesh is not None and name in mesh.shape)
 
     def invoke(self, forward: str, function: Function, call: Call, options: Options) -> Any:
-        """See `attnops.dispatch.attention.OperationImpl.invoke`: the sequence is sharded too."""
+        """As `attnops.OperationImpl.invoke`, with the sequence sharded too."""
         assert isinstance(call.request, AttentionRequest)
         boundary = call.boundary
-        cut = find_cut(self.metadata, call.request.mode) if boundary is None else None
-        if cut is None and (boundary is None or not boundary.sequence):
+        sharding = find_manual_sharding(self.metadata, call.request.mode) if boundary is None else None
+        if sharding is None and (boundary is None or not boundary.sequence):
             return super().invoke(forward, function, call, options)
-        where: Any = boundary if cut is None else cut
+        where: Any = boundary if sharding is None else sharding
         by_query, by_key = where.lengths
         if by_key is None or by_query not in (None, by_key):
             rule = "must shard keys, and queries over the same axes or not at all"
@@ -215,7 +231,7 @@ class RingAttention(OperationImpl):
 
 def _run(
     operation: RingAttention,
-    where: Boundary | Cut,
+    where: Boundary | ManualSharding,
     axis: tuple[str, ...],
     call: Call,
     options: dict[str, Any],
@@ -225,7 +241,7 @@ def _run(
     query, key, value = call.args
     assert isinstance(call.request, AttentionRequest)
     T, S = call.request.query_length, call.request.key_length
-    sizes = where.sizes if isinstance(where, Cut) else _sizes(where, axis)
+    sizes = where.sizes if isinstance(where, ManualSharding) else _sizes(where, axis)
     if where.lengths[0] is None:
         if strategy == "usp" and order != "contiguous" and len(sizes) > 1:
             reason = Reason("order", order, "of replicated queries, must be 'contiguous' with strategy='usp'",
@@ -255,7 +271,7 @@ def _run(
     if strategy in ("ring", "usp") and order != "striped":
         hops = needed_hops(options.get("mask"), inner, query.shape, Tp, Sp)
     function = functools.partial(_local, inner, axis, hops, strategy)
-    if isinstance(where, Cut):
+    if isinstance(where, ManualSharding):
         check_free(where, call.request, inner.operation)
         return run_here(function, call, options)
     padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
@@ -281,12 +297,14 @@ def _sizes(boundary: Boundary, entry: str | tuple[str, ...] | None) -> list[int]
     return [boundary.mesh.shape[name] for name in get_names_from_partition_spec((entry,))]
 
 
-def _check_heads(request: AttentionRequest, where: Boundary | Cut, sizes: Sequence[int], strategy: str) -> None:
+def _check_heads(
+    request: AttentionRequest, where: Boundary | ManualSharding, sizes: Sequence[int], strategy: str
+) -> None:
     """Raise an `UnsupportedError` unless the devices can exchange heads for tokens."""
     if strategy not in ("ulysses", "usp"):
         return
     across = math.prod(sizes[1:] if strategy == "usp" else sizes)
-    heads = request.heads // (1 if isinstance(where, Cut) else math.prod(_sizes(where, where.heads)))
+    heads = request.heads // (1 if isinstance(where, ManualSharding) else math.prod(_sizes(where, where.heads)))
     reasons = []
     if strategy == "usp" and len(sizes) < 2:
         reasons.append(Reason("strategy", strategy, "needs a sequence sharded over two mesh axes", "use 'ring'"))
@@ -297,7 +315,7 @@ def _check_heads(request: AttentionRequest, where: Boundary | Cut, sizes: Sequen
         raise UnsupportedError(f"RingAttention can't serve {request}:{listed}", reasons)
 
 
-# The ring's settings, and the call's operands, a parameter each.
+# One parameter for each setting of the ring and each operand of the call.
 def _local(
     inner: Inner, axis: tuple[str, ...], hops: int, strategy: str,
     query: jax.Array, key: jax.Array, value: jax.Array, *,
@@ -325,7 +343,9 @@ def _by_heads(
     inner: Inner, axis: tuple[str, ...], hops: int, strategy: str, query: jax.Array, key: jax.Array, value: jax.Array,
     extras: Extras,
 ) -> PartialSoftmax:  # fmt: skip
-    """Tokens for heads (Jacobs et al. 2023, arXiv:2309.14509); then attention on one device, or a ring on axis 0."""
+    """Exchange tokens for heads (Jacobs et al. 2023, arXiv:2309.14509), then attend on one device, or in a ring on axis
+    0.
+    """
     around, across = (axis[:1], axis[1:]) if strategy == "usp" else ((), axis)
     n = lax.axis_size(across)
     B, _, H, _ = query.shape
@@ -351,12 +371,12 @@ def _by_heads(
 
 
 def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int, Sp: int) -> int:
-    """How many devices' keys a device must see, its own included, as far as the mask is known when tracing.
+    """The number of devices whose keys a device needs, itself included; all of them if the mask is traced.
 
     Args:
         mask: bound, or None.
         inner: how the devices compute; not in striped order.
-        shape: of the query, [B, T, H, D].
+        shape: the shape of the query, [B, T, H, D].
         Tp: queries, padding included.
         Sp: keys, padding included.
     """

@@ -1,8 +1,8 @@
 """How the tokens of a sequence are laid out on devices.
 
-``contiguous``: one chunk a device, in order; under a causal mask the last device computes most. ``zigzag``: two chunks
-a device, one counted from the front and one from the back, so that all compute the same. ``striped``: device i has the
-tokens i, i + n, i + 2n, …
+``contiguous``: one chunk per device, in order; with a causal mask the last device computes most. ``zigzag``: two chunks
+per device, one counted from the front and one from the back, so that all devices compute the same. ``striped``: device
+i has the tokens i, i + n, i + 2n, …
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def chunks_per_device(order: str) -> int:
 
 
 def chunk_ids(device: Index, devices: int, chunks: int) -> list[Any]:
-    """The chunks of a device, of ``devices * chunks`` that the sequence consists of.
+    """Which of the sequence's ``devices * chunks`` chunks a device has.
 
     Args:
-        device: its number, an int or an integer array [].
-        devices: along the axes that shard the sequence.
-        chunks: of a device, 1 or 2; see `chunks_per_device`.
+        device: the device's index, an int or an integer array [].
+        devices: the number of devices along the axes that shard the sequence.
+        chunks: chunks per device, 1 or 2.
     """
     return [device, 2 * devices - 1 - device][:chunks]
 
@@ -49,8 +49,8 @@ def positions(length: int, devices: int, order: Order = "contiguous") -> NumpyAr
 
     Args:
         length: tokens; a multiple of ``devices``, for ``zigzag`` of twice that.
-        devices: along the axes that shard the sequence.
-        order: see `attnops_ring.orders`.
+        devices: the number of devices along the axes that shard the sequence.
+        order: "contiguous", "zigzag" or "striped", as described at the top of this module.
 
     Raises:
         ValueError: the length does not divide, or the order is unknown.
@@ -69,16 +69,16 @@ def positions(length: int, devices: int, order: Order = "contiguous") -> NumpyAr
 
 
 def reorder(x: Array, devices: int, order: Order, axis: int = 1) -> jax.Array:
-    """An array of tokens in the layout ``order``: to be called once, in the data pipeline, on tokens and labels.
+    """Reorder an array of tokens to the layout ``order``. Call it once, in the data pipeline, on tokens and labels.
 
     Args:
         x: an array with the sequence along ``axis``.
-        devices: along the axes that shard the sequence.
-        order: see `attnops_ring.orders`.
-        axis: of the sequence.
+        devices: the number of devices along the axes that shard the sequence.
+        order: "contiguous", "zigzag" or "striped", as described at the top of this module.
+        axis: the axis of the sequence.
 
     Raises:
-        ValueError: see `positions`.
+        ValueError: the length along ``axis`` does not divide, or the order is unknown.
     """
     return _take(x, positions(x.shape[axis], devices, order), axis)
 
@@ -89,7 +89,7 @@ def restore(x: Array, devices: int, order: Order, axis: int = 1) -> jax.Array:
 
 
 def _take(x: Array, tokens: NumpyArray, axis: int) -> jax.Array:
-    """`jax.numpy.take` whose result has the sharding of ``x``."""
+    """`jax.numpy.take`, with a result sharded as ``x``."""
     array = jnp.asarray(x)
     taken = jnp.take(uncut(array, axis), tokens, axis=axis)
     if not own_entry(array, axis):

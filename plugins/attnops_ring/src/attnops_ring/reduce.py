@@ -19,7 +19,7 @@ def reduced(
     Args:
         inner: how devices compute.
         axis: the mesh axes that shard the keys.
-        query: [B, T, H, D], the same on all of them.
+        query: [B, T, H, D], the same on all devices.
         key: [B, s, K, D], this device's.
         value: [B, s, K, Dv], this device's.
         extras: mask, bias and dropout key.

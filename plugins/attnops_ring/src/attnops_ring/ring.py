@@ -1,7 +1,7 @@
 """Ring attention: keys and values rotate through all devices (Liu et al. 2023, arXiv:2310.01889).
 
-The exchange has one derivative of its own: forward saves the output and its logsumexp only; backward rotates keys and
-values again, together with their gradients.
+The exchange has a custom derivative: the forward pass saves only the output and its logsumexp; the backward pass
+    rotates keys and values again, together with their gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def ring(
     Args:
         inner: how devices compute.
         axis: the mesh axes that shard the sequence.
-        hops: how many devices' keys a device sees, its own included; all others' are fully masked.
+        hops: the number of devices whose keys a device needs, itself included; all other keys are fully masked.
         query: [B, t, H, D], this device's.
         key: [B, s, K, D], this device's.
         value: [B, s, K, Dv], this device's.
@@ -52,12 +52,12 @@ def _forward(
     inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> PartialSoftmax:
     n, here = inner.devices, lax.axis_index(axis)
-    # Split once here, not in every hop.
+    # Split here once, rather than in every hop.
     queries, keys, values = inner.split(query, key, value)
 
     def hop(r: Index, state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         k, v, seen = state
-        # Sent before the computation that hides the transfer.
+        # Send before computing, so that the computation hides the transfer.
         sent = rotate((k, v), axis, 1, n)
         return (*sent, block(inner, Chunks(queries, k, v), extras, here, (here - r) % n, seen))
 
@@ -80,7 +80,7 @@ def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: PyTree, given
     query, key, value, extras, partial, flag = residuals
     d_out, d_lse = cotangents(given[:2], query)
     n, here = inner.devices, lax.axis_index(axis)
-    # Split once here, not in every hop.
+    # Split here once, rather than in every hop.
     queries, d_outs = inner.split_queries(query), inner.split_queries(d_out)
     d_weight = d_lse - (d_out * partial.out).sum(-1).swapaxes(1, 2)
     lses, lse_residuals, d_weights = (
@@ -90,16 +90,17 @@ def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: PyTree, given
     d = [Contribution(*x) for x in zip(d_outs, d_weights, strict=True)]
 
     def gradients(k: jax.Array, v: jax.Array, r: Index) -> tuple[PyTree, jax.Array, jax.Array]:
-        """Of the queries' chunks and the bias; of the keys; of the values."""
+        """This hop's gradients of the chunks of queries and of the bias, of the keys, and of the values."""
         chunks = Chunks(queries, inner.split_keys(k), inner.split_keys(v))
         more = block_gradients(inner, chunks, extras, here, (here - r) % n, lse, d, bool(flag))
         return (more.queries, more.bias), jnp.concatenate(more.keys, axis=1), jnp.concatenate(more.values, axis=1)
 
     def hop(r: Index, state: PyTree) -> PyTree:
         k, v, (of_queries, dk, dv) = state
-        # Sent before the computation that hides the transfer. Keys and values go to the device that computes with them
-        # next; the gradients that this device computed in the previous hop follow their keys. The last hop sends keys
-        # and values home, where they are not needed. Four arrays, since XLA overlaps at most five transfers.
+        # Send before computing, so that the computation hides the transfer. Keys and values go to the device that
+        # computes with them next; the gradients that this device computed in the previous hop follow their keys. The
+        # last hop sends keys and values home, where they are not needed. Four arrays, since XLA overlaps at most five
+        # transfers.
         k_sent, v_sent, dk, dv = rotate((k, v, dk, dv), axis, 1, n)
         more = gradients(k, v, r)
         return k_sent, v_sent, (add(of_queries, more[0]), dk + more[1], dv + more[2])

@@ -23,9 +23,9 @@ class Chunk:
 
     Attributes:
         first: the position of its first token, an integer array [].
-        size: how many tokens.
-        stride: the difference of consecutive positions.
-        length: of the sequence; tokens beyond it are padding.
+        size: the number of tokens.
+        stride: the difference between consecutive positions.
+        length: the length of the sequence; tokens beyond it are padding.
     """
 
     first: Index
@@ -48,7 +48,7 @@ def slice_mask(mask: Mask | None, q: Chunk, kv: Chunk, is_padded: bool, queries_
     """A bound mask of the whole sequence, sliced for a chunk of queries and a chunk of keys.
 
     Args:
-        mask: of scores [B, H, T, S].
+        mask: bound to scores [B, H, T, S].
         q: the queries' chunk.
         kv: the keys' chunk.
         is_padded: whether the keys may include padding, which is masked.
@@ -81,10 +81,10 @@ def _slice(mask: Mask, q: Chunk, kv: Chunk, may_shift: bool) -> Mask:
     axes = mask.axes
     offset: Leaf = getattr(mask, "offset", 0)
     if axes is None or (getattr(offset, "ndim", 0) == 2 and offset.shape[1] > 1):
-        # A function is known only pair by pair; and positions are per token, not per head.
+        # A function can only be evaluated pair by pair; and these positions are per token, not per head.
         return IndexedMask(mask, q.index[None], kv.index[None])
     if may_shift and isinstance(mask, (Causal, SlidingWindow)) and q.stride == kv.stride == 1:
-        # Depends on the difference of positions alone, so that the chunks' first positions suffice.
+        # The mask depends on differences of positions alone, so that the chunks' first positions suffice.
         return mask.with_offset(offset + q.first - kv.first)
     if any(set(letters) & {"t", "s"} for letters in axes.values()):
         changes = {}
@@ -104,7 +104,7 @@ class IndexedMask(Mask):
     """A mask evaluated at given indices of the whole sequence; every tile is PARTIAL.
 
     Attributes:
-        mask: of scores [B, H, T, S].
+        mask: bound to scores [B, H, T, S].
         q_index: indices of the queries, [1, t].
         kv_index: indices of the keys, [1, s].
     """
@@ -137,7 +137,7 @@ class IndexedBias(Bias):
     """A bound bias evaluated at given indices of the whole sequence.
 
     Attributes:
-        bias: of scores [B, H, T, S].
+        bias: bound to scores [B, H, T, S].
         q_index: indices of the queries, [t].
         kv_index: indices of the keys, [s].
     """
@@ -175,7 +175,9 @@ def slice_dropout_key(key: ShiftedKey | None, q: Chunk, kv: Chunk) -> ShiftedKey
 
 
 def sees_any(mask: Mask | None, t: int, s: int) -> BoolArray:
-    """Whether any of ``t`` queries may see any of ``s`` keys: a boolean array [], or True. False is certain."""
+    """Whether any of ``t`` queries may see any of ``s`` keys: a boolean array [], or True. If False, none does; if
+    True, perhaps none.
+    """
     if mask is None:
         return True
     return jnp.asarray(mask.coverage_bounds(Grid.make([0], t, t, [0], s, s)).some).any()

@@ -100,7 +100,7 @@ def attend(
         ids: segment ids of queries [B or 1, T] and of keys [B or 1, S], int32; None for none.
         band: (low, high): query i sees key j where ``low <= i - j <= high``; None for no limit.
         scale: of the products; the kernel has none, so that the query is scaled.
-        soft_cap: of the scores; None for none.
+        soft_cap: the soft cap of the scores; None for none.
         interpret: run in Pallas's interpreter.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only when it runs

@@ -26,7 +26,7 @@ class CacheSpec:
             "latent" with zeros.
         dtype: None for the one that fits the operation.
         mask, bias: see `attnops_testing.cache_masks`.
-        T: queries a row.
+        T: queries per row.
         rows: "full", "ragged" or "packed".
         starts: whether rows begin with left padding.
         kv_heads: of 4 heads.

@@ -30,7 +30,7 @@ Meaning = Callable[[int, int, int, int, Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ScoreCase:
     """A mask or a bias as the caller gives it, and its meaning.
 
     Attributes:
@@ -44,8 +44,8 @@ class Case:
     packed: Callable[[Callable[[Array], Array]], Any] | None = None
 
 
-def mask_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: int) -> Case:
-    """The mask of a problem; ``S`` slots a row, which is how many positions arrays by key have."""
+def mask_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: int) -> ScoreCase:
+    """The mask of a problem; ``S`` slots per row, which is how many positions arrays by key have."""
     # Windows, chunks and prefixes by batch and head differ enough to be taken for one another.
     left_of_row, left_of_head = rng.permutation(B) * 5 + 1, rng.permutation(H) * 4
     ids, ids_of_queries = rng.integers(0, 2, (B, S)), rng.integers(0, 2, (B, T))
@@ -96,34 +96,34 @@ def mask_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: in
         "Ancestors": (Ancestors(parents), tree),
     }
     if name == "Segments":
-        return Case(
+        return ScoreCase(
             Segments(ids_of_queries, ids),
             lambda b, h, i, q, k: ids[b, k] == ids_of_queries[b, i],
             lambda pack: Segments(pack(ids_of_queries[:, None, :, None])[:, 0, :, 0], ids),
         )
     if name == "Dense":
-        return Case(Dense(dense), lambda b, h, i, q, k: dense[b, h, i, k], lambda pack: Dense(pack(dense)))
-    return Case(*simple[name])
+        return ScoreCase(Dense(dense), lambda b, h, i, q, k: dense[b, h, i, k], lambda pack: Dense(pack(dense)))
+    return ScoreCase(*simple[name])
 
 
 _BUCKETS: Final = 8, 16  # of RelativePosition, and its largest distance
 
 
-def bias_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: int) -> Case:
+def bias_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: int) -> ScoreCase:
     """The bias of a problem; see `mask_case`."""
     slopes, table = rng.uniform(0.2, 0.6, H).astype(np.float32), rng.normal(size=(_BUCKETS[0], H)).astype(np.float32)
     array = rng.normal(size=(B, 1, T, S)).astype(np.float32)
     if name == "ALiBi":
-        return Case(ALiBi(slopes), lambda b, h, i, q, k: -np.float64(slopes[h]) * np.abs(k - q))
+        return ScoreCase(ALiBi(slopes), lambda b, h, i, q, k: -np.float64(slopes[h]) * np.abs(k - q))
     if name == "RelativePosition":
         n = 64
         buckets = oracle.relative_position_buckets(_BUCKETS[0], n, n, True, _BUCKETS[1])
-        return Case(RelativePosition(table, max_distance=_BUCKETS[1]),
+        return ScoreCase(RelativePosition(table, max_distance=_BUCKETS[1]),
                     lambda b, h, i, q, k: np.float64(table[buckets[q, k], h]))  # fmt: skip
     if name == "ScoreFn":
-        return Case(
+        return ScoreCase(
             # Exact in float32, since the oracle's bias is not rounded on the way.
             ScoreFn(lambda scores, b, h, q, kv: scores + 0.03125 * ((b + 1) * (h + 1) * ((3 * q + 5 * kv) % 7))),
             lambda b, h, i, q, k: 0.03125 * ((b + 1) * (h + 1) * ((3 * q + 5 * k) % 7)),
         )
-    return Case(array, lambda b, h, i, q, k: np.float64(array[b, 0, i, k]), lambda pack: pack(array))
+    return ScoreCase(array, lambda b, h, i, q, k: np.float64(array[b, 0, i, k]), lambda pack: pack(array))

@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class ModelLayout:
     """Where the token of each index lies: dense, ring or paged.
 
     Attributes:
@@ -54,11 +54,11 @@ class Token:
 
 
 @dataclasses.dataclass
-class Model:
+class CacheModel:
     """The tokens of each row.
 
     Attributes:
-        layout: of the real cache.
+        layout: the layout of the real cache.
         kv_heads, head_dim, value_head_dim, dtype: see `DenseCache.create`.
         codec: how they are stored.
         latent, width: see `DenseCache.create`.
@@ -69,7 +69,7 @@ class Model:
         rows: the tokens of each row in the order of their indices.
     """
 
-    layout: Layout
+    layout: ModelLayout
     kv_heads: int
     head_dim: int
     value_head_dim: int

@@ -17,8 +17,8 @@ from attnops.dispatch.metadata import OperationMetadata
 from attnops_caches import Cache, PagedCache, Rows
 from attnops_testing import oracle
 from attnops_testing.cache_features import PAGE, CacheSpec
-from attnops_testing.cache_masks import Case, bias_case, mask_case
-from attnops_testing.cache_model import Layout, Model
+from attnops_testing.cache_masks import ScoreCase, bias_case, mask_case
+from attnops_testing.cache_model import CacheModel, ModelLayout
 from attnops_testing.tolerance import OUTPUT_FACTOR, assert_close, tolerance
 
 Array = np.ndarray[Any, Any]
@@ -54,8 +54,8 @@ class CacheProblem:
         spec: its description.
         metadata: the metadata that the operation is made with.
         head_dim: D.
-        dtype: of queries, keys and values, where the description has none.
-        seed: of the tokens.
+        dtype: the dtype of queries, keys and values, where the description has none.
+        seed: the seed of the tokens.
         foreign: another storage that holds the tokens of a `PagedCache`; None for the storages of attnops-caches.
     """
 
@@ -75,7 +75,7 @@ class CacheProblem:
 
     @property
     def T(self) -> int:
-        """Queries a row."""
+        """Queries per row."""
         return self.spec.T
 
     @functools.cached_property
@@ -97,13 +97,13 @@ class CacheProblem:
         return tuple(tuple(int(page) for page in row[:n]) for row, n in zip(rows, needed, strict=True))
 
     @functools.cached_property
-    def before(self) -> Model:
+    def before(self) -> CacheModel:
         """The cache before the queries' own tokens."""
         spec = self.spec
         layout = {
-            "dense": Layout(storage="dense", rows=B, slots=SLOTS),
-            "ring": Layout(storage="ring", rows=B, slots=WINDOW - 1 + max(self.T, PAGE)),
-            "paged": Layout(storage="paged", rows=B, slots=PAGE, table=self.table, pages=PAGES),
+            "dense": ModelLayout(storage="dense", rows=B, slots=SLOTS),
+            "ring": ModelLayout(storage="ring", rows=B, slots=WINDOW - 1 + max(self.T, PAGE)),
+            "paged": ModelLayout(storage="paged", rows=B, slots=PAGE, table=self.table, pages=PAGES),
         }[spec.storage]
         latent = self.head_dim // 2 if spec.content == "latent" else None
         scales = None
@@ -112,7 +112,7 @@ class CacheProblem:
             shape = () if spec.codec.scales == "tensor" else (spec.kv_heads,)
             first, second = (np.float32(self.rng.uniform(1.2, 1.6, shape) / spec.codec.largest) for _ in range(2))
             scales = np.asarray(first), np.asarray(second)
-        model = Model(
+        model = CacheModel(
             layout=layout, kv_heads=spec.kv_heads, head_dim=self.head_dim, latent=latent, codec=spec.codec,
             value_head_dim=self.head_dim // 2 if spec.content in ("Dv", "latent") else self.head_dim,
             width={"joined": 2 * self.head_dim + 4, "latent": self.head_dim + 4}.get(spec.content),
@@ -131,7 +131,7 @@ class CacheProblem:
         return self.before.draw(self.rng, self.T)
 
     @functools.cached_property
-    def after(self) -> Model:
+    def after(self) -> CacheModel:
         """The cache with the queries' own tokens."""
         model, (key, value) = copy.deepcopy(self.before), self.tokens
         for b in range(B):
@@ -146,12 +146,12 @@ class CacheProblem:
         return self.rng.uniform(-(3**0.5), 3**0.5, (B, self.T, HEADS, self.head_dim)).astype(dtype)
 
     @functools.cached_property
-    def mask(self) -> Case | None:
+    def mask(self) -> ScoreCase | None:
         name = self.spec.mask
         return None if name is None else mask_case(name, np.random.default_rng(1), B, HEADS, self.T, SLOTS)
 
     @functools.cached_property
-    def bias(self) -> Case | None:
+    def bias(self) -> ScoreCase | None:
         name = self.spec.bias
         return None if name is None else bias_case(name, np.random.default_rng(2), B, HEADS, self.T, SLOTS)
 

@@ -32,7 +32,7 @@ class CompileCase:
 
     Attributes:
         T, S, B, H, K, D, Dv: dimensions; S=None is T, Dv=None is D.
-        dtype: of query, key and value.
+        dtype: the dtype of query, key and value.
         mask: makes the mask from the arrays of ``traced``.
         traced: shapes and dtypes of the mask's arrays, which are arguments of the program.
         bias: makes the bias from the arrays of ``learnt``.

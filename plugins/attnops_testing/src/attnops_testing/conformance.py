@@ -38,10 +38,10 @@ class OperationConformance:
         platform: see `OperationMetadata`; None for this machine's.
         interpret: whether to run kernels in their language's interpreter.
         mode: the runtime mode; gradients are checked in "train" only.
-        block: queries and keys a tile, small so that small problems have several. Lengths are 2.5 times it,
+        block: queries and keys per tile, small so that small problems have several. Lengths are 2.5 times it,
             1.5 times in quick tests of interpreted kernels, except in features that change lengths, and for kernels
             whose lengths must be multiples of a larger number.
-        dtype: of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
+        dtype: the dtype of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
         metadata: further fields of the metadata; features that set the same field take precedence.
         refuses: the names of features and behaviours ("export", "second derivative") that it refuses, as it does with
             a reason; a behaviour that is named may also raise any exception. ``"caches"`` stands for every call over a

@@ -77,7 +77,7 @@ def _prefix(B: int, H: int, T: int, S: int) -> ExpectedMask:
 
 
 def _ids(B: int, length: int) -> Array:
-    """Three documents a row, cut at other places in each, [B, length]."""
+    """Three documents per row, cut at other places in each, [B, length]."""
     return (np.arange(length)[None, :] * 3 + 2 * np.arange(B)[:, None]) // length
 
 

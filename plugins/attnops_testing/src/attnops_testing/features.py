@@ -41,7 +41,7 @@ class Spec:
         S: tiles of keys, and how many keys more: an int, or a fraction of a tile; None for T.
         B, H, K, D: dimensions.
         Dv: None for D.
-        dtype: of query, key, value and sinks.
+        dtype: the dtype of query, key, value and sinks.
         large: the scores of even queries are about 150, those of odd ones about −150, before soft cap and bias.
         mixed: whether key and value have another dtype: bfloat16 if ``dtype`` is float32, else float32.
         bias: one of `ARRAY_BIASES`, "rising", "-inf" or "lowest", or "ALiBi", "RelativePosition", "ScoreFn".
@@ -84,7 +84,7 @@ class Spec:
 
         Args:
             metadata: to which layout, dtype, dropout and tile sizes are added.
-            seed: of the arrays and cotangents.
+            seed: the seed of the arrays and cotangents.
         """
         rng = np.random.default_rng(seed)
         metadata = metadata or OperationMetadata()
@@ -244,7 +244,7 @@ def combine(names: Iterable[str], block: int = 16, fit: Fit | None = None) -> Sp
     """The description of the problem with all these features.
 
     Args:
-        names: of the features.
+        names: the names of the features.
         block: queries, and keys, a tile.
         fit: the plain problem, whose block is used. None: the default one, in tiles of ``block``.
 

@@ -29,7 +29,7 @@ class Fit:
         B: batch.
         H: heads, as many as kv heads.
         D: head_dim of query, key and value.
-        dtype: of query, key and value.
+        dtype: the dtype of query, key and value.
     """
 
     block: int = 16

@@ -24,7 +24,7 @@ def limited(name: str, seconds: float, report: Callable[[Outcome], None]) -> Ite
     Compiled code can't be interrupted. Where it never lets go of Python's lock, nor does this end it.
 
     Args:
-        name: of the check.
+        name: the name of the check.
         seconds: that it may take.
         report: is called first, in another thread, with the outcome and the stack at that time.
     """

@@ -40,8 +40,8 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
     """Outputs, logsumexps and every gradient of an operation's partials equal those of `vanilla` over all keys.
 
     Args:
-        name: of the operation.
-        platform: of the forward.
+        name: the name of the operation.
+        platform: the platform of the forward.
         features: ``"plain"``, a causal mask; ``"bias"``, a bias and a soft cap; ``"low"``, a bias that puts some
             rows at −1e9, where float32 rounding loses log(l) in the logsumexp; ``"dropout"``, dropout.
         **fields: of the metadata.

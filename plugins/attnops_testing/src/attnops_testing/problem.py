@@ -43,7 +43,7 @@ class Problem:
         value: [B, S, K, Dv].
         options: the contract's options, as the caller gives them.
         metadata: the metadata that the operation is made with.
-        seed: of the random cotangents.
+        seed: the seed of the random cotangents.
         visible: what the mask allows, booleans that broadcast to [B, H, T, S], where that is known by other means than
             the mask. None: the mask is asked.
         poison: by name ("query", "key", "value"): booleans [B, length], the tokens that hold NaN in every head. The

@@ -47,7 +47,7 @@ class Outcome:
         status: see `Status`.
         detail: the reasons of a refusal, what is wrong, or why it was not run.
         raised: the name of the exception, where it is wrong because it raised one and not because of a value.
-        traceback: of that exception, as text.
+        traceback: the traceback of that exception, as text.
         rules: of a refusal: its reasons without their values, so that refusals that say one thing are equal.
     """
 
@@ -126,9 +126,9 @@ class Subject:
         platform: see `OperationMetadata`; None for this machine's.
         interpret: see `OperationMetadata`.
         mode: the runtime mode; gradients are checked in train mode only.
-        block: queries and keys a tile, small so that small problems have several; larger for a kernel whose lengths
+        block: queries and keys per tile, small so that small problems have several; larger for a kernel whose lengths
             must be multiples of a larger number.
-        dtype: of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
+        dtype: the dtype of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
         metadata: further fields, on top of which the above are set.
 
     Raises:

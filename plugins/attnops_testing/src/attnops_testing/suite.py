@@ -23,13 +23,13 @@ from attnops_testing.runner import Outcome, Subject, attempt, judged
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class SuitePart:
     """One kind of checks.
 
     Attributes:
         listed: what gives its cases: names, or names of features combined.
         run: checks a case.
-        name: of a case.
+        name: the name of a case.
         quick: which cases, of what is compiled or interpreted, always run; the others upon request.
         group: a name in ``refuses`` that stands for every case.
     """
@@ -76,21 +76,23 @@ def _memory(subject: Subject, case: str) -> list[Outcome]:
 # By name; `OperationConformance` has a test for each.
 SUITE: Final = {
     # Every feature, several in a problem; below each by itself, and together with another that is served.
-    "each_feature": Part(rows_of_each, Subject.check_row, quick=lambda row, interpret: True),
-    "feature": Part(lambda: FEATURES, _feature),
-    "sampled_pair": Part(sampled_pairs, Subject.check_pair_or_others),
+    "each_feature": SuitePart(rows_of_each, Subject.check_row, quick=lambda row, interpret: True),
+    "feature": SuitePart(lambda: FEATURES, _feature),
+    "sampled_pair": SuitePart(sampled_pairs, Subject.check_pair_or_others),
     # In several tiles of 128, as kernels that choose their tiles themselves have them.
-    "long": Part(lambda: LONG, lambda subject, row: _feature(subject.long, row), lambda row: f"long: {joined(row)}"),
-    "all_pairs": Part(covering_rows, Subject.check_pairs),
-    "behaviour": Part(lambda: BEHAVIOURS, _behaviour, quick=lambda name, interpret: name not in CORNERS),
-    "memory_growth": Part(lambda: MEMORY, _memory, "memory, {}".format, lambda case, interpret: case == "Causal"),
+    "long": SuitePart(
+        lambda: LONG, lambda subject, row: _feature(subject.long, row), lambda row: f"long: {joined(row)}"
+    ),
+    "all_pairs": SuitePart(covering_rows, Subject.check_pairs),
+    "behaviour": SuitePart(lambda: BEHAVIOURS, _behaviour, quick=lambda name, interpret: name not in CORNERS),
+    "memory_growth": SuitePart(lambda: MEMORY, _memory, "memory, {}".format, lambda case, interpret: case == "Causal"),
     # Every feature of calls over a cache, several in a problem; of interpreted kernels only the second row, which has
     # more features than the first.
-    "caches": Part(
+    "caches": SuitePart(
         cache_rows, check_cache_row, cache_name,
         lambda row, interpret: not interpret or row == cache_rows()[1], "caches",
     ),
-    "cache_pairs": Part(cache_pair_rows, check_cache_row, cache_name, group="caches"),
+    "cache_pairs": SuitePart(cache_pair_rows, check_cache_row, cache_name, group="caches"),
 }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def test_what_is_wrong_over_a_cache_is_not_timed(tmp_path: Path) -> None:
     [
         (("--codec", "int8", "--used", "8"), "--codec, --used is given, but no cache; give --cache PagedCache"),
         (("--cache", "sparse"), "cache='sparse' is unknown; use one of ['DenseCache', 'WindowCache', 'PagedCache']"),
-        (("--cache", "DenseCache", "--used", "33", "-T", "32"), "used=33 tokens do not fit in 32 slots a row"),
+        (("--cache", "DenseCache", "--used", "33", "-T", "32"), "used=33 tokens do not fit in 32 slots per row"),
         (("--cache", "DenseCache", "--queries", "9", "--used", "8"), "queries=9 must be from 1 to used=8"),
         (("--cache", "PagedCache", "-T", "40"), "S=40 must be a multiple of page_size=16"),
         (("--cache", "DenseCache", "--backward"), "--backward is given, but attention over a cache has no gradient"),

@@ -111,7 +111,7 @@ def attend(
         length: keys behind the first of this number are padding.
         is_causal: whether query i sees the keys j <= i alone.
         scale: of the products.
-        soft_cap: of the scores; None for none.
+        soft_cap: the soft cap of the scores; None for none.
     """
     import tokamax
 

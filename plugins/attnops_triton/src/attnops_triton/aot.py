@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Final
 
 import jax
 
-from attnops_triton.language.build import Program, Recipe, build, lowered
+from attnops_triton.language.build import CompiledKernel, Recipe, build, lowered
 from attnops_triton.language.launch import Launched, recording
 from attnops_triton.targets import TARGETS, capability, is_amd, target
 
 if TYPE_CHECKING:
     from attnops.typing import Function, PyTree
 
-# Instructions that multiply matrices or, for float32, numbers, and the load from tensor memory.
+# Instructions that multiply (matrices, or numbers in float32), and the load from tensor memory.
 PRODUCTS: Final = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "FFMA", "FFMA2", "LDTM")
 
 
@@ -33,11 +33,11 @@ class Binary:
     """A compiled kernel.
 
     Attributes:
-        registers: of a thread.
-        spilled: bytes of local memory a thread; on AMD registers spilled.
-        shared: bytes of shared memory a program.
-        instructions: occurrences in the code, by the name up to the first dot.
-        loops: the same for each innermost loop with products or their results, in the order of the code; none on AMD.
+        registers: registers per thread.
+        spilled: bytes of local memory per thread; on AMD the number of spilled registers.
+        shared: bytes of shared memory per program.
+        instructions: the number of occurrences by instruction's name, up to its first dot.
+        loops: the same for each innermost loop with one of `PRODUCTS`, in the order of the code; empty on AMD.
         text: PTX; on AMD the assembly.
     """
 
@@ -50,9 +50,9 @@ class Binary:
 
     @property
     def loop(self) -> collections.Counter[str]:
-        """The instructions of the loop over FULL tiles, which has fewer than that over PARTIAL ones; empty on AMD.
+        """The instructions of the loop over FULL tiles; empty on AMD.
 
-        Where partitions have loops without exponentials, it is one with them.
+        It is the loop with the fewest instructions; in specialised kernels, of the loops with exponentials.
         """
         loops = [loop for loop in self.loops if loop["MUFU"]] or self.loops
         return min(loops, key=lambda loop: sum(loop.values()), default=collections.Counter())
@@ -66,7 +66,7 @@ def kernels(function: Function, arguments: Sequence[PyTree], arch: str) -> list[
     """The distinct kernels that a function launches, in order.
 
     Args:
-        function: of arrays, or of pytrees of them.
+        function: a function of arrays or pytrees of arrays.
         arguments: its arguments, arrays or `jax.ShapeDtypeStruct`.
         arch: one of `attnops_triton.targets.TARGETS`.
     """
@@ -81,7 +81,7 @@ def compile_for(launched: Launched, arch: str, ptxas: Path | None = None) -> Bin
     Args:
         launched: the kernel.
         arch: the architecture.
-        ptxas: the assembler, for NVIDIA; None for that in Triton's package, which knows every architecture.
+        ptxas: the assembler for NVIDIA GPUs; None for the one in Triton's package, which knows every architecture.
 
     Raises:
         ValueError: the architecture is unknown.
@@ -93,11 +93,11 @@ def compile_for(launched: Launched, arch: str, ptxas: Path | None = None) -> Bin
     return _amd(recipe) if is_amd(arch) else _nvidia(build(recipe), arch, ptxas)
 
 
-def _nvidia(program: Program, arch: str, ptxas: Path | None) -> Binary:
+def _nvidia(program: CompiledKernel, arch: str, ptxas: Path | None) -> Binary:
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_bytes(program.code)
-        # As jaxlib calls it.
+        # The same options as jaxlib's.
         accelerated = "a" if capability(arch) >= 90 else ""
         given = (str(source), "-o", str(binary), f"-arch={arch}{accelerated}")
         if ptxas is None:
@@ -114,7 +114,9 @@ def _nvidia(program: Program, arch: str, ptxas: Path | None) -> Binary:
 
 
 def _inner_loops(lines: list[str]) -> tuple[collections.Counter[str], ...]:
-    """The instructions of the innermost loops with products; loops are found by backward branches."""
+    """The instructions of the innermost loops with products. A loop is the code between a backward branch and its
+    target.
+    """
     labels: dict[str, int] = {}
     loops = []
     for i, line in enumerate(lines):

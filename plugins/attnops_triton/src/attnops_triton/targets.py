@@ -1,4 +1,6 @@
-"""GPUs that kernels are compiled for: what a target needs, and the target if it is not this machine's GPU."""
+"""The GPUs that kernels can be compiled for: their properties, and a context that selects one other than this
+machine's.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,7 @@ from typing import Final
 
 from attnops.kernels import TraceContext
 
-# The targets for which every entry of the table of tile sizes was compiled, and the bytes of shared memory that one
-# program may use.
+# Bytes of shared memory that one program may use, for the targets for which all tile sizes in the table were compiled.
 SHARED_MEMORY: Final = {
     "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
     "sm_120": 99 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10,
@@ -17,7 +18,7 @@ SHARED_MEMORY: Final = {
 
 # Targets with the tiles and the shared memory of another one.
 LIKE: Final = {"sm_103": "sm_100"}
-# All that kernels are compiled for by name.
+# All targets that can be named.
 TARGETS: Final = (*SHARED_MEMORY, *LIKE)
 
 # Multiprocessors (AMD: compute units) of the largest GPU of a target.
@@ -25,19 +26,19 @@ _MULTIPROCESSORS: Final = {
     "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256,
 }  # fmt: skip
 
-# The first CUDA release whose assembler knows an NVIDIA target, and the PTX version of that release. Newer assemblers
-# read older PTX, so that a program of this version can be assembled wherever its target is known at all.
+# For an NVIDIA target, the first CUDA release whose assembler knows it, and the PTX version of that release. Newer
+# assemblers read older PTX, so that every assembler that knows the target can assemble a program in this version.
 _FIRST: Final = {
     80: ((12, 0), 80), 100: ((12, 8), 87), 103: ((12, 9), 88), 120: ((12, 8), 87), 121: ((12, 9), 88),
 }  # fmt: skip
 
-# The same for programs that make tensor maps, which sm_90 can.
+# The first CUDA release and PTX version for programs that make tensor maps, from sm_90 on.
 _MAPS: Final = ((12, 3), 83)
 
 # AMD's data centre GPUs, with matrix cores and 64 lanes a wave; RDNA has 32, and other matrix instructions.
 CDNA: Final = ("gfx90a", "gfx942", "gfx950")
 
-# Those whose products are in tensor memory.
+# Targets with tensor memory for the results of products.
 TENSOR_MEMORY: Final = ("sm_100", "sm_103")
 
 # Part of the key of JAX's cache of traced functions.
@@ -86,7 +87,7 @@ def wave_size(arch: str) -> int:
 
 
 def multiprocessors(arch: str) -> int:
-    """Multiprocessors of the largest GPU of a target; 132 of one that is not known, 1 without a target."""
+    """Multiprocessors of the largest GPU of a target; 132 for an unknown target, 1 without one."""
     return _MULTIPROCESSORS.get(LIKE.get(arch, arch), 132) if arch else 1
 
 

@@ -1,7 +1,8 @@
 """Measured times: which tiles are fastest on a device, and which operation.
 
-`attnops tune` writes such tables; ``$ATTNOPS_TRITON_TUNED`` names the files to read, joined by ``:``. A table is JSON,
-a row a line, sorted, so that two can be compared and merged as text. Nothing is measured when a model runs.
+`attnops tune` writes such tables; ``$ATTNOPS_TRITON_TUNED`` names the files to read, joined by ``:``. A table is JSON
+with one row per line, sorted, so that two tables can be compared and merged as text. Nothing is measured when a model
+runs.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ FORMAT: Final = 1
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Row:
+class MeasuredTime:
     """A measured time.
 
     Attributes:
-        device: its name, as JAX has it, such as ``"NVIDIA H100 80GB HBM3"``.
+        device: JAX's name of the device, such as ``"NVIDIA H100 80GB HBM3"``.
         what: a kernel, "forward", "by_query" or "by_key"; or a call of an operation, such as
             ``"attnops-triton:flash, backward"``.
-        dtype: of query, key and value.
+        dtype: the dtype of query, key and value.
         head_dim: D.
         value_head_dim: Dv.
         mask: "full" or "causal".
         length: T and S.
         tiles: (bq, bk, warps, stages) of a kernel, and 1 of a specialised one; empty for a call.
-        seconds: a call takes.
+        seconds: the time of a call.
     """
 
     device: str
@@ -48,37 +49,37 @@ class Row:
 
     @property
     def measured(self) -> tuple[object, ...]:
-        """What was measured: all but how, and how long it took."""
+        """What was measured: all fields but ``tiles`` and ``seconds``."""
         return (
             self.device, self.what, self.dtype, self.head_dim, self.value_head_dim, self.mask, self.length,
         )  # fmt: skip
 
 
-def merge(rows: Iterable[Row]) -> list[Row]:
-    """The fastest row of each that measured the same, in one order whatever the order given."""
-    best: dict[tuple[object, ...], Row] = {}
+def merge(rows: Iterable[MeasuredTime]) -> list[MeasuredTime]:
+    """The fastest row for each `MeasuredTime.measured`, sorted; the result does not depend on the order of ``rows``."""
+    best: dict[tuple[object, ...], MeasuredTime] = {}
     for row in sorted(rows, key=lambda row: (row.seconds, row)):
         best.setdefault(row.measured, row)
     return sorted(best.values())
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
+def write(path: Path, rows: Iterable[MeasuredTime]) -> None:
     """Write a table."""
     lines = ",\n".join(json.dumps(dataclasses.asdict(row)) for row in merge(rows))
     path.write_text(f'{{"format": {FORMAT}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[MeasuredTime]:
     """The rows of a table.
 
     Raises:
-        ValueError: the file is no table.
+        ValueError: the file is not such a table.
     """
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         if table["format"] != FORMAT:
             raise ValueError(f"format {table['format']}")
-        return [Row(**row | {"tiles": tuple(row["tiles"])}) for row in table["rows"]]
+        return [MeasuredTime(**row | {"tiles": tuple(row["tiles"])}) for row in table["rows"]]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} must be a table of format {FORMAT}, as `attnops tune` writes; reading it raised "
@@ -86,13 +87,13 @@ def read(path: Path) -> list[Row]:
         ) from None
 
 
-def installed() -> tuple[Row, ...]:
-    """The rows of the tables that the environment names; none for a file that is not there."""
+def installed() -> tuple[MeasuredTime, ...]:
+    """The rows of the tables that ``$ATTNOPS_TRITON_TUNED`` names; files that do not exist are ignored."""
     return _installed(os.environ.get(VARIABLE, ""))
 
 
 @functools.lru_cache(maxsize=4)
-def _installed(paths: str) -> tuple[Row, ...]:
+def _installed(paths: str) -> tuple[MeasuredTime, ...]:
     found = [Path(path) for path in paths.split(os.pathsep) if path]
     return tuple(merge(row for path in found if path.is_file() for row in read(path)))
 
@@ -109,9 +110,9 @@ def tiles(device: str, kernel: str, dtype: str, head_dim: int, value_head_dim: i
 
 
 def fastest(device: str, calls: tuple[str, ...], dtype: str, head_dim: int, mask: str, length: int) -> str:
-    """Which of some calls is the fastest at the nearest length that was measured of all; empty if none was.
+    """The fastest of some calls, at the nearest length at which all of them were measured; empty if there is none.
 
-    A length that differs by more than a factor of 2 says nothing.
+    Lengths that differ from ``length`` by more than a factor of 2 are ignored.
     """
     times = {
         (row.length, row.what): row.seconds

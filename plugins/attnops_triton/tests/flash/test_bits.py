@@ -14,7 +14,7 @@ from attnops.masks import Causal, Coverage, Lengths, Mask, MaskFn, SlidingWindow
 from attnops_testing.corners import agree, draw
 from attnops_testing.runner import Subject
 from attnops_triton.flash.bits import is_translatable
-from attnops_triton.flash.tile_schedule import Layout, TileSchedule, tile_schedule
+from attnops_triton.flash.tile_schedule import ScheduleLayout, TileSchedule, tile_schedule
 
 INTERPRETED = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
 B, T, S, H, K, D = 2, 41, 57, 4, 2, 16
@@ -98,12 +98,12 @@ def test_bits_of_partial_tiles_alone() -> None:
     assert Coverage.PARTIAL == 1
     seen: list[Any] = []
 
-    def pack(*at: Any) -> Any:
+    def bits_of(*at: Any) -> Any:
         seen.append([list(map(int, x)) for x in at])
         return jnp.zeros((len(at[0]), 16, 1), jnp.int32)
 
-    schedule: TileSchedule = tile_schedule(coverage, Layout.LISTED, pack)
+    schedule: TileSchedule = tile_schedule(coverage, ScheduleLayout.LISTED, bits_of)
     assert seen[-1][2:] == [[0, 1, 2, 2], [0, 1, 1, 2]]
     assert schedule.first.tolist() == [0, 1, 2]
-    tile_schedule(coverage.swapaxes(2, 3), Layout.LISTED, pack, by_key=True)
+    tile_schedule(coverage.swapaxes(2, 3), ScheduleLayout.LISTED, bits_of, by_key=True)
     assert seen[-1][2:] == [[0, 1, 2, 2], [0, 1, 1, 2]], "queries and keys, row by row of keys"

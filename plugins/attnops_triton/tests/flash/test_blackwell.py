@@ -33,12 +33,12 @@ from attnops.masks import Causal, Mask, Segments, SlidingWindow
 from attnops_testing import attention, attention_gradients
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash import backend, plan
-from attnops_triton.flash.hopper.partitions import Partitions
+from attnops_triton.flash.hopper.partitions import PartitionedWriter
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import interpreter, simulator
 from attnops_triton.language.build import build
 from attnops_triton.language.launch import recording
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 from attnops_triton.targets import SHARED_MEMORY, target
 
 FORWARD = [
@@ -99,7 +99,7 @@ def test_simulated_blackwells_backward_is_right(
     if not options.pop("split", False):  # else groups are split, since programs are few
         monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
     if options.pop("apart", False):
-        monkeypatch.setattr(Partitions, "flat", False)
+        monkeypatch.setattr(PartitionedWriter, "flat", False)
     run = names_of_simulated(monkeypatch)
     rng = np.random.default_rng(0)
     q, d_out = (rng.normal(size=(1, T, H, D)).astype(np.float32) for _ in range(2))
@@ -172,7 +172,7 @@ def test_the_simulator_notices_mistakes_with_blackwells_backward(
     replaced: list[str] = []
     real = simulator.simulate
 
-    def changed(given: Kernel, integers: Any, programs: int, *arrays: Any) -> None:
+    def changed(given: KernelSource, integers: Any, programs: int, *arrays: Any) -> None:
         if kernel and given.name == f"attnops_flash_backward_{kernel}":
             replaced.append(given.name)
             given = dataclasses.replace(given, text=mistaken(given.text, *pairs))

@@ -33,7 +33,7 @@ from attnops_triton.flash.order import unordered
 from attnops_triton.language import assembler, simulator
 from attnops_triton.language.assembler import Assembler
 from attnops_triton.language.build import build
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 from attnops_triton.targets import target
 
 PROBLEMS = [
@@ -147,7 +147,7 @@ def test_the_simulator_notices_mistakes_with_dq(mistake: str | None, monkeypatch
     replaced: list[str] = []
     real = simulator.simulate
 
-    def changed(kernel: Kernel, *given: Any) -> None:
+    def changed(kernel: KernelSource, *given: Any) -> None:
         if mistake is not None and kernel.name == "attnops_flash_backward":
             old, new = MISTAKES_OF_DQ[mistake]
             assert old in kernel.text

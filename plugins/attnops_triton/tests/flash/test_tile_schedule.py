@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attnops.masks import Causal, Chunked, Coverage, Mask, Segments, SlidingWindow, block_map
-from attnops_triton.flash.tile_schedule import Layout, TileSchedule, layout_of, tile_schedule
+from attnops_triton.flash.tile_schedule import ScheduleLayout, TileSchedule, layout_of, tile_schedule
 
 MASKS = {
     "causal": Causal(),
@@ -47,7 +47,7 @@ def expected(coverage: np.ndarray) -> list[list[tuple[list[int], list[int]]]]:
 def test_schedules_of_random_coverage_are_its_tiles_that_are_not_empty(traced: bool) -> None:
     coverage = np.random.default_rng(0).integers(0, 3, (2, 3, 7, 5)).astype(np.int8)
     coverage[0, 0, 2] = coverage[1, 2] = Coverage.EMPTY
-    made = functools.partial(tile_schedule, layout=Layout.LISTED)
+    made = functools.partial(tile_schedule, layout=ScheduleLayout.LISTED)
     schedule = jax.jit(made)(jnp.asarray(coverage)) if traced else made(coverage)
     assert listed(schedule) == expected(coverage)
 

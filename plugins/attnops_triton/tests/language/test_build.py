@@ -13,11 +13,11 @@ import pytest
 
 from attnops_triton import versions
 from attnops_triton.language import build, store
-from attnops_triton.language.build import Program, Recipe
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.build import CompiledKernel, Recipe
+from attnops_triton.language.source import KernelSource
 
 TEXT = "def copy(x_ptr, y_ptr, n):\n    tl.store(y_ptr, tl.load(x_ptr) + n)\n"
-COPY = Kernel("copy", ("x_ptr", "y_ptr"), ("n",), TEXT)
+COPY = KernelSource("copy", ("x_ptr", "y_ptr"), ("n",), TEXT)
 RECIPE = Recipe(COPY, ("int32", "int32"), frozenset(), 4, 2, "sm_90")
 
 
@@ -25,7 +25,7 @@ RECIPE = Recipe(COPY, ("int32", "int32"), frozenset(), 4, 2, "sm_90")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the cache, empty; this process has built nothing."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "counts", build.Counts())
+    monkeypatch.setattr(build, "counts", build.BuildCounts())
     build._build.cache_clear()
     return tmp_path / "cache"
 
@@ -76,7 +76,7 @@ def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_stored_is_what_is_read(folder: Path) -> None:
-    program = Program("copy", 128, 0, b"code\nof several\nlines")
+    program = CompiledKernel("copy", 128, 0, b"code\nof several\nlines")
     fields = dataclasses.asdict(program)
     store.write("key", fields.pop("code"), fields)
     assert store.read("key") == (program.code, fields)

@@ -12,14 +12,14 @@ from jaxlib import gpu_triton
 
 from attnops_triton.language import call, compat
 from attnops_triton.language.build import Recipe, build
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 
 TEXT = "def copy(x_ptr, y_ptr, n):\n    tl.store(y_ptr, tl.load(x_ptr) + n)\n"
 X = jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
 def recipe(arch: str) -> Recipe:
-    return Recipe(Kernel("copy", ("x_ptr", "y_ptr"), ("n",), TEXT), ("int32", "int32"), frozenset(), 4, 1, arch)
+    return Recipe(KernelSource("copy", ("x_ptr", "y_ptr"), ("n",), TEXT), ("int32", "int32"), frozenset(), 4, 1, arch)
 
 
 def lowered(arch: str) -> str:

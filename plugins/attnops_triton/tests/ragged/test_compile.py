@@ -16,7 +16,7 @@ from attnops.masks import Causal
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
 from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.language.launch import Launched
-from attnops_triton.ragged.plan import RaggedTiles
+from attnops_triton.ragged.plan import CacheTileSizes
 from attnops_triton.targets import SHARED_MEMORY
 
 B, LENGTH = 8, 4096
@@ -150,7 +150,7 @@ def per_byte(launched: Launched, case: Case) -> tuple[float, Binary]:
     """Instructions of a warp for each byte of keys and values, in the loop over tiles without a mask."""
     binary, tiles = compile_for(launched, "sm_90"), launched.tiles
     itemsize = 1 if case.codec else jnp.dtype(case.dtype).itemsize
-    assert isinstance(tiles, RaggedTiles)
+    assert isinstance(tiles, CacheTileSizes)
     return sum(binary.loop.values()) * tiles.warps / (tiles.bk * 2 * case.D * itemsize), binary
 
 

@@ -19,7 +19,7 @@ from attnops_testing import attention
 from attnops_testing.caches import cache_problem
 from attnops_testing.runner import Subject
 from attnops_triton.language import interpreter
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 from attnops_triton.ragged.tile_sizes import splits
 
 SUBJECT = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
@@ -107,7 +107,7 @@ def test_a_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
     problem, old, new = (QUICK | SLOW)[mistake]
     check, run, found = compiled(problem), interpreter.run_on_host, []
 
-    def mutated(kernel: Kernel, *given: Any) -> None:
+    def mutated(kernel: KernelSource, *given: Any) -> None:
         found.append(old in kernel.text)
         run(dataclasses.replace(kernel, text=kernel.text.replace(old, new)), *given)
 

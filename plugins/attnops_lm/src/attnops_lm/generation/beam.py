@@ -20,7 +20,7 @@ EARLY = {True: 1, False: 0, "never": 2}
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pages:
+class BeamPages:
     """The pages of B · k beams, and as many rows more, in which the next beams are put together.
 
     Attributes:
@@ -29,12 +29,12 @@ class Pages:
 
     pool: PagePool
 
-    def reserved(self, caches: Caches, lengths: jax.Array) -> tuple[Pages, Caches]:
+    def reserved(self, caches: Caches, lengths: jax.Array) -> tuple[BeamPages, Caches]:
         """Pages for so many tokens a beam, int32 [B · k]."""
         pool = self.pool.reserve(jnp.concatenate([lengths, jnp.zeros_like(lengths)]))
-        return Pages(pool), _with_table(caches, pool.table[: len(lengths)])
+        return BeamPages(pool), _with_table(caches, pool.table[: len(lengths)])
 
-    def taken(self, caches: Caches, parents: jax.Array) -> tuple[Pages, Caches]:
+    def taken(self, caches: Caches, parents: jax.Array) -> tuple[BeamPages, Caches]:
         """Beam i becomes a copy of beam ``parents[i]``: full pages are shared, the last ones copied."""
         n = len(parents)
         row = jnp.arange(n, dtype=jnp.int32)
@@ -43,7 +43,7 @@ class Pages:
         table, lengths, ok = (jnp.roll(x, n, axis=0) for x in (pool.table, pool.lengths, pool.ok))
         pool = dataclasses.replace(pool, table=table, lengths=lengths, ok=ok)
         copied = tuple(cache.copy_pages(copies) for cache in caches if isinstance(cache, PagedCache))
-        return Pages(pool), _with_table(_with_rows(copied, parents), pool.table[:n])
+        return BeamPages(pool), _with_table(_with_rows(copied, parents), pool.table[:n])
 
 
 def _with_table(caches: Caches, table: jax.Array) -> Caches:
@@ -67,11 +67,11 @@ class Beams:
     Attributes:
         caches: one a layer, of B · k rows.
         pages: of paged caches.
-        tokens: of running sequences by index, int32 [B · k, S].
+        tokens: the tokens of running sequences by index, int32 [B · k, S].
         lengths: of them, int32 [B · k].
         first: the index of the first generated token, int32 [B · k].
         scores: their log-probabilities, float32 [B, k], largest first; −inf where there are fewer sequences.
-        ended_tokens: of finished sequences, int32 [B, k, S].
+        ended_tokens: the ended tokens of finished sequences, int32 [B, k, S].
         ended_lengths: of them, int32 [B, k].
         ended_scores: log-probability / length ** length_penalty, float32 [B, k], largest first; −inf for none.
         done: whether no running sequence matters, bool [B].
@@ -79,7 +79,7 @@ class Beams:
     """
 
     caches: Caches
-    pages: Pages | None
+    pages: BeamPages | None
     tokens: jax.Array
     lengths: jax.Array
     first: jax.Array
@@ -91,13 +91,15 @@ class Beams:
     steps: jax.Array
 
     @classmethod
-    def create(cls, caches: Caches, pages: Pages | None, tokens: jax.Array, lengths: jax.Array, beams: int) -> Beams:
+    def create(
+        cls, caches: Caches, pages: BeamPages | None, tokens: jax.Array, lengths: jax.Array, beams: int
+    ) -> Beams:
         """From caches and tokens of B rows, all but the last token of each in the caches."""
         return _created(caches, pages, tokens, lengths, beams)
 
 
 @functools.partial(jax.jit, static_argnames="beams")
-def _created(caches: Caches, pages: Pages | None, tokens: jax.Array, lengths: jax.Array, beams: int) -> Beams:
+def _created(caches: Caches, pages: BeamPages | None, tokens: jax.Array, lengths: jax.Array, beams: int) -> Beams:
     """`Beams.create` in one program."""
     B = len(lengths)
     parents = jnp.repeat(jnp.arange(B, dtype=jnp.int32), beams)

@@ -43,7 +43,7 @@ class GenerationConfig:
 
     Attributes:
         max_new_tokens: most tokens generated a row; None: from ``max_length``, or 20.
-        max_length: most tokens a row, the prompt and its padding included; None: from ``max_new_tokens``.
+        max_length: most tokens per row, the prompt and its padding included; None: from ``max_new_tokens``.
         min_new_tokens: tokens before which no end token is chosen.
         do_sample: draw tokens; else the most probable one is taken.
         temperature: scores are divided by it; with ``do_sample`` alone, as the next three.
@@ -64,7 +64,7 @@ class GenerationConfig:
         max_matching_ngram_size: most last tokens that are compared for that.
         cache_implementation: "static" (None is the same), a row of slots each; "sliding_window", rings in layers that
             have a window; "paged", pages.
-        page_size: slots a page, with "paged" alone.
+        page_size: slots per page, with "paged" alone.
         prefill_chunk_size: tokens of the prompt at a time; None: by the prompt's length, at most 512.
     """
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from attnops_lm.generation.beam import EARLY, BeamRules, Beams, Pages, beam_programs
+from attnops_lm.generation.beam import EARLY, BeamPages, BeamRules, Beams, beam_programs
 from attnops_lm.generation.config import GenerationConfig
 from attnops_lm.generation.programs import Caches, Leaves, Settings, StepProgram, prompt_program, split, step_program
 from attnops_lm.generation.prompt import Prompt, chunk_size, read_prompt
 from attnops_lm.generation.room import Room, make_room
 from attnops_lm.generation.sampling import Sampling, row_keys
-from attnops_lm.generation.state import LogitsProcessor, Rows, Rules
-from attnops_lm.generation.text import Decoder, Streamer, TextOfRow
+from attnops_lm.generation.state import GenerationRows, LogitsProcessor, Rules
+from attnops_lm.generation.text import Streamer, TextDecoder, TextOfRow
 
 
 class Generated(NamedTuple):
@@ -61,7 +61,7 @@ class Call:
     processor: LogitsProcessor | None
     caches: Caches | None
     streamer: Streamer | None
-    tokenizer: Decoder | None
+    tokenizer: TextDecoder | None
     chunk: int | None
 
     @property
@@ -95,7 +95,7 @@ def read_call(
     attention_mask: Any,
     caches: Caches | None,
     streamer: Streamer | None,
-    tokenizer: Decoder | None,
+    tokenizer: TextDecoder | None,
     chunk: int | None,
 ) -> Call:
     """The arguments of `generate`, checked; see there."""
@@ -154,12 +154,12 @@ def generate(call: Call) -> Generated:
     lengths = room.used + call.prompt.lengths
     if call.config.num_beams > 1:
         search = beam_programs(network, call.processor, call.trace)
-        pages = None if room.pool is None else Pages(room.pool)
+        pages = None if room.pool is None else BeamPages(room.pool)
         beams = Beams.create(caches, pages, tokens, lengths, call.config.num_beams)
         numbers: Any = np.float32(call.config.length_penalty), np.int32(EARLY[call.config.early_stopping])
         rules = BeamRules(call.rules(), *numbers)
         return _beams_result(call, search.search(leaves, beams, rules))
-    rows = Rows.create(caches, tokens, lengths, call.key)
+    rows = GenerationRows.create(caches, tokens, lengths, call.key)
     if call.streamer is None and not call.config.stops:
         stopped = np.zeros(len(call.prompt.lengths), bool)
         rows, _ = steps.run(leaves, rows, call.rules(), stopped, np.int32(call.most))
@@ -169,7 +169,9 @@ def generate(call: Call) -> Generated:
     return _rows_result(call, rows, room, texts)
 
 
-def _with_host(call: Call, steps: StepProgram, leaves: Leaves, rows: Rows) -> tuple[Rows, list[TextOfRow] | None]:
+def _with_host(
+    call: Call, steps: StepProgram, leaves: Leaves, rows: GenerationRows
+) -> tuple[GenerationRows, list[TextOfRow] | None]:
     """The steps one by one: after each the host has its tokens, and says which rows have a stop string."""
     B, rules, one = len(call.prompt.lengths), call.rules(), np.int32(1)
     texts = None if call.tokenizer is None else [TextOfRow(call.tokenizer, call.config.stops) for _ in range(B)]
@@ -223,7 +225,7 @@ class _Columns:
             self.shown += 1
 
 
-def _rows_result(call: Call, rows: Rows, room: Room, texts: list[TextOfRow] | None) -> Generated:
+def _rows_result(call: Call, rows: GenerationRows, room: Room, texts: list[TextOfRow] | None) -> Generated:
     first, lengths = on_host(rows.first), on_host(rows.lengths)
     _check_fit(rows.caches)
     tokens = _generated(on_host(rows.tokens), first, lengths, call.pad)

@@ -13,7 +13,7 @@ from attnops_lm.generation.config import GenerationConfig
 from attnops_lm.generation.loop import Generated, generate, read_call
 from attnops_lm.generation.prompt import read_prompt
 from attnops_lm.generation.state import LogitsProcessor
-from attnops_lm.generation.text import Decoder, Streamer
+from attnops_lm.generation.text import Streamer, TextDecoder
 
 
 class Generation:
@@ -37,7 +37,7 @@ class Generation:
         attention_mask: Any = None,
         past_key_values: tuple[Cache, ...] | None = None,
         streamer: Streamer | None = None,
-        tokenizer: Decoder | None = None,
+        tokenizer: TextDecoder | None = None,
         chunk: int | None = None,
         **kwargs: Any,
     ) -> Generated:
@@ -63,7 +63,7 @@ class Generation:
             chunk: tokens of the prompt at a time, in place of ``prefill_chunk_size``.
             **kwargs: fields of `GenerationConfig` that are changed.
 
-        Memory: caches of S tokens a row, the next power of two above P + new tokens, above 1,024 the next multiple
+        Memory: caches of S tokens per row, the next power of two above P + new tokens, above 1,024 the next multiple
         of it; ``num_beams`` times that in a beam search, and while it reorders rows twice (pages: only those that
         differ).
 

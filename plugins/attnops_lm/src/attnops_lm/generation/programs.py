@@ -14,7 +14,7 @@ from jax import lax
 
 from attnops_caches import Cache
 from attnops_lm.generation.speculative import accepted, look_up
-from attnops_lm.generation.state import LogitsProcessor, Rows, Rules, write
+from attnops_lm.generation.state import GenerationRows, LogitsProcessor, Rules, write
 
 Caches = tuple[Cache, ...]
 Leaves = list[jax.Array]
@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     Attributes:
         drafts: g, tokens that are drafted at a time.
         ngram: most last tokens that drafts are looked up by.
-        processor: of the caller.
+        processor: the processor of the caller.
         trace: whether they are compiled.
     """
 
@@ -92,25 +92,27 @@ class StepProgram:
 
     def __init__(self, network: Network, settings: Settings) -> None:
         self.network, self.settings, self.traces = network, settings, 0
-        self.run: Callable[..., tuple[Rows, News]] = self._untraced_run
+        self.run: Callable[..., tuple[GenerationRows, News]] = self._untraced_run
         if settings.trace:
             self.run = jax.jit(self._run, donate_argnums=1)
 
-    def _run(self, leaves: Leaves, rows: Rows, rules: Rules, stopped: jax.Array, most: jax.Array) -> tuple[Rows, News]:
+    def _run(
+        self, leaves: Leaves, rows: GenerationRows, rules: Rules, stopped: jax.Array, most: jax.Array
+    ) -> tuple[GenerationRows, News]:
         """Rows, which are donated, after at most ``most`` steps; ``stopped [B]``: which the caller ends."""
         self.traces += 1
         rows = dataclasses.replace(rows, finished=rows.finished | stopped)
         end = rows.steps + most
         carry = rows, self._no_news(rows)
 
-        def is_left(carry: tuple[Rows, News]) -> jax.Array:
+        def is_left(carry: tuple[GenerationRows, News]) -> jax.Array:
             return (carry[0].steps < end) & ~carry[0].finished.all()
 
         return lax.while_loop(is_left, lambda carry: self._step(leaves, carry[0], rules), carry)
 
     def _untraced_run(
-        self, leaves: Leaves, rows: Rows, rules: Rules, stopped: jax.Array, most: jax.Array
-    ) -> tuple[Rows, News]:
+        self, leaves: Leaves, rows: GenerationRows, rules: Rules, stopped: jax.Array, most: jax.Array
+    ) -> tuple[GenerationRows, News]:
         rows = dataclasses.replace(rows, finished=rows.finished | stopped)
         news = self._no_news(rows)
         for _ in range(int(most)):
@@ -119,13 +121,13 @@ class StepProgram:
             rows, news = self._step(leaves, rows, rules)
         return rows, news
 
-    def _no_news(self, rows: Rows) -> News:
+    def _no_news(self, rows: GenerationRows) -> News:
         batch = rows.lengths.shape[0]
         return News(
             jnp.zeros((batch, 1 + self.settings.drafts), jnp.int32), jnp.zeros_like(rows.lengths), rows.finished
         )
 
-    def _step(self, leaves: Leaves, rows: Rows, rules: Rules) -> tuple[Rows, News]:
+    def _step(self, leaves: Leaves, rows: GenerationRows, rules: Rules) -> tuple[GenerationRows, News]:
         """One call of the model: the last token of each row and its drafts, if any, and the tokens that follow."""
         g, is_live, n = self.settings.drafts, ~rows.finished, rows.lengths
         tokens, window, found = rows.tokens, rows.last(), jnp.zeros_like(n)

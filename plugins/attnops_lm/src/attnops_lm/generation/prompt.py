@@ -18,7 +18,7 @@ class Prompt(NamedTuple):
     Attributes:
         tokens: int32 [B, P], as they were given.
         starts: tokens of left padding, int32 [B].
-        lengths: of each row, its left padding included, int32 [B]; right padding follows.
+        lengths: the lengths of each row, its left padding included, int32 [B]; right padding follows.
     """
 
     tokens: np.ndarray
@@ -131,7 +131,7 @@ def chunk_size(given: int | None, tokens: int, most: int | None) -> int:
     Args:
         given: what was asked for; None: the prompt in equal parts of at most `LARGEST_CHUNK`, padded to one of four
             sizes between powers of two, so that padding is little and programs are few.
-        tokens: of the longest prompt.
+        tokens: the tokens of the longest prompt.
         most: what a cache takes at a time, None for no limit.
 
     Raises:

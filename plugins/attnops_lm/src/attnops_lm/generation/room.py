@@ -50,7 +50,7 @@ def make_room(
         model: makes them.
         config: says which.
         starts: tokens of left padding, int32 [B].
-        lengths: of the prompts, int32 [B].
+        lengths: the lengths of the prompts, int32 [B].
         most: tokens generated a row.
         given: the caller's caches.
         step: tokens that a step appends at a time.

@@ -14,7 +14,7 @@ def look_up(tokens: jax.Array, lengths: jax.Array, count: int, largest: int) -> 
 
     Args:
         tokens: int32 [B, S]; negative ones match nothing.
-        lengths: of the rows, int32 [B].
+        lengths: the lengths of the rows, int32 [B].
         count: g, most drafts.
         largest: most last tokens that are compared.
 

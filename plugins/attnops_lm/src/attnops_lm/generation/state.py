@@ -21,13 +21,13 @@ LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class GenerationRows:
     """B sequences being generated. The last token of each is not in the caches yet.
 
     Attributes:
         caches: one a layer.
         tokens: by their index in the caches, int32 [B, S]; −1 where none is known.
-        lengths: of ``tokens``, int32 [B].
+        lengths: the lengths of ``tokens``, int32 [B].
         first: the index of the first generated token, int32 [B].
         finished: bool [B].
         keys: a random key a row, [B].
@@ -58,7 +58,7 @@ class Rows:
 
 @jax.jit
 def _first(tokens: jax.Array, lengths: jax.Array, key: jax.Array | None) -> tuple[jax.Array, ...]:
-    """The fields of `Rows` after the caches, in one program; each has a buffer of its own, since all are donated."""
+    """The fields of `GenerationRows` after the caches, in one program; each has a buffer of its own, since all are donated."""
     zeros = jnp.zeros_like(lengths)
     keys = jax.random.clone(row_keys(jax.random.key(0) if key is None else key, len(lengths)))
     return tokens, lengths, lengths + 0, zeros.astype(bool), keys, zeros + 0, zeros + 0, jnp.zeros((), jnp.int32)
@@ -73,7 +73,7 @@ class Rules:
         sampling: how tokens are drawn.
         penalty: float32 [], of tokens that the row has; 1 for none.
         least: int32 [], tokens before which there is no end token.
-        most: int32 [], tokens a row.
+        most: int32 [], tokens per row.
         ends: int32 [E], the end tokens.
     """
 
@@ -111,7 +111,12 @@ class Rules:
         return lax.cond(self.least > 0, without_ends, lambda scores: scores, scores)
 
     def pick(
-        self, scores: jax.Array, rows: Rows, tokens: jax.Array, lengths: jax.Array, processor: LogitsProcessor | None
+        self,
+        scores: jax.Array,
+        rows: GenerationRows,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        processor: LogitsProcessor | None,
     ) -> jax.Array:
         """The token after the first ``lengths[b]`` of each row, int32 [B]: the same, however the row got there."""
         scores = self.processed(scores, tokens, lengths, rows.first, processor)

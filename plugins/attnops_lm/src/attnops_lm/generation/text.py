@@ -11,7 +11,7 @@ import numpy as np
 _REPLACEMENT = "�"
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """What a tokenizer must have."""
 
     def decode(self, ids: list[int], /) -> str:
@@ -35,12 +35,12 @@ class Detokenizer:
     whole character, and those of the piece before it, are decoded again.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model.
         context: tokens before the first one, such as the prompt's last; their text is not returned. Tokenizers of
             SentencePiece leave out the space that a text begins with, so that without it a word would lack its space.
     """
 
-    def __init__(self, tokenizer: Decoder, context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TextDecoder, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self._ids = list(context)
         if context and tokenizer.decode(self._ids).endswith(_REPLACEMENT):  # it ends within a character
@@ -102,7 +102,7 @@ class StopStrings:
 class TextOfRow:
     """The text of one row until a stop string. See `Detokenizer` for the context."""
 
-    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TextDecoder, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer, context), StopStrings(stops)
         self.text = ""
 
@@ -129,7 +129,7 @@ class TextStreamer:
     """A streamer that gives the text of one row to a function, by default `print` without line ends.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model.
         show: is called with pieces of text; joined, they are the text of the tokens.
         stops: text ends before the first of these, which `generate` must be given too.
         skip_prompt: whether the prompt is left out.
@@ -138,7 +138,7 @@ class TextStreamer:
 
     def __init__(
         self,
-        tokenizer: Decoder,
+        tokenizer: TextDecoder,
         show: Callable[[str], object] | None = None,
         *,
         stops: Sequence[str] = (),

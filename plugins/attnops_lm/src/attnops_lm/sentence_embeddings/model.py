@@ -22,7 +22,7 @@ class AttentionOutput(Protocol):
         ...
 
 
-class Attention(Protocol):
+class EncoderAttention(Protocol):
     """What the model asks of an attnops operation, which offers a good deal more."""
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, /, *, mask: jax.Array) -> AttentionOutput:
@@ -31,7 +31,7 @@ class Attention(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class EncoderConfig:
     """What the weights' shapes do not say. Hashable: it is static under `jit`."""
 
     num_heads: int  # divides the model width
@@ -41,7 +41,7 @@ class Config:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class SentenceTokens:
     """A batch of sentences, padded on the right to its longest."""
 
     ids: jax.Array  # [B, T] int32
@@ -50,7 +50,7 @@ class Tokens:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Linear:
+class EncoderLinear:
     """`x @ kernel + bias`."""
 
     kernel: jax.Array  # [In, Out]
@@ -68,32 +68,34 @@ class LayerNorm:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Layer:
-    """One encoder layer. `Params.layers` holds all of them in one, each leaf with a leading L."""
+class EncoderLayer:
+    """One encoder layer. `EncoderParams.layers` holds all of them in one, each leaf with a leading L."""
 
-    query: Linear  # M -> M, and so are key, value and attention_output
-    key: Linear
-    value: Linear
-    attention_output: Linear
+    query: EncoderLinear  # M -> M, and so are key, value and attention_output
+    key: EncoderLinear
+    value: EncoderLinear
+    attention_output: EncoderLinear
     attention_norm: LayerNorm
-    up: Linear  # M -> F
-    down: Linear  # F -> M
+    up: EncoderLinear  # M -> F
+    down: EncoderLinear  # F -> M
     output_norm: LayerNorm
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Params:
+class EncoderParams:
     """All the weights that an embedding depends on."""
 
     words: jax.Array  # [V, M]
     positions: jax.Array  # [P, M]
     segment: jax.Array  # [M]: a lone sentence is all of segment 0
     norm: LayerNorm
-    layers: Layer  # stacked, for `lax.scan`
+    layers: EncoderLayer  # stacked, for `lax.scan`
 
 
-def embed(params: Params, config: Config, tokens: Tokens, attention: Attention) -> jax.Array:
+def embed(
+    params: EncoderParams, config: EncoderConfig, tokens: SentenceTokens, attention: EncoderAttention
+) -> jax.Array:
     """One unit vector a sentence: tokens [B, T] -> [B, M] float32.
 
     `config` and `attention` are static: close over them, then `jit` what is left. Activations take O(B·T·(M + F))
@@ -106,7 +108,9 @@ def embed(params: Params, config: Config, tokens: Tokens, attention: Attention) 
     return embeddings
 
 
-def _encode(params: Params, config: Config, tokens: Tokens, attention: Attention) -> jax.Array:
+def _encode(
+    params: EncoderParams, config: EncoderConfig, tokens: SentenceTokens, attention: EncoderAttention
+) -> jax.Array:
     """Tokens [B, T] -> hidden states [B, T, M]; those of padding mean nothing."""
     length = tokens.ids.shape[1]
     embedded = params.words[tokens.ids] + params.positions[:length] + params.segment
@@ -114,14 +118,16 @@ def _encode(params: Params, config: Config, tokens: Tokens, attention: Attention
     mask = tokens.mask[:, None, None, :]
 
     # A scan, so that one layer is traced and compiled, not six.
-    def step(hidden: jax.Array, layer: Layer) -> tuple[jax.Array, None]:
+    def step(hidden: jax.Array, layer: EncoderLayer) -> tuple[jax.Array, None]:
         return _layer(layer, config, hidden, mask, attention), None
 
     encoded, _ = jax.lax.scan(step, hidden, params.layers)
     return encoded
 
 
-def _layer(layer: Layer, config: Config, hidden: jax.Array, mask: jax.Array, attention: Attention) -> jax.Array:
+def _layer(
+    layer: EncoderLayer, config: EncoderConfig, hidden: jax.Array, mask: jax.Array, attention: EncoderAttention
+) -> jax.Array:
     """Hidden [B, T, M] and mask [B, 1, 1, T] -> [B, T, M]. The norms follow the residuals, as BERT has them."""
     heads = (*hidden.shape[:2], config.num_heads, -1)
     query, key, value = (
@@ -134,13 +140,13 @@ def _layer(layer: Layer, config: Config, hidden: jax.Array, mask: jax.Array, att
     return _layer_norm(layer.output_norm, hidden + _linear(layer.down, expanded), config)
 
 
-def _linear(linear: Linear, x: jax.Array) -> jax.Array:
+def _linear(linear: EncoderLinear, x: jax.Array) -> jax.Array:
     # Accelerators multiply float32 matrices in fewer bits (TF32, bfloat16 passes) unless told otherwise, which is far
     # coarser than the agreement that this model is held to. The attention's own products are its own affair.
     return jnp.matmul(x, linear.kernel, precision="highest") + linear.bias
 
 
-def _layer_norm(norm: LayerNorm, x: jax.Array, config: Config) -> jax.Array:
+def _layer_norm(norm: LayerNorm, x: jax.Array, config: EncoderConfig) -> jax.Array:
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = jnp.square(centred).mean(axis=-1, keepdims=True)
     return centred * jax.lax.rsqrt(variance + config.norm_epsilon) * norm.scale + norm.bias

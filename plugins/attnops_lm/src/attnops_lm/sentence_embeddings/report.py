@@ -17,15 +17,15 @@ import attnops
 from attnops_lm.sentence_embeddings.corpus import load_reference, load_sentences
 from attnops_lm.sentence_embeddings.measure import (
     TOLERANCE,
-    Batch,
-    Measurement,
-    Model,
+    Encoder,
+    EncoderMeasurement,
+    SentenceBatch,
     create_attention,
     load_model,
     make_batches,
     measure,
 )
-from attnops_lm.sentence_embeddings.model import Attention
+from attnops_lm.sentence_embeddings.model import EncoderAttention
 
 QUERIES = (
     "How do I get my bread to come out lighter?",
@@ -72,7 +72,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
     )
 
     outcomes = _measure_all(console, attentions, model, batches, reference.embeddings)
-    measured = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Measurement)}
+    measured = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, EncoderMeasurement)}
     if measured:
         first = next(iter(measured))
         corpus, queries = np.split(measured[first].embeddings, [len(sentences)])
@@ -92,7 +92,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
     return int(bool(wrong or failed or not measured))
 
 
-def _create(name: str) -> Attention | NotRun:
+def _create(name: str) -> EncoderAttention | NotRun:
     try:
         return create_attention(name)
     except REFUSALS as error:
@@ -101,13 +101,13 @@ def _create(name: str) -> Attention | NotRun:
 
 def _measure_all(
     console: Console,
-    attentions: Mapping[str, Attention | NotRun],
-    model: Model,
-    batches: Sequence[Batch],
+    attentions: Mapping[str, EncoderAttention | NotRun],
+    model: Encoder,
+    batches: Sequence[SentenceBatch],
     reference: np.ndarray,
-) -> dict[str, Measurement | NotRun]:
+) -> dict[str, EncoderMeasurement | NotRun]:
     """What became of each operation, by name."""
-    outcomes: dict[str, Measurement | NotRun] = {}
+    outcomes: dict[str, EncoderMeasurement | NotRun] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(attentions) * len(batches))
@@ -139,7 +139,7 @@ def _neighbours_table(operation: str, sentences: Sequence[str], queries: np.ndar
     return table
 
 
-def _operations_table(measured: dict[str, Measurement]) -> Table:
+def _operations_table(measured: dict[str, EncoderMeasurement]) -> Table:
     """How each operation did, agreement first."""
     B, T = next(iter(measured.values())).batch_shape
     table = Table(

@@ -3,7 +3,7 @@
 `attnops serve` runs it. From below: `Pages`, the bookkeeping of pages; `Engine`, which forms a
 batch for every step; `application`, the HTTP endpoints.
 
-Dimensions: `R` rows, the requests that run at a time; `M` pages a row; `N` tokens a step; `V` vocabulary.
+Dimensions: `R` rows, the requests that run at a time; `M` pages per row; `N` tokens per step; `V` vocabulary.
 """
 
 from attnops_lm.serve.endpoints import Server, application

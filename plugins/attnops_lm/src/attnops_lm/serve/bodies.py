@@ -52,7 +52,7 @@ class StreamOptions(Strict):
     include_obfuscation: Off = None
 
 
-class Part(Strict):
+class ContentPart(Strict):
     """A part of a turn's content; images and sound are not served."""
 
     type: Annotated[Any, AfterValidator(Only(("text",)))]
@@ -63,7 +63,9 @@ class Message(Strict):
     """One turn of a conversation; what an answer of this API has in addition may be sent back."""
 
     role: Annotated[Any, AfterValidator(Only(("system", "developer", "user", "assistant")))]
-    content: Annotated[str | Annotated[list[Part], Field(min_length=1)] | None, Field(validate_default=True)] = None
+    content: Annotated[str | Annotated[list[ContentPart], Field(min_length=1)] | None, Field(validate_default=True)] = (
+        None
+    )
     name: Label = None
     refusal: Unserved = None
     audio: Unserved = None
@@ -73,7 +75,7 @@ class Message(Strict):
 
     @field_validator("content")
     @classmethod
-    def is_there(cls, content: str | list[Part] | None, info: ValidationInfo) -> str | list[Part] | None:
+    def is_there(cls, content: str | list[ContentPart] | None, info: ValidationInfo) -> str | list[ContentPart] | None:
         """None is an assistant's turn without text."""
         if content is None and info.data.get("role", "assistant") != "assistant":
             raise PydanticCustomError("missing", "it must be text or a list of parts; only an assistant's may be null")

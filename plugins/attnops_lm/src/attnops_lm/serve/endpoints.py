@@ -28,7 +28,7 @@ from attnops_lm.serve.errors import APIError
 from attnops_lm.serve.request import Delta, Request
 
 # A body's limit: bytes of each token that all rows together can hold, and for the rest of the JSON. Text has four or
-# five bytes a token, a token's number in a list up to eight, and an escape such as \u00e9 six a character.
+# five bytes per token, a token's number in a list up to eight, and an escape such as \u00e9 six a character.
 TOKEN_BYTES, REST_BYTES = 16, 1 << 16
 
 

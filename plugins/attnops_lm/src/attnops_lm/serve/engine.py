@@ -18,7 +18,7 @@ from attnops_caches import PageCopies, Quantized
 from attnops_lm.generation.text import TextOfRow
 from attnops_lm.memory import release_memory
 from attnops_lm.serve.pages import Pages
-from attnops_lm.serve.program import Batch, step_program
+from attnops_lm.serve.program import StepBatch, step_program
 from attnops_lm.serve.request import Delta, Request
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Engine:
         tokenizer: for the text of tokens.
         rows: R, requests that run at a time.
         pages: pages of all requests together.
-        page_size: tokens a page.
+        page_size: tokens per page.
         max_length: most tokens of a request, prompt included, at most the model's context; rounded up to whole pages.
         chunks: sizes of packed steps, each larger than R; the largest is N.
         max_waiting: most requests that wait; more are a `QueueFullError`.
@@ -295,7 +295,7 @@ class Engine:
         self.running.remove(request)
         request.row, request.computed, request.pages, request.key, request.shared = -1, 0, [], b"", 0
 
-    def _batch(self, runs: dict[Request, int], size: int) -> Batch:
+    def _batch(self, runs: dict[Request, int], size: int) -> StepBatch:
         R = self.rows
         tokens = np.zeros(size, np.int32)
         by_row = [np.zeros(R, t) for t in (np.int32, np.int32, np.float32, np.int32, np.float32, np.uint32, np.int32)]
@@ -308,14 +308,14 @@ class Engine:
             start, counts[r], lengths[r] = start + count, count, x.computed - count
             temperature[r], top_k[r], top_p[r], seed[r] = x.temperature, min(x.top_k, self.vocab_size), x.top_p, x.seed
             index[r] = len(x.tokens) - x.prompt_length
-        return Batch(tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index)
+        return StepBatch(tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index)
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         padded = np.asarray(copies + [(-1, -1)] * (self.rows - len(copies)), np.int32)
         self.caches = self._copy(self.caches, PageCopies(jnp.asarray(padded[:, 0]), jnp.asarray(padded[:, 1])))
         self.counts["copied"] += len(copies)
 
-    def _call(self, batch: Batch) -> np.ndarray:
+    def _call(self, batch: StepBatch) -> np.ndarray:
         results, self.caches = self._step(self.state, self.caches, batch)
         tokens: np.ndarray
         tokens, has_overflowed = jax.device_get(results)

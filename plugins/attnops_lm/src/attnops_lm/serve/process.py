@@ -47,7 +47,7 @@ def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 800
 
     Args:
         engine: is stopped at the end.
-        name: of the model, for clients.
+        name: the name of the model, for clients.
         host: the address to listen on.
         port: 0 for any that is free.
 

@@ -14,11 +14,11 @@ from attnops_caches import Rows
 from attnops_lm.generation.sampling import Sampling, sample
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """What one step computes; arrays by row have R entries, and a row that does nothing has count 0."""
 
     tokens: Any  # int32 [N], packed; [R] where each row has one
-    counts: Any  # int32 [R], tokens a row
+    counts: Any  # int32 [R], tokens per row
     lengths: Any  # int32 [R], tokens that the row's pages hold already
     table: Any  # int32 [R, M]
     temperature: Any  # float32 [R]; 0 is greedy
@@ -37,7 +37,7 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
         traced: is called whenever the function is traced, once for each size of ``batch.tokens``.
     """
 
-    def step(state: Any, caches: Any, batch: Batch) -> tuple[Any, Any]:
+    def step(state: Any, caches: Any, batch: StepBatch) -> tuple[Any, Any]:
         traced()
         # Lengths and table are the host's; the device keeps the tokens.
         caches = tuple(dataclasses.replace(c.with_table(batch.table), lengths=batch.lengths) for c in caches)

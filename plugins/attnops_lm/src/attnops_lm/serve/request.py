@@ -25,7 +25,7 @@ class Request:
         emit: called with every `Delta`, from the engine's thread.
         top_k: of how many tokens one is drawn; 0: of all.
         computed: how many tokens have their keys and values in ``pages``.
-        key: of the prefix that the first ``shared`` pages hold.
+        key: the key of the prefix that the first ``shared`` pages hold.
     """
 
     tokens: list[int]

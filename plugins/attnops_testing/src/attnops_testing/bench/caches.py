@@ -27,7 +27,7 @@ class CacheCase:
     """One call over a cache: the last tokens of each row attend to the row.
 
     Attributes:
-        tokens: of each row.
+        tokens: the tokens of each row.
         cache: an empty cache by shape, such as ``jax.eval_shape(lambda: DenseCache.create(...))``.
         mask: of positions; None for all.
         packed: whether the queries of all rows are packed one after the other, with `attnops_caches.Rows`.
@@ -52,7 +52,7 @@ class CacheCase:
             if cache.max_append < own.T:
                 raise ValueError(f"queries={own.T}, but the cache holds the windows of {cache.max_append} at most")
         elif max(own.lengths) > cache.length:
-            raise ValueError(f"used={max(own.lengths)} tokens do not fit in {cache.length} slots a row")
+            raise ValueError(f"used={max(own.lengths)} tokens do not fit in {cache.length} slots per row")
         if self.mask is not None:
             self._bound(self.mask)
 

@@ -30,11 +30,11 @@ class Case:
         heads: H.
         kv_heads: K, a divisor of H; None for H.
         head_dim: D and Dv.
-        dtype: of query, key and value: "float32", "bfloat16" or "float16".
+        dtype: the dtype of query, key and value: "float32", "bfloat16" or "float16".
         mask: the mask; its JAX arrays are traced, its numpy arrays known when tracing. None for all.
         backward: whether the gradients of query, key and value are computed too.
         memory_limit: bytes that a contender may use; `Refused` is raised for one that needs more.
-        seed: of the inputs.
+        seed: the seed of the inputs.
 
     Raises:
         ValueError: the shapes or the dtype are not valid for attention, or the mask does not fit the shapes.

@@ -47,7 +47,7 @@ def plot(measurements: Sequence[Measurement], path: Path, title: str) -> None:
         cached = any(isinstance(m.case, CacheCase) for m in timed)
         for axes, what, unit in ((times, "time of a call", "ms, best"), (memory, "temporary memory", "MiB")):
             _dress(axes, [m.case.length for m in timed], f"{dtype}: {what}", unit)
-            axes.set_xlabel("S, slots a row" if cached else "T = S, tokens")
+            axes.set_xlabel("S, slots per row" if cached else "T = S, tokens")
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8), frameon=False)

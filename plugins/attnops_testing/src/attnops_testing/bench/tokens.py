@@ -29,8 +29,8 @@ class Tokens:
         kv_heads: K, a divisor of H.
         head_dim: D.
         latent: the value is so many features of the key; None for values of their own, Dv = D.
-        dtype: of queries, keys and values.
-        seed: of the numbers.
+        dtype: the dtype of queries, keys and values.
+        seed: the seed of the numbers.
 
     Raises:
         ValueError: sizes that are not valid for attention.
@@ -53,7 +53,7 @@ class Tokens:
             if not 1 <= count <= length:
                 raise ValueError(f"queries={count} must be from 1 to used={length}: queries are among a row's tokens")
         if self.slots is not None and self.slots < max(self.lengths):
-            raise ValueError(f"used={max(self.lengths)} tokens do not fit in {self.slots} slots a row")
+            raise ValueError(f"used={max(self.lengths)} tokens do not fit in {self.slots} slots per row")
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must be a divisor of heads={self.heads}")
         if self.dtype not in ("float32", "bfloat16", "float16"):

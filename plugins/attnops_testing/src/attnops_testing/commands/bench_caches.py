@@ -20,9 +20,10 @@ from attnops_testing.commands.bench_tables import milliseconds, print_reasons, s
 
 # Options of the commands that take a cache.
 Storage = Annotated[
-    str | None, typer.Option(help="DenseCache, WindowCache or PagedCache, of S slots a row, where keys and values are.")
+    str | None,
+    typer.Option(help="DenseCache, WindowCache or PagedCache, of S slots per row, where keys and values are."),
 ]
-PageSize = Annotated[int | None, typer.Option(help="Slots a page.", show_default="16", min=1)]
+PageSize = Annotated[int | None, typer.Option(help="Slots per page.", show_default="16", min=1)]
 Codec = Annotated[str | None, typer.Option(help="int8, float8_e4m3fn or float8_e5m2.")]
 Scales = Annotated[
     str | None, typer.Option(help="Of the codec: tensor, head or token_head.", show_default="token_head")
@@ -90,7 +91,7 @@ class CacheOptions:
         mask: Mask | None,
         memory_limit: int,
     ) -> CacheCase:
-        """The case with caches of ``length`` slots a row.
+        """The case with caches of ``length`` slots per row.
 
         Raises:
             ValueError: no such cache, or tokens that it does not fit.

@@ -18,7 +18,7 @@ from attnops.errors import PluginError
 from attnops_cli.noise import find_devices
 from attnops_cli.output import fail, print_text
 from attnops_testing.cache_features import CACHE_FEATURES, combine_cache
-from attnops_testing.commands.check_report import Report
+from attnops_testing.commands.check_report import CheckReport
 from attnops_testing.commands.shrink import Explained, explain
 from attnops_testing.features import FEATURES, combine
 from attnops_testing.limit import default_limit, limited
@@ -76,7 +76,7 @@ def command(
     mode: Annotated[
         str, typer.Option(help="train, prefill, decode or insert; gradients are checked in train.")
     ] = "train",
-    block: Annotated[int, typer.Option(help="Queries and keys a tile; lengths are 2.5 times it.", min=4)] = 16,
+    block: Annotated[int, typer.Option(help="Queries and keys per tile; lengths are 2.5 times it.", min=4)] = 16,
     limit: Annotated[
         float | None, typer.Option(help="Seconds a check may take.", show_default="100, interpreted 300", min=1)
     ] = None,
@@ -114,7 +114,7 @@ def command(
             sections = named or _sections(subject, every, pairs, declared)
     except (ValueError, PluginError) as error:
         fail(error, 2)
-    report = Report(functools.partial(_described, subject) if json else None, verbose)
+    report = CheckReport(functools.partial(_described, subject) if json else None, verbose)
     if not json:
         print_text(heading)
     limit = default_limit(interpret) if limit is None else limit

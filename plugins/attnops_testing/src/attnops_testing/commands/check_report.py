@@ -22,7 +22,7 @@ _FRAMES: Final = 2
 _LIBRARIES: Final = re.compile(r'File ".*[/\\](jax|jaxlib|numpy|contextlib\.py)[/\\"]')
 
 
-class Report:
+class CheckReport:
     """Keeps outcomes, and prints them.
 
     Args:

@@ -28,7 +28,7 @@ class Explained:
     """Why a check is wrong.
 
     Attributes:
-        name: of the check.
+        name: the name of the check.
         features: those without which it is not wrong; none if the plain problem is.
         problem: a description of the smallest problem that was found, such as ``"B1 T2 S2 H1 K1 D1 float32"``.
         detail: what is wrong in it: the result, its two values, and the limit; or what was raised.

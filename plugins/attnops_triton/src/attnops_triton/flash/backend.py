@@ -11,15 +11,15 @@ from jax import lax
 
 from attnops.dropout import dropout_step
 from attnops.kernels import FlashBackend, FlashCall, Operands, describe
-from attnops_triton.flash.backward import Inputs, by_key, by_query, fused
+from attnops_triton.flash.backward import BackwardInputs, by_key, by_query, fused
 from attnops_triton.flash.bias_gradient import array_gradient, table_gradient
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.flash.forward import forward
 from attnops_triton.flash.operands import Arrays
 from attnops_triton.flash.order import is_unordered
-from attnops_triton.flash.plan import LN2, Plan
+from attnops_triton.flash.plan import LN2, FlashPlan
 from attnops_triton.flash.prepare import arrays, mask_of_scores, tile_schedules
-from attnops_triton.flash.specialised import Facts, specialised_tiles, with_measured
+from attnops_triton.flash.specialised import CallFacts, specialised_tiles, with_measured
 from attnops_triton.flash.tile_schedule import TileSchedules
 from attnops_triton.flash.tile_sizes import choose
 from attnops_triton.language.compat import device_arch
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class TritonFlash(FlashBackend):
-    """See `FlashBackend`.
+    """The steps of `attnops.kernels.flash.attention` in Triton.
 
-    The statistics of a softmax are ``m`` and ``log2_sum``, see `attnops_triton.flash.forward.forward`, so that the
-    weights of the backward pass are those of the forward pass to the last bit.
+    The statistics of a softmax are ``m`` and ``log2_sum``, as `attnops_triton.flash.forward.forward` returns them, so
+    that the weights of the backward pass equal those of the forward pass to the last bit.
     """
 
     second_derivative: ClassVar[str] = (
@@ -51,63 +51,69 @@ class TritonFlash(FlashBackend):
         mask, bias = jax.tree.map(_widen, (call.mask, call.bias))
         return fitted.replace(mask=mask, bias=bias)
 
-    def plan(self, call: FlashCall) -> Plan:
+    def plan(self, call: FlashCall) -> FlashPlan:
         (B, T, H, D), (S, K, Dv) = call.query.shape, call.value.shape[1:]
         dtype, metadata = call.query.dtype, call.metadata
         # A mask without a translation to Triton is passed as bits, for PARTIAL tiles alone.
-        packed = call.mask is not None and not is_translatable(call.mask)
+        bit_mask = call.mask is not None and not is_translatable(call.mask)
         scoring = describe(
             (T, S), mask_of_scores(call.mask, T, S), call.bias, call.logits_soft_cap, call.dropout_prob,
-            call.sinks is not None, dropout_step(call.dropout_key), packed,
+            call.sinks is not None, dropout_step(call.dropout_key), bit_mask,
         )  # fmt: skip
         if call.mask is not None:
             fully_masked = call.mask.has_fully_masked_tokens(T, S)
             scoring = dataclasses.replace(scoring, has_fully_masked_tokens=fully_masked)
         arch = current() if metadata.interpret else current() or device_arch()
-        by_score = packed or scoring.dense > 0 or scoring.array
-        facts = Facts(
-            dtype.name, D, Dv, (T, S), by_score=packed or scoring.dense > 0, bias=scoring.has_bias,
+        by_score = bit_mask or scoring.dense > 0 or scoring.array
+        facts = CallFacts(
+            dtype.name, D, Dv, (T, S), by_score=bit_mask or scoring.dense > 0, bias=scoring.has_bias,
             dropout=bool(scoring.dropout_prob), fully_masked=scoring.has_fully_masked_tokens, partial=call.is_partial,
             sized=(metadata.block_q, metadata.block_k) != (None, None), interpret=metadata.interpret,
         )  # fmt: skip
         measured = with_measured(specialised_tiles(arch, facts, scoring), facts)
         tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score, measured, (T, S))
-        return Plan(
+        return FlashPlan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, is_partial=call.is_partial, scale=call.scale,
-            tf32=metadata.precision == lax.Precision.DEFAULT, scoring=scoring, packed=packed, arch=arch,
+            tf32=metadata.precision == lax.Precision.DEFAULT, scoring=scoring, bit_mask=bit_mask, arch=arch,
             interpret=metadata.interpret, unordered=is_unordered(),
         )  # fmt: skip
 
-    def arrays(self, plan: Plan, call: FlashCall) -> Arrays:
+    def arrays(self, plan: FlashPlan, call: FlashCall) -> Arrays:
         return arrays(plan, call)
 
-    def schedule(self, plan: Plan, call: FlashCall) -> TileSchedules:
+    def schedule(self, plan: FlashPlan, call: FlashCall) -> TileSchedules:
         return tile_schedules(plan, call.mask)
 
-    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, PyTree]:
+    def forward(self, plan: FlashPlan, operands: Operands) -> tuple[jax.Array, PyTree]:
         query, key, value, arrays, schedules = operands
         out, m, log2_sum = forward(plan, query, key, value, arrays, schedules.forward)
         return out, (m, log2_sum)
 
-    def logsumexp(self, plan: Plan, statistics: PyTree) -> tuple[jax.Array, jax.Array]:
+    def logsumexp(self, plan: FlashPlan, statistics: PyTree) -> tuple[jax.Array, jax.Array]:
         m, log2_sum = statistics
         m, log_sum = m * plan.score_unit, log2_sum * LN2
         lse = m + log_sum
         return lse, jnp.where(lse == -jnp.inf, 0.0, (m - lse) + log_sum)
 
-    def statistics(self, plan: Plan, lse: jax.Array, lse_residual: jax.Array) -> PyTree:
+    def statistics(self, plan: FlashPlan, lse: jax.Array, lse_residual: jax.Array) -> PyTree:
         m = lse * (1 / plan.score_unit)
         log2_sum = jnp.where(m == -jnp.inf, 0.0, ((lse - m * plan.score_unit) + lse_residual) * (1 / LN2))
         return m, log2_sum
 
     def gradients(
-        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array, d_out: jax.Array
+        self,
+        plan: FlashPlan,
+        wants_bias: bool,
+        operands: Operands,
+        statistics: PyTree,
+        delta: jax.Array,
+        d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
         if plan.dtype != "float16":
             return _gradients(plan, wants_bias, operands, statistics, delta, d_out)
-        # Gradients of scores may be below 6e-8, the smallest float16. So cotangents are scaled to about 1 by a power of
-        # two, and the float32 gradients, which are linear in them, are scaled back.
+        # Gradients of scores may be below 6e-8, the smallest float16. So a power of two scales cotangents to about 1,
+        # and the float32 gradients, which are linear in them, are scaled back.
         largest = jnp.abs(d_out.astype(jnp.float32)).max()
         scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0))))
         scaled = delta * scale, d_out.astype(jnp.float32) * scale
@@ -121,13 +127,13 @@ class TritonFlash(FlashBackend):
 
 
 def _gradients(
-    plan: Plan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array, d_out: jax.Array
+    plan: FlashPlan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
     query, key, value, arrays, schedules = operands
     m, log2_sum = statistics
-    # A fully masked row has weights exp(score − inf) = 0.
+    # The weights of a fully masked query are exp(score − inf) = 0.
     m = jnp.where(m == -jnp.inf, jnp.inf, m)
-    inputs = Inputs(query, key, value, d_out.astype(query.dtype), m, log2_sum, delta)
+    inputs = BackwardInputs(query, key, value, d_out.astype(query.dtype), m, log2_sum, delta)
     axes = () if plan.scoring.bias is None or not wants_bias else plan.scoring.bias.values
     wanted = [i for i in range(len(axes)) if jnp.issubdtype(arrays.bias[i].dtype, jnp.floating)]
     of_key = tuple(i for i in wanted if "kv" in axes[i])
@@ -137,7 +143,7 @@ def _gradients(
     if plan.fuses_dq:
         dq, dk, dv = fused(plan, inputs, arrays, schedules.by_key)
     else:
-        # Under `jax.vmap` the batch, and with it what the plan says, may be another one below.
+        # Under `jax.vmap` the functions below change the plan's batch, and with it `FlashPlan.fuses_dq`.
         plan = dataclasses.replace(plan, unordered=False)
         dq, d_others = by_query(plan, inputs, arrays, schedules.by_query or schedules.forward, others)
         dk, dv, d_of_key = by_key(plan, inputs, arrays, schedules.by_key, of_key)

@@ -1,4 +1,6 @@
-"""The backward kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv; no atomics, a fixed order.
+"""The backward kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv.
+
+They use no atomics and add in a fixed order.
 
 Both recompute the weights from the logsumexp (Dao 2023, arXiv:2307.08691). They also compute the gradients of an
 elementwise bias's values by query, key or head.
@@ -17,17 +19,17 @@ from attnops_triton.flash.blackwell import backward as blackwell
 from attnops_triton.flash.hopper import backward as hopper
 from attnops_triton.flash.loops import place_by_key, place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
-from attnops_triton.flash.plan import LOG2E, Plan, cdiv
+from attnops_triton.flash.plan import LOG2E, FlashPlan, cdiv
 from attnops_triton.flash.steps import recompute_weights, score_gradients
-from attnops_triton.flash.tile import Tile, dtype
+from attnops_triton.flash.tile import TileWriter, dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.flash.tile_sizes import known
 from attnops_triton.language.launch import launch
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 from attnops_triton.targets import TENSOR_MEMORY
 
 
-class Inputs(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The arrays of the backward pass.
 
     Attributes:
@@ -35,7 +37,7 @@ class Inputs(NamedTuple):
         k: [B, S, K, D].
         v: [B, S, K, Dv].
         d_out: [B, T, H, Dv].
-        m: [B, H, T], the largest score, see `attnops_triton.flash.forward.forward`; +inf where weights are to be 0.
+        m: [B, H, T] float32, the largest score, as the forward pass returns it; +inf where weights are to be 0.
         log2_sum: [B, H, T], log2 of the sum of exponentials relative to ``m``.
         delta: [B, H, T], ``d_out · out − d_lse``.
     """
@@ -49,52 +51,55 @@ class Inputs(NamedTuple):
     delta: jax.Array
 
 
-def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
-    """`Inputs`, and the other inputs of scores."""
-    return [Operand(name, x) for name, x in zip(Inputs._fields, inputs, strict=True)] + score_operands(plan, arrays)
+def input_operands(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays) -> list[Operand]:
+    """The operands for `BackwardInputs` and for the other inputs of the scores."""
+    return [Operand(name, x) for name, x in zip(BackwardInputs._fields, inputs, strict=True)] + score_operands(
+        plan, arrays
+    )
 
 
 def by_query(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, dict[int, jax.Array]]:
     """The gradient of query, [B, T, H, D], and of values of the bias, [B, H, T] each.
 
     Args:
-        plan: of the call.
-        inputs: see `Inputs`.
-        arrays: the other inputs of scores.
-        schedule: by tiles of queries.
-        wanted: indices of the values, by query or by head, whose gradients are computed; a head's is the sum over T.
+        plan: the plan of the call.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
+        schedule: the active tiles of keys of each tile of queries.
+        wanted: indices of the bias's values, per query or per head, whose gradients are computed; for a value per head
+            the sum over T is left to the caller.
     """
     dq, *d_values = _by_query(plan, inputs, arrays, schedule, wanted)
     return dq, dict(zip(wanted, d_values, strict=True))
 
 
 def by_key(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, dict[int, jax.Array]]:
     """The gradients of key, [B, S, K, D], of value, [B, S, K, Dv], and of values of the bias, [B, H, S] each.
 
     Args:
-        plan: of the call.
-        inputs: see `Inputs`.
-        arrays: the other inputs of scores.
-        schedule: by tiles of keys.
-        wanted: indices of the values, by key, whose gradients are computed.
+        plan: the plan of the call.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
+        schedule: the active tiles of queries of each tile of keys.
+        wanted: indices of the bias's values per key whose gradients are computed.
     """
     dk, dv, *d_values = _by_key(plan, inputs, arrays, schedule, wanted)
     return dk, dv, dict(zip(wanted, d_values, strict=True))
 
 
 def _by_query(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, ...]:
     @folds_batch
-    def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
+    def run(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
-        write: Writer
+        write: SourceWriter
         if plan.by_query.specialised:
             module = blackwell if plan.arch in TENSOR_MEMORY else hopper
             write, programs = parts, programs = module.write_by_query(plan, operands, schedule)
@@ -109,10 +114,10 @@ def _by_query(
 
 
 def _by_key(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, ...]:
     @folds_batch
-    def run(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
+    def run(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         results = _run_by_key(plan, inputs, arrays, schedule, wanted)
         return tuple(results.values())
 
@@ -120,14 +125,16 @@ def _by_key(
 
 
 @folds_batch
-def fused(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of query, key and value, without a bias; dq is added in any order.
+def fused(
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of query, key and value, for a call without bias; dq is summed in any order.
 
     Args:
-        plan: of the call, whose ``fuses_dq`` is true.
-        inputs: see `Inputs`.
-        arrays: the other inputs of scores.
-        schedule: by tiles of keys.
+        plan: the plan of the call, whose ``fuses_dq`` is true.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
+        schedule: the active tiles of queries of each tile of keys.
     """
     zeros = Operand("dq_before", jnp.zeros((plan.B, plan.T, plan.H, plan.D), jnp.float32))
     outputs = {"dq": jax.ShapeDtypeStruct(zeros.array.shape, jnp.float32)}
@@ -137,16 +144,18 @@ def fused(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) ->
 
 
 def _run_by_key(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...],
+    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...],
     before: tuple[Operand, ...] = (), outputs: dict[str, jax.ShapeDtypeStruct] | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The outputs of the kernel by tiles of keys; ``before`` are sums that it adds ``outputs`` of it to."""
+    """The outputs of the kernel by tiles of keys. It adds each of ``outputs`` to the array of the same place in
+    ``before``.
+    """
     added = outputs or {}
     operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule), *before]
     padded = cdiv(plan.T, plan.by_key.bq) * plan.by_key.bq
     if plan.by_key.specialised:
         lse = inputs.m * (plan.score_unit * LOG2E) + inputs.log2_sum
-        # Beyond the last query weights are 0.
+        # A logsumexp of inf makes the weights beyond the last query 0.
         ends = [jnp.pad(x, ((0, 0), (0, 0), (0, padded - plan.T)), constant_values=value)
                 for x, value in ((lse, jnp.inf), (inputs.delta, 0.0))]  # fmt: skip
         statistics = [x for x in operands if x.name not in ("m", "log2_sum", "delta")]
@@ -155,7 +164,7 @@ def _run_by_key(
     shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
     outputs = added | {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
     outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
-    write: Writer
+    write: SourceWriter
     if plan.by_key.specialised:
         module = blackwell if plan.arch in TENSOR_MEMORY else hopper
         write, programs = parts, programs = module.write_by_key(plan, operands, schedule, padded)
@@ -174,11 +183,11 @@ def _run_by_key(
 
 
 def _write_by_query(
-    plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
-) -> tuple[Writer, int]:
-    write = Writer()
+    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
+) -> tuple[SourceWriter, int]:
+    write = SourceWriter()
     bq, bk, scoring = plan.by_query.bq, plan.by_query.bk, plan.scoring
-    tile = Tile.make(write, plan, plan.by_query, operands)
+    tile = TileWriter.make(write, plan, plan.by_query, operands)
     ragged = not tile.even
     programs = place_by_query(write, plan, bq)
     write(f"q0 = row * {bq}")
@@ -225,11 +234,11 @@ def _write_by_query(
 
 
 def _write_by_key(
-    plan: Plan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
-) -> tuple[Writer, int]:
-    write = Writer()
+    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
+) -> tuple[SourceWriter, int]:
+    write = SourceWriter()
     bq, bk, scoring = plan.by_key.bq, plan.by_key.bk, plan.scoring
-    tile = Tile.make(write, plan, plan.by_key, operands, transposed=True)
+    tile = TileWriter.make(write, plan, plan.by_key, operands, transposed=True)
     ragged = not tile.even
     programs = place_by_key(write, plan, bk)
     write(f"kv0 = row * {bk}")
@@ -246,7 +255,7 @@ def _write_by_key(
         tile.load("q", "q", plan.H, "h", plan.D, edge)
         tile.load_values("q", edge)
         tile.product("s", "q", "k", plan.D)
-        # Where they are used, since a thread holds them for many queries; they still come a tile ahead.
+        # Loaded where they are used, to save registers; the pipeline still fetches them a tile ahead.
         tile.load_statistics(edge, ("m", "log2_sum"))
         has_ok = recompute_weights(tile, masked, scoring.has_fully_masked_tokens)
         tile.load("d_out", "q", plan.H, "h", plan.Dv, edge)
@@ -272,8 +281,8 @@ def _write_by_key(
             tile.dot(f"dk_{i}", "ds", f"q_{i}", add=True)
 
     split = plan.splits_groups
-    # One loop over the heads' tiles, for 2 to 4 % more instructions, where registers spill between heads: if sums leave
-    # tensor memory there, and with PARTIAL tiles, which have a loop of their own.
+    # One loop over heads and tiles costs 2 to 4 % more instructions. It is used where registers would spill between
+    # heads: where sums would leave tensor memory there, and where PARTIAL tiles have a separate loop.
     has_two_loops = ragged or schedule.constant is None
     spills = plan.arch in TENSOR_MEMORY or (known(plan.arch) in ("sm_80", "gfx942") and has_two_loops)
     alike = schedule.map_shape[1] == 1 and not wanted and not tile.has_values_by_head

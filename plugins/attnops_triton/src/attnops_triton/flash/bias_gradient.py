@@ -1,4 +1,4 @@
-"""The gradients of biases with an element for each score or distance; computed only if the bias is differentiated."""
+"""The gradients of biases with an element per score or per distance; computed only if the bias is differentiated."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import one_by_one
-from attnops_triton.flash.backward import Inputs, input_operands
+from attnops_triton.flash.backward import BackwardInputs, input_operands
 from attnops_triton.flash.operands import Arrays, Operand
-from attnops_triton.flash.plan import Plan, cdiv
+from attnops_triton.flash.plan import FlashPlan, cdiv
 from attnops_triton.flash.steps import recompute_weights, score_gradients
-from attnops_triton.flash.tile import Tile
+from attnops_triton.flash.tile import TileWriter
 from attnops_triton.flash.tile_schedule import EveryTile
 from attnops_triton.language.launch import launch
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 
 
 @one_by_one
-def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
-    """The gradient of an array bias [B or 1, H or 1, T, S], float32, summed over what shares an element.
+def array_gradient(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
+    """The gradient of an array bias [B or 1, H or 1, T, S], float32, summed over the batches and heads that share an
+    element.
 
     Args:
-        plan: of the call.
-        inputs: see `Inputs`.
-        arrays: the other inputs of scores.
+        plan: the plan of the call.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
         tiles: the coverage of every tile.
     """
     assert arrays.array is not None
     shape = arrays.array.shape
     operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
     outputs = {"d_array": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    write, sizes = Writer(), plan.by_score
-    tile = Tile.make(write, plan, sizes, operands)
+    write, sizes = SourceWriter(), plan.by_score
+    tile = TileWriter.make(write, plan, sizes, operands)
     rows, columns = cdiv(plan.T, sizes.bq), cdiv(plan.S, sizes.bk)
     write.integer("rows", rows)
     write.integer("columns", columns)
@@ -57,22 +58,22 @@ def array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, tiles: EveryTile)
 
 
 @one_by_one
-def table_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
+def table_gradient(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
     """The gradient of a table by distance, [1, H, T + S − 1], float32. O((T + S) · block) memory a head.
 
-    All tiles of a block diagonal have the same distances at the same positions: a program sums the tiles of a diagonal,
-    for all batches; the elements of equal distance are summed afterwards.
+    All tiles of a block diagonal have the same distances at the same positions. A program sums the tiles of one
+    diagonal over all batches. Elements of equal distance within a tile are summed afterwards.
 
     Args:
-        plan: of the call.
-        inputs: see `Inputs`.
-        arrays: the other inputs of scores.
+        plan: the plan of the call.
+        inputs: query, key, value, the output's cotangent, and the statistics per query.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
         tiles: the coverage of every tile; tiles are square.
     """
     operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
-    write, sizes = Writer(), plan.by_score
+    write, sizes = SourceWriter(), plan.by_score
     n = sizes.bq
-    tile = Tile.make(write, plan, sizes, operands)
+    tile = TileWriter.make(write, plan, sizes, operands)
     rows, columns = cdiv(plan.T, n), cdiv(plan.S, n)
     diagonals = rows + columns - 1
     outputs = {"sums": jax.ShapeDtypeStruct((plan.H, diagonals, n, n), jnp.float32)}
@@ -103,13 +104,13 @@ def _tile_operands(tiles: EveryTile) -> list[Operand]:
     return [Operand(name, array) for name, array in tiles._asdict().items() if array is not None]
 
 
-def _add(tile: Tile, operands: list[Operand]) -> None:
+def _add(tile: TileWriter, operands: list[Operand]) -> None:
     """Add the gradient of the tile's scores to ``acc``."""
     write, plan = tile.write, tile.plan
     at = f"{tile.base('coverage', 'rows * columns')} + row * columns + column"
     with write.block(f"if tl.load({at}) > 0:"):
         write(f"k = h // {plan.G}")
-        if plan.packed:
+        if plan.bit_mask:
             write(f"bits_at = tl.load({tile.base('numbers', 'rows * columns')} + row * columns + column)")
         tile.load("q", "q", plan.H, "h", plan.D, True)
         tile.load("d_out", "q", plan.H, "h", plan.Dv, True)
@@ -128,11 +129,11 @@ def _add(tile: Tile, operands: list[Operand]) -> None:
         write("acc += ds")
 
 
-def _by_distance(sums: jax.Array, plan: Plan) -> jax.Array:
+def _by_distance(sums: jax.Array, plan: FlashPlan) -> jax.Array:
     """[H, diagonals, n, n] to [1, H, T + S − 1]."""
     H, diagonals, n, _ = sums.shape
-    # The rows are reversed, and each is shifted by one more than the row before it, by a reshape: element (i, j) of a
-    # row-major n × 2n array is at 2n · i + j = (2n − 1) · i + (i + j). A column then has one distance.
+    # Reverse the rows, and shift each by one more than the row before it, by a reshape: element (i, j) of a row-major n
+    # × 2n array is at 2n · i + j = (2n − 1) · i + (i + j). All elements of a column then have one distance.
     wide = jnp.pad(jnp.flip(sums, 2), ((0, 0), (0, 0), (0, 0), (0, n))).reshape(H, diagonals, -1)
     by_column = wide[..., : n * (2 * n - 1)].reshape(H, diagonals, n, 2 * n - 1).sum(2)
     near, far = by_column[..., :n], jnp.pad(by_column[..., n:], ((0, 0), (0, 0), (0, 1)))

@@ -1,4 +1,4 @@
-"""Masks without a translation to Triton, as bits: one a score, for PARTIAL tiles alone."""
+"""Bit masks, for masks without a translation to Triton: one bit per score, for PARTIAL tiles alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import lax
 
 from attnops.kernels import of_mask
 from attnops.masks import Mask
-from attnops_triton.flash.plan import Plan, Tiles, cdiv
+from attnops_triton.flash.plan import FlashPlan, TileSizes, cdiv
 from attnops_triton.language.translate import PRIMITIVES
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 WORD = 32
 
-# The bits of n tiles, int32 [n, bq, words a query], from the indices [n] of their batches, heads, tiles of queries and
-# tiles of keys.
-Pack: TypeAlias = Callable[[Any, Any, Any, Any], jax.Array]
+# From the indices [n] of n tiles' batches, heads, tiles of queries and tiles of keys: their bits, int32
+# [n, bq, words per query].
+BitsFunction: TypeAlias = Callable[[Any, Any, Any, Any], jax.Array]
 
-# Tiles that are computed at a time: before packing, each has bq · bk bytes of booleans.
+# Tiles that are computed at a time: before they are packed to bits, each is bq · bk booleans.
 _BATCH = 64
 
 
@@ -37,8 +37,8 @@ def is_translatable(mask: Mask) -> bool:
         return False
 
 
-def packed_map_shape(mask: Mask, plan: Plan) -> tuple[int, int]:
-    """How many batches and heads a bound mask varies by, each 1 or all."""
+def bits_map_shape(mask: Mask, plan: FlashPlan) -> tuple[int, int]:
+    """The numbers of batches and heads for which a bound mask has bits, each 1 or all."""
     try:
         axes = of_mask(mask)[0].axes
     except Exception:
@@ -46,21 +46,21 @@ def packed_map_shape(mask: Mask, plan: Plan) -> tuple[int, int]:
     return (plan.B if "b" in axes else 1), (plan.H if "h" in axes else 1)
 
 
-def packer(mask: Mask, plan: Plan, tiles: Tiles) -> Pack:
+def bits_function(mask: Mask, plan: FlashPlan, tiles: TileSizes) -> BitsFunction:
     """The function that computes the bits of a bound mask's tiles."""
 
     def one(at: tuple[Array, ...]) -> jax.Array:
         b, h, q_tile, kv_tile = (x.reshape(1, 1, 1, 1) for x in at)
-        # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
+        # Beyond the last query or key, use its index, so that none is out of range.
         q = jnp.minimum(q_tile * tiles.bq + np.arange(tiles.bq, dtype=np.int32)[:, None], plan.T - 1)
         kv = jnp.minimum(kv_tile * tiles.bk + np.arange(tiles.bk, dtype=np.int32), plan.S - 1)
         seen = jnp.broadcast_to(mask.allowed(b, h, q, kv), (1, 1, tiles.bq, tiles.bk))[0, 0]
         words = cdiv(tiles.bk, WORD)
         bits = seen.reshape(tiles.bq, words, -1).astype(jnp.uint32)
-        packed = (bits << np.arange(bits.shape[2], dtype=np.uint32)).sum(axis=2, dtype=jnp.uint32)
-        return lax.bitcast_convert_type(packed, jnp.int32)
+        words = (bits << np.arange(bits.shape[2], dtype=np.uint32)).sum(axis=2, dtype=jnp.uint32)
+        return lax.bitcast_convert_type(words, jnp.int32)
 
-    def pack(*at: Array) -> jax.Array:
+    def bits_of(*at: Array) -> jax.Array:
         return lax.map(one, tuple(jnp.asarray(x, jnp.int32) for x in at), batch_size=_BATCH)
 
-    return pack
+    return bits_of

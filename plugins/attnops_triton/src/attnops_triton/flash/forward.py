@@ -10,34 +10,35 @@ from attnops_triton.flash.blackwell import forward as blackwell
 from attnops_triton.flash.hopper import forward as hopper
 from attnops_triton.flash.loops import place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
-from attnops_triton.flash.plan import LOG2E, Plan
+from attnops_triton.flash.plan import LOG2E, FlashPlan
 from attnops_triton.flash.steps import write_denominator
-from attnops_triton.flash.tile import Tile, dtype
+from attnops_triton.flash.tile import TileWriter, dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.launch import launch
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 from attnops_triton.targets import TENSOR_MEMORY
 
 
 @folds_batch
 def forward(
-    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
+    plan: FlashPlan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output, and the logsumexp in two terms.
+    """The output and the logsumexp, which is returned as two terms.
 
-    Their float32 sum would round: with large scores, by more than weights that are recomputed from it tolerate.
+    The backward pass recomputes weights from it. If both terms were added in float32, large scores would round by more
+    than these weights tolerate.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         q: [B, T, H, D].
         k: [B, S, K, D].
         v: [B, S, K, Dv].
-        arrays: the other inputs of scores.
-        schedule: by tiles of queries.
+        arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
+        schedule: the active tiles of keys of each tile of queries.
 
     Returns:
-        The output [B, T, H, Dv]; ``m`` [B, H, T] float32, the largest score, sinks included, in units of
-        ``plan.score_unit``, −inf for a fully masked row; and ``log2_sum`` [B, H, T] float32, log2 of the sum of
+        The output [B, T, H, Dv]; ``m`` [B, H, T] float32, the largest score of each query (sinks included) divided by
+        ``plan.score_unit``, −inf if the query is fully masked; and ``log2_sum`` [B, H, T] float32, log2 of the sum of
         exponentials relative to ``m``.
     """
     operands = [
@@ -54,7 +55,7 @@ def forward(
         "m": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
         "log2_sum": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
-    write: Writer
+    write: SourceWriter
     if plan.forward.specialised:
         module = blackwell if plan.arch in TENSOR_MEMORY else hopper
         write, programs = parts, programs = module.write_forward(plan, operands, schedule)
@@ -65,10 +66,10 @@ def forward(
     return results["out"], results["m"], results["log2_sum"]
 
 
-def _write(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Writer, int]:
-    write = Writer()
+def _write(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[SourceWriter, int]:
+    write = SourceWriter()
     bq, bk, scoring = plan.forward.bq, plan.forward.bk, plan.scoring
-    tile = Tile.make(write, plan, plan.forward, operands)
+    tile = TileWriter.make(write, plan, plan.forward, operands)
     ragged = not tile.even
     chunks = range(len(plan.chunks(plan.Dv)))
     programs = place_by_query(write, plan, bq)
@@ -92,7 +93,7 @@ def _write(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple
             write('s = tl.where(ok, s, float("-inf"))')
         write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
         if masked or scoring.has_bias:
-            # Fully masked so far: −inf − −inf is NaN.
+            # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
             write('base = tl.where(m_new == float("-inf"), 0.0, m_new)')
         else:
             write("base = m_new")
@@ -105,7 +106,7 @@ def _write(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple
             tile.dropout()
             write("p = tl.where(keep, p, 0.0)")
         tile.load("v", "kv", plan.K, "k", plan.Dv, edge)
-        if masked and (scoring.mask is not None or plan.packed):
+        if masked and (scoring.mask is not None or plan.bit_mask):
             tile.zero_masked_tokens("kv", *(f"v_{i}" for i in chunks))
         write(f"p = p.to({dtype(plan)})")
         for i in chunks:
@@ -118,8 +119,8 @@ def _write(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple
     return write, programs
 
 
-def _write_result(tile: Tile, ragged: bool) -> None:
-    """Write the division by the denominator and the stores; fully masked rows give 0 and −inf."""
+def _write_result(tile: TileWriter, ragged: bool) -> None:
+    """Write the division by the denominator, and the stores. Fully masked queries store 0 and −inf."""
     write, plan = tile.write, tile.plan
     write_denominator(tile)
     for i in range(len(plan.chunks(plan.Dv))):

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan, cdiv
+from attnops_triton.flash.plan import FlashPlan, cdiv
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 
-# Bytes of the keys and values of neighbouring programs that should fit the second-level cache.
+# Bytes of keys and values that neighbouring programs read together, so that they stay in the L2 cache.
 _CACHE = 24 << 20
 
 
-def place_by_query(write: Writer, plan: Plan, bq: int) -> int:
+def place_by_query(write: SourceWriter, plan: FlashPlan, bq: int) -> int:
     """Write ``b``, ``h``, ``k`` and ``row`` of a program for one tile of queries. Returns the number of programs.
 
-    The last rows, which are the longest of a causal mask, come first, for as many heads at a time as fit the cache. The
-    query heads of a kv head are neighbours.
+    The last rows come first, since a causal mask makes them the longest; as many heads are processed at a time as fit
+    the cache. The query heads of a kv head are neighbours.
     """
     rows = cdiv(plan.T, bq)
     per_head = plan.S * (plan.D + plan.Dv) * plan.itemsize
@@ -26,10 +26,10 @@ def place_by_query(write: Writer, plan: Plan, bq: int) -> int:
     return rows * plan.B * plan.H
 
 
-def place_by_key(write: Writer, plan: Plan, bk: int) -> int:
+def place_by_key(write: SourceWriter, plan: FlashPlan, bk: int) -> int:
     """Write ``b``, ``k`` and ``row`` of a program for one tile of keys. Returns the number of programs.
 
-    If groups are split, ``h`` too, whose kv head is ``k``.
+    If ``plan.splits_groups``, also writes ``h``, whose kv head is ``k``.
     """
     rows = cdiv(plan.S, bk)
     if plan.splits_groups:
@@ -42,8 +42,10 @@ def place_by_key(write: Writer, plan: Plan, bk: int) -> int:
     return rows * plan.B * plan.K
 
 
-def _place(write: Writer, rows: int, heads: int, together: int) -> None:
-    """Write ``place``, of ``rows``, and ``bh``, of all heads of all batches: ``together`` heads at a time."""
+def _place(write: SourceWriter, rows: int, heads: int, together: int) -> None:
+    """Write ``place``, an index below ``rows``, and ``bh``, an index of batch and head; ``together`` heads come at a
+    time.
+    """
     write.integer("rows", rows)
     write.integer("heads", heads)
     write.integer("together", min(together, heads))
@@ -64,7 +66,7 @@ def schedule_operands(schedule: TileSchedule) -> list[Operand]:
 
 
 def tile_loops(
-    write: Writer, schedule: TileSchedule, first: str, block: int, even: bool, body: Callable[[bool], None],
+    write: SourceWriter, schedule: TileSchedule, first: str, block: int, even: bool, body: Callable[[bool], None],
     heads: int = 0,
 ) -> None:  # fmt: skip
     """Write loops over the active tiles of ``row``: FULL ones, then PARTIAL ones.
@@ -73,11 +75,11 @@ def tile_loops(
         write: the kernel's lines.
         schedule: the active tiles.
         first: name of the variable for a tile's first token, which the loops set.
-        block: tokens a tile.
+        block: tokens per tile.
         even: whether no tile reaches beyond the last token.
         body: writes the computation of a tile; its argument is whether the tile is masked.
-        heads: of the kv head ``k``, over which the loops go too, writing ``h``, if their tiles are the same; 0 if ``h``
-            is given.
+        heads: the number of query heads per kv head, if the loops iterate over them too and write ``h``, which needs
+            equal tiles for all of them; 0 if ``h`` is given.
     """
     if schedule.constant is None:
         by_batch = write.integer("map_batch", schedule.map_shape[1] * (schedule.map_shape[0] > 1))

@@ -1,4 +1,6 @@
-"""What is known of this machine's GPU by measurement, see `attnops_triton.tuned`: tiles, and the faster operation."""
+"""Measurements of this machine's GPU, from tables of `attnops_triton.tuned`: the fastest tiles, and the faster
+operation.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,17 @@ from typing import Final
 from attnops import AttentionRequest
 from attnops.kernels import TraceContext
 from attnops_triton import tuned
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.language import compat
 from attnops_triton.targets import current
 
-# The kernels that have tiles of their own, by their place in a row of the table.
+# The kernels whose tiles are measured, in the order of a row of the table of tile sizes.
 KERNELS: Final = ("forward", "by_query", "by_key")
 CALLS: Final = {True: "attnops-triton:flash, backward", False: "attnops-triton:flash, forward"}
 OF_CUDNN: Final = {True: "attnops:sdpa, backward", False: "attnops:sdpa, forward"}
 
 # Part of the key of JAX's cache of traced functions.
-_TRIED: TraceContext[tuple[()] | tuple[str, Tiles]] = TraceContext("attnops-triton:tiles", ())
+_TRIED: TraceContext[tuple[()] | tuple[str, TileSizes]] = TraceContext("attnops-triton:tiles", ())
 
 
 def environment() -> Hashable:
@@ -29,14 +31,14 @@ def environment() -> Hashable:
 
 
 @contextlib.contextmanager
-def trying(kernel: str, tiles: Tiles) -> Iterator[None]:
+def trying(kernel: str, tiles: TileSizes) -> Iterator[None]:
     """A context in which a kernel has these tiles, and the others have the table's."""
     with _TRIED((kernel, tiles)):
         yield
 
 
-def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[int, Tiles]:
-    """Tiles to use instead of the table's, by place in its row; for this machine's GPU alone."""
+def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[int, TileSizes]:
+    """Measured tiles that replace the table's, by place in its row; only for this machine's GPU."""
     tried = _TRIED.value
     if tried:
         return {KERNELS.index(tried[0]): tried[1]}
@@ -44,11 +46,11 @@ def measured_tiles(dtype: str, head_dim: int, value_head_dim: int) -> Mapping[in
         return {}
     device = compat.device_name()
     found = {i: tuned.tiles(device, kernel, dtype, head_dim, value_head_dim) for i, kernel in enumerate(KERNELS)}
-    return {i: Tiles.of(tiles) for i, tiles in found.items() if tiles}
+    return {i: TileSizes.of(tiles) for i, tiles in found.items() if tiles}
 
 
 def is_faster_than_cudnn(request: AttentionRequest) -> bool | None:
-    """Whether this plugin's kernels are the faster ones for plain or causal attention; None if not measured."""
+    """Whether this plugin's kernels are faster than cuDNN for plain or causal attention; None if not measured."""
     is_plain = request.mask_kinds <= {"Causal"} and not request.bias_kind and request.query_length == request.key_length
     if not is_plain or request.head_dim != request.value_head_dim or current() or not tuned.installed():
         return None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attnops_triton.flash.plan import Plan
-from attnops_triton.language.source import Writer
+from attnops_triton.flash.plan import FlashPlan
+from attnops_triton.language.source import SourceWriter
 
 if TYPE_CHECKING:
     from attnops.typing import Array
@@ -18,13 +18,13 @@ class Arrays(NamedTuple):
     """Inputs other than query, key and value, in kernels' layouts; None if absent.
 
     Attributes:
-        mask: values of the mask, see `value_layout`.
+        mask: values of the mask, each [B or 1, H or 1, n], n one of T, S or 1.
         dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, T, S].
-        bias: values of an elementwise bias, see `value_layout`.
+        bias: values of an elementwise bias, each [B or 1, H or 1, n], n one of T, S or 1.
         table: a bias by distance, float32 [1, H, T + S − 1]; distance ``kv − q`` is element ``kv − q + T − 1``.
         array: a bias of T × S elements, [B or 1, H or 1, T, S].
         sinks: [1, H] float32.
-        dropout: the hash of each row, uint32 [B, H, T].
+        dropout: the hash of each query, uint32 [B, H, T].
     """
 
     mask: tuple[jax.Array, ...] = ()
@@ -50,7 +50,7 @@ def value_layout(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
+def score_operands(plan: FlashPlan, arrays: Arrays) -> list[Operand]:
     """The inputs of a tile's scores other than query and key, and of dropout."""
     operands = [Operand(f"mask{i}", x) for i, x in enumerate(arrays.mask)]
     operands += [Operand(f"dense{i}", x) for i, x in enumerate(arrays.dense)]
@@ -60,15 +60,15 @@ def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
     return operands
 
 
-def base(write: Writer, name: str, batched: str, heads: int, each: str) -> str:
+def base(write: SourceWriter, name: str, batched: str, heads: int, each: str) -> str:
     """The pointer to the elements of batch ``b`` and head ``h`` in an array [B or 1, heads or 1, …].
 
     Args:
         write: the kernel's lines.
-        name: of the array.
-        batched: an expression, 1 if the array has a row for each batch, 0 if all share one; empty for 1.
+        name: the name of the array.
+        batched: an expression that is 1 if the array has a batch axis, 0 if all batches share one; empty for 1.
         heads: the second dimension of the array.
-        each: how many elements a batch and head has, a product of lengths.
+        each: the number of elements per batch and head, as Triton source.
     """
     b = f"(b * {batched})" if batched else "b"
     text = f"{name}_ptr + {b}.to(tl.int64) * {heads} * {each}"

@@ -16,7 +16,7 @@ from attnops_triton.versions import missing
 
 # The largest block_q · block_k that the metadata may set: a program holds that many scores.
 LARGEST: Final = 128 * 128
-# The dtypes whose products are in 16 bits; others are in float32.
+# The combinations of dtypes for which products have 16-bit operands; others use float32.
 _HALVES: Final = ({"bfloat16"}, {"float16"})
 
 
@@ -40,11 +40,11 @@ class TritonFlashAttention(FlashAttention):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | RankBetween | None:
-        """Above cuDNN if that would need an array of T × S elements; otherwise below it, unless it was measured faster.
+        """Above cuDNN if cuDNN would need an array of T × S elements; otherwise below it, unless this kernel was
+        measured faster.
 
-        Without a table of `attnops tune` this is by bytes: a mask of 16,384 × 16,384 is 512 MB in bfloat16,
-        is read again for every head if it varies by head, and skips no tile. cuDNN is preferred for plain and causal
-        attention.
+        Without a table of `attnops tune` bytes decide: a mask of 16,384 × 16,384 is 512 MB in bfloat16, is read again
+        for every head if it varies by head, and skips no tile. For plain and causal attention cuDNN is preferred.
         """
         if request.platform != "cuda" or not isinstance(request, AttentionRequest):
             return super().rank(request)
@@ -57,7 +57,7 @@ class TritonFlashAttention(FlashAttention):
         return Rank.TILED_KERNEL if request.bias_kind or (request.mask_kinds and not is_plain) else Rank.KERNEL
 
     def environment_key(self) -> Hashable:
-        """See `attnops.BaseOperation.environment_key`: the target, measured tiles, order, and the number of splits."""
+        """What traces depend on besides the arguments: the target, measured tiles, order, and the number of splits."""
         from attnops_triton.flash.measured import environment
         from attnops_triton.flash.order import is_unordered
         from attnops_triton.ragged.tile_sizes import current_splits
@@ -84,7 +84,7 @@ class TritonFlashAttention(FlashAttention):
                          "interpret float32 or float16")  # fmt: skip
 
     def details(self, request: Request) -> Iterable[str]:
-        """See `attnops.BaseOperation.details`: which kernels serve the passes."""
+        """Yields a line for `attnops.explain`: which kernels serve the forward and the backward pass."""
         if isinstance(request, AttentionRequest) and request.source is None:
             from attnops_triton.flash.specialised import line
 
@@ -121,7 +121,7 @@ def _other_gpu(request: Request) -> Iterable[Reason]:
         return
     if arch.startswith("sm_") and not current():
         yield from assembler.reasons(arch)
-    # Over a cache tiles are smaller.
+    # Calls over a cache have smaller tiles.
     is_plain = isinstance(request, AttentionRequest) and request.source is None
     if arch.startswith("sm_") and is_plain and set(request.dtypes) not in _HALVES:
         # Operands of float32 products are in shared memory: tiles of query, key, value and output, of 16 tokens each.

@@ -1,4 +1,4 @@
-"""Whether gradients must be the same to the bit in every run, or whether kernels may add them in any order."""
+"""Whether kernels may sum gradients in any order, or must give the same bits in every run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def is_unordered() -> bool:
 def unordered() -> Iterator[None]:
     """A context in which the sums of a gradient may be added in any order, so that two runs may differ in last bits.
 
-    On Hopper the gradient of queries is then added in float32 by the kernel for those of keys and values: five products
-    a tile instead of seven, and one exponential instead of two, as in FlashAttention-3 (arXiv:2407.08608).
+    On Hopper the kernel for dk and dv then adds dq too, in float32: five products per tile instead of seven, and one
+        exponential instead of two, as in FlashAttention-3 (arXiv:2407.08608).
     """
     with _UNORDERED(True):
         yield

@@ -1,4 +1,4 @@
-"""The plan of a call: everything static about it."""
+"""`FlashPlan`: everything static about a call. The generated kernels depend on nothing else."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ LN2: Final = math.log(2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class TileSizes:
     """Tile sizes of one kernel, and how it is compiled.
 
     Attributes:
-        bq: queries a tile, a power of two of at least 16.
-        bk: keys a tile, a power of two of at least 16.
-        warps: warps a program.
+        bq: queries per tile, a power of two of at least 16.
+        bk: keys per tile, a power of two of at least 16.
+        warps: warps per program.
         stages: stages of the software pipeline, or of the ring of a specialised kernel.
-        specialised: whether warps have different tasks, see `attnops_triton.flash.hopper` and
-            `attnops_triton.flash.blackwell`; then ``warps`` are those of the first partition, and the rows that are not
-            streamed are twice 64; on sm_100 twice 128 in the forward pass, and 128 in the backward pass.
-        registers: at most so many a thread; 0 for as many as the assembler sees fit. NVIDIA's alone.
+        specialised: whether groups of warps have different tasks (`attnops_triton.flash.hopper`,
+            `attnops_triton.flash.blackwell`). Then ``warps`` counts those of the first partition, and the side of the
+            tile that is not streamed has 128 rows; on sm_100 256 in the forward pass and 128 in the backward pass.
+        registers: the most registers per thread; 0 leaves the number to the assembler. Only for NVIDIA GPUs.
     """
 
     bq: int
@@ -38,36 +38,36 @@ class Tiles:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """As a table of measured times has them: four numbers, and 1 if specialised."""
+        """(bq, bk, warps, stages), then 1 if specialised: the form of tables of measured times."""
         return (self.bq, self.bk, self.warps, self.stages, *[1] * self.specialised)
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Tiles:
-        """The tiles of these numbers."""
+    def of(cls, numbers: Sequence[int]) -> TileSizes:
+        """The inverse of ``numbers``."""
         bq, bk, warps, stages, *specialised = numbers
         return cls(bq, bk, warps, stages, bool(specialised))
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class FlashPlan:
     """Shapes, tiles and options of a call; hashable.
 
     Attributes:
         B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B includes the mapped axis.
-        inner: the batch without the mapped axis, which masks and biases are functions of.
+        inner: the batch size without the mapped axis; masks and biases are functions of an index into it.
         forward: tiles of the forward pass.
         by_query: tiles of the kernel for the gradients of queries.
         by_key: tiles of the kernel for the gradients of keys and values.
-        by_score: tiles of the gradients of biases with an element for each score or distance.
+        by_score: tiles of the kernels for gradients of biases with an element per score or per distance.
         dtype: the name of the dtype of query, key and value.
-        is_partial: whether this is a partial softmax, whose results are float32, see `attnops.softmax`.
+        is_partial: whether the call returns a partial softmax (`attnops.softmax`), whose results are float32.
         scale: the softmax scale.
-        tf32: whether products of float32 may be rounded to TF32.
-        scoring: see `attnops.kernels.scoring.Scoring`.
+        tf32: whether float32 products may round their operands to TF32.
+        scoring: the mask, bias, soft cap, sinks and dropout of the call, without their arrays.
         packed: whether the mask is passed as bits, see `attnops_triton.flash.bits`.
         arch: the architecture to compile for, such as ``"sm_90"``; empty for this machine's GPU.
         interpret: whether kernels run in Triton's interpreter.
-        unordered: whether gradients may be added in any order, see `attnops_triton.flash.order`.
+        unordered: whether gradients may be summed in any order (`attnops_triton.flash.order`).
     """
 
     B: int
@@ -78,50 +78,51 @@ class Plan:
     K: int
     D: int
     Dv: int
-    forward: Tiles
-    by_query: Tiles
-    by_key: Tiles
-    by_score: Tiles
+    forward: TileSizes
+    by_query: TileSizes
+    by_key: TileSizes
+    by_score: TileSizes
     dtype: str
     is_partial: bool
     scale: float
     tf32: bool
     scoring: Scoring
-    packed: bool = False
+    bit_mask: bool = False
     arch: str = ""
     interpret: bool = False
     unordered: bool = False
 
     @property
     def G(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.H // self.K
 
     @property
     def splits_groups(self) -> bool:
-        """Whether the query heads of a kv head have programs of their own in the kernel for dk and dv.
+        """Whether the kernel for dk and dv has a program for each query head, rather than for each kv head.
 
-        Their float32 sums are added afterwards. Otherwise a program for each tile of keys would leave multiprocessors
-        idle.
+        Then the float32 sums of the query heads of a kv head are added afterwards. It is so if one program per kv head
+        and tile of keys would leave multiprocessors idle.
         """
         return self.G > 1 and cdiv(self.S, self.by_key.bk) * self.B * self.K < multiprocessors(self.arch)
 
     @property
     def fuses_dq(self) -> bool:
-        """Whether the kernel for dk and dv adds dq too.
+        """Whether the kernel for dk and dv computes dq too.
 
-        A tile's queries are then rows of a product, which has 64, and dk and dv must leave it by tensor maps: stores of
-        float32 sums would take registers that it lacks.
+        This needs tiles of 64 queries, since the queries are then rows of a product of 64 rows; and outputs dk and dv
+        that are stored by tensor maps, since other stores of float32 sums would need more registers than are free.
         """
         by_map = self.gradient_dtype == self.dtype and not self.splits_groups
         return self.unordered and self.by_key.specialised and self.by_key.bq == 64 and by_map
 
     @property
     def score_unit(self) -> float:
-        """Natural units per unit of a kernel's scores.
+        """What a kernel's scores are multiplied by inside the exponential.
 
-        Without cap and bias the scale is multiplied in by the exponential, at no cost, unless it is negative, which
-        would turn the maximum into a minimum, or so small or large that dividing a sink by it would overflow.
+        Without soft cap and bias this is the softmax scale, at no cost. The scores are scaled first instead if the
+        scale is negative, since the maximum would become a minimum, or so small or large that dividing a sink by it
+        would overflow.
         """
         return 1.0 if self.scales_first else self.scale
 
@@ -132,12 +133,12 @@ class Plan:
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element of query, key and value."""
+        """Bytes per element of query, key and value."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def gradient_dtype(self) -> str:
-        """The dtype of kernels' gradients of query, key and value; float32 for float16, whose cotangents are scaled."""
+        """The dtype in which kernels store dq, dk and dv; float32 for float16, since its cotangents are scaled."""
         return "float32" if self.is_partial or self.dtype == "float16" else self.dtype
 
     @property
@@ -151,13 +152,13 @@ class Plan:
 
 
 def head_dim_chunks(dim: int, widest: int = 512) -> list[tuple[int, int]]:
-    """(start, width) of the chunks of a head dim, since a kernel's shapes are powers of two, of at least 16.
+    """(start, width) of the chunks of a head dim. Shapes in a kernel must be powers of two of at least 16.
 
-    A head dim of 80 has chunks of 64 and 16, of 192 it has 128 and 64, of 576 it has 512 and 64.
+    80 is split into 64 and 16, 192 into 128 and 64, 576 into 512 and 64.
 
     Args:
         dim: the head dim.
-        widest: the largest width. It is smaller in float32, since a sum of short sums rounds less than a long sum.
+        widest: the largest width. It is smaller for float32, since a sum of short sums rounds less than one long sum.
     """
     chunks = []
     start = 0
@@ -165,7 +166,7 @@ def head_dim_chunks(dim: int, widest: int = 512) -> list[tuple[int, int]]:
         remaining = dim - start
         above = max(16, 1 << (remaining - 1).bit_length())
         below = max(16, above // 2)
-        # The next power of two, unless two chunks are narrower together.
+        # The next power of two, unless two chunks together are narrower.
         narrower = remaining > below and below + max(16, 1 << (remaining - below - 1).bit_length()) < above
         width = min(widest, below if narrower else above)
         chunks.append((start, width))

@@ -10,11 +10,11 @@ import numpy as np
 from attnops.dropout import dropout_rows, dropout_seed
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask, ragged
 from attnops.masks import Mask, block_map
-from attnops_triton.flash.bits import Pack, packed_map_shape, packer
+from attnops_triton.flash.bits import BitsFunction, bits_function, bits_map_shape
 from attnops_triton.flash.operands import Arrays, value_layout
-from attnops_triton.flash.plan import Plan, Tiles
+from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.flash.sizes import is_even
-from attnops_triton.flash.tile_schedule import Layout, TileSchedules, every_tile, layout_of, tile_schedule
+from attnops_triton.flash.tile_schedule import ScheduleLayout, TileSchedules, every_tile, layout_of, tile_schedule
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from attnops.typing import Array, PyTree
 
 
-# Masks whose numbers kernels load, rather than have as literals, where an offset depends on both lengths.
+# If T != S, an offset in these masks depends on both lengths. Kernels then load it rather than have it as a literal.
 _OF_POSITIONS: Final = frozenset({"Causal", "SlidingWindow", "Segments", "&"})
 
 
 def mask_of_scores(mask: Mask | None, T: int, S: int) -> Mask | None:
-    """The mask as kernels evaluate it: with numbers as data if lengths differ, so that one program serves them all."""
+    """The mask as kernels evaluate it: if T != S, its numbers are data, so that one program serves all lengths."""
     return mask.as_data() if mask is not None and T != S and mask.kinds() <= _OF_POSITIONS else mask
 
 
-def arrays(plan: Plan, call: FlashCall) -> Arrays:
+def arrays(plan: FlashPlan, call: FlashCall) -> Arrays:
     """The arrays of a call in kernels' layouts. Differentiable; O(T + S) memory, plus that of T × S arrays."""
     scoring, shape = plan.scoring, call.scores_shape
     bias: PyTree = elementwise_bias(call.bias)
     result = Arrays(sinks=None if call.sinks is None else call.sinks.astype(jnp.float32)[None])
-    if call.mask is not None and not plan.packed:
+    if call.mask is not None and not plan.bit_mask:
         mask = mask_of_scores(call.mask, plan.T, plan.S)
         assert mask is not None
         function, leaves, dense = of_mask(mask)
@@ -59,30 +59,30 @@ def arrays(plan: Plan, call: FlashCall) -> Arrays:
     return result
 
 
-def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
+def tile_schedules(plan: FlashPlan, mask: Mask | None) -> TileSchedules:
     """The schedules of all kernels."""
     layout = layout_of(mask)
-    coverage, pack = _coverage(mask, plan, plan.forward)
-    forward = tile_schedule(ragged(coverage, 3, plan.S % plan.forward.bk), layout, pack)
+    coverage, bits_of = _coverage(mask, plan, plan.forward)
+    forward = tile_schedule(ragged(coverage, 3, plan.S % plan.forward.bk), layout, bits_of)
     by_query = by_score = None
     if (plan.by_query.bq, plan.by_query.bk) != (plan.forward.bq, plan.forward.bk) and not plan.fuses_dq:
-        coverage, pack = _coverage(mask, plan, plan.by_query)
-        by_query = tile_schedule(ragged(coverage, 3, plan.S % plan.by_query.bk), layout, pack)
+        coverage, bits_of = _coverage(mask, plan, plan.by_query)
+        by_query = tile_schedule(ragged(coverage, 3, plan.S % plan.by_query.bk), layout, bits_of)
     if plan.scoring.table or plan.scoring.array:
         by_score = every_tile(*_coverage(mask, plan, plan.by_score))
-    coverage, pack = _coverage(mask, plan, plan.by_key)
+    coverage, bits_of = _coverage(mask, plan, plan.by_key)
     coverage = ragged(coverage, 2, plan.T % plan.by_key.bq).swapaxes(2, 3)
-    if layout is Layout.RANGES and not is_even(plan, plan.by_key):
-        # The diagonal is PARTIAL, and so is the last row.
-        layout = Layout.LISTED
-    return TileSchedules(forward, by_query, tile_schedule(coverage, layout, pack, by_key=True), by_score)
+    if layout is ScheduleLayout.RANGES and not is_even(plan, plan.by_key):
+        # The PARTIAL tiles are those of the diagonal and of the last row: they are not contiguous.
+        layout = ScheduleLayout.LISTED
+    return TileSchedules(forward, by_query, tile_schedule(coverage, layout, bits_of, by_key=True), by_score)
 
 
-def _coverage(mask: Mask | None, plan: Plan, tiles: Tiles) -> tuple[Array, Pack | None]:
-    """The coverage of each tile, and the function that computes the bits of tiles, for a packed mask."""
+def _coverage(mask: Mask | None, plan: FlashPlan, tiles: TileSizes) -> tuple[Array, BitsFunction | None]:
+    """The coverage of each tile, and for a bit mask the function that computes the bits of tiles."""
     coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), tiles.bq, tiles.bk).coverage
-    if mask is None or not plan.packed:
+    if mask is None or not plan.bit_mask:
         return coverage, None
-    lead = [max(sizes) for sizes in zip(coverage.shape, packed_map_shape(mask, plan), strict=False)]
+    lead = [max(sizes) for sizes in zip(coverage.shape, bits_map_shape(mask, plan), strict=False)]
     xp: ModuleType = np if isinstance(coverage, np.ndarray) else jnp
-    return xp.broadcast_to(coverage, (*lead, *coverage.shape[2:])), packer(mask, plan, tiles)
+    return xp.broadcast_to(coverage, (*lead, *coverage.shape[2:])), bits_function(mask, plan, tiles)

@@ -1,24 +1,24 @@
-"""What one program serves: any lengths and batch, in two kinds, by divisibility.
+"""Which calls one compiled program serves: any lengths and batch, with two programs by divisibility.
 
 Lengths, batch, strides and numbers of tiles are arguments of kernels. Their code differs only between lengths that are
 multiples of the tile sizes and lengths that are not, which need checks at the last tokens. With arrays of T × S
-elements the latter have two programs, since rows are aligned or not.
+elements there is a third, since the rows of such an array are aligned or not.
 """
 
 from __future__ import annotations
 
-from attnops_triton.flash.plan import Plan, Tiles
+from attnops_triton.flash.plan import FlashPlan, TileSizes
 
-# Bytes of alignment that loads of several elements need, in elements of a byte.
+# Bytes to which loads of several elements must be aligned; elements of a dense mask have one byte.
 _ALIGNED = 16
 
 
-def is_even(plan: Plan, tiles: Tiles) -> bool:
+def is_even(plan: FlashPlan, tiles: TileSizes) -> bool:
     """Whether both lengths are multiples of both tile sizes, so that no tile reaches beyond the last token."""
     return not plan.T % max(tiles.bq, tiles.bk) and not plan.S % max(tiles.bq, tiles.bk)
 
 
-def divisible(plan: Plan, tiles: Tiles) -> frozenset[str]:
+def divisible(plan: FlashPlan, tiles: TileSizes) -> frozenset[str]:
     """The integer arguments of a kernel that its program may rely on to be multiples of 16."""
     lengths = frozenset("TS")
     if is_even(plan, tiles):

@@ -1,4 +1,4 @@
-"""Which calls the specialised kernels serve; all others have those of every architecture."""
+"""Which calls the specialised kernels (Hopper, Blackwell) serve; the kernels of all architectures serve the others."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from attnops import AttentionRequest, OperationMetadata
 from attnops.kernels import Scoring
 from attnops_triton import versions
 from attnops_triton.flash.measured import measured_tiles
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.flash.tile_sizes import specialised_rows
 from attnops_triton.language import assembler
 from attnops_triton.language.compat import device_arch
 from attnops_triton.language.translate import PRIMITIVES
 from attnops_triton.targets import TENSOR_MEMORY, current, first_cuda_of_maps
 
-# The first release of Triton whose Gluon has what they use.
+# The first release of Triton whose Gluon has what these kernels use.
 _TRITON = (3, 9)
 
 
-class Facts(NamedTuple):
+class CallFacts(NamedTuple):
     """What decides whether specialised kernels serve a call.
 
     Attributes:
-        dtype: of query, key and value; float32 is served in the interpreter alone.
+        dtype: the dtype of query, key and value; float32 is served in the interpreter alone.
         head_dim: D.
         value_head_dim: Dv.
         lengths: T and S.
-        by_score: whether a mask is loaded by score: an array of T × S elements, or bits.
+        by_score: whether the mask is loaded per score: an array of T × S elements, or bits.
         bias: whether there is a bias.
         dropout: whether there is dropout.
-        fully_masked: whether tokens may be fully masked; what those hold is not zeroed in shared memory.
+        fully_masked: whether tokens may be fully masked; these kernels can't zero them in shared memory.
         partial: whether it is a partial softmax.
-        sized: whether the metadata has tile sizes.
+        sized: whether the metadata sets tile sizes.
         interpret: whether kernels are interpreted.
     """
 
@@ -51,8 +51,8 @@ class Facts(NamedTuple):
     interpret: bool
 
 
-def why_plain(arch: str, facts: Facts) -> str:
-    """Why no specialised kernel serves a call, in words; empty if some does."""
+def why_plain(arch: str, facts: CallFacts) -> str:
+    """The reason why no specialised kernel serves a call; empty if one does."""
     by_dim, T = specialised_rows(arch), facts.lengths[0]
     conditions = (
         (not by_dim, f"{arch or 'an unknown GPU'} has no specialised ones"),
@@ -65,22 +65,22 @@ def why_plain(arch: str, facts: Facts) -> str:
         (facts.fully_masked, "tokens may be fully masked"),
         (facts.partial, "it is a partial softmax"),
         (facts.sized, "block_q or block_k is set"),
-        # Half of a program would have nothing to do.
+        # Half of each program would be idle.
         (arch in TENSOR_MEMORY and T <= 128, f"{T} queries are at most 128"),
         (not facts.interpret and not _is_supported(), "they need Triton 3.9, and on this machine CUDA 12.3's ptxas"),
     )
     return next((reason for holds, reason in conditions if holds), "")
 
 
-def specialised_tiles(arch: str, facts: Facts, scoring: Scoring) -> Mapping[int, Tiles]:
+def specialised_tiles(arch: str, facts: CallFacts, scoring: Scoring) -> Mapping[int, TileSizes]:
     """Tiles of the specialised kernels that serve a call, by place in a row of the table.
 
     They serve soft caps and sinks too.
 
     Args:
         arch: the architecture.
-        facts: of the call.
-        scoring: of the call.
+        facts: the facts of the call.
+        scoring: the scoring of the call.
     """
     if why_plain(arch, facts):
         return {}
@@ -88,9 +88,9 @@ def specialised_tiles(arch: str, facts: Facts, scoring: Scoring) -> Mapping[int,
     of_query, of_key = (scoring.mask is not None and any(axis in axes for axes in scoring.mask.values) for axis in
                         ("q", "kv"))  # fmt: skip
     capped = scoring.cap is not None
-    # Narrower where they would spill.
+    # Narrower tiles where these would spill registers.
     if arch in TENSOR_MEMORY:
-        # A thread has all columns of a row, or half of them. As much is loaded ahead.
+        # A thread has all columns of a row, or half of them. The number of bytes loaded ahead stays the same.
         uneven = [any(n % max(t.bq, t.bk) for n in lengths) for t in tiles.values()]
         parts = (
             4 if of_key and uneven[0] else 2 if of_key or capped else 1,
@@ -105,27 +105,27 @@ def specialised_tiles(arch: str, facts: Facts, scoring: Scoring) -> Mapping[int,
     return tiles
 
 
-def narrower(tiles: Tiles, parts: int, by_key: bool) -> Tiles:
-    """A part of what is streamed a tile, and as many times the stages."""
+def narrower(tiles: TileSizes, parts: int, by_key: bool) -> TileSizes:
+    """Tiles whose streamed side is ``parts`` times shorter, with ``parts`` times the stages."""
     stages = tiles.stages * parts
     if by_key:
         return dataclasses.replace(tiles, bq=tiles.bq // parts, stages=stages)
     return dataclasses.replace(tiles, bk=tiles.bk // parts, stages=stages)
 
 
-def with_measured(special: Mapping[int, Tiles], facts: Facts) -> Mapping[int, Tiles]:
-    """The same, or those that were measured to be faster, see `attnops_triton.flash.measured`."""
+def with_measured(special: Mapping[int, TileSizes], facts: CallFacts) -> Mapping[int, TileSizes]:
+    """The tiles, replaced by those that were measured to be faster on this machine's GPU."""
     found = {} if facts.interpret else measured_tiles(facts.dtype, facts.head_dim, facts.value_head_dim)
     return {**special, **{i: tiles for i, tiles in found.items() if special or not tiles.specialised}}
 
 
 def line(request: AttentionRequest, metadata: OperationMetadata) -> str:
-    """Which kernels serve a request without a cache, and why not specialised ones; see `attnops.explain`."""
+    """A line for `attnops.explain`: which kernels serve a request without a cache, and why not specialised ones."""
     arch = current() or device_arch()
     if not arch:
         return "kernels: depend on the GPU, and there is none; attnops_triton.targets.target(arch) names one"
     shape, kinds, mask_primitives = request.mask_shape, request.mask_kinds, request.mask_primitives
-    facts = Facts(
+    facts = CallFacts(
         request.dtypes[0] if len(set(request.dtypes)) == 1 else "float32", request.head_dim, request.value_head_dim,
         (request.query_length, request.key_length),
         by_score=("Dense" in kinds and (shape is None or min(shape[2:]) > 1)) or not mask_primitives <= PRIMITIVES,
@@ -147,7 +147,9 @@ def line(request: AttentionRequest, metadata: OperationMetadata) -> str:
 
 
 def _is_supported() -> bool:
-    """Whether Triton can compile them, and the assembler of this machine, if they run here, assemble them."""
+    """Whether Triton can compile specialised kernels and, if they run on this machine, its assembler can assemble
+    them.
+    """
     if versions.release(versions.version_of("triton") or "0") < _TRITON:
         return False
     found = None if current() else assembler.find()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from attnops_triton.flash.plan import LOG2E
-from attnops_triton.flash.tile import Tile
+from attnops_triton.flash.tile import TileWriter
 from attnops_triton.language.source import number
 
 
-def write_denominator(tile: Tile) -> None:
-    """Write ``factor``, the inverse of the denominator, sinks included, and ``m`` and ``l`` with them.
+def write_denominator(tile: TileWriter) -> None:
+    """Write ``factor``, 1 / denominator with sinks, and add the sinks to ``m`` and ``l``.
 
-    ``seen`` are the rows that are not fully masked; the others have a factor of 0.
+    Also writes ``seen``, True for rows that are not fully masked; the others have a factor of 0.
     """
     write, plan, scoring = tile.write, tile.plan, tile.plan.scoring
     unit = number(plan.score_unit * LOG2E)
-    # From the sum, since a NaN score makes it NaN, but not always the maximum.
+    # Decided by the sum: a NaN score always makes the sum NaN, but not always the maximum.
     write("seen = l != 0.0", "m = tl.where(seen, m, 0.0)")
     factor = 1 / (1 - scoring.dropout_prob)
     if scoring.sinks:
@@ -33,20 +33,20 @@ def write_denominator(tile: Tile) -> None:
     write("l = tl.where(seen, l, 1.0)", "factor = tl.where(seen, factor / l, 0.0)")
 
 
-def recompute_weights(tile: Tile, masked: bool, edge: bool, lse: str = "") -> bool:
-    """Write ``p`` from the products ``s``. Returns whether ``ok`` was written, see `Tile.allowed`.
+def recompute_weights(tile: TileWriter, masked: bool, edge: bool, lse: str = "") -> bool:
+    """Write ``p`` from the products ``s``. Returns whether ``ok``, the mask of the tile, was written.
 
     Args:
         tile: the tile.
         masked: whether the mask is applied.
         edge: whether keys beyond the last are masked.
-        lse: variable that broadcasts to the tile, the logsumexp to base 2 in one term; empty if it is ``m`` and
-            ``log2_sum``.
+        lse: the name of the variable with the logsumexp to base 2, which broadcasts to the tile; empty if ``m`` and
+            ``log2_sum`` hold it.
     """
     scoring, write = tile.plan.scoring, tile.write
     has_ok = masked and tile.allowed(edge)
     if has_ok and scoring.has_fully_masked_tokens and scoring.has_cap_or_bias:
-        # Fully masked tokens may hold NaN, and so would 0 times the derivatives there.
+        # Fully masked tokens may hold NaN; the derivatives there would be NaN too, and 0 · NaN is NaN.
         write("s = tl.where(ok, s, 0.0)")
     tile.apply_cap_and_bias()
     if has_ok:
@@ -58,13 +58,13 @@ def recompute_weights(tile: Tile, masked: bool, edge: bool, lse: str = "") -> bo
     return has_ok
 
 
-def score_gradients(tile: Tile, has_ok: bool, subtract: bool = True) -> None:
+def score_gradients(tile: TileWriter, has_ok: bool, subtract: bool = True) -> None:
     """Write ``ds``, the gradient of the scores, from ``p``, ``dp`` and, with dropout, ``keep``.
 
     Args:
         tile: the tile.
         has_ok: whether ``ok`` was written.
-        subtract: whether ``delta`` is not subtracted from ``dp`` yet.
+        subtract: whether ``delta`` is still to be subtracted from ``dp``.
     """
     scoring, write = tile.plan.scoring, tile.write
     by_query = tile.broadcast("q")

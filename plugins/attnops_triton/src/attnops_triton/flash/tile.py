@@ -18,9 +18,9 @@ from attnops.dropout import dropout_threshold, spread_of_keys
 from attnops.kernels import Elementwise
 from attnops_triton.flash.bits import WORD
 from attnops_triton.flash.operands import Operand, base
-from attnops_triton.flash.plan import LOG2E, Plan, Tiles, cdiv
+from attnops_triton.flash.plan import LOG2E, FlashPlan, TileSizes, cdiv
 from attnops_triton.flash.sizes import is_even
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 from attnops_triton.language.translate import TYPES, derivative, tanh, traced, translate
 
 if TYPE_CHECKING:
@@ -28,22 +28,23 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class TileWriter:
     """Writes the code of one tile.
 
     Attributes:
         write: the kernel's lines.
-        plan: of the call.
-        bq: queries a tile.
-        bk: keys a tile.
-        even: whether no tile reaches beyond the last token.
-        shapes: of the kernel's operands, by name.
-        batched: by name, an expression that is 1 if an operand has a row for each batch, and else 0.
+        plan: the plan of the call.
+        bq: queries per tile.
+        bk: keys per tile.
+        even: whether the tile sizes divide the lengths, so that no tile reaches beyond the last token.
+        shapes: the shapes of the kernel's operands, by name.
+        batched: by operand's name, an expression that is 1 if the operand has a batch axis, and 0 if all batches share
+            it.
         transposed: whether keys come before queries.
     """
 
-    write: Writer
-    plan: Plan
+    write: SourceWriter
+    plan: FlashPlan
     bq: int
     bk: int
     even: bool
@@ -53,8 +54,13 @@ class Tile:
 
     @classmethod
     def make(
-        cls, write: Writer, plan: Plan, tiles: Tiles, operands: Sequence[Operand], transposed: bool = False
-    ) -> Tile:
+        cls,
+        write: SourceWriter,
+        plan: FlashPlan,
+        tiles: TileSizes,
+        operands: Sequence[Operand],
+        transposed: bool = False,
+    ) -> TileWriter:
         """The tile of a kernel with these operands."""
         write.integer("T", plan.T)
         write.integer("S", plan.S)
@@ -64,7 +70,7 @@ class Tile:
         return cls(write, plan, tiles.bq, tiles.bk, is_even(plan, tiles), shapes, batched, transposed)
 
     def base(self, name: str, each: str) -> str:
-        """The pointer to the elements of ``b`` and ``h`` in an array [B or 1, H or 1, …], see `operands.base`."""
+        """The pointer to the elements of ``b`` and ``h`` in an array [B or 1, H or 1, …]; ``each`` is their number."""
         return base(self.write, name, self.batched.get(name, ""), self.shapes[name][1], each)
 
     @property
@@ -84,7 +90,7 @@ class Tile:
         """Load the tile's rows of an array [B, length, heads, dim], in chunks of dim: ``name_0``, ``name_1``.
 
         Args:
-            name: of the chunks, and of the pointer ``name_ptr``.
+            name: prefix of the chunks' names and of the pointer's, ``name_ptr``.
             axis: "q" or "kv".
             heads: number of heads of the array.
             head: the variable of the head's index.
@@ -120,14 +126,14 @@ class Tile:
     def load_token(self, name: str, axis: str, edge: bool) -> None:
         """Load the tile's elements of an array [B or 1, H or 1, T or S] as ``name``, broadcasting to the tile.
 
-        The last token's element is repeated beyond the ragged end: a function might divide by 0.
+        Beyond the last token its element is repeated: a function might divide by a 0 there.
         """
         length, _, index = self._of(axis)
         index = f"tl.minimum({index}, {length} - 1)" if edge else index
         self.write(f"{name} = tl.load({self.base(name, length)} + {index}){self.broadcast(axis)}")
 
     def load_statistics(self, edge: bool, names: Sequence[str] = ("m", "log2_sum", "delta")) -> None:
-        """Load the backward pass's values by query: ``m``, ``log2_sum`` and ``delta``, [bq] each."""
+        """Load what the backward pass needs per query: ``m``, ``log2_sum`` and ``delta``, [bq] each."""
         for name in names:
             other = 'float("inf")' if name == "m" else "0.0"
             masked = f", mask=qi < T, other={other}" if edge else ""
@@ -168,8 +174,8 @@ class Tile:
 
     def product(self, name: str, queries: str, keys: str, dim: int) -> None:
         """Write ``name``, the products of rows of queries and of keys, summed over the chunks of ``dim``."""
-        # A GPU rounds a product and its transpose equally. The interpreter uses numpy, which does not, so that weights
-        # of large scores would differ from those of the forward pass.
+        # A GPU rounds a product and its transpose equally, and numpy, which the interpreter uses, does not: with large
+        # scores the weights would differ from those of the forward pass.
         swap = self.transposed and self.plan.interpret
         a, b = (keys, queries) if self.transposed and not swap else (queries, keys)
         for i in range(len(self.plan.chunks(dim))):
@@ -209,7 +215,8 @@ class Tile:
         return f"tl.load({corner} + (qx - q0) * S + (kx - kv0){masked})"
 
     def allowed(self, edge: bool) -> bool:
-        """Write ``ok``, which scores are not masked, for PARTIAL tiles. Returns False, without ``ok``, if all are.
+        """Write ``ok``, True where a score of a PARTIAL tile is not masked. Returns False, and writes nothing, if none
+        is masked.
 
         Args:
             edge: whether keys beyond the last are masked.
@@ -221,12 +228,12 @@ class Tile:
                 write(f"dense{i} = {self.by_score(f'dense{i}', '0')} != 0")
             arguments = self._arguments("mask", scoring.mask) + [f"dense{i}" for i in range(scoring.dense)]
             conditions += translate(write, traced(scoring.mask, scoring.dense), arguments)
-        if plan.packed:
+        if plan.bit_mask:
             conditions.append(self.bits())
         if edge and not self.even:
             conditions.append("(kx < S)")
         if scoring.has_fully_masked_tokens and not self.even:
-            # A query beyond the last must not make a key look seen.
+            # A query beyond the last must not count as one that sees a key.
             conditions.append("(qx < T)")
         if not conditions:
             return False
@@ -234,7 +241,7 @@ class Tile:
         return True
 
     def bits(self) -> str:
-        """Which scores the packed mask allows, from the tile at index ``bits_at``, see `attnops_triton.flash.bits`."""
+        """Which scores the bit mask allows; its tile is at index ``bits_at``."""
         words = cdiv(self.bk, WORD)
         at = f"words_ptr + bits_at.to(tl.int64) * {self.bq * words} + (qx - q0) * {words} + (kx - kv0) // {WORD}"
         self.write(f"bit = (tl.load({at}) >> ((kx - kv0) % {WORD})) & 1")
@@ -249,7 +256,7 @@ class Tile:
         """
         unit, by_query = number(self.plan.score_unit * LOG2E), self.broadcast("q")
         if self.plan.scoring.has_bias or self.plan.dtype == "float32":
-            # The difference first, which is exact; biases may be so large that a difference of products is not.
+            # Subtract before multiplying, which is exact: with large biases a difference of products would not be.
             self.write(f"p = tl.exp2((s - {m}{by_query}) * {unit}{f' - {log2_sum}{by_query}' if log2_sum else ''})")
         else:
             self.write(f"p = tl.exp2(s * {unit} - ({m} * {unit}{f' + {log2_sum}' if log2_sum else ''}){by_query})")
@@ -266,20 +273,21 @@ class Tile:
         )
 
     def zero_masked_tokens(self, axis: str, *names: str) -> None:
-        """Zero the rows of queries, or of keys, that are fully masked in the tile: they may hold NaN."""
+        """Zero the queries, or keys, that are fully masked in the tile: they may hold NaN."""
         if not self.plan.scoring.has_fully_masked_tokens:
             return
         over = 1 if (axis == "kv") == self.transposed else 0
-        # By bits: for a `tl.where` on operands of a product, the compiler fails on some architectures.
+        # By a bitwise and: with `tl.where` on operands of a product the compiler fails on some architectures.
         bits, dtype = f"tl.int{8 * self.plan.itemsize}", f"tl.{self.plan.dtype}"
         self.write(f"any_{axis} = (0 - tl.reduce(ok.to(tl.int32), {over}, largest)).to({bits})[:, None]")
         for name in names:
             self.write(f"{name} = ({name}.to({bits}, bitcast=True) & any_{axis}).to({dtype}, bitcast=True)")
 
     def cap_and_bias_vjp(self) -> list[int]:
-        """Write ``ds``, the gradient of the products without the scale, from that of the scores.
+        """Write ``ds``, the gradient of the unscaled products, from the gradient of the scores.
 
-        Writes ``d_bias0``, … for the values of an elementwise bias too. Returns their indices.
+        Also writes ``d_bias0``, …, the gradients of the values of an elementwise bias. Returns the indices of these
+        values.
         """
         scoring, write = self.plan.scoring, self.write
         wanted: list[int] = []
@@ -296,7 +304,7 @@ class Tile:
 
     def _arguments(self, prefix: str, function: Elementwise, scores: str = "s") -> list[str]:
         b = f"(b % {self.write.integer('inner', self.plan.inner)})"
-        # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
+        # Beyond the last query or key, use its index, so that none is out of range.
         q, kv = ("qx", "kx") if self.even else ("tl.minimum(qx, T - 1)", "tl.minimum(kx, S - 1)")
         return [scores, b, "h", q, kv, *(f"{prefix}{i}" for i in range(len(function.values)))]
 
@@ -304,7 +312,7 @@ class Tile:
         return ("T", "q0", "qi") if axis == "q" else ("S", "kv0", "ki")
 
     def broadcast(self, axis: str) -> str:
-        """The subscript that broadcasts a variable by query or by key to the tile."""
+        """The subscript that broadcasts a variable per query or per key to the tile."""
         return "[:, None]" if (axis == "q") != self.transposed else "[None, :]"
 
 

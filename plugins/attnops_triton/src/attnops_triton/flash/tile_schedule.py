@@ -1,4 +1,4 @@
-"""Tile schedules: the active tiles of each row of a block map, FULL ones first, then PARTIAL ones."""
+"""Tile schedules: for each row of a block map its active tiles, FULL ones first, then PARTIAL ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from attnops.kernels import Foldable
 from attnops.masks import Causal, Coverage, Mask
-from attnops_triton.flash.bits import Pack
+from attnops_triton.flash.bits import BitsFunction
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Leaf, NumpyArray, PyTree
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 class TileSchedule(Foldable):
     """The active tiles of each row. A pytree.
 
-    Which of its arrays there are depends on the kind of mask, see `Layout`, so that one kernel serves all lengths.
+    The kind of mask decides which arrays there are (`ScheduleLayout`), so that one kernel serves all lengths.
 
     Attributes:
         ranges: int32 [maps · rows · 4], start and stop of FULL, start and stop of PARTIAL; None with ``constant``.
         columns: int32 [maps · rows · width], the list of columns that the ranges index; None for ranges of columns.
-        map_shape: how many batches and heads the maps have, each 1 or all.
+        map_shape: the numbers of batches and heads of the block map, each 1 or all.
         rows: rows of a map.
-        width: columns listed a row; 0 without a list.
-        constant: the ranges, without a mask, where they are the same for every row; else None.
-        words: int32 [tiles, bq, words a query], the bits of PARTIAL tiles, row by row; None unless the mask is packed.
+        width: columns listed per row; 0 without a list.
+        constant: without a mask, the four numbers of ``ranges``, which are the same for every row; else None.
+        words: int32 [tiles, bq, words per query], the bits of PARTIAL tiles in the order of rows; None unless the plan
+            has a bit mask.
         first: int32 [maps · rows], the index of a row's first PARTIAL tile in ``words``.
     """
 
@@ -51,7 +52,7 @@ class TileSchedule(Foldable):
     first: Array | None = None
 
     def fold(self, batched: PyTree, n: int, B: int) -> TileSchedule:
-        """See `attnops.kernels.vmap.Foldable.fold`."""
+        """Schedules of ``n`` slices as one, for `attnops.kernels.folds_batch`."""
         is_shared = not any((batched.ranges, batched.columns, batched.words, batched.first))
         if is_shared and (self.map_shape[0] == 1 or self.constant is not None):
             return self
@@ -82,7 +83,7 @@ class EveryTile(NamedTuple):
 
     Attributes:
         coverage: int8 [B or 1, H or 1, tiles of q, tiles of kv].
-        words: int32 [tiles, bq, words a query], the bits of active tiles; None unless the mask is packed.
+        words: int32 [tiles, bq, words per query], the bits of active tiles; None unless the plan has a bit mask.
         numbers: int32 [B or 1, H or 1, tiles of q, tiles of kv], the index of a tile in ``words``.
     """
 
@@ -91,7 +92,7 @@ class EveryTile(NamedTuple):
     numbers: Array | None
 
 
-class Layout(enum.Enum):
+class ScheduleLayout(enum.Enum):
     """How a schedule names the active tiles of a row."""
 
     CONSTANT = "two ranges of columns, the same for all rows"
@@ -99,40 +100,50 @@ class Layout(enum.Enum):
     LISTED = "a list of columns for each row"
 
 
-def layout_of(mask: Mask | None) -> Layout:
-    """The layout for a kind of mask: FULL columns of a causal mask are contiguous, and so are its PARTIAL ones."""
-    return Layout.CONSTANT if mask is None else Layout.RANGES if type(mask) is Causal else Layout.LISTED
+def layout_of(mask: Mask | None) -> ScheduleLayout:
+    """The layout for a kind of mask. A causal mask needs ranges alone: in each row its FULL tiles are contiguous, and
+    so are its PARTIAL ones.
+    """
+    return (
+        ScheduleLayout.CONSTANT
+        if mask is None
+        else ScheduleLayout.RANGES
+        if type(mask) is Causal
+        else ScheduleLayout.LISTED
+    )
 
 
-def tile_schedule(coverage: Array, layout: Layout, pack: Pack | None = None, by_key: bool = False) -> TileSchedule:
+def tile_schedule(
+    coverage: Array, layout: ScheduleLayout, bits_of: BitsFunction | None = None, by_key: bool = False
+) -> TileSchedule:
     """The schedule of a block map.
 
     Args:
         coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`. A numpy array if the mask is known when
             tracing; a traced one is sorted at run time, in O(rows · columns) integers.
-        layout: of the mask. What is traced, or not contiguous, is listed.
-        pack: the function that computes the bits of tiles, for a packed mask; for traced coverage, of all tiles.
-        by_key: whether rows are tiles of keys and columns tiles of queries, or the reverse.
+        layout: the layout of the mask. Columns that are traced, or not contiguous, are listed whatever it is.
+        bits_of: computes the bits of tiles, for a bit mask; None for others. With traced coverage, of all tiles.
+        by_key: whether rows are tiles of keys and columns are tiles of queries, rather than the reverse.
     """
-    if pack is not None:
-        given = pack
-        pack = (lambda b, h, row, column: given(b, h, column, row)) if by_key else given
-    return _known(coverage, layout, pack) if isinstance(coverage, np.ndarray) else _traced(coverage, pack)
+    if bits_of is not None:
+        given = bits_of
+        bits_of = (lambda b, h, row, column: given(b, h, column, row)) if by_key else given
+    return _known(coverage, layout, bits_of) if isinstance(coverage, np.ndarray) else _traced(coverage, bits_of)
 
 
-def _known(coverage: NumpyArray, layout: Layout, pack: Pack | None) -> TileSchedule:
+def _known(coverage: NumpyArray, layout: ScheduleLayout, bits_of: BitsFunction | None) -> TileSchedule:
     *maps, rows, columns = coverage.shape
     schedule = _static(coverage.reshape(-1, rows, columns), (maps[0], maps[1]), layout)
-    if pack is None:
+    if bits_of is None:
         return schedule
     is_partial = coverage == Coverage.PARTIAL
     count = is_partial.sum(axis=3).reshape(-1)
     first = jnp.asarray(np.cumsum(count) - count, jnp.int32)
     at = np.nonzero(is_partial) if is_partial.any() else [np.zeros(1, np.int32)] * 4
-    return dataclasses.replace(schedule, words=pack(*at), first=first)
+    return dataclasses.replace(schedule, words=bits_of(*at), first=first)
 
 
-def _traced(coverage: Array, pack: Pack | None) -> TileSchedule:
+def _traced(coverage: Array, bits_of: BitsFunction | None) -> TileSchedule:
     *maps, rows, columns = coverage.shape
     flat = coverage.reshape(-1, rows, columns)
     n_full = (flat == Coverage.FULL).sum(axis=2, dtype=jnp.int32)
@@ -140,38 +151,38 @@ def _traced(coverage: Array, pack: Pack | None) -> TileSchedule:
     ranges = jnp.stack([jnp.zeros_like(n_full), n_full, n_full, n_full + n_partial], axis=2)
     order = jnp.argsort(_rank(flat), axis=2, stable=True).astype(jnp.int32)
     words = first = None
-    if pack is not None:
+    if bits_of is not None:
         b, h, row, _ = (x.reshape(-1) for x in np.indices(coverage.shape, np.int32))
-        words = pack(b, h, row, order.reshape(-1))
+        words = bits_of(b, h, row, order.reshape(-1))
         first = (n_full + (np.arange(n_full.size, dtype=np.int32) * columns).reshape(n_full.shape)).reshape(-1)
     return TileSchedule(
         ranges.reshape(-1), order.reshape(-1), (maps[0], maps[1]), rows, columns, None, words, first
     )  # fmt: skip
 
 
-def every_tile(coverage: Array, pack: Pack | None = None) -> EveryTile:
+def every_tile(coverage: Array, bits_of: BitsFunction | None = None) -> EveryTile:
     """The `EveryTile` of a block map.
 
     Args:
-        coverage: see `tile_schedule`.
-        pack: see `tile_schedule`.
+        coverage: `attnops.masks.Coverage` of each tile, [batches, heads, tiles of queries, tiles of keys].
+        bits_of: computes the bits of tiles, for a bit mask; None for others.
     """
-    if pack is None:
+    if bits_of is None:
         return EveryTile(jnp.asarray(coverage), None, None)
     active = coverage > 0 if isinstance(coverage, np.ndarray) else np.ones(coverage.shape, bool)
     numbers = np.maximum(np.cumsum(active.reshape(-1)) - 1, 0).reshape(active.shape)
     at = np.nonzero(active) if active.any() else [np.zeros(1, np.int32)] * 4
-    return EveryTile(jnp.asarray(coverage), pack(*at), jnp.asarray(numbers, jnp.int32))
+    return EveryTile(jnp.asarray(coverage), bits_of(*at), jnp.asarray(numbers, jnp.int32))
 
 
-def _static(coverage: NumpyArray, maps: tuple[int, int], layout: Layout) -> TileSchedule:
+def _static(coverage: NumpyArray, maps: tuple[int, int], layout: ScheduleLayout) -> TileSchedule:
     rows = coverage.shape[1]
     is_full, is_partial = coverage == Coverage.FULL, coverage == Coverage.PARTIAL
     column_ranges = [_column_range(kind) for kind in (is_full, is_partial)]
-    if layout is not Layout.LISTED and all(contiguous for _, _, contiguous in column_ranges):
+    if layout is not ScheduleLayout.LISTED and all(contiguous for _, _, contiguous in column_ranges):
         bounds = [bound for start, stop, _ in column_ranges for bound in (start, stop)]
         ranges = np.stack(bounds, axis=2).astype(np.int32)
-        if layout is Layout.CONSTANT:
+        if layout is ScheduleLayout.CONSTANT:
             a, b, c, d = (int(x) for x in ranges.reshape(-1, 4)[0])
             return TileSchedule(None, None, maps, rows, 0, (a, b, c, d))
         return TileSchedule(jnp.asarray(ranges.reshape(-1)), None, maps, rows, 0, None)
@@ -192,7 +203,7 @@ def _column_range(kind: NumpyArray) -> tuple[NumpyArray, NumpyArray, bool]:
 
 
 def _rank(coverage: Array) -> Array:
-    """FULL first, then PARTIAL, then EMPTY."""
+    """A key that sorts FULL tiles first, then PARTIAL, then EMPTY ones."""
     return int(Coverage.FULL) - coverage
 
 
@@ -201,7 +212,7 @@ class TileSchedules(NamedTuple):
 
     Attributes:
         forward: by tiles of queries.
-        by_query: by tiles of queries, for the gradients of queries; None if it is the forward's.
+        by_query: by tiles of queries, for dq; None if the forward's serves it, or if dk and dv's kernel adds dq.
         by_key: by tiles of keys.
         by_score: every tile, for the gradients of an array or table bias; None without one.
     """

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.targets import LIKE
 
-T = Tiles
-W = functools.partial(Tiles, registers=255)  # which ptxas takes all of, if need be
-Row = tuple[Tiles, Tiles, Tiles, Tiles]  # of forward, by query, by key, by score
-# By architecture, bytes an element, and the larger of D and Dv, at most. Each row was compiled: at head dims up to 128
-# none spills in 16 bits. Of those without spills, the one with the fewest instructions a score was chosen; none was
-# timed, see NOTES.md.
-TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
+T = TileSizes
+W = functools.partial(TileSizes, registers=255)  # lets ptxas use all registers
+KernelTiles = tuple[TileSizes, TileSizes, TileSizes, TileSizes]  # for forward, by_query, by_key, by_score
+# By architecture, bytes per element, and an upper bound of D and Dv. Each row was compiled: in 16 bits none spills at
+# head dims up to 128. Of the tiles without spills, those with the fewest instructions per score were chosen; none was
+# timed (NOTES.md).
+TABLE: Final[dict[str, dict[int, dict[int, KernelTiles]]]] = {
     "sm_80": {
         2: {
             64: (T(128, 64, 4, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 4, 1)),
@@ -47,7 +47,7 @@ TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
     "sm_100": {
         2: {
             64: (T(128, 128, 8, 3), T(128, 64, 8, 2), T(64, 128, 8, 2), T(64, 64, 8, 1)),
-            # Left to itself ptxas takes 128 registers, and spills, though shared memory leaves room for one program.
+            # By default ptxas uses 128 registers and spills, though shared memory has room for one program only.
             128: (W(128, 64, 8, 3), W(128, 64, 8, 2), W(64, 128, 8, 2), T(64, 64, 8, 1)),
             256: (T(128, 64, 8, 1), T(64, 64, 8, 1), T(32, 64, 8, 2), T(32, 32, 4, 1)),
             576: (T(64, 32, 8, 1), T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
@@ -62,9 +62,9 @@ TABLE: Final[dict[str, dict[int, dict[int, Row]]]] = {
         },
     },
 }  # fmt: skip
-# As sm_86, but for what ptxas would spill there.
+# As sm_86, except where ptxas would spill.
 TABLE["sm_120"] = {2: TABLE["sm_86"][2] | {64: (T(128, 64, 4, 3), *TABLE["sm_86"][2][64][1:])}}
-_SINGLE: Final[dict[int, Row]] = {
+_SINGLE: Final[dict[int, KernelTiles]] = {
     64: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 4, 1)),
     128: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(16, 32, 8, 1), T(32, 32, 8, 1)),
     256: (T(32, 32, 8, 1), T(16, 32, 8, 1), T(16, 32, 8, 1), T(16, 16, 4, 1)),
@@ -77,14 +77,14 @@ for _arch, _by_size in TABLE.items():
     }  # fmt: skip
 
 # Where float16 needs more registers than bfloat16, so that the row above would spill.
-_FLOAT16: Final[dict[str, dict[int, Row]]] = {
+_FLOAT16: Final[dict[str, dict[int, KernelTiles]]] = {
     "gfx942": {128: (*TABLE["gfx942"][2][128][:2], T(32, 64, 4, 1), TABLE["gfx942"][2][128][3])},
 }
 
 
-# Tiles by architecture, the larger of D and Dv, at most, and place in a row, where loading an element for each
-# score makes the row's spill in 16 bits. At larger head dims their stages leave no shared memory for such elements.
-_BY_SCORE: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
+# By architecture, upper bound of D and Dv, and place in a row: tiles for kernels that load an element per score, where
+# the row's tiles would spill in 16 bits. At larger head dims their stages leave no shared memory for such elements.
+_BY_SCORE: Final[dict[str, dict[int, dict[int, TileSizes]]]] = {
     "sm_80": {
         64: {}, 128: {1: T(128, 32, 8, 2), 2: T(64, 64, 8, 2)}, 192: {}, 256: {1: T(64, 64, 8, 1), 2: T(32, 64, 8, 1)},
     },
@@ -103,16 +103,17 @@ _BY_SCORE: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
 _BY_SCORE["sm_120"] = {64: {0: T(128, 32, 4, 2), 1: T(64, 64, 4, 2), 2: T(32, 64, 8, 2)}} | _BY_SCORE["sm_86"]
 
 
-# Where tiles don't divide the lengths and the row's spill; the larger side stays, on which it depends whether they do.
-_RAGGED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
+# Tiles where the row's would spill because they don't divide the lengths. The larger side is the same as in the row, so
+# that these don't divide the lengths either.
+_RAGGED: Final[dict[str, dict[int, dict[int, TileSizes]]]] = {
     "sm_80": {64: {0: T(128, 64, 8, 3), 2: T(32, 128, 8, 2)}, 128: {1: T(128, 32, 8, 2)}},
     "sm_86": {64: {0: T(128, 64, 8, 2)}, 128: {2: T(32, 64, 8, 2)}},
 }
 _RAGGED["sm_120"] = _RAGGED["sm_86"]
 
-# Tiles of specialised kernels, see `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell`, by architecture,
-# head dim (both D and Dv) and place in a row, for 16 bits.
-SPECIALISED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
+# Tiles of specialised kernels (`attnops_triton.flash.hopper`, `attnops_triton.flash.blackwell`), by architecture, head
+# dim (D = Dv) and place in a row, for 16 bits.
+SPECIALISED: Final[dict[str, dict[int, dict[int, TileSizes]]]] = {
     "sm_90": {
         64: {0: T(128, 128, 4, 3, True), 1: T(128, 64, 4, 3, True), 2: T(64, 128, 4, 3, True)},
         128: {0: T(128, 128, 4, 3, True), 1: T(128, 64, 4, 3, True), 2: T(64, 128, 4, 3, True)},
@@ -125,27 +126,27 @@ SPECIALISED: Final[dict[str, dict[int, dict[int, Tiles]]]] = {
 }
 
 
-def specialised_rows(arch: str) -> Mapping[int, Mapping[int, Tiles]]:
+def specialised_rows(arch: str) -> Mapping[int, Mapping[int, TileSizes]]:
     """`SPECIALISED` of an architecture, by head dim; empty if it has none."""
     return SPECIALISED.get(LIKE.get(arch, arch), {})
 
 
 def choose(
     arch: str, dtype: str, dim: int, block_q: int | None, block_k: int | None, by_score: bool = False,
-    measured: Mapping[int, Tiles] = MappingProxyType({}), lengths: tuple[int, ...] = (),
-) -> tuple[Tiles, ...]:  # fmt: skip
+    measured: Mapping[int, TileSizes] = MappingProxyType({}), lengths: tuple[int, ...] = (),
+) -> tuple[TileSizes, ...]:  # fmt: skip
     """The tiles of each pass.
 
     Args:
-        arch: such as ``"sm_90"``; see `known` for one that the table lacks.
-        dtype: of query, key and value.
+        arch: such as ``"sm_90"``; one that the table lacks has the tiles of the nearest one, `known`.
+        dtype: the dtype of query, key and value.
         dim: the larger of D and Dv.
-        block_q: queries a tile, of the metadata, for all passes; None for the table's.
-        block_k: keys a tile, of the metadata, for all passes; None for the table's.
-        by_score: whether kernels load an element for each score, of an array mask or bias. They need shared memory
-            and registers, so the table's forward tiles of keys are halved, and some others are smaller.
+        block_q: queries per tile in all passes, from the metadata; None for the table's.
+        block_k: keys per tile in all passes, from the metadata; None for the table's.
+        by_score: whether kernels load an element per score, of an array mask or bias. Such elements need shared memory
+            and registers, so that the forward pass has half the keys per tile, and some other tiles are smaller.
         lengths: T and S.
-        measured: tiles to use instead of the table's, by place in a row; not with ``by_score``.
+        measured: tiles that replace the table's, by place in a row; ignored with ``by_score``.
     """
     by_dim = TABLE[known(arch)][4 if dtype == "float32" else 2]
     if dtype == "float16":
@@ -160,7 +161,7 @@ def choose(
         by_dim_of_ends = {} if dtype == "float32" else _RAGGED.get(known(arch), {})
         ragged = next((x for limit, x in by_dim_of_ends.items() if dim <= limit), {})
         given = {i: t for i, t in ragged.items() if any(n % max(t.bq, t.bk) for n in lengths)}
-        # A table of measured times has no registers.
+        # Tables of measured times don't store ``registers``.
         given |= {i: row[i] if t.numbers == row[i].numbers else t for i, t in measured.items()}
         row = tuple(given.get(i, tiles) for i, tiles in enumerate(row))  # type: ignore[assignment]
     *passes, last = (dataclasses.replace(t, bq=block_q or t.bq, bk=block_k or t.bk) for t in row)

@@ -18,11 +18,11 @@ from attnops.masks import Causal
 from attnops_triton import tuned
 from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.flash.measured import CALLS, KERNELS, OF_CUDNN, trying
-from attnops_triton.flash.plan import Tiles
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.flash.tile_sizes import choose, specialised_rows
 from attnops_triton.language.compat import device_arch, device_name
 from attnops_triton.targets import TARGETS, shared_memory
-from attnops_triton.tuned import Row
+from attnops_triton.tuned import MeasuredTime
 
 if TYPE_CHECKING:
     from attnops.typing import Function, PyTree
@@ -36,11 +36,11 @@ _SHORTEST: Final = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """The attention that is tuned: plain or causal, as many heads and batches as a training step has.
+class TunedCall:
+    """A call that is tuned: plain or causal, with the batch and heads of a training step.
 
     Attributes:
-        dtype: of query, key and value.
+        dtype: the dtype of query, key and value.
         head_dim: D and Dv.
         length: T and S.
         mask: "full" or "causal".
@@ -58,15 +58,15 @@ class Shape:
         return jax.ShapeDtypeStruct((B, self.length, H, self.head_dim), jnp.dtype(self.dtype))
 
     def call(self, name: str) -> Function:
-        """The call of an operation, which refuses rather than runs another one."""
+        """A function that calls the operation, and raises if the operation does not support the call."""
         operation: Any = OperationRegistry.create(name, OperationMetadata(platform="cuda", on_unsupported="error"))
         mask = Causal() if self.mask == "causal" else None
         return lambda *qkv: operation(*qkv, mask=mask).attention_outputs
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """Tiles of a kernel, compiled.
+class CompiledCandidate:
+    """A kernel compiled with some tile sizes.
 
     Attributes:
         kernel: one of `KERNELS`.
@@ -75,12 +75,12 @@ class Candidate:
     """
 
     kernel: str
-    tiles: Tiles
+    tiles: TileSizes
     binary: Binary
 
 
-def neighbours(tiles: Tiles) -> list[Tiles]:
-    """The tiles, and those that differ from them in one size by a step."""
+def neighbours(tiles: TileSizes) -> list[TileSizes]:
+    """The tiles, and those that differ from them by a step in one size."""
     bq, bk, warps, stages = tiles.numbers[:4]
     if tiles.specialised:
         return [dataclasses.replace(tiles, stages=n) for n in (stages, stages - 1, stages + 1) if n > 1]
@@ -89,10 +89,13 @@ def neighbours(tiles: Tiles) -> list[Tiles]:
         (bq, 2 * bk, warps, stages), (bq, bk, 12 - warps, stages), (bq, bk, warps, stages - 1),
         (bq, bk, warps, stages + 1),
     ]  # fmt: skip
-    return [tiles, *(Tiles(*x) for x in changed if min(x[:2]) >= 16 and x[0] * x[1] <= 128 * 128 and 1 <= x[3] <= 4)]
+    return [
+        tiles,
+        *(TileSizes(*x) for x in changed if min(x[:2]) >= 16 and x[0] * x[1] <= 128 * 128 and 1 <= x[3] <= 4),
+    ]
 
 
-def candidates(shape: Shape, arch: str) -> Iterator[Candidate]:
+def candidates(shape: TunedCall, arch: str) -> Iterator[CompiledCandidate]:
     """Tiles near the table's that fit the shared memory of an architecture, and don't spill unless the table's do."""
     row = choose(arch, shape.dtype, shape.head_dim, None, None)
     for kernel, tiles in zip(KERNELS, row, strict=False):
@@ -108,7 +111,7 @@ def candidates(shape: Shape, arch: str) -> Iterator[Candidate]:
             binary = compile_for(launched, arch)
             least = binary.spilled if least is None else least
             if binary.shared <= shared_memory(arch) and binary.spilled <= least:
-                yield Candidate(kernel, some, binary)
+                yield CompiledCandidate(kernel, some, binary)
 
 
 def run(
@@ -118,12 +121,12 @@ def run(
     """Time tile sizes on this machine's GPU, and write the table that `attnops_triton.tuned` reads.
 
     Args:
-        dtypes: of query, key and value.
+        dtypes: the dtypes of query, key and value.
         head_dims: D and Dv.
         lengths: T and S.
         masks: "full" or "causal".
         output: the table to write; its rows are kept if it is there.
-        merge: tables whose rows are added; with any, nothing is timed.
+        merge: tables whose rows are added; if there are any, nothing is timed.
         dry: an architecture, such as ``"sm_90"``: compile for it, and time nothing.
         report: is called with lines of text.
 
@@ -132,14 +135,14 @@ def run(
     """
     if dry and dry not in TARGETS:
         raise ValueError(f"dry={dry!r} is unknown; use one of {list(TARGETS)}")
-    shapes = [Shape(*given) for given in itertools.product(dtypes, head_dims, lengths, masks)]
+    shapes = [TunedCall(*given) for given in itertools.product(dtypes, head_dims, lengths, masks)]
     if dry:
         for shape in shapes:
             for candidate in candidates(shape, dry):
                 found = candidate.binary
                 report(
                     f"{shape}: {candidate.kernel} {candidate.tiles}: {found.registers} registers, {found.spilled} "
-                    f"spilled, {found.shared} bytes of shared memory, {sum(found.loop.values())} instructions a tile"
+                    f"spilled, {found.shared} bytes of shared memory, {sum(found.loop.values())} instructions per tile"
                 )
         return
     rows = [row for path in merge for row in tuned.read(path)]
@@ -156,7 +159,7 @@ def run(
         report(f"{output}: {len(tuned.read(output))} rows; {tuned.VARIABLE}={output} makes attnops-triton read it")
 
 
-def tune(shapes: Iterable[Shape], report: Callable[[str], None]) -> list[Row]:
+def tune(shapes: Iterable[TunedCall], report: Callable[[str], None]) -> list[MeasuredTime]:
     """The times of candidates and of calls, on this machine's GPU.
 
     Args:
@@ -173,7 +176,7 @@ def tune(shapes: Iterable[Shape], report: Callable[[str], None]) -> list[Row]:
             timed.append((candidate.kernel, candidate.tiles.numbers, seconds))
             report(f"{shape}: {candidate.kernel} {candidate.tiles}: {1e3 * seconds:.3f} ms")
         best = {kernel: min((s, t) for k, t, s in timed if k == kernel) for kernel in KERNELS}
-        rows += [Row(device, kernel, *fields, tiles, seconds) for kernel, (seconds, tiles) in best.items()]
+        rows += [MeasuredTime(device, kernel, *fields, tiles, seconds) for kernel, (seconds, tiles) in best.items()]
         for names in (CALLS, OF_CUDNN):
             for backward, what in names.items():
                 call = shape.call(what.split(",")[0])
@@ -181,7 +184,7 @@ def tune(shapes: Iterable[Shape], report: Callable[[str], None]) -> list[Row]:
                     seconds = _seconds(_both(call) if backward else call, shape)
                 except UnsupportedError:
                     continue
-                rows.append(Row(device, what, *fields, (), seconds))
+                rows.append(MeasuredTime(device, what, *fields, (), seconds))
                 report(f"{shape}: {what}: {1e3 * seconds:.3f} ms")
     return rows
 
@@ -195,15 +198,15 @@ def _both(call: Function) -> Function:
 
 
 def _only(kernel: str, call: Function) -> Function:
-    """A program that runs one backward kernel alone in addition to the forward; XLA leaves out the other."""
+    """A program that runs the forward kernel and one of the two backward kernels; XLA removes the other."""
     if kernel == "forward":
         return call
     wanted = slice(0, 1) if kernel == "by_query" else slice(1, 3)
     return lambda *qkv: _both(call)(*qkv)[1][wanted]
 
 
-def _seconds(function: Function, shape: Shape) -> float:
-    """The shortest time of a call, of several in a queue."""
+def _seconds(function: Function, shape: TunedCall) -> float:
+    """The shortest time of a call, in seconds; several calls are queued for each measurement."""
     keys = jax.random.split(jax.random.key(0), 3)
     qkv = [jax.random.normal(key, shape.array.shape, shape.array.dtype) for key in keys]
     run = functools.partial(jax.jit(function), *qkv)

@@ -1,7 +1,7 @@
 """The assembler (ptxas) with which jaxlib will assemble kernels, looked up as jaxlib does.
 
-jaxlib takes the first that is at least 11.8: in a folder of PATH, in /usr/local/cuda or /opt/cuda, in the wheel of
-NVIDIA for the installed plugin, in the environment of conda.
+jaxlib uses the first one of at least version 11.8. It looks in the folders of PATH, in /usr/local/cuda and /opt/cuda,
+in NVIDIA's wheel for the installed plugin, and in the environment of conda.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Assembler(NamedTuple):
     """An assembler.
 
     Attributes:
-        path: of the executable.
-        release: of CUDA, such as (12, 9).
+        path: the path of the executable.
+        release: the release of CUDA, such as (12, 9).
     """
 
     path: Path
@@ -41,7 +41,7 @@ class Assembler(NamedTuple):
 
 
 def find() -> Assembler | None:
-    """The assembler that jaxlib will use; None if it will find none."""
+    """The assembler that jaxlib will use; None if there is none."""
     return _find(os.environ.get("PATH", ""), _plugin()[0])
 
 

@@ -16,7 +16,7 @@ import jax
 
 from attnops_triton import versions
 from attnops_triton.language import store
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 from attnops_triton.targets import capability, is_amd, ptx_version, wave_size
 
 _POINTERS: Final = {
@@ -27,7 +27,7 @@ _LOCK = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """A child of a process whose other thread compiles would wait for ever."""
+    """Replace the lock after a fork: if another thread held it then, the child would wait for ever."""
     global _LOCK
     _LOCK = threading.Lock()
 
@@ -37,19 +37,19 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that a program's code depends on, but for the versions of the compilers.
+    """Everything that a program's code depends on, except the versions of the compilers.
 
     Attributes:
         kernel: its text.
         dtypes: names of the dtypes of its arrays.
         divisible: names of its integer arguments that are multiples of 16.
-        warps: warps a program.
+        warps: warps per program.
         stages: stages of the software pipeline.
         arch: such as ``"sm_90"``.
-        registers: at most so many a thread; 0 for as many as the assembler sees fit. NVIDIA's alone.
+        registers: the most registers per thread; 0 leaves the number to the assembler. Only for NVIDIA GPUs.
     """
 
-    kernel: Kernel
+    kernel: KernelSource
     dtypes: tuple[str, ...]
     divisible: frozenset[str]
     warps: int
@@ -58,7 +58,7 @@ class Recipe:
     registers: int = 0
 
     def key(self) -> str:
-        """A name of the program, which no other program has, from these or other versions of the compilers."""
+        """A unique name of the program: a hash of this recipe and of the versions of the compilers."""
         parts = (
             self.kernel.text, self.dtypes, sorted(self.divisible), self.warps, self.stages, self.arch,
             self.registers, ptx_version(self.arch, self.kernel.gluon), wave_size(self.arch), store.FORMAT,
@@ -68,13 +68,13 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledKernel:
     """A compiled kernel.
 
     Attributes:
-        name: of the function in the code.
-        threads: of a program.
-        shared: bytes of shared memory a program.
+        name: the name of the function in the code.
+        threads: threads per program.
+        shared: bytes of shared memory per program.
         code: PTX, or a code object.
     """
 
@@ -85,13 +85,13 @@ class Program:
 
 
 @dataclasses.dataclass
-class Counts:
+class BuildCounts:
     """What `build` did in this process.
 
     Attributes:
         compiled: programs that Triton compiled.
         read: programs read from the cache on disk.
-        seconds: spent on both.
+        seconds: the time spent on both.
     """
 
     compiled: int = 0
@@ -99,17 +99,17 @@ class Counts:
     seconds: float = 0.0
 
 
-counts: Final = Counts()
+counts: Final = BuildCounts()
 
 
-def build(recipe: Recipe) -> Program:
-    """The program of a recipe: of this process, from the cache on disk, or compiled."""
+def build(recipe: Recipe) -> CompiledKernel:
+    """The program of a recipe: from this process's memory, from the cache on disk, or newly compiled."""
     with _LOCK:
         return _build(recipe)
 
 
 @functools.lru_cache(maxsize=4096)
-def _build(recipe: Recipe) -> Program:
+def _build(recipe: Recipe) -> CompiledKernel:
     start = time.perf_counter()
     key = recipe.key()
     stored = store.read(key)
@@ -120,13 +120,13 @@ def _build(recipe: Recipe) -> Program:
         counts.compiled += 1
     else:
         code, fields = stored
-        program = Program(**fields, code=code)
+        program = CompiledKernel(**fields, code=code)
         counts.read += 1
     counts.seconds += time.perf_counter() - start
     return program
 
 
-def compiled(recipe: Recipe) -> Program:
+def compiled(recipe: Recipe) -> CompiledKernel:
     """The program of a recipe, by Triton's compiler, without its assembler.
 
     Raises:
@@ -140,18 +140,18 @@ def compiled(recipe: Recipe) -> Program:
             f"{name} for {arch} needs {needed} bytes of scratch memory a program, and {recipe.kernel.scratch} are given"
         )
     if is_amd(arch):
-        return Program(metadata["name"], recipe.warps * wave_size(arch), metadata["shared"], modules["hsaco"])
-    # A program may have more threads than were asked for, where warps specialise.
+        return CompiledKernel(metadata["name"], recipe.warps * wave_size(arch), metadata["shared"], modules["hsaco"])
+    # Specialised kernels have more threads than ``warps`` says.
     threads = int(re.findall(r"\.reqntid (\d+)", modules["ptx"])[0])
     text = _with_scratch(recipe.kernel, modules["ptx"]) if needed else modules["ptx"]
-    return Program(metadata["name"], threads, metadata["shared"], text.encode())
+    return CompiledKernel(metadata["name"], threads, metadata["shared"], text.encode())
 
 
-def _with_scratch(kernel: Kernel, ptx: str) -> str:
-    """PTX that finds its scratch memory in the last pointer, not in the next to last parameter, which is null.
+def _with_scratch(kernel: KernelSource, ptx: str) -> str:
+    """PTX that reads the address of its scratch memory from the last pointer, not from the next to last parameter.
 
-    It also names the shared memory that tensor maps copy to as PTX before 8.6 has to; in clusters of one block it is
-    the same.
+    jaxlib's launcher passes null for that parameter. PTX before 8.6 also needs another name for the shared memory that
+    tensor maps copy to; in clusters of one block both names mean the same.
     """
     given, hidden = (f"[{kernel.name}_param_{i}]" for i in
                      (len(kernel.pointers) - 1, len(kernel.pointers) + len(kernel.integers)))  # fmt: skip
@@ -162,7 +162,7 @@ def _with_scratch(kernel: Kernel, ptx: str) -> str:
 
 
 def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Triton's stages, each a module, a text or a binary, and its metadata."""
+    """The results of Triton's stages by name (modules, texts or binaries), and Triton's metadata."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -17,13 +17,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from attnops_triton import versions
-from attnops_triton.language.build import Program, Recipe, build
+from attnops_triton.language.build import CompiledKernel, Recipe, build
 from attnops_triton.targets import capability, is_amd
 
 if TYPE_CHECKING:
     from attnops.typing import JaxprLike, PyTree
 
-# Threads of what jaxlib calls a warp.
+# Threads per warp, as jaxlib counts them.
 _WARP: Final = {"cuda": 32, "rocm": 64}
 
 
@@ -34,12 +34,12 @@ def triton_call(
     """Run a kernel.
 
     Args:
-        recipe: of the kernel; its ``arch`` may be empty, for this machine's GPU.
+        recipe: the recipe of the kernel; its ``arch`` may be empty, for this machine's GPU.
         integers: the integer arguments.
-        shapes: of the results.
+        shapes: the shapes of the results.
         programs: the size of the grid.
         arrays: the inputs.
-        aliases: of results that are arrays written to in place, the indices of array and result.
+        aliases: (index of the array, index of the result) for results that are written in place of an array.
     """
     given = {"recipe": recipe, "integers": integers, "shapes": shapes, "programs": programs, "aliases": aliases}
     return _call.bind(*arrays, **given)
@@ -122,12 +122,14 @@ for _platform in _WARP:
 
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Of files that jaxlib has not read; deleted with the process."""
+    """The folder of files that jaxlib has not read yet; deleted when the process ends."""
     return tempfile.TemporaryDirectory()
 
 
-def _code(program: Program, arch: str) -> str:
-    """The code as jaxlib takes it: PTX, or the name of a file with a code object, which it deletes after reading."""
+def _code(program: CompiledKernel, arch: str) -> str:
+    """The code in the form that jaxlib expects: PTX, or the name of a file with a code object, which jaxlib deletes
+    after reading.
+    """
     if not is_amd(arch):
         return program.code.decode()
     descriptor, path = tempfile.mkstemp(dir=_folder().name)

@@ -1,4 +1,4 @@
-"""Kernels as Triton's compiler takes them, and the GPU as JAX names it."""
+"""Kernels in the form that Triton's compiler accepts, and JAX's names of this machine's GPU."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import importlib
 import linecache
 from typing import TYPE_CHECKING, Any, Final
 
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 
 if TYPE_CHECKING:
     from attnops.typing import Function
 
-# What kernels in Gluon use of its modules for Hopper and Blackwell.
+# Names that kernels use from Gluon's modules for Hopper and Blackwell.
 GLUON: Final = ("tma", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
 TENSOR_MEMORY: Final = ("TensorMemoryLayout", "allocate_tensor_memory", "tcgen05_mma", "tcgen05_commit")
 
 
 @functools.lru_cache(maxsize=1024)
-def function(kernel: Kernel) -> Function:
+def function(kernel: KernelSource) -> Function:
     """The Python function of a kernel's text in Triton's language."""
     import triton.language as tl
 
@@ -29,8 +29,8 @@ def function(kernel: Kernel) -> Function:
     return functions(kernel, names)[kernel.name]
 
 
-def functions(kernel: Kernel, names: dict[str, Any]) -> dict[str, Function]:
-    """The Python functions of a kernel's text, with source that `inspect` finds, which Triton needs.
+def functions(kernel: KernelSource, names: dict[str, Any]) -> dict[str, Function]:
+    """The Python functions of a kernel's text. `inspect` can find their source, which Triton needs.
 
     Args:
         kernel: the kernel.
@@ -45,14 +45,14 @@ def functions(kernel: Kernel, names: dict[str, Any]) -> dict[str, Function]:
 
 
 @functools.lru_cache(maxsize=1024)
-def jit(kernel: Kernel) -> Any:
+def jit(kernel: KernelSource) -> Any:
     """A kernel for Triton's compiler."""
     import triton
 
     return _gluon(kernel) if kernel.gluon else triton.JITFunction(function(kernel))
 
 
-def _gluon(kernel: Kernel) -> Any:
+def _gluon(kernel: KernelSource) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.experimental.gluon.language.nvidia import blackwell, hopper

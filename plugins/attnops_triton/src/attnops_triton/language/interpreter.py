@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from attnops_triton.language.compat import function
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 
 if TYPE_CHECKING:
     from attnops.typing import NumpyArray, PyTree
@@ -22,19 +22,19 @@ _LOCK = threading.Lock()
 
 
 def interpreted(
-    kernel: Kernel, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
+    kernel: KernelSource, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
     dtypes: tuple[str, ...], *arrays: jax.Array, aliases: tuple[tuple[int, int], ...] = (),
 ) -> PyTree:  # fmt: skip
-    """A kernel's results. They are initialised to NaN, so that missing stores are noticed.
+    """A kernel's results. They are NaN before it runs, so that missing stores are noticed.
 
     Args:
         kernel: its text.
         integers: its integer arguments.
-        shapes: of the results.
+        shapes: the shapes of the results.
         programs: the size of the grid.
-        dtypes: of arrays and results, which may be bits of them.
+        dtypes: the dtypes of arrays and results, which may be bits of them.
         arrays: the inputs.
-        aliases: of results that are arrays written to in place, the indices of array and result.
+        aliases: (index of the array, index of the result) for results that are written in place of an array.
     """
 
     def run(*given: PyTree) -> tuple[NumpyArray, ...]:
@@ -51,7 +51,7 @@ def interpreted(
 
 
 def run_on_host(
-    kernel: Kernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+    kernel: KernelSource, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
 ) -> None:
     """Interpret a kernel, which writes to ``results``."""
     if kernel.gluon:
@@ -76,7 +76,7 @@ def run_on_host(
 
 
 class Buffer:
-    """An array with the interface that the interpreter expects: a torch tensor on the host that is its own storage."""
+    """An array with the interface of a torch tensor on the host, which the interpreter expects."""
 
     def __init__(self, array: NumpyArray) -> None:
         self.array = array
@@ -127,8 +127,8 @@ class Loaded:
 
     Attributes:
         array: the index of the array among the kernel's pointers.
-        first: the first byte of each element, counted from the array's.
-        size: bytes an element.
+        first: the offset in bytes of each element in the array.
+        size: bytes per element.
     """
 
     array: int
@@ -138,9 +138,9 @@ class Loaded:
 
 @contextlib.contextmanager
 def loads() -> Iterator[list[tuple[str, Loaded]]]:
-    """A context in which the loads of interpreted kernels are listed by the kernels' names.
+    """A context that lists the loads of interpreted kernels, each with the kernel's name.
 
-    Elements that are masked are not loaded. Not for several threads.
+    Masked elements are not listed. Not thread-safe.
     """
     global _listed
     found: list[tuple[str, Loaded]] = []
@@ -160,7 +160,7 @@ class _Listing:
 
     Attributes:
         functions: those that it calls.
-        name: of the kernel.
+        name: the name of the kernel.
         arrays: its arrays.
         found: the list.
     """

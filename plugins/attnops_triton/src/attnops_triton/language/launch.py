@@ -14,20 +14,19 @@ import jax.numpy as jnp
 
 from attnops.kernels import TraceContext, equally_varying
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan, Tiles
+from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.flash.sizes import divisible
 from attnops_triton.language.build import Recipe
-from attnops_triton.language.source import Writer
-from attnops_triton.ragged.plan import Plan as RaggedPlan
-from attnops_triton.ragged.plan import RaggedTiles
+from attnops_triton.language.source import SourceWriter
+from attnops_triton.ragged.plan import CachePlan, CacheTileSizes
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
 
-AnyPlan: TypeAlias = Plan | RaggedPlan
-AnyTiles: TypeAlias = Tiles | RaggedTiles
+AnyPlan: TypeAlias = FlashPlan | CachePlan
+AnyTiles: TypeAlias = TileSizes | CacheTileSizes
 
-# Part of the key of JAX's cache of traced functions, so that each recording traces again.
+# Part of the key of JAX's cache of traced functions, so that functions are traced again for each recording.
 _RECORD: TraceContext[Recording | None] = TraceContext("attnops-triton:recording", None)
 
 
@@ -36,10 +35,10 @@ class Launched:
     """A kernel and its launch parameters.
 
     Attributes:
-        recipe: of its program.
+        recipe: the recipe of its program.
         integers: the integer arguments.
         tiles: tile sizes, warps and stages.
-        plan: of the call.
+        plan: the plan of the call.
         programs: the size of the grid.
     """
 
@@ -66,7 +65,7 @@ def recording() -> Iterator[list[Launched]]:
 
 
 def launch(
-    plan: Plan, tiles: Tiles, write: Writer, name: str, operands: list[Operand],
+    plan: FlashPlan, tiles: TileSizes, write: SourceWriter, name: str, operands: list[Operand],
     outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Run a kernel of `attnops_triton.flash`; see `launch_any`."""
@@ -74,23 +73,23 @@ def launch(
 
 
 def launch_any(
-    plan: AnyPlan, tiles: AnyTiles, write: Writer, name: str, operands: list[Operand],
+    plan: AnyPlan, tiles: AnyTiles, write: SourceWriter, name: str, operands: list[Operand],
     outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, divisible: frozenset[str],
     aliases: Mapping[str, str] = MappingProxyType({}), stored: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Run a kernel.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         tiles: warps and stages.
         write: the kernel's lines.
-        name: of the kernel.
+        name: the name of the kernel.
         operands: the inputs, by parameter.
         outputs: shapes and dtypes of the outputs, by parameter.
         programs: the size of the grid.
         divisible: the integer arguments that the program may rely on to be multiples of 16.
-        aliases: of outputs that are operands written to in place, the operands' names.
-        stored: of operands and outputs that hold bits of floats, the floats' dtype.
+        aliases: by output that is written in place of an operand, the operand's name.
+        stored: by operand or output that holds floats as integers with the same bits, the floats' dtype.
     """
     from attnops_triton.language.call import triton_call
     from attnops_triton.language.interpreter import interpreted

@@ -1,10 +1,10 @@
-"""Kernels in Gluon on a host without a GPU: each partition of warps a thread, on numpy arrays.
+"""Kernels in Gluon on a host without a GPU: each partition of warps is a thread, on numpy arrays.
 
-It has the parts of Gluon that kernels of `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell` use.
-Products and copies run when they are waited for, so that a buffer that is read before it is ready or written before it
-is free gives wrong numbers. Products in tensor memory run in the order in which they were issued, and raise if what
-they read was not there yet; what they write is NaN from when they are issued. When all partitions wait for barriers,
-which none can arrive at any more, they raise. Shared memory and tensor memory are NaN at first.
+It implements the subset of Gluon that `attnops_triton.flash.hopper` and `attnops_triton.flash.blackwell` use. Products
+and copies run when they are waited for, so that numbers are wrong if a kernel reads a buffer before it is ready, or
+overwrites it before it is free. Products in tensor memory run in the order in which they were issued. They raise if
+their operands changed after that; their results are NaN until they run. If all partitions wait for barriers, they
+raise, since none can arrive any more. Shared memory and tensor memory are NaN at first.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import ml_dtypes
 import numpy as np
 
 from attnops_triton.language.compat import functions
-from attnops_triton.language.source import Kernel
+from attnops_triton.language.source import KernelSource
 
 if TYPE_CHECKING:
     from attnops.typing import NumpyArray
 
-# Whether products in tensor memory run when they are issued, as they may too, rather than when they are waited for.
+# Whether products in tensor memory run when they are issued rather than when they are waited for. A GPU may do either.
 EAGER: Final = False
 _DTYPES: Final = {
     "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64,
@@ -114,11 +114,11 @@ class TensorProduct:
         self.note()
 
     def note(self) -> None:
-        """Keep what it reads."""
+        """Keep a copy of the operands."""
         self.issued = [x.tobytes() for x in self.read]
 
     def check(self) -> None:
-        """Compare what it reads.
+        """Check that the operands are as they were when the product was issued.
 
         Raises:
             RuntimeError: an operand changed since the product was issued: on a GPU it might have run at once.
@@ -176,7 +176,8 @@ class Machine:
         self.changed = threading.Condition()
         self.running = threading.local()
         self.failures: list[BaseException] = []
-        # How many partitions have not ended, and those that wait, as nothing has changed since they looked.
+        # The number of partitions that have not ended, and of those that wait because nothing has changed since they
+        # looked.
         self.partitions = 1
         self.waiting: set[int] = set()
         self.issued: list[TensorProduct] = []
@@ -187,7 +188,7 @@ class Machine:
         self.changed.notify_all()
 
     def wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until something is over.
+        """Wait until ``is_over()`` is true.
 
         Raises:
             TimeoutError: all other partitions wait too, or have ended.
@@ -281,7 +282,7 @@ class Machine:
         mbarriers: list[tuple[Machine, SimpleNamespace]],
     ) -> None:
         """See Gluon's ``tcgen05_mma``."""
-        with self.changed:  # else one before it may run, in another partition, while this one notes what it reads
+        with self.changed:  # otherwise another partition may run an earlier product while this one is copied
             product = TensorProduct(a, b, sums, use_acc)
             used = (x for before in self.issued for x in (*before.read, before.sums))
             if not product.adds and not any(np.shares_memory(product.sums, x) for x in used):
@@ -296,7 +297,7 @@ class Machine:
             self._arrive_after(self.issued[-1] if self.issued else None, barrier)
 
     def _arrive_after(self, product: TensorProduct | None, barrier: tuple[Machine, SimpleNamespace]) -> None:
-        """Arrive at a barrier when a product and those before it were run, which whoever waits for it does."""
+        """Arrive at a barrier once a product and those before it have run; whoever waits for the barrier runs them."""
 
         def arrive() -> None:
             while product in self.issued:
@@ -310,7 +311,7 @@ class Machine:
         self.wake()
 
     def language(self) -> dict[str, Any]:
-        """What the text of kernels refers to, with the names of Gluon."""
+        """The objects that the text of kernels refers to, by their names in Gluon."""
         language = SimpleNamespace(
             program_id=lambda axis: _tensor(np.int32(self.program)), load=_load, store=_store, where=_where,
             full=lambda shape, value, dtype, layout=None: _tensor(np.full(shape, value, dtype)),
@@ -349,12 +350,12 @@ class Machine:
 
 
 def simulate(
-    kernel: Kernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+    kernel: KernelSource, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
 ) -> None:
     """Run a kernel, which writes to ``results``.
 
     Raises:
-        TimeoutError: a partition waits for what does not come.
+        TimeoutError: all partitions wait.
     """
     pointers = [Pointer(x.reshape(-1)) for x in (*arrays, *results)]
     numbers = [_tensor(np.int32(x)) for x in integers]
@@ -442,7 +443,7 @@ def _settle(machine: Machine, state: SimpleNamespace) -> None:
 
 
 def _wait(barrier: tuple[Machine, SimpleNamespace], parity: Any) -> None:
-    """Wait for the end of the phase of a parity; the one before the first counts as over."""
+    """Wait for the end of the phase with this parity; the phase before the first one counts as ended."""
     machine, state = barrier
 
     def is_over() -> bool:

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class KernelSource:
     """A kernel's text; kernels with equal texts are equal.
 
     Attributes:
-        name: of the function.
+        name: the name of the function.
         pointers: names of its first parameters, pointers, inputs first.
         integers: names of the other parameters, integers.
-        text: of the function, without a decorator, and of functions that it calls.
-        gluon: whether it is written in Gluon, or else in Triton's language.
-        scratch: bytes of memory a program that the compiler may use; the last pointer is to that of all programs.
+        text: the source of the function, without a decorator, and of the functions that it calls.
+        gluon: whether it is written in Gluon rather than in Triton's language.
+        scratch: bytes of scratch memory per program; the last pointer is to that of all programs.
     """
 
     name: str
@@ -28,11 +28,11 @@ class Kernel:
     scratch: int = 0
 
 
-class Writer:
+class SourceWriter:
     """The lines of a kernel.
 
     Attributes:
-        lines: of the function.
+        lines: the lines of the function.
         integers: the integer arguments, by parameter.
     """
 
@@ -55,7 +55,9 @@ class Writer:
         self._depth -= 1
 
     def integer(self, name: str, value: int) -> str:
-        """The name of an integer parameter whose argument is a value; the text is the same for other values."""
+        """Add an integer parameter with this argument, and return its name; so the text does not depend on the
+        value.
+        """
         if self.integers.setdefault(name, int(value)) != value or not 0 <= value < 2**31:
             raise ValueError(f"{name}={value}, and {self.integers[name]} before: must be one value of 32 bits")
         return name
@@ -65,10 +67,10 @@ class Writer:
         self._fresh += 1
         return f"t{self._fresh}"
 
-    def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
+    def kernel(self, name: str, pointers: list[str], functions: str = "") -> KernelSource:
         """The kernel of all lines; ``functions`` is the text of those that it calls."""
         head = f"def {name}({', '.join([*pointers, *self.integers])}):"
-        return Kernel(name, tuple(pointers), tuple(self.integers), functions + "\n".join([head, *self.lines, ""]))
+        return KernelSource(name, tuple(pointers), tuple(self.integers), functions + "\n".join([head, *self.lines, ""]))
 
 
 def number(x: float) -> str:

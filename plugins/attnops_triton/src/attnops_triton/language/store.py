@@ -1,4 +1,5 @@
-"""Programs on disk, shared by processes: a file each, named by everything that its code depends on.
+"""Compiled programs on disk, which processes share: one file per program, named by a hash of everything that its code
+depends on.
 
 The folder is ``$ATTNOPS_TRITON_CACHE``, by default ``attnops-triton`` in ``$XDG_CACHE_HOME`` or ``~/.cache``; empty for
 no cache. It can be deleted at any time.
@@ -14,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-# Of files; part of their names.
+# The version of the file format; part of the files' names.
 FORMAT: Final = 2
 VARIABLE: Final = "ATTNOPS_TRITON_CACHE"
 

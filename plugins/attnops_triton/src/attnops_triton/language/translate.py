@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from attnops.kernels import Elementwise
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 
 if TYPE_CHECKING:
     from attnops.typing import Aval, DType, Index, JaxprLike, Leaf, PyTree
@@ -31,7 +31,7 @@ TYPES: Final[Mapping[str, str]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class Expression:
     """An expression without operators outside parentheses, and the name of its dtype."""
 
     text: str
@@ -48,40 +48,40 @@ def _plain(template: str) -> Callable[..., str]:
     return lambda write, params, *x: template.format(*(v.text for v in x))
 
 
-def _divide(write: Writer, params: JaxprLike, a: Value, b: Value) -> str:
+def _divide(write: SourceWriter, params: JaxprLike, a: Expression, b: Expression) -> str:
     return f"{a.text} / {b.text}" if a.floating else f"{a.text} // {b.text}"  # `//` rounds towards 0
 
 
-def _not(write: Writer, params: JaxprLike, a: Value) -> str:
+def _not(write: SourceWriter, params: JaxprLike, a: Expression) -> str:
     return f"{a.text} == 0" if a.dtype == "bool" else f"~{a.text}"
 
 
-def _select(write: Writer, params: JaxprLike, which: Value, *cases: Value) -> str:
+def _select(write: SourceWriter, params: JaxprLike, which: Expression, *cases: Expression) -> str:
     if which.dtype != "bool":
         raise NotImplementedError("select_n of an integer")
     return f"tl.where({which.text}, {cases[1].text}, {cases[0].text})"
 
 
-def _convert(write: Writer, params: JaxprLike, a: Value) -> str:
+def _convert(write: SourceWriter, params: JaxprLike, a: Expression) -> str:
     name = jnp.dtype(params["new_dtype"]).name
     if name == "bool":
         return f"{a.text} != 0"
     return f"{a.text}.to({TYPES[name]})"
 
 
-def _named(write: Writer, text: str) -> str:
+def _named(write: SourceWriter, text: str) -> str:
     name = write.fresh()
     write(f"{name} = {text}")
     return name
 
 
-def _integer_pow(write: Writer, params: JaxprLike, a: Value) -> str:
+def _integer_pow(write: SourceWriter, params: JaxprLike, a: Expression) -> str:
     y = int(params["y"])
     power = _power(write, a.text, abs(y)) if y else f"{a.text} * 0 + 1"
     return f"1 / ({power})" if y < 0 else power
 
 
-def _power(write: Writer, x: str, y: int) -> str:
+def _power(write: SourceWriter, x: str, y: int) -> str:
     if y == 1:
         return x
     half = _power(write, x, y // 2)
@@ -89,7 +89,7 @@ def _power(write: Writer, x: str, y: int) -> str:
     return f"{square} * {x}" if y % 2 else square
 
 
-def tanh(write: Writer, x: str) -> str:
+def tanh(write: SourceWriter, x: str) -> str:
     """The hyperbolic tangent of float32; near 0, where the exponentials would cancel, by its series."""
     e = _named(write, f"tl.exp(-2.0 * tl.abs({x}))")
     size = _named(write, f"(1.0 - {e}) / (1.0 + {e})")
@@ -100,11 +100,11 @@ def tanh(write: Writer, x: str) -> str:
     return f"tl.where(tl.abs({x}) < 0.15, {series}, {far})"
 
 
-def _tanh(write: Writer, params: JaxprLike, a: Value) -> str:
+def _tanh(write: SourceWriter, params: JaxprLike, a: Expression) -> str:
     return tanh(write, a.text)
 
 
-def _log1p(write: Writer, params: JaxprLike, a: Value) -> str:
+def _log1p(write: SourceWriter, params: JaxprLike, a: Expression) -> str:
     u = _named(write, f"1.0 + {a.text}")
     # The rounding error of 1 + x is divided out (Kahan).
     close = _named(write, f"tl.where({u} == 1.0, 1.0, {u} - 1.0)")
@@ -112,14 +112,14 @@ def _log1p(write: Writer, params: JaxprLike, a: Value) -> str:
     return f"tl.where({far}, {a.text} + tl.log({u}) * ({u} == float('inf')), tl.log({u}) * ({a.text} / {close}))"
 
 
-def _expm1(write: Writer, params: JaxprLike, a: Value) -> str:
+def _expm1(write: SourceWriter, params: JaxprLike, a: Expression) -> str:
     t = _named(write, f"tl.exp({a.text})")
     small = _named(write, f"tl.abs({a.text}) < 0.01")
     series = f"{a.text} * (1.0 + {a.text} * (0.5 + {a.text} * (0.16666666666 + {a.text} * 0.0416666666)))"
     return f"tl.where({small}, {series}, {t} - 1.0)"
 
 
-def _round(write: Writer, params: JaxprLike, a: Value) -> str:
+def _round(write: SourceWriter, params: JaxprLike, a: Expression) -> str:
     down = _named(write, f"tl.floor({a.text})")
     fraction = _named(write, f"{a.text} - {down}")
     if "EVEN" in str(params["rounding_method"]) or str(params["rounding_method"]) == "1":
@@ -129,9 +129,11 @@ def _round(write: Writer, params: JaxprLike, a: Value) -> str:
     return f"tl.where({up}, {down} + 1.0, {down})"
 
 
-def _pow(write: Writer, params: JaxprLike, a: Value, b: Value) -> str:
+def _pow(write: SourceWriter, params: JaxprLike, a: Expression, b: Expression) -> str:
     if not b.floating:
-        b = Value(f"({float(b.text.strip('()'))})" if b.literal else f"{b.text}.to(tl.float32)", "float32", b.literal)
+        b = Expression(
+            f"({float(b.text.strip('()'))})" if b.literal else f"{b.text}.to(tl.float32)", "float32", b.literal
+        )
     size = _named(write, f"tl.exp2({b.text} * tl.log2(tl.abs({a.text})))")
     is_integer = f"{b.text} == tl.floor({b.text})"
     odd = f"{b.text} - 2.0 * tl.floor({b.text} * 0.5) == 1.0"
@@ -163,7 +165,7 @@ _FLOAT32: Final = frozenset(
 PRIMITIVES: Final = frozenset(_TABLE) - {"add_any"} | {"stop_gradient"}
 
 
-def translate(write: Writer, closed: JaxprLike, inputs: Sequence[str]) -> list[str]:
+def translate(write: SourceWriter, closed: JaxprLike, inputs: Sequence[str]) -> list[str]:
     """Write a jaxpr of scalars. Returns its results, as expressions without operators outside parentheses.
 
     Args:
@@ -175,23 +177,25 @@ def translate(write: Writer, closed: JaxprLike, inputs: Sequence[str]) -> list[s
         NotImplementedError: a primitive has no translation.
     """
     constants = [_literal(value, jnp.result_type(value)) for value in closed.consts]
-    given = [Value(x, v.aval.dtype.name) for x, v in zip(inputs, closed.jaxpr.invars, strict=True)]
+    given = [Expression(x, v.aval.dtype.name) for x, v in zip(inputs, closed.jaxpr.invars, strict=True)]
     return [value.text for value in _inline(write, closed.jaxpr, constants, given)]
 
 
-def _literal(value: Leaf, dtype: DType) -> Value:
+def _literal(value: Leaf, dtype: DType) -> Expression:
     scalar = np.asarray(value, dtype)
     if scalar.ndim:
         raise NotImplementedError(f"a constant of shape {scalar.shape}")
     plain = bool(scalar) if dtype == jnp.bool_ else int(scalar) if jnp.issubdtype(dtype, jnp.integer) else float(scalar)
     text = number(plain)
-    return Value(f"({text})" if text.startswith("-") else text, jnp.dtype(dtype).name, True)
+    return Expression(f"({text})" if text.startswith("-") else text, jnp.dtype(dtype).name, True)
 
 
-def _inline(write: Writer, jaxpr: JaxprLike, constants: list[Value], inputs: list[Value]) -> list[Value]:
+def _inline(
+    write: SourceWriter, jaxpr: JaxprLike, constants: list[Expression], inputs: list[Expression]
+) -> list[Expression]:
     names = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: JaxprLike) -> Value:
+    def read(atom: JaxprLike) -> Expression:
         # Typed as an abstract value, which has no dtype.
         return _literal(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else names[atom]  # type: ignore[attr-defined]
 
@@ -215,26 +219,26 @@ def _inline(write: Writer, jaxpr: JaxprLike, constants: list[Value], inputs: lis
                 inputs = [_spread(write, value) for value in inputs]
             text = _named(write, _TABLE[name](write, eqn.params, *inputs))
             text = _named(write, f"{text}.to({TYPES[eqn.outvars[0].aval.dtype.name]})") if narrow else text
-            results = [Value(text, eqn.outvars[0].aval.dtype.name)]
+            results = [Expression(text, eqn.outvars[0].aval.dtype.name)]
         else:
             raise NotImplementedError(f"{name} has no translation to Triton")
         names |= dict(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _widened(value: Value, integers_too: bool = False) -> Value:
+def _widened(value: Expression, integers_too: bool = False) -> Expression:
     """A 16-bit number as float32."""
     is_narrow = not value.literal and (value.floating or integers_too)
-    return Value(f"{value.text}.to(tl.float32)", "float32") if is_narrow else value
+    return Expression(f"{value.text}.to(tl.float32)", "float32") if is_narrow else value
 
 
-def _spread(write: Writer, value: Value) -> Value:
+def _spread(write: SourceWriter, value: Expression) -> Expression:
     """A literal as a tensor, which methods and functions need."""
-    return Value(_named(write, f"tl.full([1, 1], {value.text}, {TYPES[value.dtype]})"), value.dtype)
+    return Expression(_named(write, f"tl.full([1, 1], {value.text}, {TYPES[value.dtype]})"), value.dtype)
 
 
 def traced(function: Elementwise, given: int) -> JaxprLike:
-    """The jaxpr of ``apply(scores, b, h, q, kv, *values, *given)`` on scalars."""
+    """The jaxpr of ``function.apply`` on scalars: scores, b, h, q, kv, its values, and ``given`` booleans."""
     n = len(function.values)
     return jax.make_jaxpr(lambda s, b, h, q, kv, *arrays: function.apply(s, b, h, q, kv, arrays[:n], arrays[n:]))(
         *_scalars(function, given)

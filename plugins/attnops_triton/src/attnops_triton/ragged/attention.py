@@ -15,10 +15,10 @@ from attnops_caches.masks import without_table
 from attnops_triton.flash.operands import Operand
 from attnops_triton.language.compat import device_arch
 from attnops_triton.language.launch import launch_any
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 from attnops_triton.ragged.kernel import write_kernel
 from attnops_triton.ragged.operands import fitted, item_arrays, score_arrays, store_arrays, strides
-from attnops_triton.ragged.plan import Plan
+from attnops_triton.ragged.plan import CachePlan
 from attnops_triton.ragged.result import write_merge
 from attnops_triton.ragged.schedule import schedule
 from attnops_triton.ragged.tile_sizes import choose, current_splits, rows_of, split_count
@@ -31,13 +31,13 @@ CacheType = TypeVar("CacheType", bound=StoredCache)
 def cached_attention(
     call: FlashCall, cache: CacheType, wants_lse: bool, new: NewTokens | None = None
 ) -> tuple[jax.Array, jax.Array | None, CacheType]:
-    """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] if it is asked for, and the cache with new tokens.
+    """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] or None, and the cache with the new tokens.
 
     Args:
-        call: of the scores by slot; key and value have shape and dtype only.
+        call: the call with slots as keys; its key and value have shape and dtype only.
         cache: the cache.
-        wants_lse: whether the logsumexp is asked for.
-        new: tokens to write, see `attnops_caches.Cache.pending`; None for none.
+        wants_lse: whether the logsumexp is returned.
+        new: the tokens to write and the slots of each row's (`attnops_caches.NewTokens`); None to write none.
     """
     assert call.mask is not None
     given = call.mask
@@ -54,8 +54,8 @@ def cached_attention(
     return results["out"], results.get("lse"), cache
 
 
-def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int) -> Plan:
-    """The plan of a call; see `cached_attention`."""
+def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int) -> CachePlan:
+    """The plan of a call; ``writes`` is the most new tokens per row."""
     (batch, T, H, D), metadata, store = call.query.shape, call.metadata, cache.store
     is_packed = batch == 1 and cache.batch > 1
     S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
@@ -66,10 +66,10 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
     stored = jnp.dtype(store.layout.stored_dtype)
     dtype = operand_dtype(call.query.dtype.name, jnp.dtype(cache.dtype).name, bool(cache.codec))
     in_order = is_packed and current_splits() > 0
-    # Products of other sizes may be summed in another order.
+    # Tile sizes must not depend on T then: products of other sizes may be summed in another order.
     rows = rows_of(metadata.block_q, 1 << 20 if in_order else T, H // K, max(D, Dv), bool(cache.codec), arch)
     tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
-    plan = Plan(
+    plan = CachePlan(
         B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_packed=is_packed, in_order=in_order,
         page=page, pages=pages, blocks=store.own_blocks, width=store.layout.width,
         is_joined=store.layout.content == "joined", is_latent=store.layout.content == "latent", stored=stored.name,
@@ -82,22 +82,22 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
 
 
 def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
-    """The dtype of products' operands: float16 holds all 8-bit numbers."""
+    """The dtype of products' operands. float16 represents all 8-bit numbers exactly."""
     if query != cache or query == "float32":
         return "float32"
     return "float16" if has_codec else query
 
 
 @one_by_one
-def _run(plan: Plan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Output, logsumexp if asked for, and the arrays of the cache that are written to, ``key_out`` and so on."""
+def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The outputs by name: "out", "lse" if wanted, and "key_out", … for the arrays of the cache that are written."""
     written = [name for name in ARRAYS if f"new_{name}" in arrays]
     is_split = plan.tiles.splits > 1
     outputs = _partial_outputs(plan) if is_split else _outputs(plan)
     aliases = {} if is_split else _initialised(plan, arrays)
     outputs |= {f"{name}_out": _like(arrays[name]) for name in written}
     aliases |= {f"{name}_out": name for name in written}
-    write = Writer()
+    write = SourceWriter()
     strides(write, arrays)
     widths = {name: arrays[name].shape[-1] * (not name.endswith("scale")) for name in written}
     programs = write_kernel(write, plan, widths)
@@ -107,14 +107,14 @@ def _run(plan: Plan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     names = ("tile", "row", "sinks")
     given = {name: results.pop(name) for name in _partial_outputs(plan)} | {x: arrays[x] for x in names if x in arrays}
     aliases, outputs = _initialised(plan, given), _outputs(plan)
-    write = Writer()
+    write = SourceWriter()
     programs = write_merge(write, plan)
     return results | _launch(plan, "attnops_ragged_merge", write, given, outputs, programs, aliases)
 
 
 def _launch(
-    plan: Plan, name: str, write: Writer, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct],
-    programs: int, aliases: dict[str, str],
+    plan: CachePlan, name: str, write: SourceWriter, arrays: dict[str, jax.Array],
+    outputs: dict[str, jax.ShapeDtypeStruct], programs: int, aliases: dict[str, str],
 ) -> dict[str, jax.Array]:  # fmt: skip
     operands = [Operand(*x) for x in arrays.items()]
     bits = ("key", "value", "key_out", "value_out", "new_key", "new_value")
@@ -122,19 +122,21 @@ def _launch(
     return launch_any(plan, plan.tiles, write, name, operands, outputs, programs, frozenset(), aliases, stored)
 
 
-def _outputs(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+def _outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
     batch = 1 if plan.is_packed else plan.B
     out = jax.ShapeDtypeStruct((batch, plan.T, plan.H, plan.Dv), jnp.dtype(plan.out_dtype))
     return {"out": out} | ({"lse": _float32(batch, plan.H, plan.T)} if plan.wants_lse else {})
 
 
-def _partial_outputs(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+def _partial_outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
     shape = plan.items, plan.K, plan.head_blocks, plan.tiles.splits, plan.tiles.rows
     return {"part": _float32(*shape, plan.Dv), "part_m": _float32(*shape), "part_l": _float32(*shape)}
 
 
-def _initialised(plan: Plan, arrays: dict[str, jax.Array]) -> dict[str, str]:
-    """Add to ``arrays`` the outputs of packed rows as they are where no item writes them. Returns the aliases."""
+def _initialised(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, str]:
+    """For packed rows, add to ``arrays`` the initial values of the outputs, since no item writes padding. Returns the
+    aliases.
+    """
     if not plan.is_packed:
         return {}
     outputs = _outputs(plan)

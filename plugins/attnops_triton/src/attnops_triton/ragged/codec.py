@@ -1,16 +1,16 @@
 """Stored 8-bit numbers as operands of products, as Triton source.
 
-float16 holds each of them exactly, so that operands are float16 whatever the query's dtype, unless that is float32.
-Stores hold the bits of floats. A stored NaN is none, see `attnops_caches.Quantized`.
+float16 represents each of them exactly, so that operands are float16 for every query dtype but float32. Stores hold
+8-bit floats as integers with the same bits. None of them is NaN, since encoding never gives NaN.
 
-Triton converts one number at a time, by three instructions and more. On NVIDIA's GPUs four are converted together.
+Triton's conversion costs three or more instructions per number. On NVIDIA GPUs the code here converts four at once.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 from attnops_triton.targets import capability, is_amd
 
 # PTX from four bytes, $2, to two pairs of float16, $0 and $1. int8: 1024 + 128 + x has x in its lowest bits.
@@ -23,12 +23,12 @@ prmt.b32 $1, u, 0x64646464, 0x5352;
 sub.f16x2 $0, $0, c;
 sub.f16x2 $1, $1, c;
 }"""
-# The upper half of a float16.
+# These 8 bits are the upper half of a float16.
 _E5M2: Final = """{
 prmt.b32 $0, $2, 0, 0x1404;
 prmt.b32 $1, $2, 0, 0x3424;
 }"""
-# A float16 has one more bit of exponent: its bias is larger by 8.
+# float16 has one more exponent bit, and its exponent bias is larger by 8.
 _E4M3: Final = """{
 .reg .b32 a, b, s, t, c;
 prmt.b32 a, $2, 0, 0x1404;
@@ -43,7 +43,7 @@ lop3.b32 t, b, 0x80008000, t, 0xea;
 mul.f16x2 $0, s, c;
 mul.f16x2 $1, t, c;
 }"""
-# From sm_90 on there is an instruction for two; on sm_89 only in later versions of PTX.
+# From sm_90 on one instruction converts two numbers; sm_89 has it only in later versions of PTX.
 _E4M3_IN_PAIRS: Final = """{
 .reg .b16 a, b;
 mov.b32 {a, b}, $2;
@@ -53,26 +53,27 @@ cvt.rn.f16x2.e4m3x2 $1, b;
 _PTX: Final = {"int8": _INT8, "float8_e5m2": _E5M2, "float8_e4m3fn": _E4M3}
 
 
-def decode(write: Writer, name: str, stored: str, dtype: str, arch: str) -> None:
+def decode(write: SourceWriter, name: str, stored: str, dtype: str, arch: str) -> None:
     """Write ``name``, loaded 8-bit numbers, as numbers of ``dtype``.
 
     Args:
         write: the kernel's lines.
-        name: of the variable.
+        name: the name of the variable.
         stored: the name of the stored dtype.
-        dtype: of operands.
-        arch: that is compiled for; empty for the interpreter.
+        dtype: the dtype of operands.
+        arch: the target architecture; empty for the interpreter.
     """
     if dtype != "float16" or not arch or is_amd(arch):
         _one_at_a_time(write, name, stored, dtype)
     else:
         is_pair = stored == "float8_e4m3fn" and capability(arch) >= 90
         text = (_E4M3_IN_PAIRS if is_pair else _PTX[stored]).replace("\n", " ")
-        # As if it had effects: else Triton converts after it has put bytes, one by one, in the order of operands.
+        # Marked impure: otherwise Triton first moves the bytes, one by one, to the operands' layout, and converts after
+        # that.
         write(f'{name} = tl.inline_asm_elementwise("{text}", "=r,=r,r", [{name}], tl.float16, False, 4)')
 
 
-def _one_at_a_time(write: Writer, name: str, stored: str, dtype: str) -> None:
+def _one_at_a_time(write: SourceWriter, name: str, stored: str, dtype: str) -> None:
     if stored == "int8":
         write(f"{name} = {name}.to(tl.{dtype})")
         return

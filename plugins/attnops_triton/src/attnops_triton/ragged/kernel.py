@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from attnops_triton.flash.plan import LOG2E
-from attnops_triton.language.source import Writer, number
-from attnops_triton.ragged.plan import Chunk, Plan
+from attnops_triton.language.source import SourceWriter, number
+from attnops_triton.ragged.plan import CachePlan, HeadDimChunk
 from attnops_triton.ragged.result import write_partial, write_result
-from attnops_triton.ragged.scores import Scores
-from attnops_triton.ragged.storage import Storage
+from attnops_triton.ragged.scores import ScoreWriter
+from attnops_triton.ragged.storage import LoadWriter
 from attnops_triton.ragged.write import write_tokens
 
 
-def write_kernel(write: Writer, plan: Plan, written: dict[str, int]) -> int:
+def write_kernel(write: SourceWriter, plan: CachePlan, written: dict[str, int]) -> int:
     """Write the kernel. Returns the number of programs.
 
     Args:
         write: the kernel's lines.
-        plan: of the call.
-        written: see `attnops_triton.ragged.write.write_tokens`.
+        plan: the plan of the call.
+        written: features per token of each array of the cache that the kernel writes, by name; 0 for scales.
     """
-    scores = Scores(write, plan)
-    storage = Storage(write, plan)
+    scores = ScoreWriter(write, plan)
+    storage = LoadWriter(write, plan)
     for name, value in (("T", plan.T), ("S", plan.S), ("keys", plan.key_axis)):
         write.integer(name, value)
     programs = _place(write, plan)
@@ -39,8 +39,9 @@ def write_kernel(write: Writer, plan: Plan, written: dict[str, int]) -> int:
     return programs
 
 
-def _place(write: Writer, plan: Plan) -> int:
-    """Write the indices of a program: item, row, ``b``, kv head, tiles of queries and heads, and split.
+def _place(write: SourceWriter, plan: CachePlan) -> int:
+    """Write the indices of a program: ``item``, ``row``, ``b``, the kv head ``k``, the tile of queries, the tile of
+    heads, and the split.
 
     Programs that read the same keys are neighbours.
     """
@@ -84,8 +85,10 @@ def _place(write: Writer, plan: Plan) -> int:
     return plan.items * plan.K * plan.head_blocks * plan.tiles.splits
 
 
-def write_rows(write: Writer, plan: Plan) -> None:
-    """Write ``qi``, ``hi`` [rows], the query and the head of each row; ``real``, whether it is one; ``qr``, ``hr``."""
+def write_rows(write: SourceWriter, plan: CachePlan) -> None:
+    """Write ``qi``, ``hi`` [rows], the query and the head of each row; ``real``, whether they exist; and ``qr``,
+    ``hr``, which are ``qi``, ``hi`` in range.
+    """
     rows, heads = plan.tiles.rows, plan.heads
     part = f"part * {heads} + " if plan.head_blocks > 1 else ""
     write(
@@ -98,11 +101,11 @@ def write_rows(write: Writer, plan: Plan) -> None:
         write(f"real = real & (of_tile < {plan.bq * heads})")
     if plan.G % heads:
         write(f"real = real & (hi < {plan.G})")
-    # Of rows that are none, those of the last: a function might divide by 0.
+    # Rows that don't exist have the last query and head: with other indices a function might divide by 0.
     write("qr = tl.minimum(qi, T - 1)", f"hr = k * {plan.G} + tl.minimum(hi, {plan.G - 1})")
 
 
-def _queries(write: Writer, plan: Plan) -> None:
+def _queries(write: SourceWriter, plan: CachePlan) -> None:
     """Load the queries ``q_0``, ``q_1``, …, [rows, width]."""
     write_rows(write, plan)
     lead = "" if plan.is_packed else "b.to(tl.int64) * T + "
@@ -127,7 +130,7 @@ def _queries(write: Writer, plan: Plan) -> None:
         _factor(write, plan)
 
 
-def _factor(write: Writer, plan: Plan) -> None:
+def _factor(write: SourceWriter, plan: CachePlan) -> None:
     """Write ``factor``, a number or [rows], that products are multiplied by."""
     scale = number(float(plan.scale))
     write(f"factor = factor * {scale}" if plan.scales_queries else f"factor = {scale}")
@@ -135,7 +138,7 @@ def _factor(write: Writer, plan: Plan) -> None:
         write(f"factor = factor * tl.load(key_scale_ptr{' + k' if plan.scales == 'head' else ''})")
 
 
-def _state(write: Writer, plan: Plan) -> None:
+def _state(write: SourceWriter, plan: CachePlan) -> None:
     rows = plan.tiles.rows
     write(f'm = tl.full([{rows}], float("-inf"), tl.float32)', f"l = tl.full([{rows}], 0.0, tl.float32)")
     for i, chunk in enumerate(plan.value_chunks):
@@ -147,14 +150,14 @@ def _state(write: Writer, plan: Plan) -> None:
         write(f"value_factor = tl.load({at})")
 
 
-def _has_unit(plan: Plan) -> bool:
-    """Whether weights, which are multiplied by values' scales, are relative to the largest of these: float16 would not
-    hold them.
+def _has_unit(plan: CachePlan) -> bool:
+    """Whether weights, which are multiplied by the values' scales, are divided by the largest of these scales first:
+    otherwise float16 could not hold them.
     """
     return plan.scales == "token_head" and plan.dtype == "float16"
 
 
-def _loops(write: Writer, plan: Plan, scores: Scores, storage: Storage) -> None:
+def _loops(write: SourceWriter, plan: CachePlan, scores: ScoreWriter, storage: LoadWriter) -> None:
     """Write the loops over tiles without a mask, and over those before and after them."""
     bk = plan.tiles.bk
     with write.block("for i in range(full_start, full_stop):"):
@@ -168,14 +171,16 @@ def _loops(write: Writer, plan: Plan, scores: Scores, storage: Storage) -> None:
         _tile(write, plan, scores, storage, True)
 
 
-def _loads_mask_late(plan: Plan) -> bool:
-    """Whether the mask's values are loaded after the loop without a mask: else ptxas (12.9) spills two registers on
-    sm_80 and sm_89 at D 128. Without these scales it would, at T 512 on sm_89, if they were loaded there.
+def _loads_mask_late(plan: CachePlan) -> bool:
+    """Whether the mask's values are loaded after the loop over unmasked tiles.
+
+    Otherwise ptxas 12.9 spills two registers on sm_80 and sm_89 at D 128. Without scales per token and head it is the
+    late load that spills (sm_89, T 512).
     """
     return plan.scales in ("head", "tensor")
 
 
-def _tile(write: Writer, plan: Plan, scores: Scores, storage: Storage, masked: bool) -> None:
+def _tile(write: SourceWriter, plan: CachePlan, scores: ScoreWriter, storage: LoadWriter, masked: bool) -> None:
     """Write the computation of one tile."""
     storage.locate(has_pages=not masked)
     write("kx = slot" if plan.is_even or not masked else "kx = tl.minimum(slot, S - 1)")
@@ -205,35 +210,35 @@ def _tile(write: Writer, plan: Plan, scores: Scores, storage: Storage, masked: b
     write("m = m_new")
 
 
-def _products(write: Writer, plan: Plan, chunks: list[Chunk]) -> None:
+def _products(write: SourceWriter, plan: CachePlan, chunks: list[HeadDimChunk]) -> None:
     """Write ``s``, the products of queries and keys."""
     for i in range(len(chunks)):
         write(f"s = tl.dot(q_{i}, tl.trans(k_{i}){', s' if i else ''}{precision(plan)})")
 
 
-def precision(plan: Plan) -> str:
+def precision(plan: CachePlan) -> str:
     """The argument of products for their precision."""
     return f', input_precision="{"tf32" if plan.tf32 else "ieee"}"' if plan.dtype == "float32" else ""
 
 
-def _softmax(write: Writer, plan: Plan, masked: bool) -> None:
+def _softmax(write: SourceWriter, plan: CachePlan, masked: bool) -> None:
     """Write the weights ``p``, ``m_new``, ``alpha`` and the sum ``l``."""
     unit = number(plan.score_unit * LOG2E)
     write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
     if masked or plan.scoring.has_bias:
-        # Fully masked so far: −inf − −inf is NaN.
+        # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
         write('below = tl.where(m_new == float("-inf"), 0.0, m_new)')
     else:
         write("below = m_new")
     if plan.scoring.has_bias or plan.dtype == "float32":
-        # The difference first, which is exact; biases may be so large that a difference of products is not.
+        # Subtract before multiplying, which is exact: with large biases a difference of products would not be.
         write(f"p = tl.exp2((s - below[:, None]) * {unit})")
     else:
         write(f"p = tl.exp2(s * {unit} - (below * {unit})[:, None])")
     write(f"alpha = tl.exp2((m - below) * {unit})", "l = l * alpha + tl.reduce(p, 1, total)")
 
 
-def _accumulate(write: Writer, plan: Plan, storage: Storage, guarded: bool) -> None:
+def _accumulate(write: SourceWriter, plan: CachePlan, storage: LoadWriter, guarded: bool) -> None:
     """Write the products of weights and values, added to the output so far."""
     if plan.scales == "token_head":
         scale = "key_scale" if plan.is_latent else storage.scale("value", guarded)

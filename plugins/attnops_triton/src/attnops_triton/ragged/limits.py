@@ -10,7 +10,7 @@ from attnops_triton.ragged.tile_sizes import rows_of
 
 
 def unsupported(request: AttentionRequest) -> Iterator[Reason]:
-    """Why a call over a cache can't be read in place, other than by `attnops_caches.CacheLimits`."""
+    """Reasons why a cache can't be read in place, in addition to those of `attnops_caches.CacheLimits`."""
     if request.interpret and "bfloat16" in request.dtypes:
         yield Reason("dtype", "bfloat16", "Triton's interpreter computes it wrongly", "interpret float32 or float16")
     if request.key_length >= 1 << 31:
@@ -19,7 +19,9 @@ def unsupported(request: AttentionRequest) -> Iterator[Reason]:
 
 
 def not_written(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Reason]:
-    """Why a step's kernel does not write the new tokens: it does where one program reads a tile of keys."""
+    """Reasons why the kernel can't write a step's new tokens, which needs that only one program reads each tile of
+    keys.
+    """
     cache = cache_of(request)
     if cache.is_packed:
         yield Reason("rows", "given", "the kernel writes no tokens of packed rows")
@@ -28,6 +30,6 @@ def not_written(request: AttentionRequest, metadata: OperationMetadata) -> Itera
     rows = rows_of(metadata.block_q, queries, G, dim, bool(cache.codec))
     if queries * G > rows:
         yield Reason("query", queries, f"times {G} heads is more than one tile of {rows} rows, each of "
-                     f"which would write the tokens", "give fewer tokens a step")  # fmt: skip
+                     f"which would write the tokens", "give fewer tokens per step")  # fmt: skip
     if cache.storage == "WindowCache":
         yield Reason("cache", cache.storage, "has new tokens in the slots of tokens that queries still see")

@@ -11,14 +11,14 @@ from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops.masks import Dense, Mask
 from attnops_caches import PagedCache, StoredCache
 from attnops_triton.flash.bits import is_translatable
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 from attnops_triton.language.translate import PRIMITIVES
-from attnops_triton.ragged.plan import Plan
-from attnops_triton.ragged.schedule import Schedule
+from attnops_triton.ragged.plan import CachePlan
+from attnops_triton.ragged.schedule import ItemSchedule
 
 
 def fitted(call: FlashCall) -> FlashCall:
-    """The call with masks and biases that have no form in Triton as arrays of all scores."""
+    """The call, with arrays of all scores in place of masks and biases that can't be translated to Triton."""
     mask, bias, shape = call.mask, call.bias, call.scores_shape
     if mask is not None and not is_translatable(mask):
         mask = dense(mask, shape)
@@ -40,8 +40,8 @@ def _widened(x: Any) -> Any:
     return x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x
 
 
-def score_arrays(plan: Plan, call: FlashCall) -> dict[str, jax.Array]:
-    """The values of mask and bias, arrays of all scores, and sinks."""
+def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
+    """The kernel's arrays for mask, bias and sinks, by parameter."""
     shape = (1 if plan.is_packed else plan.B), plan.H, plan.T, plan.key_axis
     found: dict[str, jax.Array] = {}
     if plan.scoring.mask is not None:
@@ -56,8 +56,10 @@ def score_arrays(plan: Plan, call: FlashCall) -> dict[str, jax.Array]:
     return found | ({} if call.sinks is None else {"sinks": call.sinks.astype(jnp.float32)})
 
 
-def strides(write: Writer, arrays: dict[str, jax.Array]) -> None:
-    """The strides of arrays of all scores, as integers of a kernel: in rows of keys, by batch and by head."""
+def strides(write: SourceWriter, arrays: dict[str, jax.Array]) -> None:
+    """Add the strides of arrays [B or 1, H or 1, T, S] to the kernel's integers: by batch and by head, counted in rows
+    of S keys.
+    """
     for name, x in arrays.items():
         if name.startswith("dense") or name == "array":
             write.integer(f"{name}_b", x.shape[1] * (x.shape[0] > 1))
@@ -79,6 +81,6 @@ def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
 
 
-def item_arrays(items: Schedule) -> dict[str, jax.Array]:
+def item_arrays(items: ItemSchedule) -> dict[str, jax.Array]:
     """The schedule's arrays."""
     return {name: x for name, x in items._asdict().items() if x is not None}

@@ -1,4 +1,4 @@
-"""The plan of a call over a cache: everything static about it."""
+"""`CachePlan`: everything static about a call over a cache. The generated kernels depend on nothing else."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from attnops.kernels import Scoring
 from attnops_triton.flash.plan import cdiv, head_dim_chunks
 
 
-class Chunk(NamedTuple):
+class HeadDimChunk(NamedTuple):
     """Consecutive features that are one operand of a product, whose width is a power of two.
 
     Attributes:
         start: the first feature.
-        width: features, zeros beyond ``stop`` included.
-        stop: the feature after the last.
+        width: the number of features, including the zeros from ``stop`` on; a power of two.
+        stop: one past the last feature.
     """
 
     start: int
@@ -24,16 +24,16 @@ class Chunk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedTiles:
+class CacheTileSizes:
     """Tile sizes of a call over a cache, and how its kernel is compiled.
 
     Attributes:
         rows: rows of a tile of scores, a power of two: queries times the query heads of a kv head.
-        bk: keys a tile, a power of two.
-        warps: warps a program.
+        bk: keys per tile, a power of two.
+        warps: warps per program.
         stages: stages of the software pipeline.
         splits: programs that share the keys of an item.
-        registers: at most so many a thread; 0 for as many as the assembler sees fit.
+        registers: the most registers per thread; 0 leaves the number to the assembler.
     """
 
     rows: int
@@ -45,30 +45,32 @@ class RaggedTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """Shapes, tiles and options of a call; hashable.
 
     Attributes:
-        B, T, S, H, K, D, Dv: rows of the cache, queries a row or packed ones, slots a row, heads, kv heads, head dims.
-        is_packed: whether rows are packed: then masks and biases are of batch 1 and B · S keys.
-        in_order: whether tiles of keys are read in their order, in splits that the row's length decides, so that the
-            result of a row does not depend on the rows that it shares a tile of queries with.
-        page: slots a page; 0 for a storage without pages.
-        pages: most pages a row.
-        blocks: pages, or rows, of the cache.
+        B, T, S: rows of the cache; queries per row, or of all packed rows; slots per row.
+        H, K, D, Dv: query heads, kv heads, and head dims of keys and values.
+        is_packed: whether the queries of all rows are packed in one; then masks and biases have batch 1 and B · S keys.
+        in_order: whether each row's length alone decides its splits, so that a row's result does not depend on the rows
+            with which it shares a tile of queries.
+        page: slots per page; 0 for a storage without pages.
+        pages: the most pages per row.
+        blocks: the number of pages of the cache; for a storage without pages, of rows.
         width: features of a token in the array of keys.
         is_joined: whether values are the last Dv features of the array of keys.
         is_latent: whether values are the first Dv features of keys.
         stored: the name of the dtype of stored tokens.
-        scales: what has a scale of its own, "token_head", "head" or "tensor"; empty for tokens stored as they are.
+        scales: what shares a scale: "token_head" (one per token and head), "head" or "tensor"; empty for tokens that
+            are not quantised.
         dtype: the name of the dtype of products' operands.
         out_dtype: the name of the output's dtype.
-        tiles: see `RaggedTiles`.
-        writes: most new tokens a row that the kernel writes; 0 for none.
+        tiles: rows and keys per tile, warps, stages, splits and registers.
+        writes: the most new tokens per row that the kernel writes; 0 for none.
         scale: the softmax scale.
         tf32: whether products of float32 may be rounded to TF32.
-        scoring: see `attnops.kernels.scoring.Scoring`.
-        wants_lse: whether the logsumexp is asked for.
+        scoring: the mask, bias, soft cap and sinks of the call, without their arrays.
+        wants_lse: whether the call returns the logsumexp.
         arch: the architecture to compile for; empty for this machine's GPU.
         interpret: whether kernels run in Triton's interpreter.
     """
@@ -92,7 +94,7 @@ class Plan:
     scales: str
     dtype: str
     out_dtype: str
-    tiles: RaggedTiles
+    tiles: CacheTileSizes
     writes: int
     scale: float
     tf32: bool
@@ -103,37 +105,39 @@ class Plan:
 
     @property
     def G(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.H // self.K
 
     @property
     def heads(self) -> int:
-        """Query heads a tile: all of a kv head, unless they are more than its rows."""
+        """Query heads per tile: all of a kv head, unless the tile has fewer rows."""
         return min(self.G, self.tiles.rows)
 
     @property
     def head_blocks(self) -> int:
-        """Tiles that the query heads of a kv head are in."""
+        """The number of tiles that the query heads of a kv head need."""
         return cdiv(self.G, self.heads)
 
     @property
     def bq(self) -> int:
-        """Queries a tile."""
+        """Queries per tile."""
         return self.tiles.rows // self.heads
 
     @property
     def nq(self) -> int:
-        """Tiles of queries, of a row or packed."""
+        """Tiles of queries per row, or of all packed rows."""
         return cdiv(self.T, self.bq)
 
     @property
     def nk(self) -> int:
-        """Tiles of keys a row, the last of which may reach beyond S."""
+        """Tiles of keys per row, the last of which may reach beyond S."""
         return cdiv(self.S, self.tiles.bk)
 
     @property
     def items(self) -> int:
-        """See `attnops_triton.ragged`. Of packed rows the most that there may be: each row begins one more at most."""
+        """The number of items (pairs of a row and a tile of queries). For packed rows an upper bound: each row begins
+        at most one item more.
+        """
         return min(self.nq + self.B, self.nq * self.B) if self.is_packed else self.B * self.nq
 
     @property
@@ -153,7 +157,7 @@ class Plan:
 
     @property
     def scales_queries(self) -> bool:
-        """Whether queries are multiplied by a power of two by row, so that float16 holds them."""
+        """Whether each row of queries is multiplied by a power of two, so that float16 can hold it."""
         return bool(self.scales) and self.dtype == "float16"
 
     @property
@@ -163,21 +167,21 @@ class Plan:
 
     @property
     def score_unit(self) -> float:
-        """Natural units per unit of the kernel's scores."""
+        """What the kernel's scores are multiplied by inside the exponential."""
         return 1.0 if self.scales_first else self.scale
 
     @property
-    def key_chunks(self) -> list[Chunk]:
-        """The chunks of keys; of a latent, those of the value come first."""
+    def key_chunks(self) -> list[HeadDimChunk]:
+        """The chunks of keys; in a latent cache those that are also the value come first."""
         if not self.is_latent:
             return self._chunks(0, self.D)
         return self._chunks(0, self.Dv) + self._chunks(self.Dv, self.D)
 
     @property
-    def value_chunks(self) -> list[Chunk]:
+    def value_chunks(self) -> list[HeadDimChunk]:
         """The chunks of values."""
         return self._chunks(0, self.Dv)
 
-    def _chunks(self, first: int, stop: int) -> list[Chunk]:
+    def _chunks(self, first: int, stop: int) -> list[HeadDimChunk]:
         widest = 64 if self.dtype == "float32" else 512
-        return [Chunk(first + start, width, stop) for start, width in head_dim_chunks(stop - first, widest)]
+        return [HeadDimChunk(first + start, width, stop) for start, width in head_dim_chunks(stop - first, widest)]

@@ -28,7 +28,7 @@ class TritonCacheReader(CacheReader):
     writes: ClassVar[bool] = True
 
     def attend(self, operation: Any, query: jax.Array, cache: Any, **options: Unpack[CacheOptions]) -> OperationOutput:
-        """See `attnops_caches.CacheReader.attend`."""
+        """Attention over the cache, as `attnops_caches.CacheReader.attend` describes it."""
         return _run(operation, query, cache, None, **options)[0]
 
     def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:

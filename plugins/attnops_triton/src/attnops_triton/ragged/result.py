@@ -1,17 +1,19 @@
-"""What a program stores: its rows of the output, or partial results of its split; and the kernel that merges these."""
+"""What a program stores: its rows of the output, or the partial softmax of its split; and the kernel that merges
+splits.
+"""
 
 from __future__ import annotations
 
 from attnops_triton.flash.plan import LN2, LOG2E
-from attnops_triton.language.source import Writer, number
-from attnops_triton.ragged.plan import Plan
+from attnops_triton.language.source import SourceWriter, number
+from attnops_triton.ragged.plan import CachePlan
 
 
-def write_partial(write: Writer, plan: Plan) -> None:
-    """Write the stores of a split: sums without division, float32, the maximum and the denominator.
+def write_partial(write: SourceWriter, plan: CachePlan) -> None:
+    """Write the stores of a split, all float32: the sums before the division, the maximum, and the denominator.
 
-    The arrays are [items, kv heads, tiles of heads, splits, rows, …]. Of a row that sees no key only the denominator is
-    stored, 0.
+    The arrays are [items, kv heads, tiles of heads, splits, rows, …]. A row that sees no key stores only its
+    denominator, 0.
     """
     write("at = " + _partial_rows(plan) + " + of_tile")
     write("tl.store(part_m_ptr + at, m)", "tl.store(part_l_ptr + at, l)")
@@ -23,14 +25,14 @@ def write_partial(write: Writer, plan: Plan) -> None:
         write(f"tl.store({target}, acc_{i}, mask={' & '.join(conditions)})")
 
 
-def _partial_rows(plan: Plan) -> str:
+def _partial_rows(plan: CachePlan) -> str:
     blocks = plan.head_blocks
     tile = f"(item * {plan.K} + k)" + (f" * {blocks} + part" if blocks > 1 else "")
     return f"(({tile}).to(tl.int64) * splits + split) * {plan.tiles.rows}"
 
 
-def _unscaled(write: Writer, plan: Plan) -> None:
-    """Write the accumulators in natural units: times values' scales."""
+def _unscaled(write: SourceWriter, plan: CachePlan) -> None:
+    """Multiply the accumulators by the values' scales."""
     if not plan.scales or (plan.scales == "token_head" and plan.dtype != "float16"):
         return
     factor = "unit" if plan.scales == "token_head" else "value_factor"
@@ -38,7 +40,7 @@ def _unscaled(write: Writer, plan: Plan) -> None:
         write(f"acc_{i} = acc_{i} * {factor}")
 
 
-def write_result(write: Writer, plan: Plan) -> None:
+def write_result(write: SourceWriter, plan: CachePlan) -> None:
     """Write the division by the denominator, sinks included, and the stores of output and logsumexp."""
     _unscaled(write, plan)
     write_denominator(write, plan, "hr")
@@ -54,21 +56,21 @@ def write_result(write: Writer, plan: Plan) -> None:
         write(f"tl.store(lse_ptr + {_lse_rows(plan)}, lse, mask=stored)")
 
 
-def _query_rows(plan: Plan) -> str:
+def _query_rows(plan: CachePlan) -> str:
     return "qr.to(tl.int64)" if plan.is_packed else "(b.to(tl.int64) * T + qr)"
 
 
-def _lse_rows(plan: Plan) -> str:
+def _lse_rows(plan: CachePlan) -> str:
     return "hr.to(tl.int64) * T + qr" if plan.is_packed else f"(b.to(tl.int64) * {plan.H} + hr) * T + qr"
 
 
-def write_denominator(write: Writer, plan: Plan, head: str) -> None:
-    """Write ``scaling``, the factor of sums, ``seen_any``, and ``lse`` if asked for, from ``m`` and ``l``.
+def write_denominator(write: SourceWriter, plan: CachePlan, head: str) -> None:
+    """Write ``scaling``, by which sums are multiplied, ``seen_any``, and ``lse`` if wanted, from ``m`` and ``l``.
 
     Rows that see no key give 0 and −inf.
     """
     unit = number(plan.score_unit * LOG2E)
-    # From the sum, since a NaN score makes it NaN, but not always the maximum.
+    # Decided by the sum: a NaN score always makes the sum NaN, but not always the maximum.
     write("seen_any = l != 0.0", "m = tl.where(seen_any, m, 0.0)")
     if plan.scoring.sinks:
         write(
@@ -87,7 +89,7 @@ def write_denominator(write: Writer, plan: Plan, head: str) -> None:
         write(f'lse = tl.where(seen_any, {lse}, float("-inf"))')
 
 
-def write_merge(write: Writer, plan: Plan) -> int:
+def write_merge(write: SourceWriter, plan: CachePlan) -> int:
     """Write the kernel that merges splits, a program for each row of a tile. Returns the number of programs."""
     rows, blocks, splits = plan.tiles.rows, plan.head_blocks, plan.tiles.splits
     write.integer("splits", splits)
@@ -127,7 +129,7 @@ def write_merge(write: Writer, plan: Plan) -> int:
     dims = max(16, 1 << (plan.Dv - 1).bit_length())
     columns = f"tl.arange(0, {dims})"
     write(f"acc = tl.full([{dims}], 0.0, tl.float32)")
-    # In turns of a fixed number, in order, so that the result is the same whatever else is computed.
+    # A fixed number of splits at a time, in order, so that a row's result does not depend on the rest of the batch.
     step = 16
     with write.block(f"for turn in range(0, {width // step}):"):
         write(

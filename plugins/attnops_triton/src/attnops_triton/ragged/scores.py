@@ -1,7 +1,8 @@
 """Soft cap, bias and mask of a tile of scores, as Triton source.
 
-Variables: ``b``, the row of masks and biases; ``hr`` and ``qr`` [rows], the query head and the query of each row of the
-tile, in range; ``kx`` [bk], the keys as masks and biases number them, in range; ``s``, the scores.
+Variables: ``b``, the batch index for masks and biases; ``hr`` and ``qr`` [rows], the query head and the query of each
+    row of the tile; ``kx`` [bk], the indices of keys for masks and biases; ``s``, the scores. Indices are clamped to
+    the valid range.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 from attnops_triton.language.translate import TYPES, tanh, traced, translate
-from attnops_triton.ragged.plan import Plan
+from attnops_triton.ragged.plan import CachePlan
 
 if TYPE_CHECKING:
     from attnops.kernels import Elementwise
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class ScoreWriter:
     """Writes the code of a tile's scores.
 
     Attributes:
         write: the kernel's lines.
-        plan: of the call.
+        plan: the plan of the call.
     """
 
-    write: Writer
-    plan: Plan
+    write: SourceWriter
+    plan: CachePlan
 
     @property
     def shape(self) -> str:
@@ -37,7 +38,7 @@ class Scores:
         return f"[{self.plan.tiles.rows}, {self.plan.tiles.bk}]"
 
     def load_values(self, prefix: str, by_key: bool) -> None:
-        """Load the values of the "mask" or of the "bias" that vary by key, or the others."""
+        """Load the values of the "mask" or of the "bias": those that vary by key, or the others."""
         function = getattr(self.plan.scoring, prefix)
         if function is not None:
             for i, (axes, dtype) in enumerate(zip(function.values, function.dtypes, strict=True)):
@@ -86,7 +87,7 @@ class Scores:
         return f"{name}_ptr + ({rows})[:, None] * keys + kx[None, :]"
 
     def allowed(self, *conditions: str) -> bool:
-        """Write ``ok``, which scores are not masked, and ``seen`` [bk], which keys some row sees.
+        """Write ``ok``, True where a score is not masked, and ``seen`` [bk], True for keys that some row sees.
 
         Args:
             conditions: other expressions that broadcast to the tile. With none and no mask, nothing is written.

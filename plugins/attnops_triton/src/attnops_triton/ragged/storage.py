@@ -1,7 +1,7 @@
 """Where the tokens of a row lie, and loads of a tile of keys and values, as Triton source.
 
 Variables: ``row``, the row of the cache; ``k``, the kv head; ``kv0``, the first slot of the tile; ``slot`` [bk], its
-slots; ``block`` and ``within``, the block that a slot is in and its place there, of the tile or of each slot;
+slots; ``block`` and ``within``, the block that a slot is in and its place there, for the whole tile or for each slot;
 ``present``, whether the row's page is in the table.
 """
 
@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 
-from attnops_triton.language.source import Writer
+from attnops_triton.language.source import SourceWriter
 from attnops_triton.ragged.codec import decode
-from attnops_triton.ragged.plan import Chunk, Plan
+from attnops_triton.ragged.plan import CachePlan, HeadDimChunk
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage:
+class LoadWriter:
     """Writes the code of loads.
 
     Attributes:
         write: the kernel's lines.
-        plan: of the call.
+        plan: the plan of the call.
     """
 
-    write: Writer
-    plan: Plan
+    write: SourceWriter
+    plan: CachePlan
 
     @property
     def slots(self) -> str:
-        """Slots a block."""
+        """Slots per block."""
         return str(self.plan.page) if self.plan.page else "S"
 
     def locate(self, has_pages: bool) -> None:
@@ -67,7 +67,7 @@ class Storage:
         """Load ``k_0``, ``k_1``, …: chunks of keys [bk, width], in the operands' dtype.
 
         Args:
-            guarded: whether only keys that are ``seen`` are loaded, and others are 0.
+            guarded: whether keys that are not ``seen`` are 0 instead of loaded.
         """
         self._load("k", "key", self.plan.key_chunks, 0, self.plan.width, guarded)
 
@@ -89,7 +89,7 @@ class Storage:
         self.write(f"{name}_scale = tl.load({at}{guard})")
         return f"{name}_scale"
 
-    def _load(self, name: str, array: str, chunks: list[Chunk], feature: int, width: int, guarded: bool) -> None:
+    def _load(self, name: str, array: str, chunks: list[HeadDimChunk], feature: int, width: int, guarded: bool) -> None:
         write, plan = self.write, self.plan
         rows = f"(block * {plan.K} + k) * ({self.slots} * {width})"
         if plan.page and not plan.by_page:

@@ -1,7 +1,7 @@
-"""New tokens of a step: written to the cache by the program that reads the tile that they lie in, before it is read.
+"""New tokens of a step: the program that reads a tile of keys writes the new tokens in it to the cache first.
 
-Only one program reads a tile of a row and kv head, since all of its queries are one tile; no other row reads what a
-call writes: pages that rows share are full.
+Only one program reads a tile of a row and kv head, since all queries of the row are in one tile of queries. No other
+row reads what a call writes, since pages that rows share are full.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ import jax
 import jax.numpy as jnp
 
 from attnops_caches import NewTokens, StoredCache
-from attnops_triton.language.source import Writer
-from attnops_triton.ragged.plan import Plan
+from attnops_triton.language.source import SourceWriter
+from attnops_triton.ragged.plan import CachePlan
 
-# Names of the store's arrays, by which the kernel's variables are called.
+# Names of the store's arrays; the kernel's variables have the same names.
 ARRAYS = ("key", "value", "key_scale", "value_scale")
 
 
 def token_arrays(cache: StoredCache, new: NewTokens) -> dict[str, jax.Array]:
-    """The new tokens, the slot of each row's first, how many fit, and their blocks."""
+    """The kernel's arrays: the new tokens, the slot of each row's first one, how many of them fit, and their blocks."""
     found = {f"new_{name}": x for name, x in new.tokens.items()}
     blocks = (new.blocks + cache.store.base).astype(jnp.int32)
     return found | {"new_first": new.first, "new_size": new.size, "new_blocks": blocks}
 
 
-def write_tokens(write: Writer, plan: Plan, arrays: dict[str, int]) -> None:
+def write_tokens(write: SourceWriter, plan: CachePlan, arrays: dict[str, int]) -> None:
     """Write the stores of the new tokens that lie in the program's tiles of keys.
 
     Args:
         write: the kernel's lines.
-        plan: of the call.
-        arrays: the features of a token in each array that is written to; of scales 0.
+        plan: the plan of the call.
+        arrays: features per token of each array of the cache that is written, by name; 0 for scales.
     """
     bk, n = plan.tiles.bk, plan.page
-    # Those that T tokens may lie in, see `attnops_caches.PagedCache.place`.
+    # The blocks per row in which T tokens may lie, as `attnops_caches.PagedCache.place` lists them.
     blocks = 1 if plan.writes == 1 or not n else (plan.writes - 1) // n + 2
     write(
         *(f"{name}_ptr = {name}_out_ptr" for name in arrays),

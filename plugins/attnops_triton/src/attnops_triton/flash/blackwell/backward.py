@@ -1,11 +1,11 @@
 """The backward kernels for Blackwell: one by tiles of queries for dq, one by tiles of keys for dk and dv.
 
 A program has 128 rows, and four partitions: one loads, one warp issues all products, and two compute half the columns
-of a tile each, 64. Scores, the gradients of weights, and sums are in tensor memory. Weights take the place of the
-scores of their half, and the gradients of scores that of the gradients of weights, so that each half is multiplied as
-soon as it is there. While weights are computed, the products before them run.
+    of a tile each. Scores, the gradients of weights, and sums are in tensor memory. There the weights overwrite the
+    scores of their half, and the gradients of scores overwrite the gradients of weights, so that each half is
+    multiplied as soon as it is complete. While weights are computed, earlier products run.
 
-Products run in the order in which they are issued, see `attnops_triton.flash.blackwell.forward`.
+Products run in the order in which they are issued, as in `attnops_triton.flash.blackwell.forward`.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from typing import ClassVar, Final
 
 from attnops_triton.flash.blackwell.forward import COLUMNS, ROWS, moved
 from attnops_triton.flash.hopper.backward import share_statistics
-from attnops_triton.flash.hopper.partitions import Partition, Partitions, Rows
+from attnops_triton.flash.hopper.partitions import Partition, PartitionedWriter, TokenBlock
 from attnops_triton.flash.loops import place_by_key, place_by_query
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan, Tiles
+from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import Kernel, Writer, number
+from attnops_triton.language.source import KernelSource, SourceWriter, number
 
-# Registers of a thread of the partitions that compute, and of those of one warp.
+# Registers per thread: of partitions that compute, and of partitions of one warp.
 _REGISTERS: Final = (240, 24)
 
 
-class _Partitions(Partitions):
+class _BackwardWriter(PartitionedWriter):
     """The lines of a kernel.
 
     Attributes:
         multiplier: lines of the warp that issues products.
-        buffers: of scores.
-        columns: of a partition that computes: half the queries, or keys, that are streamed a tile.
-        half: its tile.
+        buffers: the number of buffers of scores.
+        columns: columns per partition that computes: half of the streamed side of a tile.
+        half: writes the tile of one such partition.
     """
 
     rows: ClassVar[int] = ROWS
     copies: ClassVar[int] = 1
 
     def __init__(
-        self, plan: Plan, tiles: Tiles, operands: list[Operand], schedule: TileSchedule,
-        *rows: tuple[Rows, ...], buffers: int,
+        self, plan: FlashPlan, tiles: TileSizes, operands: list[Operand], schedule: TileSchedule,
+        *rows: tuple[TokenBlock, ...], buffers: int,
     ) -> None:  # fmt: skip
         super().__init__(plan, tiles, operands, schedule, *rows)
-        self.multiplier, self.buffers = Writer(), buffers
+        self.multiplier, self.buffers = SourceWriter(), buffers
         self.multiplier.integers = self.integers
         self.columns = (self.tile.bq if self.tile.transposed else self.tile.bk) // 2
         bq, bk = (self.columns, self.tile.bk) if self.tile.transposed else (self.tile.bq, self.columns)
@@ -56,7 +56,7 @@ class _Partitions(Partitions):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """A thread has a row."""
+        """Layouts in which a thread has one row."""
         return (
             f"of_scores: tl.constexpr = tl.BlockedLayout([1, {self.columns}], [32, 1], [4, 1], [0, 1])",
             f"of_sums: tl.constexpr = tl.BlockedLayout([1, {COLUMNS}], [32, 1], [4, 1], [0, 1])",
@@ -66,7 +66,7 @@ class _Partitions(Partitions):
         )
 
     def share(self) -> None:
-        """Write tensor memory too, and the barriers of what is there."""
+        """Also write tensor memory, and the barriers for what is in it."""
         super().share()
         sums = ("dk", "dv") if self.tile.transposed else ("dq",)
         shapes = {"s": (self.buffers, 2 * self.columns), "dp": (1, 2 * self.columns)}
@@ -84,7 +84,7 @@ class _Partitions(Partitions):
         self.barriers("written", 1, 2)
 
     def partitions(self) -> list[Partition]:
-        """See the module."""
+        """The partitions that the module describes."""
         computing, small = _REGISTERS
         return [
             Partition("compute", self.computer, 4, computing, halves=2),
@@ -92,9 +92,9 @@ class _Partitions(Partitions):
             Partition("load", self.loader, 1, small),
         ]
 
-    def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
-        """See `Partitions.kernel`; what follows from arguments is computed in partitions, see `moved`."""
-        # Lengths are known to be multiples where tiles divide them, which copies are not.
+    def kernel(self, name: str, pointers: list[str], functions: str = "") -> KernelSource:
+        """The kernel of all lines, in which partitions use opaque copies of the arguments (`moved`)."""
+        # If tiles divide the lengths, the compiler knows T and S to be multiples of 16; copies would lose that.
         names = [x for x in self.integers if x not in ("T", "S") or not self.tile.even]
         for write in (self.computer, self.multiplier, self.loader):
             used = [x for x in names if any(re.search(rf"\b{x}\b", line) for line in write.lines)]
@@ -102,7 +102,7 @@ class _Partitions(Partitions):
         return super().kernel(name, pointers, functions)
 
     def operand(self, name: str, half: str | int) -> str:
-        """The memory of a half of the weights, or of the gradients of scores: that of ``s``, or of ``dp``."""
+        """The tensor memory of half of the weights, or of the gradients of scores: that of ``s``, or of ``dp``."""
         many = 4 // self.plan.itemsize
         layout = f"TensorMemoryLayout([{ROWS}, {self.columns}], col_stride=1)"
         shape = f"[{ROWS}, {2 * self.columns * many}]"
@@ -110,13 +110,13 @@ class _Partitions(Partitions):
         return f"{whole}.slice({half} * {self.columns * many}, {self.columns})"
 
     def tokens(self) -> None:
-        """See `Partitions.tokens`; both halves have all rows."""
+        """Write ``qi``, ``qx`` and values per held row, or ``ki`` and ``kx``; both halves have all rows."""
         name, short, start = ("kv0", "k", "kv_first") if self.tile.transposed else ("q0", "q", "q_first")
         self.computer(f"{name} = {start}", f"{short}i = {name} + tl.arange(0, {ROWS}, layout=by_row)")
         self.computer(f"{short}x = {short}i[:, None]")
 
     def streamed_tokens(self) -> None:
-        """See `Partitions.streamed_tokens`; of the half."""
+        """Write ``ki`` and ``kx``, or ``qi`` and ``qx``, of this half of the tile."""
         name, short = ("q0", "q") if self.tile.transposed else ("kv0", "k")
         self.computer(
             f"{short}i = {name} + own * {self.columns} + tl.arange(0, {self.columns}, layout=by_column)",
@@ -124,15 +124,15 @@ class _Partitions(Partitions):
         )
 
     def load_from(self, name: str, buffer: str = "0") -> str:
-        """The half of ``s`` or ``dp``."""
+        """The load of this partition's half of ``s`` or ``dp``."""
         return f"{name}_memory.index({buffer}).slice(own * {self.columns}, {self.columns}).load(of_scores)"
 
-    def store_sums(self, outputs: tuple[tuple[Rows, str, str], ...], dtype_of_sums: str) -> None:
+    def store_sums(self, outputs: tuple[tuple[TokenBlock, str, str], ...], dtype_of_sums: str) -> None:
         """Write the stores of sums, half the columns by each partition that computes.
 
         Args:
             outputs: each an output, the name of the held tile through which it is stored, and a factor.
-            dtype_of_sums: of outputs without a tensor map.
+            dtype_of_sums: the dtype of outputs without a tensor map.
         """
         write, D = self.computer, self.plan.D
         write("mbarrier.wait(finished.index(0), 0)")
@@ -148,7 +148,7 @@ class _Partitions(Partitions):
                 )
             for start in range(0, D // 2, COLUMNS):
                 part = f"slice(own * {D // 2} + {start}, {COLUMNS}"
-                # Without tiles nothing was ever written there.
+                # Without active tiles the sums were never written.
                 write(f"sums = tl.where(done > 0, {rows.name}_memory.index(0).{part}).load(of_sums){factor}, 0.0)")
                 if rows.output:
                     write(f"{buffer}_tile.index(0).{part}, 1).store(sums.to({dtype(self.plan)}))", "tl.barrier()")
@@ -164,15 +164,15 @@ class _Partitions(Partitions):
                 write(f"tma.async_store({rows.name}_map, [{first}, {rows.head} * {D}], {buffer}_tile.index(0))")
 
 
-def write_by_query(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Partitions, int]:
+def write_by_query(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
     """The lines of the kernel for dq and the size of its grid, for the operands of `attnops_triton.flash.backward`."""
     tiles, D = plan.by_query, plan.D
-    held = tuple(Rows(name, "q", plan.H, "h", D, ROWS) for name in ("q", "d_out"))
-    streamed = tuple(Rows(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    dq = Rows("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
+    held = tuple(TokenBlock(name, "q", plan.H, "h", D, ROWS) for name in ("q", "d_out"))
+    streamed = tuple(TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
+    dq = TokenBlock("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
     stored = (dq,) if dq.output else ()
-    # Scores are multiplied a tile ahead.
-    parts = _Partitions(plan, tiles, operands, schedule, held, streamed, stored, buffers=2)
+    # Scores are computed one tile ahead.
+    parts = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=2)
     programs = place_by_query(parts, plan, tiles.bq)
     parts(f"q_first = row * {tiles.bq}")
     parts.share()
@@ -192,7 +192,7 @@ def write_by_query(plan: Plan, operands: list[Operand], schedule: TileSchedule) 
     return parts, programs
 
 
-def _query_step(parts: _Partitions, masked: bool) -> None:
+def _query_step(parts: _BackwardWriter, masked: bool) -> None:
     write, half = parts.computer, parts.half
     edge = masked and not half.even
     parts.streamed_tokens()
@@ -203,7 +203,7 @@ def _query_step(parts: _Partitions, masked: bool) -> None:
     _finish_step(parts, has_ok, subtract=True)
 
 
-def _finish_step(parts: _Partitions, has_ok: bool, subtract: bool) -> None:
+def _finish_step(parts: _BackwardWriter, has_ok: bool, subtract: bool) -> None:
     write, half = parts.computer, parts.half
     score_gradients(half, has_ok, subtract=subtract)
     half.cap_and_bias_vjp()
@@ -214,20 +214,23 @@ def _finish_step(parts: _Partitions, has_ok: bool, subtract: bool) -> None:
     )
 
 
-def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, padded: int) -> tuple[Partitions, int]:
-    """The lines of the kernel for dk and dv, and the size of its grid; see `write_by_query`.
+def write_by_key(
+    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, padded: int
+) -> tuple[PartitionedWriter, int]:
+    """The lines of the kernel for dk and dv and the size of its grid, for the operands of
+    `attnops_triton.flash.backward`.
 
-    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2, in one term, and delta, for whole tiles
-    of queries.
+    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2 as one term, and delta, padded to whole
+    tiles of queries.
     """
     tiles, D = plan.by_key, plan.D
-    held = tuple(Rows(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
-    streamed = tuple(Rows(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
+    held = tuple(TokenBlock(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
+    streamed = tuple(TokenBlock(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
     by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
     heads, head, sums = (plan.H, "h", "float32") if plan.splits_groups else (plan.K, "k", plan.gradient_dtype)
-    dk, dv = (Rows(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
+    dk, dv = (TokenBlock(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
     stored = (dk, dv) if by_map else ()
-    parts = _Partitions(plan, tiles, operands, schedule, held, streamed, stored, buffers=1)
+    parts = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=1)
     programs = place_by_key(parts, plan, tiles.bk)
     parts(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
     parts.share()
@@ -250,12 +253,12 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, pa
     return parts, programs
 
 
-def _load_of_head(parts: _Partitions) -> None:
+def _load_of_head(parts: _BackwardWriter) -> None:
     parts.half.load_values("", False)
     parts.half.load_values("kv", not parts.half.even)
 
 
-def _key_step(parts: _Partitions, masked: bool) -> None:
+def _key_step(parts: _BackwardWriter, masked: bool) -> None:
     write, half = parts.computer, parts.half
     if parts.flat:
         _load_of_head(parts)
@@ -274,18 +277,20 @@ def _key_step(parts: _Partitions, masked: bool) -> None:
 
 
 def _multiply(
-    parts: _Partitions, held: tuple[str, str], streamed: tuple[str, str], by_scores: str, by_weights: str
+    parts: _BackwardWriter, held: tuple[str, str], streamed: tuple[str, str], by_scores: str, by_weights: str
 ) -> None:
     """Write the products of all tiles.
 
-    The gradients of scores are multiplied after the scores of the next tile, which are there sooner.
+    The gradients of a tile's scores are multiplied after the scores of the next tile are computed, since those are
+    ready sooner.
 
     Args:
-        parts: the kernel.
-        held: of ``s`` and of ``dp``.
-        streamed: of ``s``, which the gradients of scores are multiplied by too, and of ``dp``.
-        by_scores: the sums of the gradients of scores.
-        by_weights: the sums of weights; empty for none.
+        parts: the kernel's lines.
+        held: names of the held operands of ``s`` and of ``dp``.
+        streamed: names of the streamed operands of ``s`` and of ``dp``; the gradients of scores are multiplied by the
+            former.
+        by_scores: the output to which products with the gradients of scores are added.
+        by_weights: the output to which products with the weights are added; empty for none.
     """
     write, of_scores, of_weights = parts.multiplier, *streamed
 

@@ -1,12 +1,12 @@
 """The forward kernel for Blackwell, as in FlashAttention-4 and in Triton's examples of Gluon.
 
 A program has two tiles of 128 queries, and five partitions: one loads, one warp issues all products, two compute the
-weights of a tile each, and one brings the sums of both to a new maximum. Scores, weights and sums are in tensor memory,
-where the weights of a tile take the place of its scores. While the weights of one tile are computed, the products of
-the other run.
+    weights of one tile each, and one rescales the sums of both tiles when the maximum changes. Scores, weights and sums
+    are in tensor memory, where the weights of a tile overwrite its scores. While the weights of one tile are computed,
+    the products of the other run.
 
-Products run in the order in which they are issued. Thus scores that are ready say that the product before, of weights
-and values, is over too, so that its sums may be scaled, and scores may be written over the weights that it read.
+Products run in the order in which they are issued. So when scores are ready, the product of weights and values that was
+issued before them has finished too: its sums may be rescaled, and the weights that it read may be overwritten.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Final
 
-from attnops_triton.flash.hopper.partitions import Partition, Partitions, Rows
+from attnops_triton.flash.hopper.partitions import Partition, PartitionedWriter, TokenBlock
 from attnops_triton.flash.loops import place_by_query
 from attnops_triton.flash.operands import Operand, base
-from attnops_triton.flash.plan import LOG2E, Plan
+from attnops_triton.flash.plan import LOG2E, FlashPlan
 from attnops_triton.flash.steps import write_denominator
 from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import Writer, number
+from attnops_triton.language.source import SourceWriter, number
 
-# Queries of a tile: the rows of tensor memory.
+# Queries per tile: the rows of tensor memory.
 ROWS: Final = 128
-# Columns of sums that a thread has at a time.
+# Columns of sums that a thread loads at a time.
 COLUMNS: Final = 32
-# Registers of a thread of the partitions that compute weights, and of those of one warp.
+# Registers per thread: of partitions that compute weights, and of partitions of one warp.
 _REGISTERS: Final = (200, 24)
 
 
-class _Partitions(Partitions):
+class _ForwardWriter(PartitionedWriter):
     """The lines of the kernel.
 
     Attributes:
@@ -41,14 +41,16 @@ class _Partitions(Partitions):
 
     rows: ClassVar[int] = ROWS
 
-    def __init__(self, plan: Plan, operands: list[Operand], schedule: TileSchedule, *rows: tuple[Rows, ...]) -> None:
+    def __init__(
+        self, plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, *rows: tuple[TokenBlock, ...]
+    ) -> None:
         super().__init__(plan, plan.forward, operands, schedule, *rows)
-        self.multiplier, self.corrector = Writer(), Writer()
+        self.multiplier, self.corrector = SourceWriter(), SourceWriter()
         self.multiplier.integers = self.corrector.integers = self.integers
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """A thread has a row of scores, or of sums."""
+        """Layouts in which a thread has one row of scores, or of sums."""
         return (
             f"of_scores: tl.constexpr = tl.BlockedLayout([1, {self.tile.bk}], [32, 1], [4, 1], [0, 1])",
             f"of_sums: tl.constexpr = tl.BlockedLayout([1, {COLUMNS}], [32, 1], [4, 1], [0, 1])",
@@ -58,9 +60,9 @@ class _Partitions(Partitions):
         )
 
     def share(self) -> None:
-        """Write tensor memory too, and buffers and barriers for what goes from the weights' partitions to the sums'.
+        """Also write tensor memory, and the buffers and barriers between the partitions of weights and that of sums.
 
-        ``w_ready`` has two arrivals: of the weights, and of sums that were scaled for them.
+        ``w_ready`` has two arrivals: the weights are written, and the sums are rescaled for them.
         """
         super().share()
         for name, columns in (("s", self.tile.bk), ("acc", self.plan.D)):
@@ -78,7 +80,7 @@ class _Partitions(Partitions):
         self.barriers("done", 2, 1)
 
     def partitions(self) -> list[Partition]:
-        """See the module."""
+        """The partitions that the module describes, besides that of sums."""
         computing, small = _REGISTERS
         return [
             Partition("correct", self.corrector, 4, 0),
@@ -88,20 +90,20 @@ class _Partitions(Partitions):
         ]
 
     def weights(self, half: str) -> str:
-        """The memory of the weights of a tile, which is that of its scores."""
+        """The tensor memory of a tile's weights, which is that of its scores."""
         bk, many = self.tile.bk, 4 // self.plan.itemsize
         layout = f"TensorMemoryLayout([{ROWS}, {bk}], col_stride=1)"
         shape = f"[{ROWS}, {bk * many}]"
         return f"s_memory.index({half}).reinterpret({dtype(self.plan)}, {shape}, {layout}).slice(0, {bk})"
 
 
-def write_forward(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Partitions, int]:
+def write_forward(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
     """The lines of the kernel and the size of its grid, for the operands of `attnops_triton.flash.forward.forward`."""
     tiles, D = plan.forward, plan.D
-    q = Rows("q", "q", plan.H, "h", D, ROWS)
-    k, v = (Rows(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    out = Rows("out", "q", plan.H, "h", D, ROWS, output=True)
-    parts = _Partitions(plan, operands, schedule, (q,), (k, v), (out,))
+    q = TokenBlock("q", "q", plan.H, "h", D, ROWS)
+    k, v = (TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
+    out = TokenBlock("out", "q", plan.H, "h", D, ROWS, output=True)
+    parts = _ForwardWriter(plan, operands, schedule, (q,), (k, v), (out,))
     programs = place_by_query(parts, plan, tiles.bq)
     parts(f"q_first = row * {tiles.bq}")
     parts.find_tiles(parts)
@@ -118,12 +120,16 @@ def write_forward(plan: Plan, operands: list[Operand], schedule: TileSchedule) -
 
 
 def moved(name: str) -> str:
-    """The same numbers. What follows from them is not computed, and spilled, before loops or before warps part."""
+    """An opaque copy of a number, so that the compiler does not compute what depends on it, and spill it, before a loop
+    or before the warps part.
+    """
     return f'tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [{name}], tl.int32, False, 1)'
 
 
-def _multiply(parts: _Partitions) -> None:
-    """Write the products of all tiles of keys: scores of the next one follow those of weights and values."""
+def _multiply(parts: _ForwardWriter) -> None:
+    """Write the products of all tiles of keys; each tile's weights times values are followed by the next tile's
+    scores.
+    """
     write = parts.multiplier
 
     def scores(half: int) -> None:
@@ -160,7 +166,7 @@ def _multiply(parts: _Partitions) -> None:
         write("mbarrier.arrive(done.index(0))", "mbarrier.arrive(done.index(1))")
 
 
-def _compute(parts: _Partitions) -> None:
+def _compute(parts: _ForwardWriter) -> None:
     """Write the weights of each tile of keys, and ``m`` and ``l``."""
     write, tile = parts.computer, parts.tile
     write(*parts.layouts)
@@ -177,8 +183,10 @@ def _compute(parts: _Partitions) -> None:
     write("m_tile.index(own).store(m)", "l_tile.index(own).store(l)", "mbarrier.arrive(ml_ready.index(own))")
 
 
-def _step(parts: _Partitions, masked: bool) -> None:
-    """Write the weights of a tile, and the step of ``m`` and ``l``; ``alpha`` is known first."""
+def _step(parts: _ForwardWriter, masked: bool) -> None:
+    """Write the weights of a tile, and the update of ``m`` and ``l``; ``alpha`` is computed first, since sums wait for
+    it.
+    """
     write, tile, plan = parts.computer, parts.tile, parts.plan
     parts.streamed_tokens()
     write("mbarrier.wait(s_ready.index(own), phase)", "s = s_memory.index(own).load(of_scores)")
@@ -189,7 +197,7 @@ def _step(parts: _Partitions, masked: bool) -> None:
     if masked and tile.allowed(not tile.even):
         write('s = tl.where(ok, s, float("-inf"))')
     write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
-    # Fully masked so far: −inf − −inf is NaN.
+    # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
     write('base = tl.where(m_new == float("-inf"), 0.0, m_new)' if masked else "base = m_new")
     write(
         f"alpha = tl.exp2((m - base) * {number(plan.score_unit * LOG2E)})",
@@ -206,8 +214,8 @@ def _step(parts: _Partitions, masked: bool) -> None:
     )
 
 
-def _correct(parts: _Partitions) -> None:
-    """Write the scaling of both sums for each tile of keys but the first, and their output."""
+def _correct(parts: _ForwardWriter) -> None:
+    """Write the rescaling of both sums for each tile of keys but the first, and the stores of the outputs."""
     write, plan = parts.corrector, parts.plan
     tile = dataclasses.replace(parts.tile, write=write)
     write(*parts.layouts)
@@ -239,10 +247,10 @@ def _correct(parts: _Partitions) -> None:
         for start in range(0, plan.D, COLUMNS):
             write(
                 f"acc = acc_memory.index(half).slice({start}, {COLUMNS})",
-                # Without tiles nothing was ever written there.
+                # Without active tiles the sums were never written.
                 "sums = tl.where(count > 0, acc.load(of_sums) * factor[:, None], 0.0)",
                 f"q_tile.index(half).slice({start}, {COLUMNS}, 1).store(sums.to({dtype(plan)}))",
-                # Else the assembler loads all columns first, and spills.
+                # Otherwise the assembler loads all columns first, and spills.
                 "tl.barrier()",
             )
         write(

@@ -1,30 +1,32 @@
 """The backward kernels for Hopper: one by tiles of queries for dq, one by tiles of keys for dk and dv.
 
-Two partitions compute 64 rows each. Scores and the gradients of weights are multiplied while the weights are computed.
+Two partitions compute 64 rows each. The products for scores and for the gradients of weights run while weights are
+computed.
 
-The kernel by keys can add dq too (`Plan.fuses_dq`): each partition multiplies the gradients of the scores of both by
-half the columns of the keys, and the copy engine adds the sums to those in memory, in whatever order programs come.
+The kernel by keys can also compute dq (`FlashPlan.fuses_dq`). Each partition then multiplies the score gradients of
+both partitions by half the columns of the keys, and the copy engine adds the result to memory. The order of these
+additions depends on the order in which programs run.
 """
 
 from __future__ import annotations
 
-from attnops_triton.flash.hopper.partitions import ROWS, Partitions, Rows
+from attnops_triton.flash.hopper.partitions import ROWS, PartitionedWriter, TokenBlock
 from attnops_triton.flash.loops import place_by_key, place_by_query
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan
+from attnops_triton.flash.plan import FlashPlan
 from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.source import number
 
 
-def write_by_query(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Partitions, int]:
+def write_by_query(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
     """The lines of the kernel for dq and the size of its grid, for the operands of `attnops_triton.flash.backward`."""
     tiles, D = plan.by_query, plan.D
-    held = tuple(Rows(name, "q", plan.H, "h", D, ROWS) for name in ("q", "d_out"))
-    streamed = tuple(Rows(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    dq = Rows("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
-    parts = Partitions(plan, tiles, operands, schedule, held, streamed, (dq,) if dq.output else ())
+    held = tuple(TokenBlock(name, "q", plan.H, "h", D, ROWS) for name in ("q", "d_out"))
+    streamed = tuple(TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
+    dq = TokenBlock("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
+    parts = PartitionedWriter(plan, tiles, operands, schedule, held, streamed, (dq,) if dq.output else ())
     programs = place_by_query(parts, plan, tiles.bq)
     parts(f"q_first = row * {tiles.bq}")
     parts.share()
@@ -46,7 +48,7 @@ def write_by_query(plan: Plan, operands: list[Operand], schedule: TileSchedule) 
     return parts, programs
 
 
-def _query_step(parts: Partitions, masked: bool) -> None:
+def _query_step(parts: PartitionedWriter, masked: bool) -> None:
     write, tile = parts.computer, parts.tile
     edge = masked and not tile.even
     parts.streamed_tokens()
@@ -68,20 +70,22 @@ def _query_step(parts: Partitions, masked: bool) -> None:
     parts.advance(write)
 
 
-def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, padded: int) -> tuple[Partitions, int]:
-    """The lines of the kernel for dk and dv, and the size of its grid; see `write_by_query`.
+def write_by_key(
+    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, padded: int
+) -> tuple[PartitionedWriter, int]:
+    """The lines of the kernel for dk and dv and the size of its grid, for the operands of
+    `attnops_triton.flash.backward`.
 
-    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2, in one term, and delta, for whole tiles
-    of queries. If ``plan.fuses_dq``, it also adds dq, without the scale,
-    to the output ``dq``.
+    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2 as one term, and delta, padded to whole
+    tiles of queries. If ``plan.fuses_dq``, the kernel also adds the unscaled dq to the output ``dq``.
     """
     tiles, D = plan.by_key, plan.D
-    held = tuple(Rows(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
-    streamed = tuple(Rows(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
+    held = tuple(TokenBlock(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
+    streamed = tuple(TokenBlock(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
     by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
     heads, head, sums = (plan.H, "h", "float32") if plan.splits_groups else (plan.K, "k", plan.gradient_dtype)
-    dk, dv = (Rows(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
-    parts = Partitions(plan, tiles, operands, schedule, held, streamed, (dk, dv) if by_map else ())
+    dk, dv = (TokenBlock(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
+    parts = PartitionedWriter(plan, tiles, operands, schedule, held, streamed, (dk, dv) if by_map else ())
     programs = place_by_key(parts, plan, tiles.bk)
     parts(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
     parts.share()
@@ -114,7 +118,7 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, pa
         parts.find_tiles(write)
         parts.loop(write, 0, lambda masked: _key_step(parts, masked))
     if plan.fuses_dq:
-        # The other partition's last dq reads the keys whose buffer dk is stored through.
+        # Wait: the other partition's last product for dq reads the keys' buffer, through which dk is stored.
         write("mbarrier.arrive(ds_ready.index(0))", "mbarrier.wait(ds_ready.index(0), done & 1)")
     parts.store(dk, "dk", f"tl.{sums}", "k", number(float(plan.scale)))
     parts.store(dv, "dv", f"tl.{sums}", "v")
@@ -123,12 +127,12 @@ def write_by_key(plan: Plan, operands: list[Operand], schedule: TileSchedule, pa
     return parts, programs
 
 
-def _load_of_head(parts: Partitions) -> None:
+def _load_of_head(parts: PartitionedWriter) -> None:
     parts.tile.load_values("", False)
     parts.tile.load_values("kv", not parts.tile.even)
 
 
-def _key_step(parts: Partitions, masked: bool) -> None:
+def _key_step(parts: PartitionedWriter, masked: bool) -> None:
     write, tile, plan = parts.computer, parts.tile, parts.plan
     edge = masked and not tile.even
     if parts.flat:
@@ -136,12 +140,12 @@ def _key_step(parts: Partitions, masked: bool) -> None:
     parts.streamed_tokens()
     tile.load_values("q", edge)
     if plan.fuses_dq:
-        # Registers of one number for three.
+        # One variable in place of three, to save registers.
         write(f"stage = done % {parts.stages}", f"phase = done // {parts.stages} & 1", "side = done & 1")
     parts.wait("q")
     parts.multiply("s", "keys", "q_tile.index(stage).permute([1, 0])", add=False)
     parts.wait("d_out")
-    # Registers are few here: the logsumexp is one term, and the product starts from −delta.
+    # To save registers, the logsumexp is one term, and the product starts from −delta.
     write("dp = zeros - statistics_tile.index(stage).slice(1, 1, 0).load(of_scores)")
     parts.multiply("dp", "values", "d_out_tile.index(stage).permute([1, 0])", add=True)
     parts.finish("s", 1)
@@ -171,8 +175,10 @@ def _key_step(parts: Partitions, masked: bool) -> None:
     write("done = done + 1") if plan.fuses_dq else parts.advance(write)
 
 
-def share_statistics(parts: Partitions, padded: int) -> None:
-    """Write the tensor map and the buffers of what belongs to queries, which come with the tiles of ``q``."""
+def share_statistics(parts: PartitionedWriter, padded: int) -> None:
+    """Write the tensor map and the buffers of the statistics per query, which are copied together with the tiles of
+    ``q``.
+    """
     plan, bq = parts.plan, parts.tile.bq
     parts.maps += 1
     parts.integer("padded", padded)
@@ -190,8 +196,10 @@ def share_statistics(parts: Partitions, padded: int) -> None:
     )
 
 
-def _share_dq(parts: Partitions) -> None:
-    """Write what a fused dq needs: its tensor map, and buffers of ds, of both partitions for two tiles, and of dq."""
+def _share_dq(parts: PartitionedWriter) -> None:
+    """Write what a fused dq needs: its tensor map, and buffers of dq and of ds, the latter of both partitions for two
+    tiles.
+    """
     plan, half = parts.plan, parts.plan.D // 2
     stride = plan.H * plan.D
     parts.maps += 1
@@ -210,13 +218,15 @@ def _share_dq(parts: Partitions) -> None:
         parts.barriers(name, 2, 1)
 
 
-def _slices_keys(plan: Plan) -> bool:
-    """Whether half the columns of a buffer of keys are an operand: in 16 bits 128 bytes a row, as it is swizzled."""
+def _slices_keys(plan: FlashPlan) -> bool:
+    """Whether half the columns of the keys' buffer can be an operand: they must have 128 bytes per row, the unit of
+    swizzling.
+    """
     return plan.D >= 128
 
 
-def _load_columns(parts: Partitions) -> None:
-    """Write the copies of half the columns of the keys to buffers of their own."""
+def _load_columns(parts: PartitionedWriter) -> None:
+    """Write the copies of each half of the keys' columns to separate buffers."""
     write, plan, half = parts.loader, parts.plan, parts.plan.D // 2
     stride, batch = plan.K * plan.D, f"(b * {parts.tile.batched['k']})"
     parts.maps += 1
@@ -235,11 +245,11 @@ def _load_columns(parts: Partitions) -> None:
         )
 
 
-def _multiply_dq(parts: Partitions) -> None:
-    """Write the products of the tile's ds with all keys, in a half of the head dim: ``dq`` [64, D / 2].
+def _multiply_dq(parts: PartitionedWriter) -> None:
+    """Write the products of the tile's ds with all keys, for half of the head dim: ``dq`` [64, D / 2].
 
-    A buffer of ds is written again two tiles later. Before, the other partition has arrived at the barrier of the tile
-    between, and so it has read the buffer.
+    A buffer of ds is overwritten two tiles later. By then the other partition has arrived at the barrier of the tile in
+    between, and so has read the buffer.
     """
     write, half = parts.computer, parts.plan.D // 2
     keys = f"k_tile.index({{i}}).slice(own * {half}, {half}, 1)" if _slices_keys(parts.plan) else (
@@ -259,8 +269,8 @@ def _multiply_dq(parts: Partitions) -> None:
         )
 
 
-def _add_dq(parts: Partitions) -> None:
-    """Write the loop that adds dq of each tile to that in memory, by the copy engine."""
+def _add_dq(parts: PartitionedWriter) -> None:
+    """Write the loop in which the copy engine adds each tile's dq to memory."""
     write, D = parts.adder, parts.plan.D
 
     def add(masked: bool) -> None:

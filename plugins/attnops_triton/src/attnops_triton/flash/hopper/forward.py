@@ -1,28 +1,29 @@
 """The forward kernel for Hopper, as in FlashAttention-3 (arXiv:2407.08608).
 
-Two partitions compute 64 queries each, in turns: one multiplies while the other exponentiates. The scores of a tile are
-computed while the weights of the one before multiply its values.
+Two partitions compute 64 queries each. They alternate: one multiplies matrices while the other computes exponentials.
+Within a partition, the scores of a tile are computed while the weights of the previous tile are multiplied by its
+values.
 """
 
 from __future__ import annotations
 
-from attnops_triton.flash.hopper.partitions import ROWS, Partitions, Rows
+from attnops_triton.flash.hopper.partitions import ROWS, PartitionedWriter, TokenBlock
 from attnops_triton.flash.loops import place_by_query
 from attnops_triton.flash.operands import Operand, base
-from attnops_triton.flash.plan import LOG2E, Plan
+from attnops_triton.flash.plan import LOG2E, FlashPlan
 from attnops_triton.flash.steps import write_denominator
 from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.source import number
 
 
-def write_forward(plan: Plan, operands: list[Operand], schedule: TileSchedule) -> tuple[Partitions, int]:
+def write_forward(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
     """The lines of the kernel and the size of its grid, for the operands of `attnops_triton.flash.forward.forward`."""
     tiles, D = plan.forward, plan.D
-    q = Rows("q", "q", plan.H, "h", D, ROWS)
-    k, v = (Rows(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    out = Rows("out", "q", plan.H, "h", D, ROWS, output=True)
-    parts = Partitions(plan, tiles, operands, schedule, (q,), (k, v), (out,))
+    q = TokenBlock("q", "q", plan.H, "h", D, ROWS)
+    k, v = (TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
+    out = TokenBlock("out", "q", plan.H, "h", D, ROWS, output=True)
+    parts = PartitionedWriter(plan, tiles, operands, schedule, (q,), (k, v), (out,))
     programs = place_by_query(parts, plan, tiles.bq)
     parts(f"q_first = row * {tiles.bq}")
     parts.share()
@@ -35,7 +36,7 @@ def write_forward(plan: Plan, operands: list[Operand], schedule: TileSchedule) -
     return parts, programs
 
 
-def _compute(parts: Partitions) -> None:
+def _compute(parts: PartitionedWriter) -> None:
     """Write the sums over the tiles: ``m``, ``l`` and ``acc``."""
     write, tile = parts.computer, parts.tile
     write(*parts.layouts)
@@ -60,7 +61,7 @@ def _compute(parts: Partitions) -> None:
         parts.finish("acc", 0, "w")
 
 
-def _scores(parts: Partitions, masked: bool) -> None:
+def _scores(parts: PartitionedWriter, masked: bool) -> None:
     """Write the products ``s`` of the first tile, and the tile's keys."""
     parts.place_tile(parts.computer, None if masked else False)
     _keys(parts, masked)
@@ -70,13 +71,13 @@ def _scores(parts: Partitions, masked: bool) -> None:
     parts.release("k")
 
 
-def _keys(parts: Partitions, masked: bool) -> None:
+def _keys(parts: PartitionedWriter, masked: bool) -> None:
     parts.streamed_tokens()
     parts.tile.load_values("kv", masked and not parts.tile.even)
 
 
-def _step(parts: Partitions, masked: bool) -> None:
-    """Write a tile's scores and weights, and the products of the weights before with their values."""
+def _step(parts: PartitionedWriter, masked: bool) -> None:
+    """Write a tile's scores and weights, and the products of the previous tile's weights with its values."""
     write = parts.computer
     write("before = stage", "phase_before = phase")
     parts.advance(write)
@@ -92,14 +93,16 @@ def _step(parts: Partitions, masked: bool) -> None:
     _weights(parts, masked, first=False)
 
 
-def _weights(parts: Partitions, masked: bool, first: bool) -> None:
-    """Write ``w``, the weights of a tile, and the step of ``m`` and ``l``, after which ``acc`` is relative to ``m``."""
+def _weights(parts: PartitionedWriter, masked: bool, first: bool) -> None:
+    """Write ``w``, the weights of a tile, and the update of ``m`` and ``l``; ``acc`` must then be rescaled to the new
+    ``m``.
+    """
     write, tile, plan = parts.computer, parts.tile, parts.plan
     tile.apply_cap_and_bias()
     if masked and tile.allowed(not tile.even):
         write('s = tl.where(ok, s, float("-inf"))')
     write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
-    # Fully masked so far: −inf − −inf is NaN.
+    # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
     write('base = tl.where(m_new == float("-inf"), 0.0, m_new)' if masked else "base = m_new")
     tile.weights("base")
     write(
@@ -114,7 +117,7 @@ def _weights(parts: Partitions, masked: bool, first: bool) -> None:
     write(f"w = tl.convert_layout(p.to({dtype(plan)}), of_weights)")
 
 
-def _finish(parts: Partitions, out: Rows) -> None:
+def _finish(parts: PartitionedWriter, out: TokenBlock) -> None:
     write, tile, plan = parts.computer, parts.tile, parts.plan
     write_denominator(tile)
     parts.store(out, "acc", f"tl.{plan.out_dtype}", "q", "tl.convert_layout(factor, by_sum)[:, None]")

@@ -1,12 +1,12 @@
-"""Kernels of three partitions of warps: two compute a half of the program's rows each, one loads tiles for both.
+"""Kernels with three partitions of warps: two compute half of the program's rows each, one loads tiles for both.
 
 The loader copies tiles to a ring of buffers in shared memory by tensor maps (TMA). A buffer has two barriers: ``ready``
-when it has been written, ``free`` when both others have read it. Registers that the loader does not need go to the
-others.
+when it has been written, ``free`` when both others have read it. The partitions that compute get the registers that the
+loader does not need.
 
-Variables of all partitions: those of `attnops_triton.flash.tile`; ``count``, the active tiles of a row, PARTIAL ones
-first, and ``partials``, how many of them are PARTIAL; ``stage`` and ``phase``, the buffer of the ring, and the parity
-of its barriers; ``own``, the half that a partition computes.
+Variables of all partitions: those of `attnops_triton.flash.tile`; ``count``, the number of active tiles of a row, of
+    which the PARTIAL ones come first, and ``partials``, the number of these; ``stage`` and ``phase``, the index of the
+    current buffer of the ring and the parity of its barriers; ``own``, the index of the half that a partition computes.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import jax
 import jax.numpy as jnp
 
 from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import Plan, Tiles
-from attnops_triton.flash.tile import Tile
+from attnops_triton.flash.plan import FlashPlan, TileSizes
+from attnops_triton.flash.tile import TileWriter
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import Kernel, Writer
+from attnops_triton.language.source import KernelSource, SourceWriter
 
-# Rows of a partition: those of an instruction of Hopper's tensor cores for four warps.
+# Rows per partition: those of one tensor core instruction of four warps on Hopper.
 ROWS: Final = 64
-# Registers of a thread of the others, and of the loader.
+# Registers per thread: of partitions that compute, and of the loader.
 _REGISTERS: Final = (240, 24)
 _MAP: Final = 128  # bytes of a tensor map
 
 
-class Rows(NamedTuple):
-    """An array [B, length, heads, dim] whose rows are copied by a tensor map.
+class TokenBlock(NamedTuple):
+    """Blocks of tokens of an array [B, length, heads, dim], which a tensor map copies.
 
     Attributes:
-        name: of the variables; ``name_ptr`` is the array.
+        name: prefix of the variables' names; ``name_ptr`` is the array.
         axis: "q" or "kv".
         heads: number of heads.
         head: the variable of the head's index.
         dim: D or Dv.
-        block: rows of a copy.
-        output: whether it is written.
+        block: tokens per copy.
+        output: whether it is stored rather than loaded.
     """
 
     name: str
@@ -59,37 +59,39 @@ class Partition(NamedTuple):
     """A group of warps.
 
     Attributes:
-        role: of its function's name.
-        write: its lines; there is no partition without lines.
+        role: part of its function's name.
+        write: its lines; a partition without lines is left out.
         warps: their number.
-        registers: of a thread.
-        halves: how many such groups there are, each with its ``own`` half of the program's rows; 0 for one with all.
+        registers: registers per thread.
+        halves: the number of such groups, each with its ``own`` half of the program's rows; 0 for one group with all
+            rows.
     """
 
     role: str
-    write: Writer
+    write: SourceWriter
     warps: int
     registers: int
     halves: int = 0
 
 
-class Partitions(Writer):
-    """The lines of a kernel of three partitions; its own are of all warps, before they part.
+class PartitionedWriter(SourceWriter):
+    """The lines of a kernel with three partitions. Lines written to this object itself run in all warps, before they
+    part.
 
     Attributes:
-        rows: of a partition that computes.
-        copies: how many times ``rows`` a program holds.
+        rows: the rows of a partition that computes.
+        copies: rows per program divided by ``rows``.
         loader: lines of the partition that loads.
-        adder: lines of a partition that adds sums to memory; there is none without lines.
+        adder: lines of the partition that adds sums to memory; left out if it has no lines.
         computer: lines of the partitions that compute.
-        tile: a partition's tile; transposed if keys are held.
-        plan: of the call.
-        stages: of the ring.
-        held: what a partition keeps for all tiles, ``ROWS`` rows each.
-        streamed: what is loaded a tile, in the order of use.
+        tile: writes a partition's tile; transposed if keys are held.
+        plan: the plan of the call.
+        stages: the stages of the ring.
+        held: the arrays that a partition keeps for all tiles, ``ROWS`` rows of each.
+        streamed: the arrays that are loaded for each tile, in the order of use.
         stored: outputs that are copied by tensor maps.
-        maps: how many tensor maps a program makes.
-        companions: by the name of what is streamed, a copy that fills the same stage of its ring, and its bytes.
+        maps: the number of tensor maps that a program makes.
+        companions: by name of a streamed array, a second copy into the same stage of the ring, and its bytes.
         schedule: the active tiles.
     """
 
@@ -97,14 +99,14 @@ class Partitions(Writer):
     copies: ClassVar[int] = 2
 
     def __init__(
-        self, plan: Plan, tiles: Tiles, operands: Sequence[Operand], schedule: TileSchedule,
-        held: tuple[Rows, ...], streamed: tuple[Rows, ...], stored: tuple[Rows, ...],
+        self, plan: FlashPlan, tiles: TileSizes, operands: Sequence[Operand], schedule: TileSchedule,
+        held: tuple[TokenBlock, ...], streamed: tuple[TokenBlock, ...], stored: tuple[TokenBlock, ...],
     ) -> None:  # fmt: skip
         super().__init__()
-        self.loader, self.computer, self.adder = Writer(), Writer(), Writer()
+        self.loader, self.computer, self.adder = SourceWriter(), SourceWriter(), SourceWriter()
         self.loader.integers = self.computer.integers = self.adder.integers = self.integers
         transposed = held[0].axis == "kv"
-        tile = Tile.make(self.computer, plan, tiles, operands, transposed)
+        tile = TileWriter.make(self.computer, plan, tiles, operands, transposed)
         bq, bk = (tile.bq, self.rows) if transposed else (self.rows, tile.bk)
         self.tile = dataclasses.replace(tile, bq=bq, bk=bk)
         self.plan, self.stages, self.schedule = plan, tiles.stages, schedule
@@ -157,12 +159,12 @@ class Partitions(Writer):
             self.barriers(f"{rows.name}_free", self.stages, 2)
 
     def barriers(self, name: str, copies: int, arrivals: int) -> None:
-        """Write barriers of so many arrivals a phase."""
+        """Write ``copies`` barriers, each of ``arrivals`` arrivals per phase."""
         self(f"{name} = mbarrier.allocate_mbarrier(batch={copies})")
         with self.block(f"for i in tl.static_range({copies}):"):
             self(f"mbarrier.init({name}.index(i), count={arrivals})")
 
-    def find_tiles(self, write: Writer) -> None:
+    def find_tiles(self, write: SourceWriter) -> None:
         """Write ``count`` and ``partials`` of ``row``, for ``b`` and ``h``."""
         schedule = self.schedule
         if schedule.constant is not None:
@@ -186,12 +188,12 @@ class Partitions(Writer):
         """Whether some tiles may be PARTIAL."""
         return self.schedule.constant is None or not self.tile.even
 
-    def place_tile(self, write: Writer, masked: bool | None) -> None:
-        """Write the first token of the tile at index ``t``, and in a flat loop over heads their index ``h``.
+    def place_tile(self, write: SourceWriter, masked: bool | None) -> None:
+        """Write the first token of the tile at index ``t``, and in a flat loop the index ``h`` of its head.
 
         Args:
             write: the partition's lines.
-            masked: whether it is a PARTIAL one; None if it may be either.
+            masked: whether the tile is PARTIAL; None if it may be PARTIAL or FULL.
         """
         first, block = ("q0", self.tile.bq) if self.tile.transposed else ("kv0", self.tile.bk)
         if self.flat:
@@ -206,12 +208,16 @@ class Partitions(Writer):
 
     @property
     def flat(self) -> bool:
-        """Whether the loop over tiles is one over the query heads of a kv head too, whose tiles are the same."""
+        """Whether one loop iterates over both tiles and query heads of a kv head, which needs equal tiles for all of
+        them.
+        """
         shared = self.schedule.map_shape[1] == 1 and not self.plan.splits_groups
         return self.tile.transposed and self.plan.G > 1 and shared
 
-    def loop(self, write: Writer, start: int, body: Callable[[bool], None]) -> None:
-        """Write loops over the tiles from index ``start`` on, PARTIAL ones first; ``body`` writes that of a tile."""
+    def loop(self, write: SourceWriter, start: int, body: Callable[[bool], None]) -> None:
+        """Write loops over the tiles from index ``start`` on, PARTIAL ones first; ``body`` writes the code of a
+        tile.
+        """
         if self.flat:
             ranges = (f"0, partials * {self.plan.G}", f"0, (count - partials) * {self.plan.G}")
         else:
@@ -224,7 +230,7 @@ class Partitions(Writer):
                     body(masked)
 
     @contextlib.contextmanager
-    def heads(self, write: Writer) -> Iterator[None]:
+    def heads(self, write: SourceWriter) -> Iterator[None]:
         """The loop over the query heads of a kv head, unless it is flat; ``h`` is the index of a head."""
         if self.flat or self.plan.splits_groups:
             yield
@@ -234,7 +240,7 @@ class Partitions(Writer):
             yield
 
     def load_held(self) -> None:
-        """Write the copies of what the others hold."""
+        """Write the copies of the arrays that the other partitions hold."""
         write = self.loader
         size = sum(rows.block * rows.dim for rows in self.held) * self.plan.itemsize
         with write.block(f"for half in tl.static_range({self.copies}):"):
@@ -269,7 +275,7 @@ class Partitions(Writer):
             )
         self.advance(write)
 
-    def advance(self, write: Writer) -> None:
+    def advance(self, write: SourceWriter) -> None:
         """Write the step to the next buffer of the ring."""
         write("stage = stage + 1")
         with write.block(f"if stage == {self.stages}:"):
@@ -309,19 +315,19 @@ class Partitions(Writer):
         self.computer(f"{short}i = {name} + tl.arange(0, {block}, layout=by_column)", f"{short}x = {short}i[None, :]")
 
     def zeros(self) -> None:
-        """Write ``zeros``, which products that add to nothing take for their type."""
+        """Write ``zeros``, the initial sums of products, which give them their type."""
         shape = f"[{self.tile.bk}, {self.tile.bq}]" if self.tile.transposed else f"[{self.tile.bq}, {self.tile.bk}]"
         self.computer(f"zeros = tl.full({shape}, 0.0, tl.float32, of_scores)")
 
-    def store(self, rows: Rows, values: str, dtype: str, buffer: str, factor: str = "") -> None:
-        """Write the store of sums [ROWS, dim], through a buffer that is read no more if they have its dtype.
+    def store(self, rows: TokenBlock, values: str, dtype: str, buffer: str, factor: str = "") -> None:
+        """Write the store of sums [ROWS, dim]; if they have the dtype of ``buffer``, through that buffer.
 
         Args:
             rows: the output.
             values: the variable.
-            dtype: of the output.
-            buffer: a held tile.
-            factor: what they are multiplied by; empty for 1.
+            dtype: the dtype of the output.
+            buffer: a held tile that is not read any more.
+            factor: a number that the sums are multiplied by, as source; empty for 1.
         """
         write = self.computer
         first, length = ("q_first", "T") if rows.axis == "q" else ("kv_first", "S")
@@ -352,7 +358,7 @@ class Partitions(Writer):
         )
 
     def partitions(self) -> list[Partition]:
-        """All of them; the registers of the first are those that the others leave."""
+        """All partitions; the first gets the registers that the others leave."""
         computing, loading = _REGISTERS
         return [
             Partition("compute", self.computer, 4, computing, halves=2),
@@ -360,7 +366,7 @@ class Partitions(Writer):
             Partition("add", self.adder, 1, loading),
         ]
 
-    def kernel(self, name: str, pointers: list[str], functions: str = "") -> Kernel:
+    def kernel(self, name: str, pointers: list[str], functions: str = "") -> KernelSource:
         """The kernel of all lines; the last pointer is ``scratch_ptr``."""
         if any("tma.async_store" in line for line in self.computer.lines):
             self.computer("tma.store_wait(0)")
@@ -385,6 +391,6 @@ class Partitions(Writer):
 
 
 def _assigned(lines: list[str]) -> list[str]:
-    """The variables that lines assign, but for those of loops, and constants."""
+    """The variables that lines assign, except loop variables and constants."""
     names = (re.match(r"    (\w+) = ", line) for line in lines)
     return list(dict.fromkeys(match[1] for match in names if match))

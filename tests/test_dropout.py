@@ -11,6 +11,7 @@ from attnops_testing import oracle
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.tier(quick=["rbg"])
 def test_equals_the_oracles_arithmetic(impl):
     key = jax.random.key(5, impl=impl)
     shape = (2, 3, 17, 33)
@@ -49,6 +50,7 @@ KNOWN = ["x.xxxxxx", "x...x..x", "....x.x.", "x..xxx.x"]
 
 
 @pytest.mark.parametrize("prob", [0.1, 0.5, 0.9])
+@pytest.mark.tier(quick=["0.5"])
 def test_the_mask_is_fair_and_independent_of_neighbours(prob):
     shape = (2, 2, 256, 256)
     dropped = 1 - np.asarray(dropout_mask(jax.random.key(7), prob, shape)).astype(float)
@@ -87,7 +89,7 @@ def test_under_vmap_each_slice_draws_by_its_own_key():
 
 
 @pytest.mark.parametrize("mode", ["decode", "prefill", "insert"])
-@pytest.mark.tier(quick=["prefill"])
+@pytest.mark.slow
 def test_outside_training_a_key_is_optional_and_counts(mode):
     operation = OperationRegistry.create("vanilla", OperationMetadata(dropout_prob=0.5, mode=mode))
     q, k = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 64, 2, 4))

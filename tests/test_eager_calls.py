@@ -132,9 +132,7 @@ def test_bfloat16_is_the_same_to_the_bit_eager_and_compiled(scale: float) -> Non
 
 @pytest.mark.parametrize("name", ["vanilla", "sdpa"])
 @pytest.mark.parametrize("kind", ["softmax scale", "soft cap", "window", "offset", "function of a mask"])
-@pytest.mark.tier(
-    quick=["soft cap-vanilla", "soft cap-sdpa", "offset-vanilla", "offset-sdpa", "function of a mask-sdpa"]
-)
+@pytest.mark.tier(quick=["soft cap-sdpa", "offset-vanilla"])
 def test_operations_that_are_not_compiled_compile_no_number(name: str, kind: str, compiled: list[str]) -> None:
     if (name, kind) == ("sdpa", "soft cap"):
         return
@@ -173,6 +171,7 @@ MESH_CALLS: dict[str, Callable[[int], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "kind"), [*(("vanilla", kind) for kind in MESH_CALLS), ("flash", "function of a mask"), ("sdpa", "window")]
 )
+@pytest.mark.tier(slow=["vanilla-segments", "vanilla-sinks", "vanilla-array bias", "vanilla-plain"])
 def test_under_a_mesh_a_call_with_other_arrays_compiles_nothing(name: str, kind: str, compiled: list[str]) -> None:
     operation = of_two(name)
     q, k, v = operands()

@@ -108,7 +108,7 @@ class TestWhatIsClosedOver:
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.tier(quick=["auto-mask", "auto-bias"])
+    @pytest.mark.slow
     def test_traced_attributes_work_in_every_trace_and_eager(self, backend: str, kind: str) -> None:
         layer, operation = Layer(1), make(backend)
 
@@ -189,6 +189,7 @@ class TestUnderAMesh:
 class TestArguments:
     @pytest.mark.parametrize("staged", [False, True])
     @pytest.mark.parametrize("backend", [*BACKENDS, "sdpa"])
+    @pytest.mark.tier(slow=["vanilla-False", "sdpa-False", "triton-False"])
     def test_numpy_arrays_are_looked_up_in_and_indices_out_of_range_are_clamped(
         self, backend: str, staged: bool
     ) -> None:
@@ -235,7 +236,7 @@ class TestArguments:
 class TestOffsets:
     @pytest.mark.parametrize("kind", ["ALiBi", "RelativePosition"])
     @pytest.mark.parametrize("backend", BACKENDS)
-    @pytest.mark.tier(slow=["flash-ALiBi", "flash-RelativePosition", "triton-RelativePosition"])
+    @pytest.mark.tier(quick=["vanilla-ALiBi", "vanilla-RelativePosition", "triton-ALiBi"])
     def test_the_offset_of_a_bias_may_be_traced(self, backend: str, kind: str) -> None:
         operation = make(backend)
         slopes, table = np.array([0.5, 0.25], np.float32), np.linspace(-1, 1, 16, dtype=np.float32).reshape(8, H)

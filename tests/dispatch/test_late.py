@@ -26,6 +26,7 @@ Q, K, V = (jnp.asarray(RNG.normal(size=(1, 5, 2, 8)), jnp.float32) for _ in rang
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.tier(quick=["jit"])
 def test_its_native_forward_runs_and_warns_once(wrap: Any) -> None:
     operation = type(f"Late{wrap.__name__.strip('<>')}", (Late,), {})(OperationMetadata(platform="tpu"))
     name = type(operation).__name__

@@ -76,6 +76,7 @@ print(json.dumps([first, {} if of_pallas else dict(traced)]))
 PLUGINS = {"tpu": "attnops_tpu", "cuda": "attnops_triton"}
 
 
+@pytest.mark.slow
 def test_each_program_is_traced_once_whatever_is_imported_for_another() -> None:
     platforms = [platform for platform, package in PLUGINS.items() if importlib.util.find_spec(package)]
     if importlib.util.find_spec("attnops_ring") is None:

@@ -21,6 +21,9 @@ INDICES = tuple(np.arange(n).reshape([-1 if i == axis else 1 for i in range(4)])
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", [*MASKS, *TRACED_MASKS])
+@pytest.mark.tier(
+    slow=[f"{name}-False" for name in MASKS if name not in ("SlidingWindow", "KeyPadding", "mask & mask")]
+)
 def test_a_mask_is_put_together_again(name: str, traced: bool) -> None:
     mask, visible = (MASKS | TRACED_MASKS)[name](*SHAPE)
 
@@ -100,6 +103,7 @@ OWN_DERIVATIVES = {
 
 
 @pytest.mark.parametrize("name", OWN_DERIVATIVES)
+@pytest.mark.tier(slow=["softplus", "relu", "of three", "nested"])
 def test_a_derivative_of_ones_own_is_kept(name: str) -> None:
     rng = np.random.default_rng(0)
     scores, table, d = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in (SHAPE, (T,), SHAPE))

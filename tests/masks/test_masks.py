@@ -246,7 +246,7 @@ def test_which_masks_hide_tokens():
 @pytest.mark.parametrize(
     ("xp", "dtype"), [(np, np.uint8), (np, np.uint32), (np, np.int8), (np, np.int64), (jnp, np.uint8), (jnp, np.uint32)]
 )
-@pytest.mark.tier(slow=["numpy-uint8", "jax.numpy-uint8"])
+@pytest.mark.tier(quick=["numpy-int8", "numpy-int64"])
 def test_integers_of_every_width_mean_the_same(xp, dtype):
     def number(x):
         return xp.asarray([[x]], dtype)

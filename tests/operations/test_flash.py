@@ -99,6 +99,7 @@ def test_memory_of_vanilla_grows_with_the_square():
 
 
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.tier(quick=["False"])
 def test_visits_are_the_tiles_that_are_not_empty(traced):
     ids = np.repeat([0, 1, 2, 3], [30, 50, 10, 38])
     mask = Causal() & Segments(jnp.asarray(ids) if traced else ids)
@@ -189,7 +190,7 @@ def test_tiles_of_one_query_or_key_agree_with_the_oracle(blocks, shape):
 
 
 @pytest.mark.parametrize("sink", [None, -np.inf, 1.0])
-@pytest.mark.tier(quick=["1.0"])
+@pytest.mark.slow
 def test_scores_of_any_finite_size_count(sink):
     """A row that model code hides by a bias of finfo.min is a mean of values; one of −inf, a row that sees nothing."""
     q, k, v = qkv(B=3, T=20, S=20)
@@ -355,6 +356,7 @@ def test_no_warning_is_given():
 
 
 @pytest.mark.parametrize("transform", ["jvp", "jvp of jit", "jacfwd", "linearize"])
+@pytest.mark.tier(slow=["linearize"])
 def test_forward_mode_is_refused_with_a_reason(transform):
     q = jnp.ones((1, 3, 1, 4))
     call = lambda q: flash()(q, q, q).attention_outputs  # noqa: E731

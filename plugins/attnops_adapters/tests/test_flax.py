@@ -81,6 +81,7 @@ def test_nnx_has_the_same_values_and_gradients(name: str, kv_heads: int) -> None
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.tier(quick=["True"])
 def test_nnx_sows_the_same_weights(causal: bool) -> None:
     found = []
     for options in ({"attention_fn": OURS}, {}):
@@ -123,6 +124,7 @@ def test_linen_passes_each_parameter_that_it_filters() -> None:
     assert filtered <= theirs <= set(inspect.signature(OURS).parameters)
 
 
+@pytest.mark.slow
 def test_masks_are_no_biases() -> None:
     mask = jnp.tril(jnp.ones((1, 1, 6, 6), jnp.float32))
     q = INPUTS[0].reshape(3, 6, 4, 4)
@@ -180,7 +182,7 @@ def test_dropout_is_of_its_rate_and_shared_where_it_is_broadcast(broadcast: bool
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("rows", [(), (2, 3), (1, 3)], ids=str)
-@pytest.mark.tier(quick=["(1, 3)-1", "(1, 3)-4"])
+@pytest.mark.tier(quick=["(1, 3)-4"])
 def test_dropout_that_is_broadcast_has_masks_and_biases_by_row_and_head(rows: tuple[int, ...], heads: int) -> None:
     shape = (*rows, heads, 50, 50)
     mask = np.random.default_rng(0).random(shape) < 0.5

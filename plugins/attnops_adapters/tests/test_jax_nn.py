@@ -118,6 +118,7 @@ def test_values_may_have_a_head_dim_of_their_own() -> None:
         OF_JAX(QUERY, KEY, VALUE[..., :3])
 
 
+@pytest.mark.slow
 def test_xla_is_jax_itself() -> None:
     options = {"implementation": "xla", "key_value_seq_lengths": lengths(0, 7)}
     found, expected = (f(QUERY, KEY, VALUE, **options) for f in (dot_product_attention, OF_JAX))

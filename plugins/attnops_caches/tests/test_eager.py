@@ -30,6 +30,7 @@ def create(storage: str) -> Any:
     return PagedCache.create(pages=8, page_size=2, max_pages=4, table=table, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_two_hundred_appends_compile_what_two_do() -> None:
     cache, tokens = WindowCache.create(window=4, **OPTIONS), [np.full((B, 1, K, D), i, np.float32) for i in range(200)]
     for i, token in enumerate(tokens):

@@ -117,6 +117,7 @@ def test_a_packed_row_of_values_that_are_not_finite_is_nan_and_no_other_row(name
     np.testing.assert_allclose(out[0, 2], wanted[0, 2], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_donated_cache_leaves_the_table_that_it_was_given() -> None:
     table = jnp.array([[0, 2], [1, 3]], jnp.int32)
     cache = PagedCache.create(pages=4, page_size=2, max_pages=2, **OPTIONS).with_table(table)
@@ -213,6 +214,7 @@ def test_refused_with_both_values_and_the_rule(flash: Any, name: str) -> None:
         function(flash)
 
 
+@pytest.mark.slow
 def test_a_target_that_the_pool_had_no_page_for_never_shows_another_rows_tokens() -> None:
     pool = PagePool.create(pages=4, page_size=4, rows=3, max_pages=2).reserve(np.array([6, 0, 8]))
     options = OPTIONS | {"batch": 3, "pages": 4, "page_size": 4, "max_pages": 2}
@@ -231,6 +233,7 @@ def test_a_target_that_the_pool_had_no_page_for_never_shows_another_rows_tokens(
     assert not np.asarray(cache.read().held)[1:].any()
 
 
+@pytest.mark.slow
 def test_a_row_has_no_tokens_after_its_last_page() -> None:
     cache = PagedCache.create(**OPTIONS, pages=4, page_size=4, max_pages=2, table=np.array([[0, 1], [2, 3]]))
     cache = cache.append(draw(B, 6), draw(B, 6), np.array([6, 3]))

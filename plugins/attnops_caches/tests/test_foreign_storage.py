@@ -66,7 +66,8 @@ def served() -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("operation", ["attnops:vanilla", "attnops:flash"])
 @pytest.mark.parametrize("row", served(), ids=cache_name)
-@pytest.mark.tier(every=3, quick=[f"{cache_name(served()[0])}-attnops:flash"])
+@pytest.mark.slow
+@pytest.mark.tier(every=3)
 def test_another_storage_passes_the_suite(row: tuple[str, ...], operation: str) -> None:
     assert combine_cache(row).storage == "paged"
     outcome = check_cache(Subject(operation=operation), row, FOREIGN)
@@ -78,6 +79,7 @@ def pages(dtype: Any = jnp.float32) -> Any:
     return dataclasses.replace(cache, table=jnp.array([[4, 0, 2], [1, 3, -1]], jnp.int32))
 
 
+@pytest.mark.slow
 def test_flash_reads_it_in_place_with_its_loader_and_vanilla_through_arrays() -> None:
     query = jnp.ones((2, 1, 4, 8))
     for name, reads in (("flash", "reads the cache in place"), ("vanilla", "reads the cache into arrays")):

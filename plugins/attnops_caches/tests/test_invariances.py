@@ -147,6 +147,7 @@ def test_a_fork_equals_a_copy(operation: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [dense, paged])
+@pytest.mark.slow
 def test_rows_in_any_order(operation: Any, make: Any) -> None:
     order, query = np.array([2, 0, 1]), draw(3, heads=H)
     cache = filled(make())

@@ -106,6 +106,7 @@ def test_steps_in_a_while_loop_copy_no_cache(storage: str) -> None:
 
 
 @pytest.mark.parametrize("storage", ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", "pages"))])
+@pytest.mark.slow
 def test_an_append_copies_no_cache(storage: str) -> None:
     cache = create(storage, 4096, codec=Quantized("int8"), dtype=jnp.bfloat16)
     check_memory(lambda cache, key, value: cache.append(key, value), cache, *tokens(3, dtype=cache.dtype)[1:])

@@ -69,6 +69,7 @@ def test_the_first_tokens_that_fit_are_kept(make: Any) -> None:
     np.testing.assert_array_equal(more.read().keys[:, :3], cache.read().keys[:, :3])
 
 
+@pytest.mark.slow
 def test_a_page_that_is_missing_in_the_middle_ends_what_fits() -> None:
     """What comes after it must not be stored as if it came before."""
     cache = append(paged(((0, -1, 2), (3, 9, 5))), tokens(6, 1), tokens(6, 2), np.array([6, 6]))
@@ -172,6 +173,7 @@ def test_positions_beyond_int16(make: Any) -> None:
     assert cache.lengths.tolist() == [35_000]
 
 
+@pytest.mark.slow
 def test_offsets_beyond_int32() -> None:
     """Blocks are indexed, not bytes or elements: the last page of 2³³ elements is found. Nothing is allocated."""
     pages, page = 2**20, 128

@@ -47,7 +47,7 @@ def tokens(T: int = 3, seed: int = 0, dtype: Any = jnp.float32) -> list[jax.Arra
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.tier(quick=["ring"])
+@pytest.mark.slow
 def test_one_trace_serves_all_lengths_tables_and_fill_states(storage: str) -> None:
     traces = 0
 
@@ -116,6 +116,7 @@ CODECS = {"dense": Quantized("float8_e4m3fn"), "ring": None, "pages": Quantized(
 
 
 @pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.tier(quick=["ring"])
 def test_a_program_with_a_cache_is_serialised(storage: str) -> None:
     cache = create(storage, codec=CODECS[storage], dtype=jnp.bfloat16)
     program = exported(cache, tokens(dtype=jnp.bfloat16))
@@ -125,6 +126,7 @@ def test_a_program_with_a_cache_is_serialised(storage: str) -> None:
     assert (again.in_avals, again.out_avals) == (program.in_avals, program.out_avals)
 
 
+@pytest.mark.slow
 def test_what_caches_are_used_with_is_serialised() -> None:
     pool = PagePool.create(pages=4, page_size=8, rows=2, max_pages=2)
     rows = Rows(np.array([0, 2]), np.array([1]))

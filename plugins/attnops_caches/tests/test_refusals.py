@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -248,14 +249,15 @@ def test_a_gradient_is_refused(name: str, of: str) -> None:
 
 def test_a_step_of_several_tokens_without_a_mask_warns_once() -> None:
     _warn_of_later_tokens.cache_clear()
+    cache = dense()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        OP.step(QUERY[:, :1], NEW[:, :1], NEW[:, :1], dense())
+        jax.eval_shape(OP.step, QUERY[:, :1], NEW[:, :1], NEW[:, :1], cache)
         for mask in (Causal(), Full()):
-            OP.step(QUERY, NEW, NEW, dense(), mask=mask)
+            jax.eval_shape(functools.partial(OP.step, mask=mask), QUERY, NEW, NEW, cache)
         assert not caught
         for _ in range(2):
-            OP.step(QUERY, NEW, NEW, dense())
+            jax.eval_shape(OP.step, QUERY, NEW, NEW, cache)
     (warning,) = caught
     assert "mask=Causal()" in str(warning.message)
 

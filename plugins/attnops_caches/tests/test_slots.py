@@ -58,7 +58,8 @@ def test_positions_and_what_is_held(make: object) -> None:
 
 @pytest.mark.parametrize("make", [dense, paged, ring])
 @pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.tier(every=3, quick=["4-paged"])
+@pytest.mark.slow
+@pytest.mark.tier(every=3)
 def test_coverage_of_tiles_is_that_of_arrays_and_exact_for_what_is_held(make: object, size: int) -> None:
     cache = filled(make())  # type: ignore[operator]
     shape = 4, 1, 2, cache.length

@@ -157,6 +157,7 @@ def walk(seeds: range, walked: Any = walked) -> None:
             check(*(x[w] for x in given), [x[w] for x in seen])
 
 
+@pytest.mark.slow
 def test_no_row_sees_another_rows_tokens() -> None:
     walk(range(1))
 

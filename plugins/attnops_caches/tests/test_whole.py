@@ -103,7 +103,7 @@ def test_most_tiles_must_be_active(lengths: list[int], by: str, called: list[str
 
 
 @pytest.mark.parametrize("hidden", [np.nan, np.inf])
-@pytest.mark.tier(quick=["inf"])
+@pytest.mark.slow
 def test_what_is_not_finite_in_a_slot_that_nothing_sees_is_left_out(hidden: float, called: list[str]):
     found, exact = over([60, 64], hidden)
     assert called == ["tiles"]

@@ -27,6 +27,7 @@ def test_texts_are_whole_and_special_tokens_added_on_request_alone(tmp_path: Pat
     assert tokenizer.encode("a b a b", add_special_tokens=True) == [0, 1, 2, 1, 2]
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_long_text_is_read() -> None:
     tokenizer, text = words(), "a é " * 300_000
     began, ended = threading.Event(), threading.Event()

@@ -328,7 +328,7 @@ def test_a_map_over_other_axes_has_gradients_without_its_check() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.tier(quick=["False"])
+@pytest.mark.slow
 def test_one_token_a_device_is_of_a_sequence(check_vma: bool) -> None:
     """No decoding, whose query all devices would have."""
     q, k, v = draw(1, 4, 2, 8), draw(1, 8, 2, 8), draw(1, 8, 2, 8)

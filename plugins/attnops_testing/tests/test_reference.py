@@ -57,6 +57,7 @@ def linear_problem(rng):
     return (q, k, v), {"decay": rng.uniform(0.3, 0.9, 2)}
 
 
+@pytest.mark.slow
 class TestRMSNorm(Conformance):
     operation = RMSNorm
     reference = staticmethod(rms_norm)

@@ -20,6 +20,7 @@ def reference(row: list[int], count: int, largest: int) -> list[int]:
     return []
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_a_search_of_every_place() -> None:
     rng, S, count = np.random.default_rng(0), 24, 3
     lengths = rng.integers(1, S + 1, 200)

@@ -97,6 +97,7 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(engine: Engine, alone: Any):
     assert engine.counts["steps"] == 3 + 9
 
 
+@pytest.mark.slow
 def test_requests_that_join_and_leave_equal_each_alone_in_a_pool_too_small_for_all(engine: Engine, alone: Any):
     prompts = make_prompts(24)
     counts = np.random.default_rng(1).integers(1, 30, len(prompts)).tolist()

@@ -66,13 +66,6 @@ class CacheProblem:
     seed: int = 0
     foreign: Foreign | None = None
 
-    def with_mask(self, name: str | None) -> CacheProblem:
-        """The same call with another mask, over the same tokens."""
-        other = dataclasses.replace(self, spec=dataclasses.replace(self.spec, mask=name))
-        for shared in ("rng", "before", "tokens", "after", "query"):  # in the order in which they draw
-            other.__dict__[shared] = getattr(self, shared)
-        return other
-
     @property
     def T(self) -> int:
         """Queries per row."""

@@ -45,6 +45,7 @@ def register(cls):
     OperationRegistry.register(cls)
 
 
+@pytest.mark.slow
 def test_right_and_refused_features_succeed():
     result = run("sdpa")
     assert result.exit_code == 0, result.output

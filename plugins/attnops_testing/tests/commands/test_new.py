@@ -134,6 +134,7 @@ def on_a_gpu():
 @pytest.mark.parametrize(
     ("platform", "call"), [("tpu", "tpu_custom_call"), ("cuda", "__gpu$xla.gpu.triton")], ids=["tpu", "cuda"]
 )
+@pytest.mark.tier(slow=["cuda"])
 def test_kernels_are_lowered_for_their_platform(new, platform, call, monkeypatch):
     _, folder = new(f"attnops-acme-{platform}", "--platform", platform)
     monkeypatch.syspath_prepend(str(folder / "src"))

@@ -53,7 +53,7 @@ def temporaries(case: CompileCase, generation: str) -> int:
     [
         pytest.param(name, generation, marks=marks(name, generation))
         for (i, generation), (j, name) in itertools.product(enumerate(TOPOLOGIES), enumerate(CASES))
-        if (name, generation) in QUICK or SLOW.get(name) == generation or (i + j) % 3 == 0
+        if (name, generation) in QUICK or SLOW.get(name) == generation or (i + j) % len(TOPOLOGIES) == 0
     ],
 )
 @pytest.mark.tier(every=7, quick=["D 576, Dv 512-v4"])

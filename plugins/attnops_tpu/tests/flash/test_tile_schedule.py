@@ -151,6 +151,7 @@ def test_partial_tiles_lack_the_sub_tiles_that_a_mask_hides() -> None:
 
 
 @pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.tier(quick=["False"])
 def test_joined_batches_are_not_padded(traced: bool) -> None:
     coverage = np.array([[[1, 0], [2, 1]], [[1, 0], [0, 0]], [[1, 2], [2, 1]]], np.int8)[:, None]
     schedule = tile_schedule(jnp.asarray(coverage) if traced else coverage, joins=True)

@@ -76,6 +76,7 @@ def test_a_step_writes_to_the_donated_cache(options: dict[str, Any]) -> None:
     assert {operands[i] for i in aliases} <= donated
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_lengths_fill_states_and_batches_of_more_than_one() -> None:
     found = set()
     for batch, most in ((2, 4), (3, 7), (5, 32)):

@@ -1,4 +1,4 @@
-"""A model's caches, one a layer, and their metadata."""
+"""A model's caches, one per layer, and their metadata."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from attnops_lm.config import Config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheMetadata:
-    """What `init_cache` makes a cache from."""
+    """The sizes of the caches that `init_cache` makes."""
 
     batch_size: int
     max_length: int
@@ -32,7 +32,7 @@ class CacheMetadata:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedMetadata:
-    """What `init_ragged_pages` makes pages from."""
+    """The sizes of the pages that `init_ragged_pages` makes."""
 
     pages: int
     page_size: int
@@ -43,7 +43,7 @@ class PagedMetadata:
 
     @property
     def max_pages(self) -> int:
-        """Most pages per row."""
+        """The most pages per row."""
         return math.ceil(self.max_model_length / self.page_size)
 
 
@@ -73,7 +73,7 @@ class Caching:
         codec: Quantized | None = None,
         max_append: int | None = None,
     ) -> tuple[Cache, ...]:
-        """Empty caches, one a layer.
+        """Empty caches, one per layer.
 
         Args:
             batch_size: B, the rows.
@@ -81,16 +81,16 @@ class Caching:
             starts: tokens of left padding of each row, integers [B] or one for all; None for none.
             shardings: ``{"mesh": Mesh, "rules": AxisRules}``: where the caches lie; None: on the mesh of the model's
                 metadata, or on one device where it has none.
-            pad_token_id: not used, since padding is told by lengths; taken because the protocol has it.
+            pad_token_id: not used, since lengths tell what is padding; accepted because the protocol has it.
             codec: how tokens are stored; None: as they are.
-            max_append: if given, layers with a window have a `WindowCache` that takes so many tokens at a time, in
-                place of all S tokens.
+            max_append: if given, layers with a window have a `WindowCache`, to which at most this many tokens can be
+                appended at a time, in place of a cache of S tokens.
 
-        Memory: of each layer 2 · B · S · K · D elements; of one with a `WindowCache`, (window + max_append) for S.
+        Memory: 2 · B · S · K · D elements per layer; with a `WindowCache` window + max_append in place of S.
 
         Raises:
-            ValueError: starts that are not integers from 0 to S, or not B of them; sizes that are no ints of
-                at least 1; a codec that is none, or whose scales must be given.
+            ValueError: starts are not integers from 0 to S, or not B of them; a size is not an int of at least 1; codec
+                is not a codec, or one whose scales must be given.
         """
         c = self.config
         del pad_token_id
@@ -99,7 +99,7 @@ class Caching:
             shardings = {"mesh": self.metadata.mesh, "rules": self.metadata.axis_rules}
         if starts is not None:
             _check_starts(starts, batch_size, max_length)
-            # Of NumPy's numbers nothing is compiled.
+            # With NumPy arrays nothing has to be compiled.
             array = jnp if isinstance(starts, jax.Array) else np
             starts = array.broadcast_to(array.asarray(starts, array.int32), (batch_size,))
         sizes = (batch_size, max_length, jnp.dtype(self.dtype), codec, max_append)
@@ -139,17 +139,17 @@ class Caching:
         pages: int | None = None,
         codec: Quantized | None = None,
     ) -> tuple[tuple[PagedCache, ...], PagePool]:
-        """Empty pages, one `PagedCache` a layer, and the pool whose table all of them share.
+        """Empty pages, one `PagedCache` per layer, and the pool whose table all layers share.
 
         Give ``metadata``, or ``page_size`` and ``max_model_length`` with one of ``hbm_utilization`` and ``pages``.
 
         Args:
             metadata: from `create_paged_metadata`.
             page_size: slots per page.
-            hbm_utilization: the share of the device's memory that weights and pages may take.
+            hbm_utilization: the share of the device's memory for weights and pages together.
             max_model_length: tokens of the longest sequence.
             batch_size: B, the rows.
-            pages: P, where the memory is not to be asked for.
+            pages: P, if it is not to be computed from the device's memory.
             codec: how tokens are stored; None: as they are.
 
         Raises:
@@ -182,7 +182,7 @@ class Caching:
 
 
 def _check_sizes(batch_size: Any, max_length: Any, codec: Any, max_append: Any) -> None:
-    """Checks of what is static in the program that makes caches: of any other type JAX says less."""
+    """Check the static arguments of the program that makes caches; JAX's errors for wrong types say less."""
     sizes = {"batch_size": batch_size, "max_length": max_length}
     for name, size in (sizes if max_append is None else sizes | {"max_append": max_append}).items():
         if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
@@ -209,10 +209,11 @@ def with_table(caches: tuple[PagedCache, ...], table: jax.Array) -> tuple[PagedC
 
 
 def with_one_length(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
-    """The caches of all layers with the very same arrays by row, so that XLA computes what depends on them once.
+    """The caches of all layers, sharing one set of arrays by row (lengths, tables, …), so that XLA computes what
+    depends on them once.
 
-    Layers hold the same tokens, so these arrays are equal; but XLA can't know it of different ones, and would compute
-    which tiles are seen in each layer.
+    All layers hold the same tokens, so that these arrays are equal. XLA can't know that of separate arrays, and would
+    determine the active tiles anew in each layer.
     """
     names = ("lengths", "starts", "written", "table")
     kinds: dict[object, Cache] = {}
@@ -226,9 +227,10 @@ def with_one_length(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
 
 
 def with_own_arrays(cache: Cache, own: Cache) -> Cache:
-    """What became of a cache of `with_one_length`, with the arrays of ``own`` that a call does not change.
+    """A cache that a call returned for one of `with_one_length`, with the arrays of ``own`` that the call does not
+    change.
 
-    Else all layers would return one array, which could not be donated to the next call.
+    Otherwise all layers would return the same array, which could not be donated to the next call.
     """
     names = [name for name in ("starts", "table") if hasattr(own, name)]
     return dataclasses.replace(cache, **{name: getattr(own, name) for name in names})  # type: ignore[arg-type]
@@ -238,7 +240,7 @@ def _empty(
     config: Config, batch: int, length: int, dtype: Any, codec: Quantized | None, max_append: int | None,
     starts: ArrayLike | None,
 ) -> list[Callable[..., Cache]]:  # fmt: skip
-    """The functions that create each layer's cache, see `Caching.init_cache`."""
+    """The functions that create each layer's cache, with the arguments of `Caching.init_cache`."""
     sizes: dict[str, Any] = {
         "batch": batch, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": dtype, "codec": codec,
         "starts": starts,
@@ -255,7 +257,9 @@ def _empty(
 
 @functools.partial(jax.jit, static_argnums=range(6))
 def _compiled_empty(*given: Any) -> tuple[Cache, ...]:
-    """Caches of `_empty`, all in one call: one by one the arrays of many layers take as long as a step."""
+    """Caches of `_empty`, all in one compiled call: created one by one, the arrays of many layers cost as much time as
+    a step.
+    """
     return tuple(create() for create in _empty(*given))
 
 

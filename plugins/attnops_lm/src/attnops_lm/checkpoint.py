@@ -82,7 +82,7 @@ def config_of(model: Decoder) -> dict[str, Any]:
     hf = config_to_hf(model.config)
     if hasattr(model, "num_labels"):
         names = {i: f"LABEL_{i}" for i in range(model.num_labels)}
-        # Gemma3ForCausalLM is of text; of classifiers that is another class.
+        # Gemma3ForCausalLM is the class for text; the classifier for text has a class of its own.
         text = "Text" if model.config.family == "gemma3_text" else ""
         (architecture,) = hf["architectures"]
         hf |= {
@@ -121,8 +121,10 @@ def load(
         cls: the class of model, `CausalLM` or `SequenceClassifier`.
         directory: on this machine; nothing is downloaded.
         mesh: over which weights are sharded as they are read; None: they are on one device.
-        partition_rules: see `CausalLM.shard_model`.
-        **options: operation, metadata and dtype, see `CausalLM`; of a classifier num_labels, if not the config's.
+        partition_rules: pairs of a regular expression of paths and a `PartitionSpec`; None for
+            `attnops_lm.sharding.DEFAULT_RULES`.
+        **options: operation, metadata and dtype, as for `CausalLM`; for a classifier also num_labels, if it is not the
+            config's.
 
     Raises:
         FileNotFoundError: the directory lacks a file.
@@ -174,7 +176,9 @@ def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, Path]) -
 
 
 def _files(directory: Path) -> Mapping[str, Path]:
-    """Which file has each weight. Of both kinds the single file counts, as in transformers: it was saved later."""
+    """The file of each weight. If there are both a single file and an index, the single file is used, as in
+    transformers.
+    """
     single, index = directory / SINGLE, directory / INDEX
     if single.exists():
         with safe_open(single, framework="numpy") as file:
@@ -199,7 +203,7 @@ def save(
         model: weights that are sharded over this process's devices are gathered.
         directory: made if it does not exist.
         dtype: the dtype of the weights in the file; None: as they are.
-        gather_fns: by path, what makes a weight whole before it is written.
+        gather_fns: by path, functions that make a weight whole before it is written.
 
     Raises:
         ValueError: a model with LoRA or quantised layers, a path of ``gather_fns`` that it does not have, or a dtype

@@ -1,4 +1,4 @@
-"""Compiled programs kept in a folder, so that a process that starts again does not compile them again."""
+"""JAX's persistent compilation cache, so that a process that starts again does not compile its programs again."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def keep_programs(folder: str | None = None) -> Path | None:
     """Use JAX's persistent compilation cache in this process.
 
     Args:
-        folder: where programs are kept, in a part for this kind of processor; "off" for nowhere; None: what the
-            environment's ``ATTNOPS_COMPILATION_CACHE`` says, else `default_folder`.
+        folder: where programs are kept, in a subfolder for this kind of processor; "off" to keep none; None: the
+            environment variable ``ATTNOPS_COMPILATION_CACHE``, else `default_folder`.
 
     Returns:
-        The folder, or None if nothing is kept: it is "off", it can't be written to (a warning says so), or there are
-        several CPU devices, whose programs jaxlib 0.10 does not load as they were. A folder that JAX has already
-        (``JAX_COMPILATION_CACHE_DIR``) stays.
+        The folder. None if nothing is kept: it is "off", it can't be written to (with a warning), or there are several
+        CPU devices, whose programs jaxlib 0.10 can't reload. A folder that JAX already uses
+        (``JAX_COMPILATION_CACHE_DIR``) is kept.
     """
     own: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if own is not None:
@@ -45,12 +45,14 @@ def keep_programs(folder: str | None = None) -> Path | None:
         return None
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.reset_cache()  # else a process that has compiled something takes no notice of it
+    compilation_cache.reset_cache()  # otherwise a process that has compiled something ignores the change
     return path
 
 
 def _processor() -> str:
-    """A name for this kind of processor: programs of another one, in a home that machines share, may not run on it."""
+    """A name for this kind of processor: if machines share a home folder, programs compiled for another kind may not
+    run here.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     names = ("vendor_id", "model name", "flags", "Features", "CPU part")

@@ -1,7 +1,7 @@
-"""How checkpoints of each family say a model's sizes, and name its weights.
+"""How checkpoints of each family describe a model's sizes, and name its weights.
 
-A family is one `Family`: its fields in a Hugging Face ``config.json``, and its weights' names. What all share is read
-by `config_from_hf`.
+A `Family` has the family's fields in a Hugging Face ``config.json``, and its weights' names. `config_from_hf` reads the
+fields that all families share.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Family:
 
     Attributes:
         architecture: the class in transformers.
-        fields: what its Hugging Face config says beyond `SIZES`.
+        fields: the fields that it reads from a Hugging Face config in addition to `SIZES`.
         to_hf: the inverse of ``fields``.
-        defaults: what transformers takes for fields that a config.json leaves out, as far as they change what is
-            computed without changing a weight's shape.
+        defaults: transformers' defaults of fields that a config.json may leave out, if they change the computation but
+            no weight's shape.
         activation: the field with the activation.
     """
 
@@ -155,7 +155,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     return Config(**(values | FAMILIES[name].fields(hf)))
 
 
-# Fields that change what is computed in a way that this decoder does not have.
+# Fields for computations that this decoder does not have.
 _NOT_COMPUTED = {
     "mlp_bias": "an MLP here has no biases",
     "use_bidirectional_attention": "attention here is causal",
@@ -166,7 +166,7 @@ _NOT_COMPUTED = {
 def _activation(name: str, hf: Mapping[str, Any]) -> str:
     field = FAMILIES[name].activation
     given = hf.get(field) or ("silu" if field == "hidden_act" else "gelu_pytorch_tanh")
-    # The experts of GPT-OSS have an activation of their own.
+    # The experts of GPT-OSS have a special activation.
     known = ["silu"] if name == "gpt_oss" else sorted(ACTIVATIONS)
     if given not in known:
         raise ValueError(f"{field}={given!r} must be one of {known} for {name}")

@@ -26,12 +26,12 @@ PROMPTS = tuple(f"{verb} {subject}" for verb in ("Write about", "A poem on", "Wh
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutcome:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
-        prompt: which was sent.
-        text: what came.
-        pieces: how many events with text.
+        prompt: the prompt that was sent.
+        text: the text that was received.
+        pieces: the number of events with text.
         first: seconds until the first of them; nan if there was none.
         total: seconds until the end.
         is_cancelled: whether the client closed the connection, after the first event with text.
@@ -101,13 +101,13 @@ async def load(
     """Send requests, so many at a time.
 
     Args:
-        client: of the server.
+        client: a client of the server.
         model: its name.
-        prompts: taken in turn.
+        prompts: used in turn.
         requests: how many.
         concurrency: how many at a time.
-        max_tokens: of each prompt, taken in turn.
-        cancel_every: each so many'th request is closed after its first piece of text; 0: none.
+        max_tokens: the limit of each answer, used in turn.
+        cancel_every: every n-th request is closed after its first piece of text; 0: none.
     """
     numbers = iter(range(requests))
     lengths = dict(zip(prompts, itertools.cycle(max_tokens), strict=False))

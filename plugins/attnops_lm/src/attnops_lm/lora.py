@@ -37,7 +37,7 @@ def apply(
         lora_pattern: a regular expression of the layers' paths, such as ``attention.(q|v)$``; None: all linear layers
             but the head.
         verbose: whether each layer is logged.
-        rngs: of lora_a; None: seed 0.
+        rngs: the random numbers of lora_a; None: seed 0.
 
     Raises:
         ValueError: a rank below 1, a model that has LoRA already, or a pattern that no layer matches.

@@ -16,7 +16,7 @@ class LossConfig:
     """How a loss is computed.
 
     Attributes:
-        ignore_index: labels that count nothing.
+        ignore_index: labels with this value are ignored.
         label_smoothing: the share of the target that is spread evenly over all classes, at least 0 and below 1.
         z_loss: the weight of the squared logarithm of the softmax's sum, which is added (Chowdhery et al. 2022,
             arXiv:2204.02311, 5).
@@ -64,8 +64,8 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, config: LossConfig) -> L
 
     Args:
         logits: [..., C].
-        labels: integers [...]; those equal to ``config.ignore_index`` count nothing.
-        config: see `LossConfig`.
+        labels: integers [...]; those equal to ``config.ignore_index`` are ignored.
+        config: ignored labels, smoothing, z-loss and reduction.
 
     Returns:
         The metrics; zeros where no label counts.
@@ -102,7 +102,7 @@ def next_tokens(
     """The label of each position of a causal language model.
 
     Args:
-        labels: integers [B, T], see `LossConfig.shift_labels`.
+        labels: integers [B, T]: the tokens themselves, or with ``shift_labels=False`` the token after each.
         attention_mask: [B, T], 0 for padding: it neither predicts nor is predicted.
         segment_ids: integers [B, T]: the last token of a document predicts nothing.
         config: None: the default.

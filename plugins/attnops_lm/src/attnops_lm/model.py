@@ -69,7 +69,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype[Any]:
-        """The dtype of what is computed but for norms, softmax and logits, and of caches."""
+        """The dtype of caches and of the computation, except norms, softmax and logits."""
         return self.runtime_dtype
 
     def hidden(
@@ -149,7 +149,7 @@ def _positions(
     query_lengths: jax.Array | None,
     rows: Rows | None,
 ) -> jax.Array:
-    """Where each token is in its sequence, int32 [B, T]; of padding, anything that is not negative."""
+    """The position of each token in its sequence, int32 [B, T]; padding has any non-negative value."""
     B, T = shape
     place = jnp.arange(T, dtype=jnp.int32)
     if caches is not None and rows is not None:
@@ -175,7 +175,7 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
         operation: the attention, any name that `OperationRegistry` knows.
         metadata: the metadata of the operation; None: what it does not support is an error.
         dtype: the dtype of the weights and of what is computed; `to_dtype` changes it.
-        rngs: of the initial weights; None: seed 0.
+        rngs: the random numbers of the initial weights; None: seed 0.
     """
 
     def __init__(
@@ -204,9 +204,9 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
                 attention_mask: [B, T], 0 for padding, left or right; without caches alone.
                 position_ids: integers [B, T]; None: counted from each sequence's first token.
                 segment_ids: integers [B, T], documents that are packed into a row; without caches alone.
-                past_key_values: a cache a layer; the T tokens are appended, and attend to all that they hold.
-                query_lengths: integers [B]: of row b the first ``query_lengths[b]`` tokens are real; with caches alone.
-                rows: tokens of several rows of the caches packed in one, see `attnops_caches.Rows`.
+                past_key_values: one cache per layer; the T tokens are appended, and attend to all tokens that it holds.
+                query_lengths: integers [B]: the first ``query_lengths[b]`` tokens of row b are real; with caches alone.
+                rows: an `attnops_caches.Rows`, if tokens of several rows of the caches are packed in one row.
                 mask: what else hides keys, such as `attnops.masks.Ancestors` for drafted trees.
 
         Memory: logits are float32, B · T · V · 4 bytes without ``logits_at``.

@@ -15,10 +15,10 @@ FILES = (
 
 
 class Origin:
-    """A directory in Hugging Face's format, a GGUF file, or nothing, of a model that was not loaded.
+    """Where a model was loaded from: a directory in Hugging Face's format, a GGUF file, or nothing.
 
-    An attribute of a model, and so a part of what its programs are found by. All are equal, since programs do not
-    depend on it.
+    It is an attribute of a model, and so part of the key of its programs. All origins are equal, since programs do not
+    depend on them.
     """
 
     def __init__(self, path: Path | None = None) -> None:

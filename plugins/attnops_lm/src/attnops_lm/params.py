@@ -18,7 +18,7 @@ def path_of(parts: tuple[Any, ...]) -> str:
 
 
 def copied(model: Model) -> Model:
-    """A model of its own whose arrays are shared."""
+    """A copy of the model that shares its arrays."""
     return nnx.merge(*nnx.split(model), copy=True)
 
 
@@ -27,7 +27,7 @@ def with_values(model: Model, change: Callable[[str, Any], Any], kind: Any = nnx
 
     Args:
         model: is left as it is; values that are not changed are shared.
-        change: the new value of a path and its value, an array or a `jax.ShapeDtypeStruct`.
+        change: a function from a path and its value, an array or a `jax.ShapeDtypeStruct`, to the new value.
         kind: which variables are changed, such as `flax.nnx.Param`.
     """
     parts: Any = nnx.split(model, kind, ...)
@@ -96,7 +96,7 @@ def with_modules(model: Model, kind: Any, replacement: Callable[[str, Any], nnx.
     Args:
         model: is left as it is.
         kind: the class of modules that are offered, or several.
-        replacement: the new module of a path and a module; None to keep it.
+        replacement: a function from a path and its module to the new module, or None to keep it.
     """
     model = copied(model)
     found = [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, kind)]
@@ -112,12 +112,12 @@ def with_modules(model: Model, kind: Any, replacement: Callable[[str, Any], nnx.
 
 
 def bytes_of(model: nnx.Module) -> int:
-    """The memory of all variables, of every copy on every device counted once."""
+    """The memory of all variables in bytes; copies on several devices are counted once."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model)))
 
 
 def placed(value: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    """An array with a sharding; of a `jax.ShapeDtypeStruct` one with it.
+    """An array, or a `jax.ShapeDtypeStruct`, with this sharding.
 
     An array of this process alone may get a sharding over several processes, all of which have the same array.
     """

@@ -32,7 +32,7 @@ class Pretrained:
 
         Args:
             config: sizes and choices.
-            **options: see the class, such as `CausalLM`.
+            **options: other arguments of the class, such as operation, metadata and dtype of `CausalLM`.
         """
         return nnx.eval_shape(lambda: cls(config, **options))  # type: ignore[call-arg]
 

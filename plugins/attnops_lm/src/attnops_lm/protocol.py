@@ -1,7 +1,7 @@
 """Methods that all models have: parameters, dtypes, shardings, LoRA, quantisation, losses, PyTorch.
 
-Each method that changes something returns a model of its own, which shares the arrays that are not changed; the model
-itself is left as it is.
+Each method that changes something returns a new model, which shares the arrays that are not changed; the original model
+stays as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Parameters:
 
     @property
     def graphdef(self: Model) -> nnx.GraphDef[Any]:
-        """What is not an array; hashable, so it can be a static argument of `jax.jit`."""
+        """The model without its arrays; hashable, so that it can be a static argument of `jax.jit`."""
         return nnx.split(self)[0]
 
     @property
@@ -163,7 +163,7 @@ class Calls:
         return {name: converted(value) for name, value in kwargs.items() if value is not None}
 
     def get_static_arguments(self) -> tuple[str, ...]:
-        """The names of a call's arguments that `jax.jit` must take as static: none, all are arrays or pytrees."""
+        """The names of a call's arguments that must be static in `jax.jit`: none, since all are arrays or pytrees."""
         return ()
 
 
@@ -171,7 +171,7 @@ class Protocol(Parameters, Adaptation, Calls):
     """What every model has, with a head or without."""
 
     config_class: ClassVar[type[Config]] = Config
-    base_model_prefix: ClassVar[str] = "model"  # of the names of weights in a checkpoint, but for the head's
+    base_model_prefix: ClassVar[str] = "model"  # prefix of the names of weights in a checkpoint, except the head's
 
     @property
     def transform_fn(self: Model) -> Callable[[Inputs], dict[str, Any]]:
@@ -224,14 +224,14 @@ class CausalLMProtocol(Protocol):
             inputs_embeds: in place of input_ids.
             attention_mask: [B, T], 0 for padding: it neither predicts nor is predicted.
             mask_info: an `attnops.masks.Mask` that hides more keys.
-            position_ids: see `CausalLM.__call__`.
+            position_ids: integers [B, T]; None: counted from each sequence's first token.
             segment_ids: integers [B, T]: the last token of a document predicts nothing.
-            past_key_values: see `CausalLM.__call__`; the loss is of the T tokens.
+            past_key_values: one cache per layer, to which the T tokens are appended; the loss is that of the T tokens.
             cache_metadata: must be None: caches know their sizes.
             output_attentions: must not be True: attention does not make its weights.
             output_hidden_states: must not be True: the output has the last layer's.
-            loss_config: see `LossConfig`.
-            loss_kwargs: fields of it to be replaced.
+            loss_config: how the loss is computed: ignored labels, smoothing, z-loss, reduction; None for the defaults.
+            loss_kwargs: fields of ``loss_config`` to be replaced.
 
         Returns:
             A `CausalLMOutput` and the metrics.
@@ -290,12 +290,12 @@ class ClassifierProtocol(Protocol):
             inputs_embeds: in place of input_ids.
             attention_mask: [B, T], 0 for padding.
             mask_info: an `attnops.masks.Mask` that hides more keys.
-            position_ids: see `CausalLM.__call__`.
-            segment_ids: see `CausalLM.__call__`; the class is read at each row's last token.
+            position_ids: integers [B, T]; None: counted from each sequence's first token.
+            segment_ids: integers [B, T], the documents packed into a row; the class is read at each row's last token.
             output_attentions: must not be True: attention does not make its weights.
             output_hidden_states: must not be True: the output has the last layer's.
-            loss_config: see `LossConfig`.
-            loss_kwargs: fields of it to be replaced.
+            loss_config: how the loss is computed: ignored labels, smoothing, z-loss, reduction; None for the defaults.
+            loss_kwargs: fields of ``loss_config`` to be replaced.
 
         Returns:
             A `SequenceClassifierOutput` and the metrics.

@@ -33,8 +33,9 @@ class QuantizationConfig:
     """What is quantised, and to how many bits.
 
     Attributes:
-        bits: of the weights, 2 to 8. int8 arrays hold them all, int4 arrays 4 and fewer.
-        activations: whether inputs are quantised too, in each call, a scale a token: the product is of integers.
+        bits: bits per weight, 2 to 8. More than 4 are stored in int8 arrays, 4 and fewer in int4 arrays.
+        activations: whether inputs are quantised too, in each call, with a scale per token, so that products are of
+            integers.
         pattern: a regular expression of the layers' paths; the head is left as it is.
     """
 

@@ -39,7 +39,7 @@ class RotaryScaling:
                 raise ValueError(f"{type(self).__name__}: {name}={getattr(self, name)} must be > 0")
 
     def frequencies(self, base: float, dim: int, seq_len: int | None) -> Frequencies:
-        """Radians a position for each of the ``dim // 2`` pairs, float64."""
+        """Radians per position for each of the ``dim // 2`` pairs, float64."""
         return np.asarray(base ** -(np.arange(0, dim, 2) / dim))
 
     def attention_scaling(self) -> float:
@@ -282,7 +282,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def inverse_frequencies(config: RotaryConfig, *, seq_len: int | None = None) -> tuple[npt.NDArray[np.float32], float]:
-    """Radians a position of each pair, ``[R // 2]`` float32, and the factor for sin and cos (1 but for YaRN).
+    """Radians per position of each pair, ``[R // 2]`` float32, and the factor for sin and cos (1 except with YaRN).
 
     A host constant, computed in float64 and rounded once. ``seq_len`` is the sequence's length including cached
     tokens, a static int; only `DynamicNTKScaling` reads it, and raises ValueError without it.
@@ -324,7 +324,7 @@ def apply_rotary(
         sin: ``[B, T, R // 2]``, ``[1, T, R // 2]`` or ``[T, R // 2]`` from `rotary_tables`; R <= D.
         cos: same shape as sin.
         layout: the order of x's axes.
-        interleaved: which features are a pair; see `RotaryConfig`.
+        interleaved: whether pair i is features (2i, 2i + 1) rather than (i, i + R / 2).
 
     Returns:
         x's shape and dtype, computed in float32 (float64 for float64). Linear in x in memory.

@@ -1,8 +1,8 @@
 """A model's parameters over a mesh.
 
 A rule is a regular expression of paths such as ``layers.0.attention.q.kernel``, and a `PartitionSpec` or a function
-from the parameter to one; the first that matches holds. Mesh axes that a mesh lacks, or that do not divide a dimension,
-are dropped, see `attnops.sharding.correct_spec`, so one set of rules serves every mesh.
+from the parameter to one; the first rule that matches applies. `attnops.sharding.correct_spec` drops mesh axes that the
+mesh lacks or that do not divide a dimension, so that one set of rules serves every mesh.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ DEFAULT_RULES: tuple[tuple[str, Rule], ...] = (
 def shard(model: Model, partition_rules: PartitionRules | None = None, mesh: Mesh | None = None) -> Model:
     """A copy whose parameters are sharded over a mesh, and whose attention runs on it.
 
-    With several processes each has the same model, and the mesh the devices of all. Of a `lazy_init` model the shapes
-    get their shardings, so that loading a checkpoint never puts all weights on one device.
+    With several processes each has the same model, and the mesh has the devices of all of them. In a `lazy_init` model
+    the shapes get shardings, so that loading a checkpoint never puts all weights on one device.
 
     Args:
         model: is left as it is.

@@ -263,8 +263,8 @@ class WholeArrays:
         what = "queries" if letter == "t" else "keys"
         if size == part == 1:
             raise ValueError(
-                f"{name} has shape {shape}, with 1 along {what}: with one token per device that is its shard, or the same "
-                f"for all {whole}; give it whole"
+                f"{name} has shape {shape}, with 1 along {what}: with one token per device that is its shard, or "
+                f"the same for all {whole}; give it whole"
             )
         if size not in (1, part, whole):
             raise ValueError(

@@ -1,6 +1,7 @@
-"""The suite's checks in addition to the features: determinism, memory, transforms and refusals.
+"""The suite's checks other than features: determinism, memory, transforms and refusals.
 
-Each function takes the `Subject` and raises what `attnops_testing.runner.attempt` understands.
+Each function is given the `Subject`, and raises one of the exceptions that `attnops_testing.runner.attempt` turns into
+an outcome.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 
 Error = TypeVar("Error", bound=Exception)
 
-# The memory at four times the length, at most, over the memory at the length.
+# The largest allowed ratio of the memory at four times a length to that at the length.
 GROWTH: Final = 4.5
 
-# What a behaviour is checked with, each added where the operation serves it with those before it.
+# Features that behaviours are checked with; each is added if the operation serves it together with those before it.
 _RICH: Final = ("GQA", "Causal", "bias [1, H, T, S]", "soft cap", "sinks")
 
 
@@ -69,7 +70,7 @@ def _check(subject: Subject, problem: Problem, found: tuple[dict[str, jax.Array]
 
 
 def serves_something(subject: Subject) -> None:
-    """One that refuses everything would never be wrong."""
+    """It serves some problem: an operation that refuses everything would never be wrong."""
     problem, operation = _served(subject)
     problem.check(operation, subject.gradients, subject.compiler_options)
 
@@ -87,7 +88,7 @@ def deterministic(subject: Subject) -> None:
 
 
 def eager(subject: Subject) -> None:
-    """Outside `jax.jit` it is right too."""
+    """Outside `jax.jit` its results are right too."""
     problem, operation = _served(subject)
     _check(subject, problem, problem.program(operation, subject.gradients)(*problem.arguments))
 
@@ -104,14 +105,14 @@ def vmap(subject: Subject) -> None:
 
 
 def shard_map(subject: Subject) -> None:
-    """In `jax.shard_map` over the batch it is right; over a mesh of two devices, or of one where there is no other."""
+    """In `jax.shard_map` over the batch its results are right, on two devices if there are two, else on one."""
     if subject.base.mesh is not None:
         raise NotRunError("a call inside this shard_map runs on its mesh, not on the metadata's")
     problem, operation = _served(subject)
     devices = jax.devices()
     mesh = Mesh(np.asarray(devices[: 2 if len(devices) > 1 else 1]), ("batch",))
     inputs, cotangents, _ = problem.arguments
-    # What has no batch is on every device, and its gradient is summed over them.
+    # Arrays without a batch are on every device, and their gradients are summed over devices.
     split = {name: P("batch") if name in ("query", "key", "value") else P() for name in inputs}
 
     def both(
@@ -132,7 +133,7 @@ def shard_map(subject: Subject) -> None:
     try:
         found = run(True)
     except ValueError as error:
-        # Pallas's interpreter mixes what varies over devices with what does not, which is no fault of the kernel.
+        # Pallas's interpreter mixes values that vary over devices with others, which is not the kernel's fault.
         if not subject.base.interpret or "varying manual axes" not in str(error):
             raise
         found = run(False)
@@ -175,7 +176,9 @@ def export(subject: Subject) -> None:
         raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
     arguments, mesh = problem.arguments, subject.base.mesh
     if mesh is not None:
-        arguments = jax.device_put(arguments, NamedSharding(mesh, P()))  # it runs on as many devices as it is for
+        arguments = jax.device_put(
+            arguments, NamedSharding(mesh, P())
+        )  # as many devices as exported for
     _check(subject, problem, _jit(subject, exported.call)(*arguments))
 
 
@@ -234,7 +237,9 @@ def unknown_option(subject: Subject) -> None:
 
 
 def float8(subject: Subject) -> None:
-    """An 8-bit dtype, which the contract has not, is refused with a reason that names it, unless declared."""
+    """An 8-bit dtype, which the contract does not have, is refused with a reason that names it, unless it is
+    declared.
+    """
     dtype = jnp.dtype(jnp.float8_e4m3fn)
     if dtype.name in subject.limits.dtypes:
         raise NotRunError(f"the operation declares {dtype.name}")
@@ -284,7 +289,7 @@ BEHAVIOURS: Final[dict[str, Callable[[Subject], None]]] = {
     **CORNERS,
 }
 
-# Of these, what compiles programs.
+# The behaviours whose checks compile programs.
 WITH_PROGRAM: Final = frozenset(BEHAVIOURS) - {"unknown option", "float8", "refusals are listed"}
 
 
@@ -292,7 +297,7 @@ def _segments(T: int) -> dict[str, Any]:
     return {"mask": Segments(jax.ShapeDtypeStruct((1, T), jnp.int32))}
 
 
-# By name: the options of a call at a length, whose arrays are arguments of the program.
+# By name: a function from a length to the options of a call, whose arrays are arguments of the program.
 MEMORY: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
     "no mask": lambda T: {},
     "Causal": lambda T: {"mask": Causal()},
@@ -306,7 +311,7 @@ MEMORY: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
 def memory_growth(subject: Subject, case: str, length: int = 1024) -> None:
     """Four times the length needs at most `GROWTH` times the memory for temporaries, by the compiler's own figures.
 
-    In tiles that are small compared with the length: one large tile would hide temporaries of T × S.
+    Tiles are small compared with the length, since one large tile would hide temporaries of T × S elements.
     """
     if not subject.limits.linear_memory:
         raise NotRunError("quadratic, by declaration")

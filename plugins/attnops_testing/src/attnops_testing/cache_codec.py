@@ -13,7 +13,7 @@ Array = np.ndarray[Any, Any]
 
 # By dtype: bits of exponent and mantissa, the exponent's bias, and the largest finite number.
 _FLOATS: Final = {"float8_e4m3fn": (4, 3, 7, 448.0), "float8_e5m2": (5, 2, 15, 57344.0)}
-# How near to the middle of two stored numbers float32 and float64 may round to different ones.
+# Distance from the midpoint of two stored numbers below which float32 and float64 may round differently.
 _MARGIN: Final = 1e-3
 
 
@@ -44,7 +44,7 @@ class Codec:
         return np.where(scale < np.finfo(np.float32).tiny, np.float32(0), scale)
 
     def encode(self, x: Array, scale: Array) -> Array:
-        """The stored numbers as float64: the nearest, of two the even one.
+        """The nearest stored numbers, as float64; ties round to even.
 
         Args:
             x: [..., d].
@@ -61,11 +61,12 @@ class Codec:
         return np.sign(scaled) * np.where(takes_high, high, low)
 
     def settled(self, x: Array, scale: Array | None) -> Array:
-        """``x`` with numbers that lie near the middle of two stored ones made smaller, by an eighth, until none does.
+        """``x``, in which numbers near the midpoint of two stored ones are multiplied by 7/8 until none is near a
+        midpoint.
 
         Args:
             x: [..., d].
-            scale: of ``x``; None for its own.
+            scale: the scale of ``x``; None to compute it from ``x``.
         """
         for _ in range(20):
             magnitude = np.abs(self._scaled(x, self.scale(x) if scale is None else scale))

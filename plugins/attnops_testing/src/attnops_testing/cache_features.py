@@ -1,4 +1,6 @@
-"""Features of calls over a cache, each a change of a small problem; and rows of them, one of each group."""
+"""Features of calls over a cache, each a change of a small problem; and rows, which combine one feature of each
+group.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ class CacheSpec:
         content: "equal" head dims, "Dv" another one of values, "joined" keys and values with zeros between them, or
             "latent" with zeros.
         dtype: None for the one that fits the operation.
-        mask, bias: see `attnops_testing.cache_masks`.
+        mask, bias: names of a mask and of a bias, of which `attnops_testing.cache_masks` makes the arrays.
         T: queries per row.
         rows: "full", "ragged" or "packed".
         starts: whether rows begin with left padding.
-        kv_heads: of 4 heads.
+        kv_heads: K, a divisor of the 4 query heads.
         sinks, softmax_scale, logits_soft_cap, return_lse: the contract's.
         step: whether the call appends the queries' tokens too.
     """
@@ -53,7 +55,7 @@ class CacheSpec:
 
 @dataclasses.dataclass(frozen=True)
 class CacheFeature:
-    """A change of the plain problem; those of a group exclude each other."""
+    """A change of the plain problem. Features of one group exclude each other."""
 
     group: str
     changes: dict[str, Any]
@@ -116,7 +118,7 @@ def combine_cache(names: Iterable[str]) -> CacheSpec:
 
 
 def are_compatible(a: str, b: str) -> bool:
-    """Whether both features can be of one problem."""
+    """Whether one problem can have both features."""
     pair = {a, b}
     if CACHE_FEATURES[a].group == CACHE_FEATURES[b].group:
         return False
@@ -126,13 +128,15 @@ def are_compatible(a: str, b: str) -> bool:
 
 
 def all_cache_pairs() -> Iterator[tuple[str, str]]:
-    """Every pair of features that can be of one problem."""
+    """Every pair of features that one problem can have."""
     return (pair for pair in itertools.combinations(CACHE_FEATURES, 2) if are_compatible(*pair))
 
 
 @functools.cache
 def cache_rows() -> tuple[tuple[str, ...], ...]:
-    """Rows that have every feature at least once, as many as there are masks, and of every group a part."""
+    """Rows in which every feature occurs at least once; as many rows as there are masks, each with one feature of every
+    group.
+    """
     groups: dict[str, list[str | None]] = {}
     for name, feature in CACHE_FEATURES.items():
         groups.setdefault(feature.group, [None]).append(name)
@@ -141,10 +145,10 @@ def cache_rows() -> tuple[tuple[str, ...], ...]:
     rng, rows = random.Random(0), []
     for mask in masks:
         row = [mask]
-        # The smallest group last, since the choices of large ones come round least often.
+        # The smallest group last, since each feature of a large group has the fewest occurrences.
         for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
             free = [name for name in names if name is None or all(are_compatible(name, x) for x in row if x)]
-            # The least used, but for some chance, so that groups of one size are not chosen in step.
+            # The least used feature, with some randomness, so that groups of equal size don't always combine alike.
             best = min(free, key=lambda name: used[group, name] + rng.random() * 1.5)
             used[group, best] += 1
             row.append(best)
@@ -155,7 +159,7 @@ def cache_rows() -> tuple[tuple[str, ...], ...]:
 @functools.cache
 def cache_pair_rows() -> tuple[tuple[str, ...], ...]:
     """Rows that have every pair of compatible features."""
-    # Greedy: each row begins with the first that is missing, and takes what adds most; always the same rows.
+    # Greedy and deterministic: each row begins with the first missing pair, and adds the features that cover most.
     missing = dict.fromkeys(all_cache_pairs())
     order = list(CACHE_FEATURES)
     rows = []

@@ -25,7 +25,7 @@ from attnops_testing import oracle
 
 Array = np.ndarray[Any, Any]
 
-# Of booleans [B, H, T, P] or numbers, from a query's index in the call, its position, and all positions; by row.
+# From b, h, a query's index in the call, its position, and all positions: the booleans, or numbers, of its scores.
 Meaning = Callable[[int, int, int, int, Array], Any]
 
 
@@ -34,9 +34,9 @@ class ScoreCase:
     """A mask or a bias as the caller gives it, and its meaning.
 
     Attributes:
-        given: of a batch [B, T].
+        given: the mask or bias for queries in a batch [B, T].
         meaning: ``meaning(b, h, i, q, positions)``: of query i of row b, at position q.
-        packed: of packed rows, where it has an array by query: see `by_packed_query`.
+        packed: the mask or bias for packed rows, if it differs: arrays by query are then in packed order.
     """
 
     given: Any
@@ -46,7 +46,7 @@ class ScoreCase:
 
 def mask_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: int) -> ScoreCase:
     """The mask of a problem; ``S`` slots per row, which is how many positions arrays by key have."""
-    # Windows, chunks and prefixes by batch and head differ enough to be taken for one another.
+    # Windows, chunks and prefixes differ so much between batches and heads that a mix-up shows.
     left_of_row, left_of_head = rng.permutation(B) * 5 + 1, rng.permutation(H) * 4
     ids, ids_of_queries = rng.integers(0, 2, (B, S)), rng.integers(0, 2, (B, T))
     tokens, dense = rng.random((B, S)) < 0.7, rng.random((B, H, T, S)) < 0.6
@@ -122,7 +122,7 @@ def bias_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: in
                     lambda b, h, i, q, k: np.float64(table[buckets[q, k], h]))  # fmt: skip
     if name == "ScoreFn":
         return ScoreCase(
-            # Exact in float32, since the oracle's bias is not rounded on the way.
+            # Exact in float32: the oracle's bias is not rounded.
             ScoreFn(lambda scores, b, h, q, kv: scores + 0.03125 * ((b + 1) * (h + 1) * ((3 * q + 5 * kv) % 7))),
             lambda b, h, i, q, k: 0.03125 * ((b + 1) * (h + 1) * ((3 * q + 5 * k) % 7)),
         )

@@ -1,4 +1,4 @@
-"""A cache as Python lists of tokens, and the arrays of a real one that holds the same; NaN wherever nothing is held."""
+"""A cache modelled as Python lists of tokens, and a real cache with the same tokens and NaN in all other slots."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelLayout:
-    """Where the token of each index lies: dense, ring or paged.
+    """Where a cache stores the token of each index: dense, ring or paged.
 
     Attributes:
         storage: "dense", "ring" or "paged".
         rows: B.
-        slots: of a row: S, the ring's R, or of a page.
-        table: of "paged", the pages of each row; the rest of a row has none.
-        pages: of "paged", of all rows.
+        slots: slots per block: S of a row, R of a ring, or those of a page.
+        table: for "paged", the pages of each row, in order.
+        pages: for "paged", the number of pages of the cache.
     """
 
     storage: str
@@ -45,7 +45,7 @@ class ModelLayout:
 
 @dataclasses.dataclass
 class Token:
-    """A token as it is stored: [K, d] and scales [K], float64; ``value`` is None of latent content."""
+    """A token as it is stored: [K, d] and scales [K], float64. With latent content ``value`` is None."""
 
     key: Array
     value: Array | None
@@ -59,13 +59,14 @@ class CacheModel:
 
     Attributes:
         layout: the layout of the real cache.
-        kv_heads, head_dim, value_head_dim, dtype: see `DenseCache.create`.
+        kv_heads, head_dim, value_head_dim, dtype: K, D, Dv and the dtype of tokens that are read.
         codec: how they are stored.
-        latent, width: see `DenseCache.create`.
+        latent, width: features of the key that are the value, or None; stored features per token, zeros included, or
+            None.
         starts: tokens of left padding of each row.
-        scales: of keys and values, where the codec has them given: float32 [] or [K].
-        window, max_append: of a ring.
-        max_pages: of pages.
+        scales: the scales of keys and of values, float32 [] or [K], for a codec whose scales must be given.
+        window, max_append: the ring's window, and the most tokens per append.
+        max_pages: for "paged", the most pages per row.
         rows: the tokens of each row in the order of their indices.
     """
 
@@ -89,9 +90,10 @@ class CacheModel:
         self.rows = self.rows or [[] for _ in range(self.layout.rows)]
 
     def draw(self, rng: np.random.Generator, T: int) -> tuple[Array, Array | None]:
-        """Keys and values [B, T, K, d] of new tokens, none of which is rounded either way; the first row's last are 0.
+        """Keys and values [B, T, K, d] of new tokens, all of which every implementation rounds alike. The first row's
+        last tokens are 0.
 
-        A length that is counted by what is not 0 would be wrong, and a scale of 0 has no reciprocal.
+        Zeros find code that counts non-zero tokens, or divides by a scale of 0.
         """
         scales = self.scales or (None, None)
         found = []
@@ -110,7 +112,7 @@ class CacheModel:
         return stored_dtype(self.codec, self.dtype)
 
     def append(self, row: int, key: Array, value: Array | None) -> None:
-        """One more token of a row, [K, d], or a dropped one where it does not fit."""
+        """Append a token [K, d] to a row; it is dropped if it does not fit."""
         if self.layout.place(row, len(self.rows[row])) is None:
             return
         scales = self.scales or (None, None)
@@ -125,7 +127,7 @@ class CacheModel:
         return self.codec.encode(x, scale), np.asarray(scale, np.float64)
 
     def held(self, row: int) -> range:
-        """The indices that a row holds; those of left padding are among them."""
+        """The indices that a row holds, including those of left padding."""
         length = len(self.rows[row])
         return range(max(0, length - self.layout.slots) if self.layout.storage == "ring" else 0, length)
 
@@ -212,7 +214,7 @@ class CacheModel:
         return [(k, v) for k, v in fields if k in store and v is not None and (by_token or not k.endswith("scale"))]
 
     def check(self, cache: StoredCache, before: StoredCache) -> None:
-        """Assert that a real cache holds these tokens, and is as before wherever it holds none of the new ones.
+        """Assert that a real cache holds these tokens, and that no other slot has changed.
 
         Args:
             cache: afterwards.

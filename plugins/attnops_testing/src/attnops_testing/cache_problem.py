@@ -28,18 +28,18 @@ HEADS: Final = 4
 PAGES_OF_A_ROW: Final = 13
 SLOTS: Final = PAGES_OF_A_ROW * PAGE
 WINDOW: Final = 20
-# Tokens of each row before the queries' own: in several tiles of 16; those of the last row end with a page.
+# Tokens of each row before those of the queries, in several tiles of 16. Those of the last row fill its pages.
 BEFORE: Final = (21, 2, 32)
 STARTS: Final = (0, 3, 17)
 PAGES: Final = B * PAGES_OF_A_ROW + 1  # one belongs to no row
 
 
 class Foreign(NamedTuple):
-    """A storage that is not one of attnops-caches, for tokens in pages without codec or latent.
+    """A storage of another distribution, for tokens in pages, without codec and latent content.
 
     Attributes:
-        of_pages: it with the tokens of a `PagedCache`.
-        to_pages: a `PagedCache` with its tokens; the second argument is one of the same sizes.
+        of_pages: makes the storage with the tokens of a `PagedCache`.
+        to_pages: makes a `PagedCache` with the storage's tokens; the second argument is one of the same sizes.
     """
 
     of_pages: Callable[[PagedCache], Cache]
@@ -54,7 +54,7 @@ class CacheProblem:
         spec: its description.
         metadata: the metadata that the operation is made with.
         head_dim: D.
-        dtype: the dtype of queries, keys and values, where the description has none.
+        dtype: the dtype of queries, keys and values, if ``spec`` has none.
         seed: the seed of the tokens.
         foreign: another storage that holds the tokens of a `PagedCache`; None for the storages of attnops-caches.
     """
@@ -155,16 +155,16 @@ class CacheProblem:
 
     @functools.cached_property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Of packed rows: the row, the first query and the number of each run; none of the second row."""
+        """For packed rows: (row, first query, number of queries) of each run; the second row has none."""
         return [(2, 1, self.T), (0, 1 + self.T, 1)]
 
     @property
     def packed_length(self) -> int:
-        """N: the runs', one query of padding before them and two after."""
+        """N: the queries of all runs, one of padding before them, and two after."""
         return self.T + 4
 
     def pack(self, x: Array) -> Array:
-        """[B, T, …] as [1, N, …]; padding is what the first row has."""
+        """[B, T, …] as [1, N, …]; padding has values of the first row."""
         packed = np.resize(x[1], (self.packed_length, *x.shape[2:])).astype(x.dtype)
         for row, first, count in self.runs:
             packed[first : first + count] = x[row, :count]
@@ -196,7 +196,7 @@ class CacheProblem:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of `program`: query, key, value, cache, and the lengths or rows."""
+        """The arguments of `program`: query, key, value, cache, and the lengths or rows."""
         key, value = self.tokens
         arrays: list[Any] = [self.query, key, value]
         if self.spec.rows == "packed":
@@ -230,7 +230,7 @@ class CacheProblem:
         return run
 
     def trace(self, operation: OperationImpl) -> None:
-        """Trace the call, which finds every refusal, and compile nothing."""
+        """Trace the call without compiling it, which is enough to find refusals."""
         jax.eval_shape(self.program(operation), *self.arguments)
 
     def check(self, operation: OperationImpl, compiler_options: dict[str, Any] | None = None) -> None:
@@ -250,7 +250,7 @@ class CacheProblem:
         self.check_output(out, lse)
 
     def check_output(self, out: Array, lse: Array | None) -> None:
-        """See `check`; arrays are the call's."""
+        """Assert that the call's output and logsumexp agree with the oracle."""
         dtype = self.query.dtype
         assert out.dtype == dtype, f"the output is {out.dtype}, but must be {dtype}"
         assert (lse is not None) == self.spec.return_lse
@@ -266,7 +266,7 @@ class CacheProblem:
             assert_close("logsumexp", lse, exact.logsumexp, allowed)
 
     def _unpacked(self, out: Array, lse: Array | None) -> tuple[Array, Array | None]:
-        """The output of packed rows as [B, T, …]; what is padding must be 0, and −inf."""
+        """The output and logsumexp of packed rows as [B, T, …]; asserts that padding has 0 and −inf."""
         spread = np.zeros((B, self.T, *out.shape[2:]), out.dtype)
         spread_lse = np.full((B, HEADS, self.T), -np.inf, np.float32)
         is_padding = np.ones(out.shape[1], bool)

@@ -1,4 +1,4 @@
-"""Runs an operation on calls over caches: each feature is right, refused or wrong, as in `attnops_testing.runner`."""
+"""Checks an operation's calls over caches: each feature is right, refused or wrong, as in `attnops_testing.runner`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnops_testing.runner import Outcome, Status, Subject, attempt
 
 
 def check_cache(subject: Subject, names: Sequence[str], foreign: Foreign | None = None) -> Outcome:
-    """Values of a call over a cache that has these features; ``foreign``: over another storage, see `CacheProblem`."""
+    """Check the values of a call over a cache with these features, over the storage ``foreign`` if it is given."""
 
     def check() -> None:
         problem = cache_problem(subject, names, foreign)
@@ -21,7 +21,9 @@ def check_cache(subject: Subject, names: Sequence[str], foreign: Foreign | None 
 
 
 def check_cache_row(subject: Subject, row: Sequence[str]) -> list[Outcome]:
-    """Each feature of the row, from one program if possible; those that are refused alone are left out of it."""
+    """The outcome of each feature of the row, from one program if possible; features that are refused alone are left
+    out of it.
+    """
     together = check_cache(subject, row)
     if together.status is not Status.REFUSED:
         return [together]
@@ -33,7 +35,7 @@ def check_cache_row(subject: Subject, row: Sequence[str]) -> list[Outcome]:
 
 
 def cache_refusal(subject: Subject, names: Sequence[str]) -> Outcome | None:
-    """The outcome of these features together where it is known without compiling: refused, or wrong."""
+    """The outcome of these features together if it is known without compiling (refused or wrong), else None."""
 
     def check() -> None:
         problem = cache_problem(subject, names)

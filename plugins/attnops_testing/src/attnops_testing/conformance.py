@@ -28,20 +28,21 @@ class OperationConformance:
             interpret = True
 
     Values and gradients are compared with the float64 oracle by the tolerance rule. Problems fit the operation: their
-    dtype, lengths, heads and head dims are the first that it does not refuse, see `attnops_testing.fit`. Marked
-    ``slow`` are single features, pairs, corners, long problems and most memory figures: register the marker, and
+    dtype, lengths, heads and head dims are the first that it does not refuse (`attnops_testing.fit`). Tests of single
+    features, pairs, corners, long problems and most memory figures are marked ``slow``: register the marker, and
     deselect them with ``-m "not slow"``. The remaining tests have every feature, several in a problem, and every
     behaviour, such as "vmap", "shard_map" and "export"; `attnops check` runs the same.
 
     Class attributes:
         operation: the operation's name, ``distribution:name``, or its class.
-        platform: see `OperationMetadata`; None for this machine's.
+        platform: the platform whose forward is checked, such as "cuda"; None for this machine's.
         interpret: whether to run kernels in their language's interpreter.
         mode: the runtime mode; gradients are checked in "train" only.
         block: queries and keys per tile, small so that small problems have several. Lengths are 2.5 times it,
             1.5 times in quick tests of interpreted kernels, except in features that change lengths, and for kernels
             whose lengths must be multiples of a larger number.
-        dtype: the dtype of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
+        dtype: the dtype of the plain problem. None: the first of float32, bfloat16 and float16 that the operation
+            serves.
         metadata: further fields of the metadata; features that set the same field take precedence.
         refuses: the names of features and behaviours ("export", "second derivative") that it refuses, as it does with
             a reason; a behaviour that is named may also raise any exception. ``"caches"`` stands for every call over a
@@ -164,12 +165,12 @@ def _failed(item: pytest.Item, outcome: Outcome) -> None:
     item.config.hook.pytest_sessionfinish(session=item.session, exitstatus=1)
 
 
-# One an operation, so that what a problem needs is found once.
+# One subject per operation, so that its fit is determined once.
 _subject = functools.cache(Subject)
 
 
 class Conformance:
-    """An operation that is not softmax attention, held to a reference of its own; see `attnops_testing.check_against`.
+    """Checks an operation that is not softmax attention against a reference, as `attnops_testing.check_against` does.
 
     ::
 
@@ -182,10 +183,10 @@ class Conformance:
                 return x * (jnp.mean(x * x, -1, keepdims=True) + eps) ** -0.5 * weight
 
     Class attributes:
-        operation, reference, platform, interpret, metadata, gradients: see
-            `attnops_testing.reference.ReferenceSubject`.
-        problems: by name, see `attnops_testing.reference.ReferenceProblem`.
-        dtypes: those that floating-point arrays are cast to, one after the other.
+        operation, reference, platform, interpret, metadata, gradients: as the arguments of
+            `attnops_testing.check_against`.
+        problems: by name, functions of a `numpy.random.Generator` that draw the arguments and options of a call.
+        dtypes: floating-point arrays are cast to each of these in turn.
         refuses: which of ``"problem dtype"`` it refuses, and no others.
     """
 

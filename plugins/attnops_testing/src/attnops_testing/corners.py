@@ -38,7 +38,7 @@ def draw(*shape: int) -> jax.Array:
 
 
 def fitted(subject: Subject, *lengths: int) -> tuple[int, ...]:
-    """Lengths brought up to the multiple that the operation serves, and a head_dim that it serves, `D` by default."""
+    """Lengths rounded up to the multiple that the operation needs, and a head_dim that it serves, `D` by default."""
     fit = subject.fit
     return *(-(-n // fit.multiple) * fit.multiple for n in lengths), D if fit.D == Fit.D else fit.D
 
@@ -46,7 +46,9 @@ def fitted(subject: Subject, *lengths: int) -> tuple[int, ...]:
 def agree(
     subject: Subject, function: Callable[..., jax.Array], *arguments: jax.Array, tile: tuple[int, int] = (1, 1)
 ) -> None:
-    """``function(operation, *arguments)`` and its gradients are vanilla's; tiles are so many blocks."""
+    """Assert that ``function(operation, *arguments)`` and its gradients equal vanilla's, in tiles of this many
+    blocks.
+    """
 
     def run(operation: BaseOperation) -> dict[str, PyTree]:
         def value(*x: jax.Array) -> jax.Array:
@@ -151,7 +153,7 @@ def functions(subject: Subject) -> None:
         lambda s, b, h, q, kv, t: 0 * s + t[kv],  # of keys alone
         lambda s, b, h, q, kv, t: jnp.zeros_like(s) + t[0],  # of nothing
         lambda s, b, h, q, kv, t: scaled(s) * t[q],
-        lambda s, b, h, q, kv, t: s + jax.nn.relu(t[q]) * t[kv],  # with derivatives of its own, once a token
+        lambda s, b, h, q, kv, t: s + jax.nn.relu(t[q]) * t[kv],  # with a custom derivative, computed per token
     )
     for fn in fns:
 
@@ -164,10 +166,10 @@ def functions(subject: Subject) -> None:
 
 
 def own_derivatives(subject: Subject) -> None:
-    """The derivative that a `ScoreFn` states for itself is kept, or the function refused."""
+    """A custom derivative of a `ScoreFn` is used, or the function is refused."""
     straight_through = jax.custom_jvp(lambda x: jnp.round(x))
     straight_through.defjvp(lambda x, dx: (jnp.round(x[0]), dx[0]))
-    # Of what is learnt and of integers too, and neither's derivative is its value's.
+    # A function of learnt values and of integers, whose custom derivative differs from that of its value.
     mixed = jax.custom_jvp(lambda x, y, i: x * y + jnp.where(i % 2 == 0, 0.5, 0.0))
     mixed.defjvp(lambda given, d: (mixed(*given), 3 * d[0] * given[1] - jnp.where(given[2] > 3, d[1], 0.0)))
 
@@ -226,7 +228,7 @@ def large_soft_cap(subject: Subject) -> None:
 
 
 def unsigned_lookups(subject: Subject) -> None:
-    """What a function looks up keeps its dtype: unsigned numbers above 2 ** 31 are no negative ones."""
+    """Values that a function looks up keep their dtype: unsigned numbers above 2 ** 31 don't become negative."""
     n, d = fitted(subject, 24)
     numbers = jnp.asarray(np.random.default_rng(0).integers(0, 2**32, n, dtype=np.uint32))
 
@@ -239,12 +241,12 @@ def unsigned_lookups(subject: Subject) -> None:
 
 # Arrays and functions in addition to query and key, each sliced with them in its own way.
 _ON_A_MESH: Final = (("Lengths", "ALiBi"), ("mask per head", "ScoreFn"), ("mask per batch", "sinks"), ("MaskFn", "GQA"))
-# For an operation that refuses all of these.
+# Combinations for an operation that refuses all of `_ON_A_MESH`.
 _LESS_ON_A_MESH: Final = (("Causal", "GQA"), ())
 
 
 def mesh(subject: Subject) -> None:
-    """Under a mesh that cuts batch and heads it is right; needs four devices."""
+    """On a mesh that shards batch and heads the results are right; needs four devices."""
     devices = jax.devices()
     if len(devices) < 4:
         raise NotRunError(f"needs 4 devices, and has {len(devices)}: set JAX_NUM_CPU_DEVICES=4")

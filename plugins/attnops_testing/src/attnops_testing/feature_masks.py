@@ -77,7 +77,7 @@ def _prefix(B: int, H: int, T: int, S: int) -> ExpectedMask:
 
 
 def _ids(B: int, length: int) -> Array:
-    """Three documents per row, cut at other places in each, [B, length]."""
+    """Three documents per row, with other borders in each row, [B, length]."""
     return (np.arange(length)[None, :] * 3 + 2 * np.arange(B)[:, None]) // length
 
 
@@ -96,7 +96,7 @@ def _lengths(B: int, H: int, T: int, S: int) -> ExpectedMask:
 
 
 def _is_token(B: int, S: int) -> Array:
-    """Holes here and there, and another beginning in each row, [B, S]."""
+    """Which keys are tokens, [B, S]: some holes, and another first token in each row."""
     kv = np.arange(S)[None, :]
     return (kv >= 2 * np.arange(B)[:, None]) & (kv % 5 != 3)
 
@@ -126,7 +126,7 @@ def _tree(B: int, T: int) -> Array:
 
 
 def _descends(parents: Array, offset: Array, S: int) -> Array:
-    """Who sees whom by walking up from each drafted token, [B, 1, T, S]."""
+    """Which keys each drafted token sees, found by walking up from it to its root, [B, 1, T, S]."""
     B, T = parents.shape
     seen = np.broadcast_to(np.arange(S) < offset[:, None, None], (B, T, S)).copy()
     for b, i in np.ndindex(B, T):
@@ -144,7 +144,7 @@ def _ancestors(B: int, H: int, T: int, S: int) -> ExpectedMask:
 
 
 def _ancestors_at(B: int, H: int, T: int, S: int) -> ExpectedMask:
-    """As over a cache whose rows have other lengths: keys after the drafted ones are seen by none."""
+    """As over a cache whose rows differ in length: no query sees the keys after the drafted ones."""
     parents, committed = _tree(B, T), np.maximum(S // 2 - 3 * np.arange(B), 0)
     mask = Ancestors(parents).at(committed[:, None] + np.arange(T))
     return ExpectedMask(mask, _descends(parents, committed, S))

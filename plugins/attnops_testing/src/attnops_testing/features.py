@@ -35,10 +35,10 @@ class Spec:
     """The description of a problem; the defaults are the plain one, which every operation should serve.
 
     Attributes:
-        block: queries, and keys, a tile; lengths are counted in it.
-        multiple: lengths are rounded down to multiples of it, unless they are given in tokens.
-        T: tiles of queries, and how many queries more: an int, or a fraction of a tile.
-        S: tiles of keys, and how many keys more: an int, or a fraction of a tile; None for T.
+        block: queries, and keys, per tile; the unit of lengths.
+        multiple: lengths that are given in tiles are rounded down to a multiple of it.
+        T: (tiles, more): whole tiles of queries, and a number of further queries (an int) or a fraction of a tile.
+        S: the same for keys; None for T.
         B, H, K, D: dimensions.
         Dv: None for D.
         dtype: the dtype of query, key, value and sinks.
@@ -46,9 +46,9 @@ class Spec:
         mixed: whether key and value have another dtype: bfloat16 if ``dtype`` is float32, else float32.
         bias: one of `ARRAY_BIASES`, "rising", "-inf" or "lowest", or "ALiBi", "RelativePosition", "ScoreFn".
         bias_dtype: None for ``dtype``.
-        mask: see `attnops_testing.feature_masks`.
-        traced_mask: see `Problem`.
-        padding: hides tokens on top of the mask.
+        mask: the mask of the problem, as in `attnops_testing.feature_masks.MASKS`; None for none.
+        traced_mask: whether the mask's arrays are arguments of the compiled program rather than constants.
+        padding: hides further tokens in addition to the mask.
         sinks, dropout_prob, softmax_scale, logits_soft_cap, return_lse, return_weights: the contract's.
         layout, runtime_dtype: the metadata's; None to keep its values.
     """
@@ -83,7 +83,7 @@ class Spec:
         """The problem, with random arrays.
 
         Args:
-            metadata: to which layout, dtype, dropout and tile sizes are added.
+            metadata: the operation's metadata, whose layout, dtype, dropout and tile sizes are set.
             seed: the seed of the arrays and cotangents.
         """
         rng = np.random.default_rng(seed)
@@ -93,7 +93,7 @@ class Spec:
         shape = self.B, self.H, T, S
 
         def draw(*shape: int, dtype: str | None = None) -> Array:
-            # Bounded, of variance 1: with a tail, a single score would determine the error that the rule allows.
+            # Bounded, with variance 1: with a long tail a single score would determine the error that the rule allows.
             return rng.uniform(-(3**0.5), 3**0.5, shape).astype(jnp.dtype(dtype or self.dtype))
 
         other = "bfloat16" if self.dtype == "float32" else "float32"
@@ -101,7 +101,7 @@ class Spec:
         query, key = draw(self.B, T, self.H, self.D), draw(self.B, S, self.K, self.D, dtype=kv_dtype)
         value = draw(self.B, S, self.K, self.Dv or self.D, dtype=kv_dtype)
         if self.large:
-            # By query only: if one key had all the weight, few errors would show.
+            # Varies by query only: if one key had all the weight, few errors would show.
             size = _LARGE / abs(self.softmax_scale or metadata.softmax_scale or self.D**-0.5)
             query[..., 0] = np.where(np.arange(T) % 2, -size, size)[:, None]
             key[..., 0] = 1
@@ -191,7 +191,8 @@ class Feature:
         name: in tables.
         group: features of one group exclude each other, except masks, which are joined by ``&``.
         changes: fields of `Spec`; a function gives a field for the plain problem.
-        trivial: whether other features hold trivially with it, so that a problem with it does not test pairs of others.
+        trivial: whether it makes other features have no effect, so that a problem with it does not test pairs of
+            others.
         cost: its time in a kernel language's interpreter, as a multiple of the plain problem's.
     """
 
@@ -245,7 +246,7 @@ def combine(names: Iterable[str], block: int = 16, fit: Fit | None = None) -> Sp
 
     Args:
         names: the names of the features.
-        block: queries, and keys, a tile.
+        block: queries, and keys, per tile.
         fit: the plain problem, whose block is used. None: the default one, in tiles of ``block``.
 
     Raises:

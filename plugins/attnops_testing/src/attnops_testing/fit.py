@@ -22,9 +22,9 @@ class Fit:
     """The plain problem of a kernel.
 
     Attributes:
-        block: queries, and keys, a tile.
-        multiple: of which lengths must be multiples.
-        tiles: whole tiles of queries, and of keys; half a tile more is the length, rounded down to a multiple of
+        block: queries, and keys, per tile.
+        multiple: lengths must be multiples of it.
+        tiles: whole tiles of queries, and of keys. Lengths are half a tile more, rounded down to a multiple of
             ``multiple``.
         B: batch.
         H: heads, as many as kv heads.
@@ -41,7 +41,9 @@ class Fit:
     dtype: str = "float32"
 
     def tokens(self, tiles: int, more: float) -> int:
-        """A length of so many tiles and a fraction of one more; an int is a number of tokens, and is not rounded."""
+        """A length in tokens: so many tiles, and a fraction of a tile more. If ``more`` is an int it is a number of
+        tokens, and nothing is rounded.
+        """
         if isinstance(more, int):
             return tiles * self.block + more
         return max(self.multiple, int((tiles + more) * self.block) // self.multiple * self.multiple)
@@ -50,12 +52,12 @@ class Fit:
 def find_fit(
     reasons: Callable[[AttentionRequest], Iterable[Reason]], plain: AttentionRequest, block: int, dtypes: Iterable[str]
 ) -> Fit:
-    """The first problem that a kernel does not refuse; the default one where it refuses all.
+    """The first problem that a kernel does not refuse; the default one if it refuses all.
 
     Args:
         reasons: why the kernel refuses a request.
         plain: the request of a call of any shape, without options.
-        block: the least queries, and keys, a tile.
+        block: the fewest queries, and keys, per tile.
         dtypes: those to try, the preferred first.
     """
     for fit in _candidates(block, dtypes):

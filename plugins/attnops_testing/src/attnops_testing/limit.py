@@ -21,11 +21,11 @@ def default_limit(interpret: bool) -> float:
 def limited(name: str, seconds: float, report: Callable[[Outcome], None]) -> Iterator[None]:
     """A context that ends the process with status 1 if it is not left in time.
 
-    Compiled code can't be interrupted. Where it never lets go of Python's lock, nor does this end it.
+    Compiled code can't be interrupted. If it never releases Python's lock, this context can't end it either.
 
     Args:
         name: the name of the check.
-        seconds: that it may take.
+        seconds: the time limit.
         report: is called first, in another thread, with the outcome and the stack at that time.
     """
     checking = threading.get_ident()

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from attnops.typing import Function, PyTree
 
 _ROW: Final = (0, 1, 7)  # batch, head and query of the bias that is not finite
-_KEY: Final = 3  # which that query sees; the second key it does not
+_KEY: Final = 3  # a key that this query sees; it does not see the second key
 _HIDDEN_KEY: Final = 21
-# Of each case, what the bias is at one score, and the sink of head 1.
+# By case: the bias at one score, and the sink of head 1.
 CASES: Final[dict[str, tuple[float, float]]] = {
     "bias +inf": (np.inf, 0.5),
     "bias NaN": (np.nan, 0.5),
@@ -31,13 +31,14 @@ CASES: Final[dict[str, tuple[float, float]]] = {
 
 
 def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradients: bool = True) -> None:
-    """Output and logsumexp are the oracle's, NaN where it has NaN, and so are the gradients of the other rows.
+    """Assert that output, logsumexp and the gradients of finite rows equal the oracle's, with NaN exactly where it has
+    NaN.
 
-    One row is fully masked, and a masked score has a bias of NaN: neither becomes NaN.
+    One row is fully masked, and a masked score has a bias of NaN: neither may become NaN.
 
     Args:
         operation: what is checked.
-        case: of `CASES`.
+        case: a key of `CASES`.
         sinks: whether the call has sinks and asks for the logsumexp.
         gradients: whether gradients are checked.
 

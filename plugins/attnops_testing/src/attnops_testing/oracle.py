@@ -1,8 +1,8 @@
 """The oracle: attention and its gradients in numpy, written from the contract only, not from an implementation.
 
-Shapes are those of the layout "BTHD". Heads are repeated, masks and biases are arrays, all of T × S is there at once:
-what is plainest is easiest to believe. ``dtype`` is float64, but for the tolerance rule, which asks how wrong the
-same computation is in a narrower one.
+Shapes are those of the layout "BTHD". Heads are repeated, masks and biases are arrays, and all T × S scores are in
+memory at once, since the plainest computation is the easiest to trust. ``dtype`` is float64, except for the tolerance
+rule, which needs the error of the same computation in a narrower dtype.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What attention gives.
+    """The results of attention.
 
     Attributes:
         out: [B, T, H, Dv].
         weights: [B, H, T, S], after softmax and dropout.
         logsumexp: [B, H, T].
-        out_magnitude: like ``out``, of sums of absolute values: what rounding errors are relative to.
+        out_magnitude: like ``out``, computed with absolute values; rounding errors are relative to it.
     """
 
     out: Array
@@ -67,8 +67,9 @@ def attention(
         query: [B, T, H, D].
         key: [B, S, K, D].
         value: [B, S, K, Dv].
-        dtype: what everything is computed in.
-        **options: see `_forward`.
+        dtype: the dtype of the computation.
+        **options: the contract's options: softmax_scale, logits_soft_cap, sinks, and arrays ``mask``, ``bias`` and
+            ``keep`` (dropout) that broadcast to [B, H, T, S].
     """
     f = _forward(query, key, value, dtype, **options)
     out = _einsum("bhts,bshd->bthd", f.w, f.v)
@@ -151,8 +152,9 @@ def attention_gradients(
         d_out: [B, T, H, Dv].
         d_logsumexp: [B, H, T], or None.
         d_weights: [B, H, T, S], or None.
-        dtype: what everything is computed in.
-        **options: see `_forward`.
+        dtype: the dtype of the computation.
+        **options: the contract's options: softmax_scale, logits_soft_cap, sinks, and arrays ``mask``, ``bias`` and
+            ``keep`` (dropout) that broadcast to [B, H, T, S].
     """
     f = _forward(query, key, value, dtype, **options)
     d_out = np.asarray(d_out).astype(dtype)
@@ -174,8 +176,8 @@ def attention_gradients(
     values, magnitudes = {}, {}
     if options.get("bias") is not None:
         shape = np.shape(options["bias"])
-        # The products q · k are rounded too, and a weight's relative error is its score's error. In ``dtype`` that
-        # cancels in the sum of a row, but not where the scores are computed a second time, in another order.
+        # The products q · k are rounded too, and a weight's relative error is its score's absolute error. In ``dtype``
+        # these errors cancel in the sum over a row, but not if scores are recomputed in another order.
         products = _einsum("bthd,bshd->bhts", np.abs(f.q), np.abs(f.k)) * abs(f.scale)
         rounded = magnitude + np.abs(d_scores) * products
         values["bias"], magnitudes["bias"] = (_sum_to(x, shape) for x in (d_scores, rounded))
@@ -202,9 +204,9 @@ def attention_gradients(
 def _einsum(spec: str, x: Array, y: Array) -> Array:
     """`numpy.einsum` over one contracted axis.
 
-    In float32 it is summed in order, as by a plain loop: the order of summation of numpy, BLAS or a kernel is
-    unspecified, and the tolerance rule must not depend on it. 16-bit inputs are accumulated in
-    float32 and the result is rounded, as processors do it.
+    float32 is summed in order, as in a plain loop: numpy, BLAS and kernels don't specify their order of summation, and
+        the tolerance rule must not depend on it. 16-bit inputs are accumulated in float32 and the result is rounded, as
+        processors do.
     """
     if x.dtype.itemsize <= 2:
         return np.einsum(spec, x.astype(np.float32), y.astype(np.float32)).astype(x.dtype)
@@ -243,7 +245,7 @@ def alibi_gradient(d_bias: Array, slopes: ArrayLike, T: int, S: int) -> Array:
 
 
 def score_pattern(factors: ArrayLike, pattern: Array) -> Array:
-    """A bias of one factor a head times a pattern [T, S]: [1, H, T, S]."""
+    """A bias [1, H, T, S]: one factor per head times a pattern [T, S]."""
     return np.asarray(factors, np.float64)[None, :, None, None] * pattern
 
 
@@ -269,7 +271,7 @@ def relative_position_gradient(
 
 
 def relative_position_buckets(buckets: int, T: int, S: int, bidirectional: bool, max_distance: int) -> Array:
-    """The bucket of each pair, [T, S], as the T5 paper tells it, one pair at a time."""
+    """The bucket of each pair, [T, S], computed one pair at a time as the T5 paper defines it."""
 
     def bucket(distance: int) -> int:
         count, first = buckets, 0
@@ -296,7 +298,7 @@ def _distance(T: int, S: int) -> Array:
 
 
 def dropout_keep(words: ArrayLike, prob: float, shape: tuple[int, int, int, int]) -> Array:
-    """Which weights the portable dropout keeps, boolean [B, H, T, S], in the integers of Python's own arithmetic.
+    """Which weights the portable dropout keeps, boolean [B, H, T, S], computed with Python integers.
 
     Args:
         words: the first two words of `attnops.dropout.dropout_seed`, 32 bits each.

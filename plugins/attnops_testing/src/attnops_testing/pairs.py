@@ -17,13 +17,13 @@ from attnops_testing.fit import Fit
 # The most features in one problem, so that each still has an effect.
 ROW: Final = 5
 
-# Pairs with which kernels have been wrong, though right with each feature: in every sample.
+# Pairs that kernels got wrong although each feature alone was right; they are in every sample.
 ALWAYS: Final = (("GQA", "Segments"), ("D ≠ Dv", "sinks"), ("SlidingWindow", "logsumexp"), ("T < S", "Causal"))
 
-# A feature that has an effect only with the other: with any other dtype this bias is an ordinary one.
+# Features that have an effect only together with another: with other dtypes a float32 bias is an ordinary one.
 COMPANIONS: Final = {"bfloat16": "float32 bias"}
 
-# Features whose scores are so far apart that changes by features of `OF_SCORES` hardly show.
+# Features with scores so far apart that changes by the features of `OF_SCORES` hardly show.
 EXTREME: Final = frozenset({"rising bias", "bias near finfo.min", "large logits"})
 OF_SCORES: Final = frozenset({"bias", "scale", "logits", "cap", "sinks"})
 # A float32 sum of so many products of large logits is off by more than numpy's, which the tolerance goes by: XLA's CPU
@@ -37,13 +37,13 @@ def joined(names: Sequence[str]) -> str:
 
 
 def changing(fit: Fit | None = None) -> tuple[str, ...]:
-    """The features that a problem of this fit does not have anyway."""
+    """The features that change the plain problem of this fit."""
     plain = combine([], fit=fit)
     return tuple(name for name in FEATURES if combine([name], fit=fit) != plain)
 
 
 def proven_pairs(row: Sequence[str]) -> list[tuple[str, str]]:
-    """The pairs that a problem with all features of the row proves."""
+    """The pairs that a problem with all features of the row tests."""
     trivial = {name for name in row if FEATURES[name].trivial}
     return [pair for pair in itertools.combinations(row, 2) if not trivial or trivial & set(pair)]
 
@@ -63,8 +63,8 @@ def all_pairs(names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
 def rows_of_each() -> tuple[tuple[str, ...], ...]:
     """Combinations in which every feature occurs once, as few as the largest group allows and equally costly.
 
-    A row has at most two masks, joined by ``&``, either of which hides what the other shows. Features that make others
-    hold trivially have a row of their own.
+    A row has at most two masks, joined by ``&``, each of which hides keys that the other shows. Features that make
+    others trivial are alone in their row.
     """
     order = list(FEATURES)
     sizes = collections.Counter(feature.group for feature in FEATURES.values())
@@ -105,7 +105,7 @@ def _combine(row: Sequence[str]) -> bool:
         return False
     if new.group not in ("mask", "padding"):
         return True
-    # None may hide all that the others hide.
+    # No mask may hide everything that the others hide.
     shape = 2, 2, 24, 24
     seen = [
         np.broadcast_to(feature.changes[feature.group](*shape).visible, shape)
@@ -119,7 +119,7 @@ def _combine(row: Sequence[str]) -> bool:
 
 
 def sampled_pairs() -> list[tuple[str, str]]:
-    """Pairs in which every feature occurs that some other combines with.
+    """Pairs in which every feature occurs that can be combined with another.
 
     Those of `ALWAYS` first; then each feature with one from as far away in the table as possible.
     """
@@ -146,9 +146,9 @@ def sampled_pairs() -> list[tuple[str, str]]:
 
 @functools.cache
 def covering_rows() -> tuple[tuple[str, ...], ...]:
-    """Combinations of at most `ROW` features in which every pair is proven, each by the first that has it.
+    """Combinations of at most `ROW` features that together test every pair.
 
-    Greedy all-pairs testing (Cohen et al. 1997, "The AETG system"), seeded by nothing: always the same rows.
+    Greedy all-pairs testing (Cohen et al. 1997, "The AETG system"). Deterministic.
     """
     missing, changes = dict.fromkeys(all_pairs()), changing()
     order = {name: i for i, name in enumerate(FEATURES)}
@@ -170,7 +170,7 @@ def covering_rows() -> tuple[tuple[str, ...], ...]:
 
 
 def _gain(row: Sequence[str], feature: str, missing: dict[tuple[str, str], None], order: dict[str, int]) -> int:
-    """How many missing pairs the row proves with the feature and not without."""
+    """The number of missing pairs that the row tests with the feature and not without it."""
     if FEATURES[feature].trivial:
         return 0  # it would take away what the others prove
     trivial = [name for name in row if FEATURES[name].trivial]

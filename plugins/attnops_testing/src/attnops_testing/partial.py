@@ -1,4 +1,4 @@
-"""Checks of an operation's partial softmaxes and their gradients: see `attnops.softmax`."""
+"""Checks of an operation's partial softmaxes (`attnops.softmax`) and their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnops.dropout import ShiftedKey
 from attnops.masks import Causal
 from attnops.softmax import Contribution, PartialSoftmax, contribution, merge
 
-# Queries, keys, and the first key of the second part, inside a tile; the first queries see none of its keys.
+# Queries; keys; and where the keys are split in two, inside a tile. The first queries see no key of the second part.
 _T, _S, _CUT = 48, 80, 40
 _TOLERANCE: Final = 2e-5
 
@@ -44,7 +44,7 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
         platform: the platform of the forward.
         features: ``"plain"``, a causal mask; ``"bias"``, a bias and a soft cap; ``"low"``, a bias that puts some
             rows at −1e9, where float32 rounding loses log(l) in the logsumexp; ``"dropout"``, dropout.
-        **fields: of the metadata.
+        **fields: fields of the metadata.
 
     Raises:
         AssertionError: one differs.
@@ -54,7 +54,7 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
     operation: Any = OperationRegistry.create(name, metadata)
     vanilla: Any = OperationRegistry.create("attnops:vanilla", OperationMetadata(platform="cpu", dropout_prob=prob))
     (q, k, v, d_out), d_lse, bias = _arrays(features)
-    # Query i is at i + 20: it sees keys of the second part from the 20th row on.
+    # Query i is at position i + 20, so that queries from the 20th on see keys of the second part.
     offset = _CUT - 20
 
     def key_of(first: int) -> ShiftedKey | None:

@@ -44,12 +44,11 @@ class Problem:
         options: the contract's options, as the caller gives them.
         metadata: the metadata that the operation is made with.
         seed: the seed of the random cotangents.
-        visible: what the mask allows, booleans that broadcast to [B, H, T, S], where that is known by other means than
-            the mask. None: the mask is asked.
-        poison: by name ("query", "key", "value"): booleans [B, length], the tokens that hold NaN in every head. The
-            mask must hide them; the arrays above hold numbers there, which the oracle sees.
-        score_pattern: [T, S], not negative: what a `ScoreFn` multiplies its first argument, [H], by and adds to the
-            scores.
+        visible: what the mask allows, booleans that broadcast to [B, H, T, S], computed independently of the mask.
+            None: the mask computes them.
+        poison: by name ("query", "key", "value"), booleans [B, length]: the tokens that are NaN in every head when the
+            operation gets them. The mask must hide them; the oracle gets the numbers in the arrays above.
+        score_pattern: [T, S], not negative: a `ScoreFn` adds its first argument, [H], times this pattern to the scores.
         traced_mask: the mask's arrays are arguments of the compiled program, not constants.
     """
 
@@ -118,7 +117,7 @@ class Problem:
 
     @functools.cached_property
     def cotangents(self) -> dict[str, Any]:
-        """Random cotangents of every output that is asked for, in the outputs' dtypes."""
+        """Random cotangents of every requested output, in the outputs' dtypes."""
         rng = np.random.default_rng(self.seed)
         B, H, T, S = self.shape
         out = {"attention_outputs": rng.normal(size=(B, T, H, self.value.shape[-1])).astype(self.dtype)}
@@ -131,10 +130,11 @@ class Problem:
     def call(
         self, operation: OperationImpl, inputs: dict[str, jax.Array], mask: Mask | ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Run the call with other values for its inputs; outputs that are not None, by name, heads after length.
+        """Run the call with these values for its inputs. Returns the outputs that are not None by name, in the layout
+        "BTHD".
 
         Args:
-            operation: what runs it.
+            operation: the operation that is called.
             inputs: values in place of those of `inputs`.
             mask: a mask in place of the options'.
         """
@@ -243,7 +243,7 @@ class Problem:
                 self._check_structured(gradients[name], exact, narrow)
                 continue
             assert gradients[name].dtype == self.inputs[name].dtype
-            # A gradient is rounded to its own input's dtype at the end.
+            # A gradient is rounded to its input's dtype at the end.
             widest = max(dtype, gradients[name].dtype, key=lambda d: jnp.finfo(d).eps)
             allowed = tolerance(value, narrow.values[name], exact.magnitudes[name], widest, GRADIENT_FACTOR)
             assert_close(f"gradient of {name}", gradients[name], value, allowed)
@@ -261,7 +261,7 @@ class Problem:
 
     def _check_structured(self, gradient: object, exact: oracle.Gradients, narrow: oracle.Gradients) -> None:
         value, other = (self._structured("_gradient", np.float64(g.values["bias"])) for g in (exact, narrow))
-        # Distances and counts are not negative, so magnitudes go the way of the gradients but for their sign.
+        # Distances and counts are not negative, so that magnitudes are computed as gradients are, except for the sign.
         magnitude = np.abs(self._structured("_gradient", exact.magnitudes["bias"]))
         (leaf,) = (x for x in jax.tree.leaves(gradient) if x.dtype != jax.dtypes.float0)
         allowed = tolerance(value, other, magnitude, self.dtype, GRADIENT_FACTOR)

@@ -1,4 +1,5 @@
-"""Operations that are not softmax attention, held to a reference of their author's: linear attention, rms_norm, ….
+"""Checks of operations that are not softmax attention (linear attention, rms_norm, …) against a reference by their
+author.
 
 The reference is the computation written plainly in `jax.numpy`, in the dtype of its arguments. In float64 it is the
 truth, gradients included; in the input's dtype it determines the error that the tolerance rule allows.
@@ -38,15 +39,15 @@ ReferenceProblem = Callable[[np.random.Generator], tuple[tuple[Any, ...], dict[s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceSubject:
-    """An operation, and what it is held to.
+    """An operation and the reference that it is compared with.
 
     Attributes:
         operation: its name, ``distribution:name``, or its class.
         reference: a function of the same arguments and options in `jax.numpy`, which computes in their dtype and gives
             the arrays that the operation gives, in the same order.
-        platform: see `OperationMetadata`; None for this machine's.
-        interpret: see `OperationMetadata`.
-        metadata: further fields.
+        platform: the platform whose forward is checked, such as "cuda"; None for this machine's.
+        interpret: whether kernels run in their language's interpreter.
+        metadata: further fields of the operation's metadata.
         gradients: whether it has a backward pass.
     """
 
@@ -58,7 +59,7 @@ class ReferenceSubject:
     gradients: bool = True
 
     def make(self) -> BaseOperation:
-        """The operation; what it can't serve it refuses."""
+        """The operation, which refuses what it can't serve."""
         metadata = self.metadata.replace(
             platform=self.platform, interpret=self.interpret, on_unsupported="error",
             mode=self.metadata.mode or ("train" if self.gradients else "prefill"),
@@ -68,7 +69,7 @@ class ReferenceSubject:
         return self.operation(metadata)
 
     def check(self, problem: ReferenceProblem, check: str, dtype: str = "float32", name: str = "") -> Outcome:
-        """One of `CHECKS` of one problem in one dtype."""
+        """Run one of `CHECKS` on one problem in one dtype."""
         return attempt(
             " ".join(filter(None, (name, dtype, check))), lambda: CHECKS[check](self, _Call.draw(problem, dtype, 0))
         )
@@ -76,7 +77,7 @@ class ReferenceSubject:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One draw of a problem: floating-point arrays apart from the rest."""
+    """One drawn call of a problem, with floating-point arrays separate from its other arguments."""
 
     problem: ReferenceProblem
     dtype: str
@@ -100,7 +101,7 @@ class _Call:
         return self.draw(self.problem, self.dtype, seed)
 
     def run(self, function: Callable[..., object], arrays: Iterable[ArrayLike]) -> list[jax.Array]:
-        """What a function gives for other values of the arrays: its arrays in order."""
+        """The arrays that a function returns, in order, if the call's arrays have these values."""
         floats, others = iter(arrays), iter(self.others)
         leaves = [next(floats) if is_array else next(others) for is_array in self.is_array]
         arguments, options = jax.tree.unflatten(self.tree, leaves)
@@ -126,7 +127,7 @@ def _truth(subject: ReferenceSubject, call: _Call) -> tuple[list[Array] | None, 
     shapes = jax.eval_shape(lambda *x: call.run(subject.reference, x), *call.arrays)
     rng = np.random.default_rng(17)
     cotangents = [rng.normal(size=x.shape) for x in shapes] if subject.gradients else None
-    # Cotangents reach the operation rounded; so do they the reference.
+    # The operation gets rounded cotangents, and so must the reference.
     if cotangents is not None:
         cotangents = [np.asarray(c.astype(x.dtype), np.float64) for c, x in zip(cotangents, shapes, strict=True)]
     narrow = _values(call, subject.reference, call.arrays, cotangents)
@@ -179,7 +180,7 @@ def _vmap(subject: ReferenceSubject, call: _Call) -> None:
     stacked = [jnp.stack(pair) for pair in zip(*(x.arrays for x in calls), strict=True)]
     found = jax.jit(jax.vmap(lambda *x: _values(call, operation, x, truths[0][0])))(*stacked)
     for i, (cotangents, exact, narrow) in enumerate(truths):
-        del cotangents  # those of equal shapes are equal
+        del cotangents  # cotangents of equal shapes are equal
         _compare(call, jax.tree.map(lambda x, i=i: x[i], found), exact, narrow)
 
 
@@ -195,9 +196,10 @@ def _deterministic(subject: ReferenceSubject, call: _Call) -> None:
 
 
 def _control(subject: ReferenceSubject, call: _Call) -> None:
-    """The problem can fail: with any one array drawn anew the reference's answer is beyond what the rule allows.
+    """The problem can fail: if any one array is drawn anew, the reference's result changes by more than the rule
+    allows.
 
-    An array that changes nothing could be ignored, and this problem would not show it.
+    Otherwise an operation could ignore this array, and the problem would not show it.
     """
     _, exact, narrow = _truth(subject, call)
     other = call.again(1)
@@ -233,7 +235,7 @@ def check_against(
     dtypes: Iterable[str] = ("float32",),
     gradients: bool = True,
 ) -> list[Outcome]:
-    """Hold an operation that is not softmax attention to a reference of its own.
+    """Check an operation that is not softmax attention against a reference.
 
     ::
 
@@ -249,12 +251,13 @@ def check_against(
     if an array were ignored.
 
     Args:
-        operation: see `ReferenceSubject`.
-        reference: see `ReferenceSubject`.
-        problems: by name, see `ReferenceProblem`.
-        platform: see `OperationMetadata`.
-        interpret: see `OperationMetadata`.
-        metadata: further fields.
+        operation: its name, ``distribution:name``, or its class.
+        reference: a function of the same arguments and options in `jax.numpy`, which computes in their dtype and
+            returns the same arrays as the operation, in the same order.
+        problems: by name, functions of a `numpy.random.Generator` that draw the arguments and options of a call.
+        platform: the platform whose forward is checked, such as "cuda"; None for this machine's.
+        interpret: whether kernels run in their language's interpreter.
+        metadata: further fields of the operation's metadata.
         dtypes: those that floating-point arrays are cast to, one after the other.
         gradients: whether it has a backward pass.
 

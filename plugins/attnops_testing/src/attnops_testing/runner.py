@@ -30,7 +30,7 @@ from attnops_testing.problem import FAST_COMPILE, Problem
 
 
 class Status(enum.StrEnum):
-    """What became of a check."""
+    """The outcome of a check."""
 
     RIGHT = "right"
     REFUSED = "refused"
@@ -40,15 +40,15 @@ class Status(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a check.
+    """The outcome of a check.
 
     Attributes:
-        name: the feature, or what else was checked; features combined are joined by " + ".
-        status: see `Status`.
+        name: the feature or behaviour that was checked; combined features are joined by " + ".
+        status: right, refused, wrong or not run.
         detail: the reasons of a refusal, what is wrong, or why it was not run.
-        raised: the name of the exception, where it is wrong because it raised one and not because of a value.
+        raised: the name of the exception, if the outcome is wrong because of an exception; empty if because of a value.
         traceback: the traceback of that exception, as text.
-        rules: of a refusal: its reasons without their values, so that refusals that say one thing are equal.
+        rules: the reasons of a refusal without their values, so that refusals for the same rule are equal.
     """
 
     name: str
@@ -90,9 +90,10 @@ def refused(name: str, reasons: Iterable[Reason]) -> Outcome:
 
 
 def judged(outcome: Outcome, refuses: Collection[str], behaviour: bool = False) -> Outcome:
-    """The outcome, given the names of what is declared to be refused; they mean nothing for any other.
+    """The outcome, given the names of features and behaviours that are declared as refused.
 
-    What is named must not be right. A behaviour that is named may also raise: JAX refuses some for the operation.
+    A named one must not be right. A named behaviour may also raise, since JAX refuses some of them for the operation.
+    Outcomes with other names are returned unchanged.
     """
     if outcome.name not in refuses or outcome.status is Status.REFUSED:
         return outcome
@@ -104,7 +105,7 @@ def judged(outcome: Outcome, refuses: Collection[str], behaviour: bool = False) 
 
 
 def _is_of_the_suite(error: AssertionError) -> bool:
-    """Whether a comparison of the suite failed, and not an assertion of what it runs."""
+    """Whether the error comes from a comparison of the suite rather than from an assertion in the code that it runs."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [module for module in modules if module.partition(".")[0] not in ("numpy", "contextlib")]
     return own[-1].startswith("attnops_testing.")
@@ -114,7 +115,7 @@ _OF_ITS_OWN: Final = "attnops_testing.check_against holds an operation to a refe
 
 
 class NothingToCheckError(ValueError):
-    """What would be checked is the core's native forward, not the kernel that was meant."""
+    """The check would run the core's native forward instead of the kernel that was meant."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,12 +124,13 @@ class Subject:
 
     Attributes:
         operation: its name, ``distribution:name``, or its class.
-        platform: see `OperationMetadata`; None for this machine's.
-        interpret: see `OperationMetadata`.
+        platform: the platform whose forward is checked, such as "cuda"; None for this machine's.
+        interpret: whether kernels run in their language's interpreter.
         mode: the runtime mode; gradients are checked in train mode only.
         block: queries and keys per tile, small so that small problems have several; larger for a kernel whose lengths
             must be multiples of a larger number.
-        dtype: the dtype of the plain problem. None: float32, else the first of bfloat16 and float16 that it serves.
+        dtype: the dtype of the plain problem. None: the first of float32, bfloat16 and float16 that the operation
+            serves.
         metadata: further fields, on top of which the above are set.
 
     Raises:
@@ -160,7 +162,8 @@ class Subject:
         """The class that is checked.
 
         Raises:
-            ValueError, PluginError: see `OperationRegistry.get`; or it is no operation of query, key and value.
+            ValueError: no operation has the name, or it is not an operation on query, key and value.
+            PluginError: the operation's plugin can't be loaded.
         """
         cls = OperationRegistry.get(self.operation, self.at) if isinstance(self.operation, str) else self.operation
         if not issubclass(cls, OperationImpl):
@@ -237,7 +240,7 @@ class Subject:
 
     @functools.cached_property
     def fit(self) -> Fit:
-        """The plain problem that the operation serves; the default one where it serves none."""
+        """The plain problem that the operation serves; the default one if it serves none."""
         operation = self.make(self.base)
         cast = self.base.runtime_dtype
         dtypes = [self.dtype] if self.dtype else ["float32"] if cast else [d for d in DTYPES if d in self.limits.dtypes]
@@ -257,7 +260,9 @@ class Subject:
 
     @functools.cached_property
     def long(self) -> Subject:
-        """The same in long problems, of 2.5 tiles of at least 128: for what a kernel with tiles of its own does."""
+        """The subject with long problems, of 2.5 tiles of at least 128 tokens, for kernels that choose their tiles
+        themselves.
+        """
         fit = self.fit
         block = max(128, 2 * fit.multiple, fit.block)
         copy = dataclasses.replace(self)
@@ -267,7 +272,8 @@ class Subject:
         return copy
 
     def small(self, heads: int) -> Subject:
-        """The same with fewer heads, where the operation serves any number of them, and fewer tiles if interpreted.
+        """The subject with fewer heads, if the operation serves any number of them, and with fewer tiles if
+        interpreted.
 
         An interpreter's time grows with heads and tiles; 1.5 tiles have empty, partial and full ones and a ragged end.
         """
@@ -278,7 +284,7 @@ class Subject:
 
     @property
     def limits(self) -> Limits:
-        """What that forward declares."""
+        """The limits that the checked forward declares."""
         return self.make(self.base)._limits(self.forward)
 
     @property
@@ -288,7 +294,7 @@ class Subject:
 
     @property
     def compiler_options(self) -> dict[str, int] | None:
-        """See `attnops_testing.problem.FAST_COMPILE`; for CPUs only."""
+        """Options with which XLA compiles faster and optimises less; for CPUs only."""
         return FAST_COMPILE if jax.default_backend() == "cpu" else None
 
     def make(self, metadata: OperationMetadata) -> OperationImpl:
@@ -322,10 +328,10 @@ class Subject:
         return self._check_parts(row, proven_pairs(row), least=3)
 
     def _check_parts(self, row: Sequence[str], parts: Sequence[tuple[str, ...]], least: int) -> list[Outcome]:
-        """Parts of a row. Refusals are found without compiling.
+        """The outcomes of subsets of a row's features. Refusals need no compilation.
 
-        The other parts run in one problem, where that has at least ``least`` features; if it is wrong, or refused
-        although none of its parts is, each runs by itself.
+        The other subsets run in one problem if it has at least ``least`` features; if that is wrong, or refused
+        although no subset is, each subset runs by itself.
         """
         found = {part: self.refusal(part) for part in parts}
         served = [name for name in row if any(name in part for part in parts if found[part] is None)]

@@ -46,8 +46,8 @@ def problems(draw: st.DrawFn, max_length: int = 12, layouts: tuple[Layout, ...] 
     """Calls of small shapes with any combination of the contract's features.
 
     Args:
-        draw: hypothesis's.
-        max_length: of queries and of keys.
+        draw: the function that hypothesis passes.
+        max_length: the most queries, and the most keys.
         layouts: the layouts to draw from.
     """
     B, K, G = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -94,10 +94,10 @@ def problems(draw: st.DrawFn, max_length: int = 12, layouts: tuple[Layout, ...] 
 
 @st.composite
 def requests(draw: st.DrawFn, platforms: tuple[str, ...] = PLATFORMS) -> AttentionRequest:
-    """What the calls of `problems` say of themselves, as an operation's ``reasons`` and `attnops.explain` take it.
+    """Requests of calls as in `problems`, for an operation's ``reasons`` and `attnops.explain`.
 
     Args:
-        draw: hypothesis's.
+        draw: the function that hypothesis passes.
         platforms: the platforms to draw from.
     """
     problem = draw(problems())
@@ -112,7 +112,7 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
     """Mask expressions over every primitive, up to ``depth`` operators deep, whose arrays fit [B, H, T, S].
 
     Args:
-        draw: hypothesis's.
+        draw: the function that hypothesis passes.
         B: batch.
         H: heads.
         T: queries.
@@ -129,7 +129,7 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
         shape = draw(st.sampled_from([(), (1, 1), (B, 1), (1, H), (B, H)]))
         return int(rng.integers(low, high + 1)) if shape == () else rng.integers(low, high + 1, shape)
 
-    # Positions of queries, and of keys; the former leave no room for an offset.
+    # Which positions are explicit; with explicit query positions there is no offset.
     placed = draw(st.sampled_from(["", "", "", "", "", "q", "kv", "q and kv"]))
     offset = None if "q" in placed or draw(st.booleans()) else number(-T, S)
     leaf = draw(st.sampled_from(_LEAVES))

@@ -24,14 +24,15 @@ from attnops_testing.runner import Outcome, Subject, attempt, judged
 
 @dataclasses.dataclass(frozen=True)
 class SuitePart:
-    """One kind of checks.
+    """One group of checks of the suite.
 
     Attributes:
-        listed: what gives its cases: names, or names of features combined.
+        listed: a function that returns its cases: names, or tuples of names of features to be combined.
         run: checks a case.
         name: the name of a case.
-        quick: which cases, of what is compiled or interpreted, always run; the others upon request.
-        group: a name in ``refuses`` that stands for every case.
+        quick: given a case and whether kernels are interpreted, whether the case runs by default rather than on
+            request.
+        group: a name in ``refuses`` that stands for all of its cases.
     """
 
     listed: Callable[[], Collection[Any]]
@@ -42,11 +43,11 @@ class SuitePart:
 
     @functools.cached_property
     def cases(self) -> Collection[Any]:
-        """What it checks; computed when it is needed."""
+        """Its cases, computed at first use."""
         return self.listed()
 
     def check(self, subject: Subject, case: Any, refuses: Collection[str] = ()) -> list[Outcome]:
-        """The outcomes of a case, given the names of what is declared to be refused, see `judged`."""
+        """The outcomes of a case; ``refuses`` has the names of features and behaviours that are declared as refused."""
         outcomes = self.run(subject, case)
         every = self.group in refuses
         names = {outcome.name for outcome in outcomes} if every else refuses
@@ -75,19 +76,19 @@ def _memory(subject: Subject, case: str) -> list[Outcome]:
 
 # By name; `OperationConformance` has a test for each.
 SUITE: Final = {
-    # Every feature, several in a problem; below each by itself, and together with another that is served.
+    # Every feature, several per problem. Below: each by itself, and each together with another that is served.
     "each_feature": SuitePart(rows_of_each, Subject.check_row, quick=lambda row, interpret: True),
     "feature": SuitePart(lambda: FEATURES, _feature),
     "sampled_pair": SuitePart(sampled_pairs, Subject.check_pair_or_others),
-    # In several tiles of 128, as kernels that choose their tiles themselves have them.
+    # With several tiles of 128, for kernels that choose their tiles themselves.
     "long": SuitePart(
         lambda: LONG, lambda subject, row: _feature(subject.long, row), lambda row: f"long: {joined(row)}"
     ),
     "all_pairs": SuitePart(covering_rows, Subject.check_pairs),
     "behaviour": SuitePart(lambda: BEHAVIOURS, _behaviour, quick=lambda name, interpret: name not in CORNERS),
     "memory_growth": SuitePart(lambda: MEMORY, _memory, "memory, {}".format, lambda case, interpret: case == "Causal"),
-    # Every feature of calls over a cache, several in a problem; of interpreted kernels only the second row, which has
-    # more features than the first.
+    # Every feature of calls over a cache, several per problem. For interpreted kernels only the second row by default,
+    # which has more features than the first.
     "caches": SuitePart(
         cache_rows, check_cache_row, cache_name,
         lambda row, interpret: not interpret or row == cache_rows()[1], "caches",

@@ -58,7 +58,7 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
     "weights": {"return_weights": True},
 }
 
-# What a call over a cache needs: storages, one of which must do, and descriptions that all must be served.
+# For a row about caches: storages, one of which must be served, and descriptions, all of which must be served.
 CACHES: Final[dict[str, tuple[tuple[str, ...], tuple[dict[str, Any], ...]]]] = {
     "`DenseCache`": (("DenseCache",), ({},)),
     "`WindowCache`": (("WindowCache",), ({},)),
@@ -90,7 +90,7 @@ def row_request(feature: str, platform: str) -> AttentionRequest:
 
 
 def support(operation: type[OperationImpl], feature: str, platform: str) -> str:
-    """How an operation serves a feature on a platform.
+    """How an operation serves a feature on a platform, in train mode.
 
     Returns:
         "kernel" (the platform's own forward), "native" (the native forward, by design or instead of the platform's),

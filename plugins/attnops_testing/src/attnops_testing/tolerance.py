@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-# How many times as large an error may be as that of the same computation in the inputs' dtype.
+# The allowed error, as a multiple of the error of the same computation in the inputs' dtype.
 OUTPUT_FACTOR: Final = 2
 GRADIENT_FACTOR: Final = 3
 
@@ -26,7 +26,7 @@ def tolerance(exact: ArrayLike, same_dtype: ArrayLike, magnitude: ArrayLike, dty
         factor: `OUTPUT_FACTOR` or `GRADIENT_FACTOR`.
 
     Raises:
-        ValueError: ``same_dtype`` overflowed, so that there is no limit to hold anything to.
+        ValueError: ``same_dtype`` overflowed, so that the rule gives no limit.
     """
     finite = np.isfinite(exact)
     error = np.abs(np.where(finite, np.asarray(same_dtype, np.float64) - np.where(finite, exact, 0), 0))

@@ -21,16 +21,16 @@ EARLY = {True: 1, False: 0, "never": 2}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamPages:
-    """The pages of B · k beams, and as many rows more, in which the next beams are put together.
+    """The pages of B · k beams, in a pool with twice as many rows: the second half is for building the next beams.
 
     Attributes:
-        pool: of 2 · B · k rows; the first half are the beams.
+        pool: the pool of 2 · B · k rows; the first half are the beams.
     """
 
     pool: PagePool
 
     def reserved(self, caches: Caches, lengths: jax.Array) -> tuple[BeamPages, Caches]:
-        """Pages for so many tokens a beam, int32 [B · k]."""
+        """Reserve pages for this many tokens per beam, int32 [B · k]."""
         pool = self.pool.reserve(jnp.concatenate([lengths, jnp.zeros_like(lengths)]))
         return BeamPages(pool), _with_table(caches, pool.table[: len(lengths)])
 
@@ -51,7 +51,7 @@ def _with_table(caches: Caches, table: jax.Array) -> Caches:
 
 
 def _with_rows(caches: Caches, rows: jax.Array) -> Caches:
-    """Paged caches with what is known by row taken from other rows."""
+    """Paged caches whose arrays by row are taken from other rows."""
     names = ("lengths", "starts", "overflowed", "table")
     return tuple(
         dataclasses.replace(cache, **{name: getattr(cache, name)[rows] for name in names})  # type: ignore[misc]
@@ -66,15 +66,15 @@ class Beams:
 
     Attributes:
         caches: one a layer, of B · k rows.
-        pages: of paged caches.
+        pages: the pool of paged caches; None for other caches.
         tokens: the tokens of running sequences by index, int32 [B · k, S].
-        lengths: of them, int32 [B · k].
+        lengths: their lengths, int32 [B · k].
         first: the index of the first generated token, int32 [B · k].
         scores: their log-probabilities, float32 [B, k], largest first; −inf where there are fewer sequences.
-        ended_tokens: the ended tokens of finished sequences, int32 [B, k, S].
-        ended_lengths: of them, int32 [B, k].
-        ended_scores: log-probability / length ** length_penalty, float32 [B, k], largest first; −inf for none.
-        done: whether no running sequence matters, bool [B].
+        ended_tokens: the tokens of finished sequences, int32 [B, k, S].
+        ended_lengths: their lengths, int32 [B, k].
+        ended_scores: their log-probability / length ** length_penalty, float32 [B, k], largest first; −inf for none.
+        done: whether the search of a row has ended, bool [B].
         steps: calls of the model, int32 [].
     """
 
@@ -120,10 +120,10 @@ def _created(caches: Caches, pages: BeamPages | None, tokens: jax.Array, lengths
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamRules:
-    """What may change between calls: `Rules`, and those of beam search.
+    """What may change between calls of one program: `Rules`, and the parameters of beam search.
 
     Attributes:
-        rules: see `Rules`; nothing is sampled.
+        rules: penalty, end tokens and limits of length; its sampling is ignored.
         length_penalty: float32 [].
         early: int32 [], a value of `EARLY`.
     """
@@ -173,7 +173,8 @@ class BeamPrograms:
         scores = rules.rules.processed(scores, beams.tokens, lengths, beams.first, self.processor)
         V = scores.shape[1]
         total = (beams.scores[..., None] + scores.reshape(B, k, V)).reshape(B, k * V)
-        # So many that k of them are no ends: a beam has at most E ends among its candidates.
+        # Enough candidates that at least k of them are not end tokens: a beam has at most E end tokens among its
+        # candidates.
         count = min(k * max(2, 1 + rules.rules.ends.shape[0]), k * V)
         total, chosen = lax.top_k(total, count)
         parent, token = chosen // V, (chosen % V).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What to generate: the fields that Hugging Face's `GenerationConfig` has and this package honours, and no others."""
+"""`GenerationConfig`: the fields of Hugging Face's class of this name that this package honours, and no others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-# Fields of Hugging Face's class that are not honoured, with the values that ask for nothing. What is not listed is
+# Fields of Hugging Face's class that are not honoured, with the values that have no effect there. Any other field is
 # refused unless it is None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (True,),
@@ -42,28 +42,28 @@ class GenerationConfig:
     """What `generate` does. Every field is honoured, or refused with a `ValueError` where it does not fit the others.
 
     Attributes:
-        max_new_tokens: most tokens generated a row; None: from ``max_length``, or 20.
-        max_length: most tokens per row, the prompt and its padding included; None: from ``max_new_tokens``.
+        max_new_tokens: the most tokens generated per row; None: from ``max_length``, or 20.
+        max_length: the most tokens per row, the prompt and its padding included; None: from ``max_new_tokens``.
         min_new_tokens: tokens before which no end token is chosen.
         do_sample: draw tokens; else the most probable one is taken.
-        temperature: scores are divided by it; with ``do_sample`` alone, as the next three.
-        top_k: of the k largest scores alone, and those equal to the last of them; None for all.
-        top_p: of the fewest most probable tokens that have this probability together; None for all.
-        min_p: of tokens that have this share of the largest probability; None for all.
-        repetition_penalty: scores of tokens that the row has are divided by it if positive, else multiplied.
+        temperature: scores are divided by it. This and the next three fields need ``do_sample``.
+        top_k: only the k largest scores are drawn from, and those equal to the last of them; None for all.
+        top_p: only the most probable tokens are drawn from, as few as have this probability together; None for all.
+        min_p: only tokens with at least this share of the largest probability are drawn from; None for all.
+        repetition_penalty: scores of tokens that occur in the row are divided by it if positive, else multiplied.
         num_beams: sequences that beam search continues; 1 for none.
         length_penalty: beams are compared by log-probability / length ** length_penalty.
-        early_stopping: when a beam search ends: True, with ``num_beams`` finished sequences; False, when no running one
-            is better at its length; "never", when none can be better at any length.
+        early_stopping: when a beam search ends. True: once there are ``num_beams`` finished sequences. False: once no
+            running one is better at its current length. "never": once none can become better at any length.
         num_return_sequences: sequences of each row of the prompt, one after another.
         eos_token_id: the tokens that end a row; None: the model's; () for none.
         pad_token_id: what follows the end of a row; None: the model's, or its first end token, or 0.
         stop_strings: a row ends with the token that completes one of them; needs ``tokenizer``.
         prompt_lookup_num_tokens: tokens drafted at a time from an earlier place of the row that has the same last
             tokens, and verified in one call; None for no drafts. What is generated is the same.
-        max_matching_ngram_size: most last tokens that are compared for that.
-        cache_implementation: "static" (None is the same), a row of slots each; "sliding_window", rings in layers that
-            have a window; "paged", pages.
+        max_matching_ngram_size: the most last tokens that are compared to find drafts.
+        cache_implementation: "static" (or None): a `DenseCache` per layer; "sliding_window": a `WindowCache` in layers
+            with a window; "paged": a `PagedCache` per layer.
         page_size: slots per page, with "paged" alone.
         prefill_chunk_size: tokens of the prompt at a time; None: by the prompt's length, at most 512.
     """
@@ -179,12 +179,12 @@ class GenerationConfig:
         return () if given is None else (given,) if isinstance(given, str) else given
 
     def eos_ids(self, own: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The tokens that end a row, which are ``own`` if the config names none."""
+        """The tokens that end a row; ``own`` if the config names none."""
         given = self.eos_token_id
         return own if given is None else (given,) if isinstance(given, int) else given
 
     def new_tokens(self, prompt: int) -> int:
-        """Most tokens to generate after a prompt of so many, its padding included.
+        """The most tokens to generate after a prompt of this many tokens, its padding included.
 
         Raises:
             ValueError: ``max_length`` leaves none.

@@ -21,16 +21,16 @@ from attnops_lm.generation.text import Streamer, TextDecoder, TextOfRow
 
 
 class Generated(NamedTuple):
-    """What `generate` returns; of each row of the prompt ``num_return_sequences`` rows, one after another.
+    """What `generate` returns: for each row of the prompt ``num_return_sequences`` consecutive rows.
 
     Attributes:
         sequences: int32 [B, P + n]: the prompt as it was given, and ``tokens``.
-        tokens: int32 [B, n], the generated tokens, and padding after a row's end; n is that of the longest row.
-        lengths: how many of a row are generated, its end token included, int32 [B].
-        past_key_values: the caches, which hold all tokens but the last of each row; None of a beam search.
-        scores: of a beam search log-probability / length ** length_penalty, float32 [B]; else None.
+        tokens: int32 [B, n], the generated tokens, and padding after a row's end; n is the length of the longest row.
+        lengths: int32 [B], the number of generated tokens per row, its end token included.
+        past_key_values: the caches, which hold all tokens but the last of each row; None after a beam search.
+        scores: after a beam search, float32 [B], log-probability / length ** length_penalty; else None.
         drafted: tokens that were drafted, int32 [B].
-        accepted: of them those that were right.
+        accepted: the number of drafted tokens that were right, int32 [B].
         steps: calls of the model after the prompt.
         texts: with ``tokenizer``, the text of each row, up to a stop string and without end tokens; else None.
     """
@@ -70,13 +70,13 @@ class Call:
         return self.config.prompt_lookup_num_tokens or 0
 
     def rules(self) -> Rules:
-        """As data of the programs: NumPy's numbers, since each of JAX's made here would be a program of its own."""
+        """The rules as data of the programs: NumPy arrays, since creating each JAX array would compile a program."""
         c = self.config
         sampling = Sampling.create()
         if c.do_sample:
             off = 1.0 if c.top_p is None else c.top_p
             sampling = Sampling.create(c.temperature, c.top_k or 0, off, c.min_p or 0.0)
-        # At least two, so that a model with one end token and a caller with none or two share a program.
+        # At least two entries, so that no, one or two end tokens share a program.
         ends = (*self.eos, *(-1,) * (2 - len(self.eos)))
         numbers: Any = (
             np.float32(c.repetition_penalty), np.int32(c.min_new_tokens), np.int32(self.most),
@@ -98,7 +98,7 @@ def read_call(
     tokenizer: TextDecoder | None,
     chunk: int | None,
 ) -> Call:
-    """The arguments of `generate`, checked; see there."""
+    """Check the arguments of `Generation.generate`."""
     prompt = read_prompt(input_ids, attention_mask, model.config.vocab_size)
     most = config.new_tokens(int(prompt.lengths.max()))
     eos = config.eos_ids(model.config.eos_token_ids)
@@ -172,7 +172,7 @@ def generate(call: Call) -> Generated:
 def _with_host(
     call: Call, steps: StepProgram, leaves: Leaves, rows: GenerationRows
 ) -> tuple[GenerationRows, list[TextOfRow] | None]:
-    """The steps one by one: after each the host has its tokens, and says which rows have a stop string."""
+    """Run the steps one by one: after each the host gets its tokens, and decides which rows have a stop string."""
     B, rules, one = len(call.prompt.lengths), call.rules(), np.int32(1)
     texts = None if call.tokenizer is None else [TextOfRow(call.tokenizer, call.config.stops) for _ in range(B)]
     columns = _Columns(call, B)
@@ -203,7 +203,7 @@ def _with_host(
 
 
 class _Columns:
-    """Tokens of rows that may grow by different numbers, given to a streamer one of each row at a time."""
+    """Tokens of rows that may grow by different numbers; a streamer is given one token of each row at a time."""
 
     def __init__(self, call: Call, batch: int) -> None:
         self.streamer, self.pad = call.streamer, call.pad
@@ -283,11 +283,11 @@ def _texts(call: Call, tokens: np.ndarray, count: np.ndarray) -> list[str] | Non
 
 
 def on_host(x: jax.Array) -> np.ndarray:
-    """The whole array, in each of several processes too."""
+    """The whole array as NumPy, also with several processes."""
     return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 
 def _check_fit(caches: Caches) -> None:
-    """What `make_room` makes room for fits; a cache of the caller may have overflowed before."""
+    """Raise if the caller's caches had overflowed before; `make_room` has made room for everything else."""
     if rows := np.flatnonzero(on_host(caches[0].overflowed)).tolist():
         raise ValueError(f"past_key_values have overflowed in rows {rows}: tokens are missing in them")

@@ -49,9 +49,9 @@ class Generation:
         Args:
             input_ids: integers [B, P]; or lists of tokens of different lengths.
             generation_config: what to do; None for the defaults.
-            prng_key: a key, or keys [B]; with ``do_sample`` alone. What a row draws depends on its key and on its
-                tokens, not on the batch, the chunks or the drafts.
-            trace: whether steps are compiled. False runs them operation by operation, to look into them.
+            prng_key: a key, or keys [B]; used with ``do_sample`` alone. The tokens drawn for a row depend on its key
+                and its tokens, not on the batch, the chunks or the drafts.
+            trace: whether steps are compiled. False runs them operation by operation, for debugging.
             logits_processor: ``(tokens int32 [B, S], scores float32 [B, V], lengths int32 [B]) -> scores``, called when
                 a step is traced; of row b the first ``lengths[b]`` tokens are there, −1 for padding. Log-probabilities
                 in a beam search. Each function has programs of its own.
@@ -99,9 +99,10 @@ class Generation:
         Args:
             input_ids: integers [B, P].
             max_length: S, the tokens of a row, its padding included.
-            pad_token_id: see `init_cache`.
+            pad_token_id: not used, since lengths tell what is padding.
             starts: tokens of left padding, integers [B]; None: from ``attention_mask``.
-            shardings: see `init_cache`.
+            shardings: ``{"mesh": Mesh, "rules": AxisRules}``: where the caches lie; None: on the mesh of the model's
+                metadata, else on one device.
             attention_mask: [B, P], 0 for padding left or right of a row's tokens; None: no padding.
             token_type_ids: must be None: the models have no types of tokens.
             mask_info: must be None: give ``attention_mask``.
@@ -123,6 +124,6 @@ class Generation:
         return {"past_key_values": caches, "query_lengths": lengths, "logits_at": lengths[:, None] - 1}
 
     def update_inputs_for_generation(self, model_outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of the next call, of one token a row; see `prepare_inputs_for_generation`."""
+        """The keyword arguments of the next call, of one token per row, after `prepare_inputs_for_generation`."""
         rest = {name: x for name, x in model_kwargs.items() if name not in ("query_lengths", "logits_at")}
         return rest | {"past_key_values": model_outputs.past_key_values}

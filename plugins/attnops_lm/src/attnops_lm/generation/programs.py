@@ -21,13 +21,13 @@ Leaves = list[jax.Array]
 
 
 class Settings(NamedTuple):
-    """What the programs of steps of one model differ by.
+    """The static settings of a model's step program.
 
     Attributes:
         drafts: g, tokens that are drafted at a time.
-        ngram: most last tokens that drafts are looked up by.
+        ngram: the most last tokens by which drafts are looked up.
         processor: the processor of the caller.
-        trace: whether they are compiled.
+        trace: whether the program is compiled.
     """
 
     drafts: int = 0
@@ -40,7 +40,7 @@ class News(NamedTuple):
     """What the last step generated, for the host.
 
     Attributes:
-        tokens: int32 [B, 1 + g], of row b the first ``counts[b]``.
+        tokens: int32 [B, 1 + g]; the first ``counts[b]`` of row b are valid.
         counts: int32 [B].
         finished: bool [B].
     """
@@ -51,7 +51,7 @@ class News(NamedTuple):
 
 
 class Network:
-    """A model as functions of its weights, for programs that close over nothing that changes. Made by `split`."""
+    """A model as a function of its weights, so that programs close over nothing that changes. Made by `split`."""
 
     def __init__(self, treedef: Any) -> None:
         self.treedef = treedef
@@ -69,7 +69,7 @@ class PromptProgram:
     """The program that appends a chunk of a prompt. Made by `prompt_program`.
 
     Attributes:
-        traces: how often it was traced.
+        traces: how many times the program was traced.
     """
 
     def __init__(self, network: Network, trace: bool) -> None:
@@ -84,10 +84,10 @@ class PromptProgram:
 
 
 class StepProgram:
-    """The program of steps, which are repeated in it. Made by `step_program`.
+    """The program that runs steps in a loop. Made by `step_program`.
 
     Attributes:
-        traces: how often it was traced.
+        traces: how many times the program was traced.
     """
 
     def __init__(self, network: Network, settings: Settings) -> None:
@@ -99,7 +99,9 @@ class StepProgram:
     def _run(
         self, leaves: Leaves, rows: GenerationRows, rules: Rules, stopped: jax.Array, most: jax.Array
     ) -> tuple[GenerationRows, News]:
-        """Rows, which are donated, after at most ``most`` steps; ``stopped [B]``: which the caller ends."""
+        """The rows after at most ``most`` steps; ``rows`` is donated, and ``stopped [B]`` says which rows the caller
+        ends.
+        """
         self.traces += 1
         rows = dataclasses.replace(rows, finished=rows.finished | stopped)
         end = rows.steps + most
@@ -179,14 +181,14 @@ def step_program(network: Network, settings: Settings) -> StepProgram:
     return StepProgram(network, settings)
 
 
-# One for all models that are equal but for their weights, so that programs are found without comparing models again.
+# One object for all models that differ only in weights, so that later look-ups of programs don't compare models.
 _network = functools.lru_cache(maxsize=16)(Network)
 
 
 def split(model: nnx.Module) -> tuple[Network, Leaves]:
-    """A model as functions of its weights, and the list of these.
+    """A model as a function of its weights, and the list of its weights.
 
-    Each call flattens the model as a pytree, since it may have been changed: a tenth of the time of `nnx.split`.
+    Each call flattens the model as a pytree, since it may have changed; this costs a tenth of the time of `nnx.split`.
     """
     leaves, treedef = jax.tree.flatten(model)
     return _network(treedef), leaves

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-# Of a prompt in chunks nothing is gained by longer ones, and short prompts must not pay for them.
+# Longer chunks would gain nothing, and short prompts should not be padded to long chunks.
 LARGEST_CHUNK, SMALLEST_CHUNK = 512, 16
 
 
@@ -18,7 +18,7 @@ class Prompt(NamedTuple):
     Attributes:
         tokens: int32 [B, P], as they were given.
         starts: tokens of left padding, int32 [B].
-        lengths: the lengths of each row, its left padding included, int32 [B]; right padding follows.
+        lengths: int32 [B], the length of each row, its left padding included; right padding follows.
     """
 
     tokens: np.ndarray
@@ -26,7 +26,7 @@ class Prompt(NamedTuple):
     lengths: np.ndarray
 
     def repeated(self, times: int) -> Prompt:
-        """Each row so many times, one after another."""
+        """Each row repeated so many times, in consecutive rows."""
         return self if times == 1 else Prompt(*(np.repeat(x, times, axis=0) for x in self))
 
     def chunks(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -53,7 +53,8 @@ def read_prompt(input_ids: Any, attention_mask: Any, vocab_size: int) -> Prompt:
         vocab_size: V.
 
     Raises:
-        ValueError: another shape or dtype, a token that is none, a row without tokens, or padding between tokens.
+        ValueError: another shape or dtype, a token outside the vocabulary, a row without tokens, or padding between
+            tokens.
     """
     if isinstance(input_ids, jax.core.Tracer) or isinstance(attention_mask, jax.core.Tracer):
         raise ValueError("input_ids or attention_mask is traced: generate compiles its own steps; call it outside jit")
@@ -129,13 +130,13 @@ def chunk_size(given: int | None, tokens: int, most: int | None) -> int:
     """Tokens of a prompt at a time.
 
     Args:
-        given: what was asked for; None: the prompt in equal parts of at most `LARGEST_CHUNK`, padded to one of four
-            sizes between powers of two, so that padding is little and programs are few.
+        given: the size that the caller asks for. None: equal chunks of at most `LARGEST_CHUNK`, padded to one of four
+            sizes between powers of two, for little padding and few programs.
         tokens: the tokens of the longest prompt.
-        most: what a cache takes at a time, None for no limit.
+        most: the most tokens that can be appended to a cache at a time; None for no limit.
 
     Raises:
-        ValueError: more is asked for than a cache takes, or no number of tokens.
+        ValueError: ``given`` is more than ``most``, or is not an int of at least 1.
     """
     if given is None:
         part = -(-tokens // max(1, -(-tokens // LARGEST_CHUNK)))

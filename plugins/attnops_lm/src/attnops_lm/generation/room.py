@@ -17,14 +17,14 @@ DEFAULT_PAGE_SIZE = 16
 
 
 class Room(NamedTuple):
-    """Where tokens go.
+    """The caches for a call, and their sizes.
 
     Attributes:
         caches: one a layer, with at least room for the prompt and what may be generated.
-        pool: of a beam search over pages, of 2 · B · k rows.
+        pool: for a beam search over pages, a pool of 2 · B · k rows; else None.
         used: tokens that are in the caches already, int32 [B].
-        length: S, of the tokens by index.
-        max_append: most tokens that all caches take at a time; None for no limit.
+        length: S, the slots of the array of tokens by index.
+        max_append: the most tokens that can be appended to every cache at a time; None for no limit.
     """
 
     caches: tuple[Cache, ...]
@@ -47,14 +47,14 @@ def make_room(
     """Caches that fit, or the caller's, checked.
 
     Args:
-        model: makes them.
-        config: says which.
+        model: makes the caches.
+        config: which kind of caches.
         starts: tokens of left padding, int32 [B].
         lengths: the lengths of the prompts, int32 [B].
-        most: tokens generated a row.
+        most: the most tokens generated per row.
         given: the caller's caches.
         step: tokens that a step appends at a time.
-        chunk: tokens of the prompt at a time, as far as it is given.
+        chunk: tokens of the prompt at a time; None if the caller does not set it.
 
     Raises:
         ValueError: the caller's caches have too little room, or the tokens are more than the model's context.
@@ -78,7 +78,7 @@ def make_room(
 
 
 def _check_context(config: Any, tokens: np.ndarray, used: np.ndarray, most: int) -> None:
-    """Raise for more tokens than the model was made for, each row's own, those in the caller's caches included."""
+    """Raise if a row, including the tokens in the caller's caches, would exceed the model's context."""
     context = config.max_position_embeddings
     longest = int((tokens + used).max())
     if longest + most > context:
@@ -94,7 +94,7 @@ def _rule(room: int) -> str:
 
 
 def rounded(length: int) -> int:
-    """A length that several calls, and so their programs, share: a power of two, or a multiple of 1,024."""
+    """The length rounded up to a power of two, above 1,024 to a multiple of 1,024, so that calls share programs."""
     return max(16, 1 << (length - 1).bit_length()) if length <= 1024 else -(-length // 1024) * 1024
 
 

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How rows draw tokens. Each field is one number, or one a row.
+    """How rows draw tokens. Each field is one number, or one per row.
 
     Attributes:
         temperature: float32 [] or [B]; 0 takes the token with the largest score.
@@ -33,26 +33,28 @@ class Sampling:
     def create(
         cls, temperature: ArrayLike = 0.0, top_k: ArrayLike = 0, top_p: ArrayLike = 1.0, min_p: ArrayLike = 0.0
     ) -> Self:
-        """From numbers or arrays [B]; nothing given is the largest score. They are NumPy's, which compile nothing."""
+        """From numbers or arrays [B]. By default the token with the largest score is taken. Fields are NumPy arrays, so
+        that nothing is compiled.
+        """
         temperature, top_p, min_p = (np.asarray(x).astype(np.float32) for x in (temperature, top_p, min_p))
         return cls(temperature, np.asarray(top_k).astype(np.int32), top_p, min_p)  # type: ignore[arg-type]
 
 
 def sample(scores: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
-    """A token a row, int32 [B].
+    """One token per row, int32 [B].
 
     Args:
         scores: float32 [B, V]; −inf for a token that must not be drawn.
-        keys: [B], a key a row.
-        sampling: how.
+        keys: [B], a key per row.
+        sampling: how tokens are drawn.
 
-    What nobody asks for is not computed: the largest score needs no noise, and plain sampling no limits.
+    Only what some row needs is computed: greedy rows need no noise, and plain sampling needs no limits.
     """
     largest = scores.argmax(-1).astype(jnp.int32)
 
     def drawn() -> jax.Array:
         temperature = _by_row(sampling.temperature)
-        # Of differences, since a score divided by a small temperature may be too large for float32, and its order lost.
+        # Subtract the maximum first: a score divided by a small temperature may overflow float32, and lose its order.
         least = jnp.finfo(jnp.float32).tiny
         scaled = (scores - scores.max(-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1).clip(least)
         limits = (sampling.top_k > 0).any() | (sampling.top_p < 1).any() | (sampling.min_p > 0).any()
@@ -73,12 +75,12 @@ def limited(scores: jax.Array, sampling: Sampling) -> jax.Array:
     k = _by_row(jnp.where(sampling.top_k > 0, sampling.top_k, scores.shape[-1]))
     least = _largest_bits(lambda t: (order >= t).sum(-1, keepdims=True) >= k, scores.shape[:-1])
     probability = jax.nn.softmax(jnp.where(order >= least, scores, -jnp.inf), axis=-1)
-    p = _by_row(sampling.top_p).clip(jnp.finfo(jnp.float32).tiny)  # else no token is the fewest with it
+    p = _by_row(sampling.top_p).clip(jnp.finfo(jnp.float32).tiny)  # with 0 no token would be left
 
     def has_mass(t: jax.Array) -> jax.Array:
         return jnp.where(order >= t, probability, 0).sum(-1, keepdims=True) >= p
 
-    # Of all tokens together the sum may be below 1 by rounding.
+    # Because of rounding the probabilities of all tokens may sum to less than 1.
     nucleus = jnp.where(p < 1, _largest_bits(has_mass, scores.shape[:-1]), 0)
     least = jnp.maximum(least, nucleus)
     kept = (order >= least) & (probability >= _by_row(sampling.min_p) * probability.max(-1, keepdims=True))
@@ -86,7 +88,7 @@ def limited(scores: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
-    """A key a row [B], from one for all, or from one a row; typed or not.
+    """A key per row [B], from one key for all rows or one per row; typed or not.
 
     Raises:
         ValueError: another shape.

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 
 
 def look_up(tokens: jax.Array, lengths: jax.Array, count: int, largest: int) -> tuple[jax.Array, jax.Array]:
-    """What followed the last tokens of each row where they came before: drafts, and how many there are.
+    """Drafts: the tokens that followed an earlier occurrence of each row's last tokens, and their number.
 
-    The most last tokens that came before decide, at most ``largest``; of several places the last one with ``count``
-    tokens after it, or else the first.
+    The longest suffix of at most ``largest`` tokens that occurs earlier is used. If it occurs several times, the last
+    place with ``count`` tokens after it is used, or else the first place.
 
     Args:
         tokens: int32 [B, S]; negative ones match nothing.
         lengths: the lengths of the rows, int32 [B].
-        count: g, most drafts.
-        largest: most last tokens that are compared.
+        count: g, the most drafts.
+        largest: the most last tokens that are compared.
 
     Returns:
-        Drafts int32 [B, g], of which the first int32 [B] are real.
+        Drafts int32 [B, g], and their number int32 [B].
     """
     S = tokens.shape[1]
     index = jnp.arange(S)
@@ -42,6 +42,6 @@ def look_up(tokens: jax.Array, lengths: jax.Array, count: int, largest: int) -> 
 
 
 def accepted(drafts: jax.Array, found: jax.Array, picked: jax.Array) -> jax.Array:
-    """How many drafts are what was picked in their place, up to the first that is not, int32 [B]."""
+    """The number of drafts before the first one that differs from the picked token, int32 [B]."""
     right = (drafts == picked[:, : drafts.shape[1]]) & (jnp.arange(drafts.shape[1]) < found[:, None])
     return jnp.cumprod(right, axis=1).sum(axis=1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""What a compiled step takes and gives: the rows being generated, and the rules that all of them follow."""
+"""The arguments and results of a compiled step: the rows being generated, and the rules for all of them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class GenerationRows:
         lengths: the lengths of ``tokens``, int32 [B].
         first: the index of the first generated token, int32 [B].
         finished: bool [B].
-        keys: a random key a row, [B].
+        keys: a random key per row, [B].
         drafted: tokens that were drafted, int32 [B].
-        accepted: of them those that were right, int32 [B].
+        accepted: the number of drafted tokens that were right, int32 [B].
         steps: calls of the model, int32 [].
     """
 
@@ -48,7 +48,7 @@ class GenerationRows:
 
     @classmethod
     def create(cls, caches: tuple[Cache, ...], tokens: ArrayLike, lengths: ArrayLike, key: jax.Array | None) -> Self:
-        """Rows of which nothing is generated yet; ``key`` is for all rows or one a row, None where nothing is drawn."""
+        """Rows before the first step. ``key`` is one for all rows or one per row; None if no tokens are drawn."""
         return cls(caches, *_first(tokens, lengths, key))
 
     def last(self) -> jax.Array:
@@ -58,7 +58,9 @@ class GenerationRows:
 
 @jax.jit
 def _first(tokens: jax.Array, lengths: jax.Array, key: jax.Array | None) -> tuple[jax.Array, ...]:
-    """The fields of `GenerationRows` after the caches, in one program; each has a buffer of its own, since all are donated."""
+    """The fields of `GenerationRows` after the caches, in one program; each needs a separate buffer, since all are
+    donated.
+    """
     zeros = jnp.zeros_like(lengths)
     keys = jax.random.clone(row_keys(jax.random.key(0) if key is None else key, len(lengths)))
     return tokens, lengths, lengths + 0, zeros.astype(bool), keys, zeros + 0, zeros + 0, jnp.zeros((), jnp.int32)
@@ -71,9 +73,9 @@ class Rules:
 
     Attributes:
         sampling: how tokens are drawn.
-        penalty: float32 [], of tokens that the row has; 1 for none.
-        least: int32 [], tokens before which there is no end token.
-        most: int32 [], tokens per row.
+        penalty: float32 [], the repetition penalty; 1 for none.
+        least: int32 [], the fewest tokens before an end token.
+        most: int32 [], the most tokens per row.
         ends: int32 [E], the end tokens.
     """
 
@@ -91,7 +93,9 @@ class Rules:
         self, scores: jax.Array, tokens: jax.Array, lengths: jax.Array, first: jax.Array,
         processor: LogitsProcessor | None,
     ) -> jax.Array:  # fmt: skip
-        """Scores [B, V] after the penalty, the caller's processor, and without the ends that come too early."""
+        """Scores [B, V] after the penalty and the caller's processor, with −inf for end tokens that would come too
+        early.
+        """
 
         def penalised(scores: jax.Array) -> jax.Array:
             is_own = jnp.arange(tokens.shape[1]) < lengths[:, None]
@@ -118,7 +122,9 @@ class Rules:
         lengths: jax.Array,
         processor: LogitsProcessor | None,
     ) -> jax.Array:
-        """The token after the first ``lengths[b]`` of each row, int32 [B]: the same, however the row got there."""
+        """The token after the first ``lengths[b]`` of each row, int32 [B]. It does not depend on the steps that led
+        there.
+        """
         scores = self.processed(scores, tokens, lengths, rows.first, processor)
         keys = jax.vmap(jax.random.fold_in)(rows.keys, lengths - rows.first)
         return sample(scores, keys, self.sampling)

@@ -1,4 +1,4 @@
-"""Text of tokens as they come: whole characters, stop strings, and streamers."""
+"""Text of tokens while they are generated: whole characters, stop strings, and streamers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _REPLACEMENT = "�"
 
 
 class TextDecoder(Protocol):
-    """What a tokenizer must have."""
+    """The methods that a tokenizer must have."""
 
     def decode(self, ids: list[int], /) -> str:
         """The text of tokens."""
 
 
 class Streamer(Protocol):
-    """What is given tokens as they come: the methods of Hugging Face's streamers."""
+    """An object that is given tokens while they are generated: the methods of Hugging Face's streamers."""
 
     def put(self, value: np.ndarray, /) -> None:
         """The prompt [B, P] first; then int32 [B], the next token of each row, padding after its end."""
@@ -29,9 +29,9 @@ class Streamer(Protocol):
 
 
 class Detokenizer:
-    """The text of one row, token by token: what it returns, joined, is the text of all tokens.
+    """The text of one row, token by token: the pieces that it returns, joined, are the text of all tokens.
 
-    A token may end within a character; its text is kept until the character is whole. Only the tokens since the last
+    If a token ends within a character, its text is kept until the character is complete. Only the tokens since the last
     whole character, and those of the piece before it, are decoded again.
 
     Args:
@@ -66,7 +66,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Text until the first of several strings, across the borders of the pieces that it comes in."""
+    """Text up to the first of several stop strings, which may span several pieces of text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
@@ -74,7 +74,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What of the text so far is certain to come before any stop; nothing after one."""
+        """The text that is certain to come before any stop string; empty after one."""
         if self.stopped:
             return ""
         self._held += text
@@ -86,7 +86,7 @@ class StopStrings:
         return self._release(len(self._held) - longest)
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._release(len(self._held))
 
     def _release(self, size: int, *, drop: bool = False) -> str:
@@ -116,7 +116,7 @@ class TextOfRow:
         return self._shown(self._stops.push(self._detokenizer.push(token)))
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         rest = self._stops.push(self._detokenizer.finish())
         return self._shown(rest + ("" if self.stopped else self._stops.finish()))
 

@@ -1,4 +1,4 @@
-"""What becomes of the requests of one call: a whole answer, or a stream of events."""
+"""The answer to one HTTP call: a whole response, or a stream of events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Answer:
-    """What becomes of the requests of one call, in the format of its endpoint."""
+    """The answer to one HTTP call, in the format of its endpoint."""
 
     def __init__(self, server: Server, body: Body, requests: list[Request], queue: asyncio.Queue[Any]) -> None:
         self.server, self.body, self.requests, self.queue = server, body, requests, queue
@@ -39,7 +39,7 @@ class Answer:
             yield i, delta
 
     async def whole(self, http: HTTPRequest) -> Response:
-        """The whole text in one response; given up if the client goes."""
+        """The whole text in one response; the requests are cancelled if the client disconnects."""
         parts: list[list[Delta]] = [[] for _ in self.requests]
 
         async def collect() -> None:
@@ -79,7 +79,7 @@ class Answer:
         yield "data: [DONE]\n\n"
 
     def envelope(self, choices: list[Any], is_part: bool) -> dict[str, Any]:
-        """What is around the choices."""
+        """The fields of the JSON around the choices."""
         kind = f"chat.completion{'.chunk' * is_part}" if self.is_chat else "text_completion"
         return {
             "id": self.id, "object": kind, "created": self.created, "model": self.server.name, "choices": choices
@@ -108,7 +108,7 @@ class Answer:
 
 
 class Events(StreamingResponse):
-    """A stream whose requests are given up when it ends, for whatever reason."""
+    """A stream whose requests are cancelled when it ends, for whatever reason."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

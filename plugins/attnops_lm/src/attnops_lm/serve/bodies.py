@@ -14,7 +14,7 @@ NOT_SERVED: Final = "not_served"  # the type of these errors
 
 @dataclasses.dataclass(frozen=True, eq=False)  # typing takes types with equal annotations as one, and 0 equals False
 class Only:
-    """Of a field that is not served, or not fully: the values that are taken; others are refused in our words."""
+    """For a field that is not, or not fully, supported: the accepted values. Others are refused with our message."""
 
     values: tuple[Any, ...] = ()
 
@@ -28,7 +28,7 @@ class Only:
         raise PydanticCustomError(NOT_SERVED, "{value} is not served; {rule}", given)
 
 
-Label = object  # says something about the request; it is taken, and changes nothing
+Label = object  # describes the request; accepted, and without effect
 Unserved = Annotated[Any, AfterValidator(Only((None,)))]
 One = Annotated[Any, AfterValidator(Only((None, 1)))]
 Zero = Annotated[Any, AfterValidator(Only((None, 0)))]
@@ -82,13 +82,15 @@ class Message(Strict):
         return content
 
     def for_template(self) -> dict[str, str]:
-        """With the content as one text, a line a part. Developers are systems, whose name templates know."""
+        """The message with its content as one text, one line per part; the role "developer" becomes "system", which
+        templates know.
+        """
         content = "\n".join(x.text for x in self.content) if isinstance(self.content, list) else self.content or ""
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
 class Body(Strict):
-    """What both endpoints take; of an option that is not served, the value that asks for nothing."""
+    """The fields of both endpoints. An option that is not supported accepts only the value that has no effect."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None

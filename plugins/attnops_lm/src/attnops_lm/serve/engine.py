@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from attnops_lm.model import CausalLM
     from attnops_lm.tokenizer import Tokenizer
 
-CONTEXT = 4  # last tokens of a prompt, after which the text of the next is looked for
+CONTEXT = 4  # last tokens of a prompt that are decoded together with the next token
 
 
 class QueueFullError(Exception):
-    """As many requests wait as may."""
+    """The queue of waiting requests is full."""
 
 
 class StoppedError(Exception):
@@ -39,10 +39,10 @@ class StoppedError(Exception):
 class Engine:
     """Continuous batching: every step is one call of the model, on whichever rows have tokens to compute.
 
-    A step has at most N tokens: one of each row that generates, and for the rest chunks of prompts. It is one of few
-    programs: [R, 1] if no row has more than one token, else packed tokens, of the least size that holds them. What
-    differs between steps is data. Pages are taken as tokens come; if there is none, the youngest request is put back,
-    and computed again when there is room: its text is the same.
+    A step has at most N tokens: one of each row that generates, and otherwise chunks of prompts. There are few
+        programs: [R, 1] if no row has more than one token, else packed tokens, padded to one of the sizes in
+        ``chunks``; everything else that differs between steps is data. Pages are allocated as tokens arrive. If no page
+        is free, the youngest request is preempted, and recomputed when there is room; its text is the same.
 
     Args:
         model: its weights are read here, once.
@@ -50,10 +50,11 @@ class Engine:
         rows: R, requests that run at a time.
         pages: pages of all requests together.
         page_size: tokens per page.
-        max_length: most tokens of a request, prompt included, at most the model's context; rounded up to whole pages.
+        max_length: the most tokens of a request, prompt included, at most the model's context; rounded up to whole
+            pages.
         chunks: sizes of packed steps, each larger than R; the largest is N.
-        max_waiting: most requests that wait; more are a `QueueFullError`.
-        prefix_sharing: whether requests with the same first tokens share the pages of them.
+        max_waiting: the most requests that wait; further ones raise `QueueFullError`.
+        prefix_sharing: whether requests with the same first tokens share the pages of these tokens.
         codec: how keys and values are stored; None: as they are.
 
     Raises:
@@ -106,7 +107,7 @@ class Engine:
         Raises:
             QueueFullError: too many wait.
             StoppedError: the engine has stopped.
-            ValueError: one can never be served, or so many never together.
+            ValueError: a request can never be served, or there are more than ``max_waiting``.
         """
         if len(requests) > self.max_waiting:
             raise ValueError(
@@ -129,7 +130,7 @@ class Engine:
             self.changed.notify_all()
 
     def _check(self, x: Request) -> None:
-        """Raise for what can't be computed: an error in a step would end all requests."""
+        """Raise for a request that can't be computed: an error in a step would end all requests."""
         if not 0 < len(x.tokens) <= self.max_length - x.max_tokens or x.max_tokens < 1:
             raise ValueError(
                 f"{len(x.tokens)} tokens of prompt and max_tokens={x.max_tokens} must each be at least "
@@ -146,7 +147,7 @@ class Engine:
             )
 
     def cancel(self, *requests: Request) -> None:
-        """Give up requests, such as those whose client has gone, before the next step; from any thread."""
+        """Cancel requests before the next step, such as those of clients that disconnected; from any thread."""
         for request in requests:
             request.is_cancelled = True
 
@@ -201,7 +202,7 @@ class Engine:
         return True
 
     def _schedule(self) -> dict[Request, int]:
-        """How many tokens of which requests the next step computes; their pages are taken."""
+        """The number of tokens of each request that the next step computes; allocates their pages."""
         for request in [x for x in [*self.running, *self.waiting] if x.is_cancelled]:
             self.counts["cancelled"] += 1
             self._release(request)
@@ -231,12 +232,14 @@ class Engine:
         return runs
 
     def _admit(self, request: Request) -> bool:
-        """Give a request a row and the pages that have its first tokens, if there are pages for all its tokens."""
+        """Give a request a row and the shared pages of its first tokens, if there are enough pages for all its
+        tokens.
+        """
         size, tokens = self.pages.size, request.tokens
         # The last token is computed in any case, for the logits of the next.
         pages, key = self.pages.find(tokens[:-1])
         part, count = self.pages.find_part(key, tokens[len(pages) * size : -1])
-        count *= count >= size // 2  # a copy for fewer is not worth it
+        count *= count >= size // 2  # copying a page for fewer tokens is not worth it
         held = [*pages, part] if count else pages
         for page in held:
             self.pages.hold(page)
@@ -263,7 +266,7 @@ class Engine:
         return True
 
     def _grow(self, request: Request, length: int) -> bool:
-        """Pages for this many tokens of a request; False if it was put back for the want of them."""
+        """Allocate pages for this many tokens of a request; False if it was preempted because there are too few."""
         while len(request.pages) * self.pages.size < length:
             if not self.pages.available:
                 youngest = max(self.running, key=lambda x: x.number)
@@ -278,7 +281,7 @@ class Engine:
         return True
 
     def _compute(self, request: Request, count: int) -> None:
-        """The step will compute ``count`` tokens; the pages that this fills get their keys."""
+        """Count ``count`` tokens as computed by the step; pages that they fill get their keys."""
         request.computed += count
         size = self.pages.size
         for i in range(request.shared, request.computed // size):
@@ -286,7 +289,7 @@ class Engine:
         request.shared = request.computed // size
 
     def _release(self, request: Request) -> None:
-        """Take its row and pages from a request."""
+        """Release the row and the pages of a request."""
         if request.row < 0:
             return
         for page in reversed(request.pages):  # the end of a prefix is forgotten before its beginning

@@ -10,11 +10,11 @@ import numpy as np
 
 
 class Pages:
-    """Which pages are free, how many rows hold each, and which prefix each has.
+    """Which pages are free, how many rows hold each, and which prefix each contains.
 
-    On the host, in place of `attnops_caches.PagePool` on the device: these numbers decide before every step which
-    requests run, and reading them from the device would wait for it. The key of a full page is a hash of all tokens up
-    to its end. Pages that no row holds keep their contents until they are taken.
+    It is on the host, unlike `attnops_caches.PagePool`: these numbers decide before every step which requests run, and
+    reading them from the device would have to wait for it. The key of a full page is a hash of all tokens up to its
+    end. Pages that no row holds keep their contents until they are allocated again.
     """
 
     def __init__(self, count: int, size: int, sharing: bool = True) -> None:
@@ -29,11 +29,11 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """Pages that can be taken."""
+        """The number of pages that can be allocated."""
         return len(self.free) + len(self.unused)
 
     def take(self) -> int:
-        """A page for one row; there must be one."""
+        """Allocate a page for one row; one must be available."""
         if not self.free:
             page = next(iter(self.unused))
             del self.unused[page]
@@ -47,12 +47,12 @@ class Pages:
         return page
 
     def hold(self, page: int) -> None:
-        """One more row holds a page."""
+        """Count one more row that holds a page."""
         self.references[page] += 1
         self.unused.pop(page, None)
 
     def drop(self, page: int) -> None:
-        """One row less holds a page."""
+        """Count one row less that holds a page."""
         self.references[page] -= 1
         if not self.references[page]:
             if page in self.content:
@@ -61,7 +61,9 @@ class Pages:
                 self.free.append(page)
 
     def name(self, before: bytes, tokens: list[int], page: int) -> bytes:
-        """The key of a page that is now full; of pages with equal keys the first is found by it."""
+        """Register a page that is now full, and return its key; if several pages have the same key, `find` returns the
+        first.
+        """
         key = _key(before, tokens)
         self.filling.add(page)
         if self.sharing and key not in self.page_of:
@@ -81,10 +83,10 @@ class Pages:
         return pages, key
 
     def find_part(self, key: bytes, tokens: list[int]) -> tuple[int, int]:
-        """The page after ``key`` that begins with most of these tokens, and with how many.
+        """The page after ``key`` that begins with the most of these tokens, and their number.
 
-        A page can be shared whole in the step that fills it, which appends all tokens before any attends; but not
-        copied, since copies are made before.
+        A page can be shared as a whole in the step that fills it, since the step appends all tokens before any attends.
+        It can't be copied in that step, since copies are made before it.
         """
         pages = [page for page in self.after.get(key, ()) if page not in self.filling]
         found = ((_common(self.content[page][2], tokens), page) for page in pages)
@@ -93,7 +95,7 @@ class Pages:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens are equal."""
+    """The number of equal first tokens."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -1,4 +1,4 @@
-"""The process of a server: when it ends, and with which status."""
+"""The process of a server: how it ends, and its exit status."""
 
 from __future__ import annotations
 

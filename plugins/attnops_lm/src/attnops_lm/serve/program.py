@@ -15,7 +15,7 @@ from attnops_lm.generation.sampling import Sampling, sample
 
 
 class StepBatch(NamedTuple):
-    """What one step computes; arrays by row have R entries, and a row that does nothing has count 0."""
+    """The inputs of one step. Arrays by row have R entries; an idle row has count 0."""
 
     tokens: Any  # int32 [N], packed; [R] where each row has one
     counts: Any  # int32 [R], tokens per row
@@ -32,7 +32,7 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
     """The compiled function ``(state, caches, batch) -> (tokens int32 [R], whether pages overflowed), caches``.
 
     Args:
-        graph: of the model, from `nnx.split`.
+        graph: the graph of the model, from `nnx.split`.
         rows: R.
         traced: is called whenever the function is traced, once for each size of ``batch.tokens``.
     """

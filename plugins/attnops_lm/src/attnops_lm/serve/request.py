@@ -18,13 +18,13 @@ class Delta(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One prompt to be continued, and how far it is.
+    """One prompt to be continued, and its state.
 
     Attributes:
         tokens: the prompt's, followed by those that were generated.
         emit: called with every `Delta`, from the engine's thread.
-        top_k: of how many tokens one is drawn; 0: of all.
-        computed: how many tokens have their keys and values in ``pages``.
+        top_k: the number of most probable tokens from which one is drawn; 0: all.
+        computed: the number of tokens whose keys and values are in ``pages``.
         key: the key of the prefix that the first ``shared`` pages hold.
     """
 

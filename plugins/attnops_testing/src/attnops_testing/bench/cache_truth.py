@@ -25,9 +25,9 @@ class CacheTruth:
     """The output of some queries of a call, and the error that the tolerance rule allows.
 
     Attributes:
-        rows: the queries that are checked, (row, query): all where they are few, else the first, the last and some
+        rows: the queries that are checked, (row, query): all if they are few, else the first, the last and some in
             between.
-        d_out: a cotangent; there is none.
+        d_out: None, since calls over a cache have no gradient.
     """
 
     def __init__(self, tokens: Tokens, codec: Quantized | None, seen: Callable[[int, Array], Array]) -> None:

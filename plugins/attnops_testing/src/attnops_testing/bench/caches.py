@@ -29,12 +29,12 @@ class CacheCase:
     Attributes:
         tokens: the tokens of each row.
         cache: an empty cache by shape, such as ``jax.eval_shape(lambda: DenseCache.create(...))``.
-        mask: of positions; None for all.
+        mask: a mask by positions; None if queries see all tokens.
         packed: whether the queries of all rows are packed one after the other, with `attnops_caches.Rows`.
         memory_limit: bytes that a contender may use.
 
     Raises:
-        ValueError: tokens that the cache does not fit.
+        ValueError: the tokens do not fit the cache.
     """
 
     tokens: Tokens
@@ -77,7 +77,7 @@ class CacheCase:
         return CacheTruth(self.tokens, self.cache.codec, self.seen)
 
     def over(self, cache: StoredCache) -> CacheCase:
-        """The same call over another cache; the oracle's results are shared where they are the same."""
+        """The same call over another cache; shares the oracle's results if they are the same."""
         other = dataclasses.replace(self, cache=cache)
         if cache.codec == self.cache.codec and not any(isinstance(x, WindowCache) for x in (cache, self.cache)):
             other.__dict__["truth"] = self.truth
@@ -127,7 +127,7 @@ class CacheCase:
 
         Args:
             row: the row.
-            queries: which; None for all.
+            queries: indices of queries; None for all.
         """
         length, count = self.tokens.lengths[row], self.tokens.queries[row]
         queries = np.arange(count) if queries is None else queries
@@ -190,10 +190,11 @@ class CacheCase:
 
 
 def reading(plain: bool = False) -> Contender:
-    """Reading the bytes of the tokens that are seen once: the sum of as many 32-bit words. It is not checked.
+    """A contender that only reads the bytes of the tokens that queries see, once: it sums 32-bit words. It is not
+    checked.
 
     Args:
-        plain: of the arrays that peers attend to; False for the cache.
+        plain: whether it reads the arrays that peers attend to rather than the cache.
     """
 
     def prepare(case: Any) -> Ready:

@@ -33,15 +33,15 @@ class Measurement:
         name: the contender's.
         is_peer: whether it is another library's.
         case: the case.
-        status: "ok", or "wrong" by the oracle, "refused" before it ran, "failed" with an error; only ok is timed.
-        reason: why it is not ok.
-        what: what ran, human-readable.
+        status: "ok", "wrong" (by the oracle), "refused" (before it ran) or "failed" (with an error); only ok is timed.
+        reason: why the status is not "ok".
+        what: what ran, for people to read.
         seconds: the time of a call in each round.
-        temp_bytes: see `Ready`.
-        compile_seconds: see `Ready`.
-        checked_rows: the number of queries that were compared with the oracle: of each batch and head, or over a cache
-            of all rows.
-        bytes_seen: see `Ready`.
+        temp_bytes: memory in addition to inputs and outputs, in bytes; None if unknown.
+        compile_seconds: the time of tracing and compiling; None if nothing is compiled.
+        checked_rows: the number of queries that were compared with the oracle, per batch and head; over a cache, in all
+            rows.
+        bytes_seen: over a cache, the bytes of the tokens that queries see, as the program reads them.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Measurement:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second of the tokens that are seen, in the shortest time."""
+        """Bytes per second of the tokens that queries see, in the shortest time."""
         return self.bytes_seen / self.best if self.bytes_seen and self.best else None
 
     def to_json(self) -> dict[str, object]:
@@ -90,10 +90,10 @@ def measure(
     Args:
         entries: the contenders and their cases; those to be compared must be in one call.
         rounds: timings of each.
-        most_seconds: an entry whose timings took longer together is not timed again, once it has two.
-        shortest: a timing lasts at least so many seconds; 0 for one call, before which the others' calls have replaced
-            what the processor's caches held.
-        progress: called with the next step, and how many steps were completed; all are ``len(entries) * (rounds + 1)``.
+        most_seconds: an entry that has two timings, which together took longer than this, is not timed again.
+        shortest: the least seconds per timing. 0: a timing is one call, and the calls of the others before it have
+            replaced the contents of the processor's caches.
+        progress: called with the next step and the number of completed steps, of ``len(entries) * (rounds + 1)``.
     """
     truths = {id(case): case.truth if isinstance(case, CacheCase) else Truth(case) for case, _ in entries}
     found, ready = [], []

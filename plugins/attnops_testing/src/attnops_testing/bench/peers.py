@@ -27,9 +27,9 @@ class Peer:
     Attributes:
         name: as the command line and the table name it.
         package: what pip installs and Python imports.
-        adapt: the program for a case.
+        adapt: makes the program for a case.
         function: what is called, by its full name.
-        adapt_cache: the program for a call over a cache, and what runs; None where there is none.
+        adapt_cache: makes the program for a call over a cache, with the name of what runs; None if the peer has none.
     """
 
     name: str
@@ -69,13 +69,13 @@ def missing_peers() -> list[Peer]:
 
 @dataclasses.dataclass(frozen=True)
 class _Terms:
-    """A mask in the words that peers have; all must allow.
+    """A mask as a conjunction of the masks that peers can name.
 
     Attributes:
         causal: no query sees a key after it. With T = S top-left and bottom-right alignment are one.
-        window: keys before and after, each query's own not counted.
+        window: the number of keys before and after each query's position, not counting the key at it.
         segments: segment ids.
-        rest: what they have no word for, to be given as an array.
+        rest: the mask that peers have no name for, to be passed as an array.
     """
 
     causal: bool = False

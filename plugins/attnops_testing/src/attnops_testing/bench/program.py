@@ -29,10 +29,10 @@ class Ready:
         wait: waits for the results of `run`.
         results: the same program's results as numpy arrays, by name (see `RESULTS`), for a cotangent [B, T, H, D];
             None for a program that computes no attention and is not checked.
-        what: what runs, human-readable.
-        temp_bytes: the memory that it needs in addition to inputs and outputs; None where that is not known.
-        compile_seconds: the time of tracing and compiling; None where nothing is compiled.
-        bytes_seen: over a cache, the bytes of the tokens that are seen, as this program reads them.
+        what: what runs, for people to read.
+        temp_bytes: memory in addition to inputs and outputs, in bytes; None if unknown.
+        compile_seconds: the time of tracing and compiling; None if nothing is compiled.
+        bytes_seen: over a cache, the bytes of the tokens that queries see, as this program reads them.
     """
 
     run: Callable[[], object]
@@ -50,7 +50,7 @@ class Contender:
 
     Attributes:
         name: in the table.
-        prepare: makes the program for a `Case` or `CacheCase`; raises `Refused` where it can't.
+        prepare: makes the program for a `Case` or `CacheCase`; raises `Refused` if it can't.
         is_peer: whether it is another library's.
     """
 
@@ -68,7 +68,7 @@ def compile_jax(
         case: the case.
         attend: ``attend(query, key, value, extra)`` gives the output [B, T, H, D].
         extra: a pytree of its further arguments.
-        what: what runs, human-readable.
+        what: what runs, for people to read.
 
     Raises:
         attnops_testing.bench.case.Refused: it needs more than the memory limit.
@@ -117,7 +117,7 @@ def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str) ->
         case: the case.
         attend: ``attend(query, key, value)`` of tensors [B, h, T, D] gives the output [B, H, T, D].
         device: "cpu" or "cuda".
-        what: what runs, human-readable.
+        what: what runs, for people to read.
     """
     torch: Any = importlib.import_module("torch")
 

@@ -23,12 +23,12 @@ class Tokens:
 
     Attributes:
         lengths: tokens of each row.
-        queries: of each row, how many of its last tokens are queries.
-        slots: of the arrays that peers attend to, at least the longest row; None for the longest row.
+        queries: for each row, how many of its last tokens are queries.
+        slots: S of the arrays that peers attend to, at least the length of the longest row; None for that length.
         heads: H.
         kv_heads: K, a divisor of H.
         head_dim: D.
-        latent: the value is so many features of the key; None for values of their own, Dv = D.
+        latent: the value is this many features of the key; None for separate values, Dv = D.
         dtype: the dtype of queries, keys and values.
         seed: the seed of the numbers.
 
@@ -66,7 +66,7 @@ class Tokens:
 
     @property
     def T(self) -> int:
-        """Most queries of a row."""
+        """The most queries per row."""
         return max(self.queries)
 
     @property

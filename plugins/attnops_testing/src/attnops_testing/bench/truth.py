@@ -20,12 +20,12 @@ _FEWEST_ROWS: Final = 4
 class Truth:
     """Output and gradients of a case by the float64 oracle, and the errors that the tolerance rule allows.
 
-    The oracle is too slow for all of a long case, but not for some of its queries: each row of the output is
-    its own. So are the gradients of a cotangent that is 0 at all other queries, those of key and value included, and
-    the program that computes them is the one that is timed.
+    The oracle is too slow for a long case as a whole, but not for some of its queries, since each query's output is
+    independent of the others. With a cotangent that is 0 at all other queries the gradients, those of key and value
+    included, depend on these queries alone, and the timed program can compute them unchanged.
 
     Attributes:
-        rows: the queries that are checked: all where they are few, else the first, the last and some between.
+        rows: the queries that are checked: all if they are few, else the first, the last and some in between.
     """
 
     def __init__(self, case: Case) -> None:

@@ -48,7 +48,8 @@ class CacheOptions:
 
     Attributes:
         storage: the class of the cache; None for calls on arrays.
-        page_size, codec, scales, latent: see `attnops_caches.described.make_cache`.
+        page_size, codec, scales, latent: slots per page; the codec's dtype, such as "int8"; what shares a scale;
+            features of the key that are the value. None for the default of each.
         queries: T; None for 1.
         used: tokens of a row, its queries included; None for S.
         ragged: whether rows differ in tokens and queries.
@@ -116,7 +117,9 @@ class CacheOptions:
         return CacheCase(tokens=tokens, cache=cache, mask=mask, packed=self.packed, memory_limit=memory_limit)
 
     def contenders(self, found: list[Contender]) -> list[Contender]:
-        """Those, and what reads the bytes of the tokens once; of peers' arrays too where they differ."""
+        """The contenders, and those that only read the bytes of the tokens; separately for peers' arrays if their bytes
+        differ.
+        """
         if self.storage is None:
             return found
         differ = self.codec is not None or self.latent is not None

@@ -44,7 +44,7 @@ def print_measurements(measurements: Sequence[Measurement], title: str) -> None:
 
 
 def print_reasons(measurements: Sequence[Measurement]) -> None:
-    """Print why some were not timed, once a reason."""
+    """Print why contenders were not timed, one line per reason."""
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for m in measurements:
         if m.status != "ok":

@@ -68,7 +68,7 @@ class CheckReport:
         self._stdout.flush()
 
     def close(self) -> None:
-        """Print the section's refusals, once a reason."""
+        """Print the section's refusals, one line per reason."""
         if self._described is not None:
             return
         by_rule: dict[str, list[Outcome]] = {}
@@ -85,7 +85,7 @@ class CheckReport:
         self._stdout.flush()
 
     def ended(self, outcome: Outcome) -> None:
-        """Print what there is where a check did not end, after which the process ends."""
+        """Print the outcomes so far, if a check did not end in time; the process ends afterwards."""
         with contextlib.redirect_stdout(self._stdout):
             self._verbose = True
             self.add([outcome])

@@ -87,8 +87,8 @@ class Platform:
     Attributes:
         platform: its name.
         language: what the kernel is written in.
-        title: of the platform.
-        dtypes: that the kernel serves, as Python source.
+        title: the platform's name for people.
+        dtypes: the dtypes that the kernel serves, as Python source.
         interpret: whether tests interpret the kernel.
     """
 

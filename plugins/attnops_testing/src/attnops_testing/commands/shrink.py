@@ -29,7 +29,7 @@ class Explained:
 
     Attributes:
         name: the name of the check.
-        features: those without which it is not wrong; none if the plain problem is.
+        features: the features without which it is not wrong; empty if the plain problem is wrong.
         problem: a description of the smallest problem that was found, such as ``"B1 T2 S2 H1 K1 D1 float32"``.
         detail: what is wrong in it: the result, its two values, and the limit; or what was raised.
         complete: whether everything smaller was tried, in the time that there was.
@@ -49,13 +49,13 @@ def explain(
 
     Args:
         subject: the operation.
-        outcome: of the check that is wrong.
+        outcome: the outcome of the check that is wrong.
         names: the features of its problem.
-        seconds: in which the search ends. A try that has begun is not interrupted.
+        seconds: the time after which no further problem is tried.
         clock: tells the time in seconds.
 
     Returns:
-        What was found. None: the problem by itself is not wrong in that way.
+        The smallest problem. None: the problem, run by itself, is not wrong in that way.
     """
     search = _Search(subject, _kind(outcome), clock, clock() + seconds)
     spec = _sized(combine(names, fit=subject.fit))
@@ -82,7 +82,7 @@ class _Best:
 
 
 class _Search:
-    """Tries problems until it is late."""
+    """Tries problems until the time is over."""
 
     def __init__(self, subject: Subject, kind: str, clock: Clock, end: float) -> None:
         self._subject, self._kind, self._clock, self._end = subject, kind, clock, end

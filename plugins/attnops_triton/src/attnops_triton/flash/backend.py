@@ -11,7 +11,7 @@ from jax import lax
 
 from attnops.dropout import dropout_step
 from attnops.kernels import FlashBackend, FlashCall, Operands, describe
-from attnops_triton.flash.backward import BackwardInputs, by_key, by_query, fused
+from attnops_triton.flash.backward import Inputs, by_key, by_query, fused
 from attnops_triton.flash.bias_gradient import array_gradient, table_gradient
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.flash.forward import forward
@@ -133,7 +133,7 @@ def _gradients(
     m, log2_sum = statistics
     # The weights of a fully masked query are exp(score − inf) = 0.
     m = jnp.where(m == -jnp.inf, jnp.inf, m)
-    inputs = BackwardInputs(query, key, value, d_out.astype(query.dtype), m, log2_sum, delta)
+    inputs = Inputs(query, key, value, d_out.astype(query.dtype), m, log2_sum, delta)
     axes = () if plan.scoring.bias is None or not wants_bias else plan.scoring.bias.values
     wanted = [i for i in range(len(axes)) if jnp.issubdtype(arrays.bias[i].dtype, jnp.floating)]
     of_key = tuple(i for i in wanted if "kv" in axes[i])

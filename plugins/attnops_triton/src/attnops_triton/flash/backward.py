@@ -29,7 +29,7 @@ from attnops_triton.language.source import SourceWriter, number
 from attnops_triton.targets import TENSOR_MEMORY
 
 
-class BackwardInputs(NamedTuple):
+class Inputs(NamedTuple):
     """The arrays of the backward pass.
 
     Attributes:
@@ -51,15 +51,13 @@ class BackwardInputs(NamedTuple):
     delta: jax.Array
 
 
-def input_operands(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays) -> list[Operand]:
-    """The operands for `BackwardInputs` and for the other inputs of the scores."""
-    return [Operand(name, x) for name, x in zip(BackwardInputs._fields, inputs, strict=True)] + score_operands(
-        plan, arrays
-    )
+def input_operands(plan: FlashPlan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
+    """The operands for `Inputs` and for the other inputs of the scores."""
+    return [Operand(name, x) for name, x in zip(Inputs._fields, inputs, strict=True)] + score_operands(plan, arrays)
 
 
 def by_query(
-    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, dict[int, jax.Array]]:
     """The gradient of query, [B, T, H, D], and of values of the bias, [B, H, T] each.
 
@@ -76,7 +74,7 @@ def by_query(
 
 
 def by_key(
-    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, dict[int, jax.Array]]:
     """The gradients of key, [B, S, K, D], of value, [B, S, K, Dv], and of values of the bias, [B, H, S] each.
 
@@ -92,10 +90,10 @@ def by_key(
 
 
 def _by_query(
-    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, ...]:
     @folds_batch
-    def run(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
+    def run(plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
@@ -114,10 +112,10 @@ def _by_query(
 
 
 def _by_key(
-    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
 ) -> tuple[jax.Array, ...]:
     @folds_batch
-    def run(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
+    def run(plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
         results = _run_by_key(plan, inputs, arrays, schedule, wanted)
         return tuple(results.values())
 
@@ -126,7 +124,7 @@ def _by_key(
 
 @folds_batch
 def fused(
-    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of query, key and value, for a call without bias; dq is summed in any order.
 
@@ -144,7 +142,7 @@ def fused(
 
 
 def _run_by_key(
-    plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...],
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...],
     before: tuple[Operand, ...] = (), outputs: dict[str, jax.ShapeDtypeStruct] | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """The outputs of the kernel by tiles of keys. It adds each of ``outputs`` to the array of the same place in

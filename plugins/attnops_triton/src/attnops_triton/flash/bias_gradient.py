@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import one_by_one
-from attnops_triton.flash.backward import BackwardInputs, input_operands
+from attnops_triton.flash.backward import Inputs, input_operands
 from attnops_triton.flash.operands import Arrays, Operand
 from attnops_triton.flash.plan import FlashPlan, cdiv
 from attnops_triton.flash.steps import recompute_weights, score_gradients
@@ -17,7 +17,7 @@ from attnops_triton.language.source import SourceWriter
 
 
 @one_by_one
-def array_gradient(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
+def array_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
     """The gradient of an array bias [B or 1, H or 1, T, S], float32, summed over the batches and heads that share an
     element.
 
@@ -58,7 +58,7 @@ def array_gradient(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, tile
 
 
 @one_by_one
-def table_gradient(plan: FlashPlan, inputs: BackwardInputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
+def table_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
     """The gradient of a table by distance, [1, H, T + S − 1], float32. O((T + S) · block) memory a head.
 
     All tiles of a block diagonal have the same distances at the same positions. A program sums the tiles of one

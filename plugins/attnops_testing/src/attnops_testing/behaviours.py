@@ -176,9 +176,7 @@ def export(subject: Subject) -> None:
         raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
     arguments, mesh = problem.arguments, subject.base.mesh
     if mesh is not None:
-        arguments = jax.device_put(
-            arguments, NamedSharding(mesh, P())
-        )  # as many devices as exported for
+        arguments = jax.device_put(arguments, NamedSharding(mesh, P()))  # as many devices as exported for
     _check(subject, problem, _jit(subject, exported.call)(*arguments))
 
 

@@ -119,14 +119,19 @@ def test_segments_are_transferred_with_the_tiles_that_they_mask(started: collect
 
 
 @pytest.mark.slow
-def test_starts_between_reads_are_as_many(started: collections.Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [4, 128])
+@pytest.mark.tier(every=2)
+def test_starts_between_and_after_reads_are_as_many(
+    heads: int, started: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few heads between, of many after."""
     spread = []
     original = Between.go_on
     monkeypatch.setattr(Between, "go_on", lambda self: (spread.append(len(self._starts)), original(self))[1])
     with target("v6e"), detect_races():
         # Tiles have 8 pages; while the first, which is FULL, is computed, that of the other row is asked for.
-        assert count(started, [48, 33], Causal(), block_k=32) == expected([12, 9])
-    assert max(spread) > 0
+        assert count(started, [48, 33], Causal(), heads=heads, block_k=32) == expected([12, 9])
+    assert (max(spread) > 0) == (heads == 4)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ BACKENDS = {
     ),
     "attnops-triton:flash": ("Triton, interpreted", "attnops_triton", f"{TRITON}/test_conformance.py"),
 }  # fmt: skip
-# What must have a quick test in addition: its package, and the test.
+# Further kinds of tests that must be quick: the package, and the test.
 KINDS = {
     "compiled for a TPU": (
         "attnops_tpu",
@@ -98,7 +98,7 @@ def missing(items: list[pytest.Item]) -> list[str]:
     found = covered(items)
     lacks = []
     for operation, (backend, package, _) in BACKENDS.items():
-        # float32 is what the plain problem has, and every other.
+        # The plain problem is in float32, and so is every other.
         without = [name for name in FEATURES if name in changing() and name not in found[operation]]
         if importlib.util.find_spec(package) and without:
             lacks.append(f"{backend}: {', '.join(without)}")
@@ -110,7 +110,7 @@ def missing(items: list[pytest.Item]) -> list[str]:
 
 
 def table(items: list[pytest.Item]) -> str:
-    """Markdown: a row a feature, with its test and what each backend makes of it."""
+    """Markdown: a row for each feature, with its test and its state on each backend."""
     from attnops_testing.pairs import changing
 
     found = covered(items)

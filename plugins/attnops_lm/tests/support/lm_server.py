@@ -28,7 +28,7 @@ class FakeEngine(Engine):
     Args:
         seconds: that a step takes.
         fails_after: steps after which the device is lost.
-        **options: see `Engine`.
+        **options: arguments of `Engine`, such as rows, pages and page_size.
     """
 
     def __init__(self, *, seconds: float = 0.0, fails_after: int = 1 << 30, **options: Any) -> None:

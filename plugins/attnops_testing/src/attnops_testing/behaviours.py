@@ -176,9 +176,8 @@ def export(subject: Subject) -> None:
         raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
     arguments, mesh = problem.arguments, subject.base.mesh
     if mesh is not None:
-        arguments = jax.device_put(
-            arguments, NamedSharding(mesh, P())
-        )  # as many devices as exported for
+        # A program runs on as many devices as it was exported for.
+        arguments = jax.device_put(arguments, NamedSharding(mesh, P()))
     _check(subject, problem, _jit(subject, exported.call)(*arguments))
 
 

@@ -46,7 +46,7 @@ KINDS = {
 
 
 class Collected:
-    """A plugin of pytest that keeps what it collects."""
+    """A pytest plugin that keeps the collected tests."""
 
     items: list[pytest.Item]
 
@@ -81,7 +81,7 @@ def features_of(item: Any) -> Iterable[str]:
 
 
 def covered(items: Iterable[Any]) -> dict[str, dict[str, pytest.Item]]:
-    """By operation and feature, the first test."""
+    """The first test of each feature, by operation."""
     found: dict[str, dict[str, pytest.Item]] = {name: {} for name in BACKENDS}
     for item in items:
         operation = getattr(item.cls, "operation", None)
@@ -91,7 +91,7 @@ def covered(items: Iterable[Any]) -> dict[str, dict[str, pytest.Item]]:
 
 
 def missing(items: list[pytest.Item]) -> list[str]:
-    """What has no quick test."""
+    """The features and kinds that no quick test covers."""
     from attnops_testing.features import FEATURES
     from attnops_testing.pairs import changing
 

@@ -1,4 +1,4 @@
-"""The oracle's results, so that only right programs are timed."""
+"""The oracle's results for a case, with which contenders are compared before they are timed."""
 
 from __future__ import annotations
 

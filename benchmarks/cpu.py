@@ -199,7 +199,7 @@ def memory(sizes: Sizes) -> dict[str, Any]:
     of its length.
     """
     command = [sys.executable, __file__, "--long", str(sizes.long)]
-    with Console(stderr=True).status(f"T{sizes.long} forward + backward in a process of its own"):
+    with Console(stderr=True).status(f"T{sizes.long} forward + backward in a separate process"):
         child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found: dict[str, Any] = json.loads(child.stdout)
         short = find(["flash"])[0].prepare(_long_case(sizes.long // 4))

@@ -209,7 +209,7 @@ def measured(results: Results, name: str, generation: str, head_dim: int, proble
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """A line for each contender, with the ratios of attnops-tpu's figures to its figures."""
-    shown = Table(title="Thousands of bundles a head, bfloat16; in brackets attnops-tpu relative to it")
+    shown = Table(title="Thousands of bundles per head, bfloat16; in brackets attnops-tpu relative to it")
     for column in ("TPU", "problem", "D", "kernel", "forward", "backward", "outside MB", "temporaries MB", "padding",
                    "end to end"):  # fmt: skip
         shown.add_column(column, justify="left" if column in ("problem", "kernel") else "right", no_wrap=True)

@@ -311,7 +311,7 @@ class ClassifierProtocol(Protocol):
         )  # fmt: skip
         output = self(**inputs)
         if labels is None:
-            raise ValueError(f"labels=None must be integers {output.logits.shape[:1]}, a class a row")
+            raise ValueError(f"labels=None must be integers {output.logits.shape[:1]}, a class per row")
         return output, cross_entropy(output.logits, jnp.asarray(labels), config)
 
 

@@ -1,4 +1,4 @@
-"""RingAttention: the operation for sequences sharded over a mesh, also inside a `jax.shard_map` of the caller's own."""
+"""RingAttention: the operation for sequences sharded over a mesh, also inside a `jax.shard_map` of the caller."""
 
 from __future__ import annotations
 

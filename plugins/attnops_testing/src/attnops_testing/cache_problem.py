@@ -51,7 +51,7 @@ class CacheProblem:
     """One call over a cache.
 
     Attributes:
-        spec: its description.
+        spec: the description of the problem.
         metadata: the metadata that the operation is made with.
         head_dim: D.
         dtype: the dtype of queries, keys and values, if ``spec`` has none.
@@ -69,7 +69,7 @@ class CacheProblem:
     def with_mask(self, name: str | None) -> CacheProblem:
         """The same call with another mask, over the same tokens."""
         other = dataclasses.replace(self, spec=dataclasses.replace(self.spec, mask=name))
-        for shared in ("rng", "before", "tokens", "after", "query"):  # in the order in which they draw
+        for shared in ("rng", "before", "tokens", "after", "query"):  # in the order in which they draw random numbers
             other.__dict__[shared] = getattr(self, shared)
         return other
 

@@ -65,7 +65,7 @@ class Beams:
     """k running and k finished sequences for each of B rows. The last token of a running one is not in the caches.
 
     Attributes:
-        caches: one a layer, of B · k rows.
+        caches: one per layer, of B · k rows.
         pages: the pool of paged caches; None for other caches.
         tokens: the tokens of running sequences by index, int32 [B · k, S].
         lengths: their lengths, int32 [B · k].

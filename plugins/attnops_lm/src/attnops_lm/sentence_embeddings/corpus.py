@@ -17,13 +17,13 @@ class Reference:
     """The original's embeddings of `load_sentences()`, in that order; made by `make_reference.py`."""
 
     embeddings: np.ndarray  # [N, M] float32: transformers and torch in float32, one sentence at a time, unpadded
-    num_tokens: np.ndarray  # [N] int32: what its own tokenizer makes of each, after the cut
+    num_tokens: np.ndarray  # [N] int32: tokens per sentence by its own tokenizer, truncated
     rounding_error: float  # how far `embeddings` lie from the same model run in float64, max |difference|
     note: str  # the versions that it was made with
 
 
 def load_sentences() -> list[str]:
-    """The N sentences, one a line."""
+    """The N sentences, one per line."""
     return SENTENCES.read_text(encoding="utf-8").splitlines()
 
 

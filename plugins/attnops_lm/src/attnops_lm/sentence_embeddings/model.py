@@ -36,7 +36,7 @@ class EncoderConfig:
 
     num_heads: int  # divides the model width
     norm_epsilon: float  # added to the variance in every layer norm
-    max_tokens: int  # a longer sentence is cut here; at most P
+    max_tokens: int  # longer sentences are truncated; at most P
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +96,7 @@ class EncoderParams:
 def embed(
     params: EncoderParams, config: EncoderConfig, tokens: SentenceTokens, attention: EncoderAttention
 ) -> jax.Array:
-    """One unit vector a sentence: tokens [B, T] -> [B, M] float32.
+    """One unit vector per sentence: tokens [B, T] -> [B, M] float32.
 
     `config` and `attention` are static: close over them, then `jit` what is left. Activations take O(B·T·(M + F))
     memory; what the scores take is the attention's affair.

@@ -78,7 +78,7 @@ class CacheOptions:
         elif backward:
             raise ValueError("--backward is given, but attention over a cache has no gradient; leave it out")
         elif documents is not None:
-            raise ValueError("--documents is given, but a cache has one sequence a row; leave it out")
+            raise ValueError("--documents is given, but a cache has one sequence per row; leave it out")
 
     def case(
         self,

@@ -41,8 +41,8 @@ def set_weights(model: Decoder, read: Callable[[str], jax.Array]) -> None:
     """Set every weight from a checkpoint.
 
     Args:
-        model: whose weights are replaced, in its dtype and with its shardings.
-        read: the weight of a name, in the checkpoint's layout.
+        model: the model whose weights are replaced, in its dtype and with its shardings.
+        read: a function from a weight's name to the weight, in the checkpoint's layout.
 
     Raises:
         ValueError: a weight has another shape than the model's, or is quantised. The message has its name and both

@@ -2,7 +2,8 @@
 
 - ``paged_attention`` and ``ragged_paged_attention`` of JAX;
 - ``ragged_paged_attention`` v3 of tpu-inference, whose kernels alone are imported: ``pip install --no-deps
-  tpu-inference``. Its kernel for head dim 64 calls functions that the newest JAX has not; its other one pads to 128.
+  tpu-inference``. Its kernel for head dim 64 calls functions that the newest JAX no longer has; its other one pads to
+  128.
 
 Each is compiled with several block sizes, of which the best counts. The figure is the bundles of the loop over blocks
 of keys, without branches of fewer than 64 bundles. Most of these are for first and last blocks; if one runs for every
@@ -185,7 +186,7 @@ def _vmem(generation: str) -> int:
 
 
 def _know(generation: str) -> None:
-    """Pallas asks the device for its generation; let it find this one."""
+    """Pallas asks the device for its generation; make it find this one."""
     from jax._src.pallas.mosaic import tpu_info
 
     chips = tpu_info.ChipVersion

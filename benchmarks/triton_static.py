@@ -57,15 +57,15 @@ MULTIPLICATIONS = {"sm_80": 1024, "sm_90": 2048, "sm_100": 4096}
 SPECIAL, ISSUED = 16, 4
 # The products per score, as multiples of D and of Dv.
 PRODUCTS = {"forward": (1, 1), "backward_query": (2, 1), "backward_key": (2, 2), "backward": (3, 2)}
-# Tiles of FlashAttention-3, by head dim: without a mask, causal; of its forward pass (hopper/tile_size.h), and of its
-# backward pass (hopper/flash_bwd_launch_template.h), which adds dq.
+# FlashAttention-3's tiles (queries, keys) by head dim: of the forward pass without a mask and causal
+# (hopper/tile_size.h). The backward pass, which adds dq, has those of hopper/flash_bwd_launch_template.h.
 FLASH_ATTENTION_3 = {64: ((192, 128), (192, 128)), 128: ((128, 176), (128, 128)), 256: ((128, 80), (128, 80))}
 FLASH_ATTENTION_3_BACKWARD = {64: ((128, 128), (128, 128)), 128: ((80, 128), (64, 128)), 256: ((64, 80), (64, 80))}
-# Of FlashAttention-4 on sm_100 in 16 bits, the same (github.com/Dao-AILab/flash-attention at 0251105a, flash_attn/cute:
-# interface.py, flash_fwd_sm100.py, flash_bwd_sm100.py, and apply_exp2_convert in softmax.py): queries and keys of one
-# multiprocessor's tile; stages of the ring, each of keys or of values (backward: of queries); multiprocessors that
-# share operands (forward: from CUDA 13 on); and of 128 exponentials, how many polynomials compute. The backward pass
-# adds dq, and has no polynomials.
+# FlashAttention-4's tiles on sm_100 in 16 bits (github.com/Dao-AILab/flash-attention at 0251105a, flash_attn/cute:
+# interface.py, flash_fwd_sm100.py, flash_bwd_sm100.py, and apply_exp2_convert in softmax.py): queries and keys per
+# multiprocessor; stages of the ring, each of keys or values (backward: of queries); multiprocessors that share operands
+# (forward: from CUDA 13 on); and how many of 128 exponentials are computed by polynomials. The backward pass adds dq,
+# and has no polynomials.
 FLASH_ATTENTION_4 = {64: ((256, 128, 10, 1, 16), (256, 128, 10, 1, 16)),
                      128: ((256, 128, 6, 2, 24), (256, 128, 3, 1, 16))}  # fmt: skip
 FLASH_ATTENTION_4_BACKWARD = {64: ((128, 128, 2, 1, 0),) * 2, 128: ((128, 128, 1, 2, 0),) * 2}

@@ -1,4 +1,6 @@
-"""`attnops bench --cache`: attention over caches is checked by the tokens, and measured by the bytes that are seen."""
+"""`attnops bench --cache`: attention over caches is checked against the tokens, and measured by the bytes that queries
+see.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sentences of `sentences.txt`, and what the original model makes of them."""
+"""The sentences of `sentences.txt`, and the original model's embeddings of them."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def load_reference() -> Reference:
 
 
 def sentences_digest() -> str:
-    """What ties the reference to the sentences that it was made from, however the file's lines end."""
+    """A digest of the sentences, whatever the file's line endings; the reference stores it."""
     return hashlib.sha256("\n".join(load_sentences()).encode()).hexdigest()

@@ -71,7 +71,7 @@ def split(model: nnx.Module) -> dict[str, Any]:
 
 
 def merge(model: Model, pytree: Mapping[str, Any]) -> Model:
-    """A copy with these low-rank matrices, as `split` gives them, see `attnops_lm.params.merged`."""
+    """A copy with these low-rank matrices, nested dicts as `split` returns them."""
     return merged(model, pytree, nnx.LoRAParam)
 
 

@@ -1,6 +1,6 @@
 """Figures on a CPU: `flash` against jax.nn and torch, `vanilla` against jax.nn, what skipped tiles save, and memory.
 
-``products`` is the time of the forward pass's matrix products alone: no softmax, no mask.
+``products`` is the time of the forward pass's matrix products alone, without softmax and mask.
 
 Run ``python benchmarks/cpu.py`` (``--quick`` for two minutes, ``--json FILE`` to keep the figures) on an idle machine;
 torch is measured if it is installed. All are measured in one run, in turns, each checked against the float64 oracle
@@ -42,19 +42,20 @@ from attnops_testing.bench import (
 from attnops_testing.bench.truth import Truth
 
 PEERS = ("jax.nn", "torch")
-# The goals: flash is at least as fast as either at any length, and at T = 4,096 so many times as fast as jax.nn,
-# forward and forward + backward, ...
+# The goals: flash is at least as fast as jax.nn and torch at any length; at T = 4,096 it is this many times as fast as
+# jax.nn, forward and forward + backward; ...
 AT_4096 = {False: 5.0, True: 7.0}
-# ... takes at most so many times the share of the full time that is the share of tiles visited, ...
+# ... with a mask it needs at most this multiple of (share of active tiles) · (time without a mask), ...
 SHARE = 1.3
-# ... and the reference, vanilla, takes at most so many times as long as jax.nn.
+# ... the reference, vanilla, needs at most this multiple of jax.nn's time, ...
 REFERENCE = 1.2
-# ... and stays below so many bytes, its temporaries growing at most so much from T to 4 T.
+# ... and flash needs at most this many bytes, with temporaries that grow at most by this factor from T to 4 T.
 PEAK_BYTES, GROWTH = 2e9, 4.5
 
-# What needs more is left out: at T = 16,384 jax.nn's scores alone are 8.6 GB in float32, and it holds several such.
+# Contenders that need more memory are left out: at T = 16,384 jax.nn's scores alone are 8.6 GB in float32, and it holds
+# several such arrays.
 MEMORY_LIMIT = int(6e9)
-# A contender whose timings took longer together is not timed a third time.
+# A contender is not timed a third time if its first two timings took longer than this.
 MOST_SECONDS = 3
 DTYPES = ("float32", "bfloat16")
 PASSES = {False: "forward", True: "forward + backward"}
@@ -62,7 +63,7 @@ PASSES = {False: "forward", True: "forward + backward"}
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """The sizes of what is measured."""
 
     lengths: Sequence[int] = (1024, 2048, 4096, 8192, 16384)
     head_dims: Sequence[int] = (64, 128)
@@ -110,10 +111,11 @@ def causal(sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def products_floor(case: Case) -> float:
-    """Seconds of the forward pass's matrix products alone, of the tiles that `flash` visits, on operands in the cache.
+    """Seconds of the matrix products alone in a forward pass over the tiles that `flash` visits, with operands in the
+    processor's cache.
 
-    The tiles are `flash`'s; what XLA's products reach on this CPU with other sizes, dtypes and layouts is what they
-    were chosen by.
+    Tile sizes are those of `flash`, which were chosen by the speed of XLA's products on this CPU for various sizes,
+    dtypes and layouts.
     """
     dtype = jnp.dtype(case.dtype)
     groups, row = case.heads // case.K, table_row(dtype == jnp.bfloat16, case.head_dim)
@@ -145,7 +147,7 @@ def products_floor(case: Case) -> float:
 
 
 def sparse(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Masks that leave tiles empty, and no mask. The documents are traced."""
+    """Masks with empty tiles, and no mask. The documents are traced."""
     T = sizes.sparse_length
     documents = packed_documents(16, T)
     masks: dict[str, Mask | None] = {
@@ -175,7 +177,7 @@ def reference(sizes: Sizes) -> Iterator[dict[str, Any]]:
     for backward, name in PASSES.items():
         for length in sizes.reference_lengths:
             case = Case(length=length, mask=Causal(), backward=backward)
-            more = dataclasses.replace(sizes, rounds=5 * sizes.rounds)  # calls this short need more of them
+            more = dataclasses.replace(sizes, rounds=5 * sizes.rounds)  # calls this short need more rounds
             found = run([(case, contender) for contender in find(["vanilla", "jax.nn"])], more, f"T{length} {name}")
             times = {m.name: m.best for m in found}
             yield {
@@ -193,9 +195,11 @@ def _visited(case: Case) -> float:
 
 
 def memory(sizes: Sizes) -> dict[str, Any]:
-    """Forward and backward of a long sequence in a process of its own, and the temporaries of a quarter of it."""
+    """The memory of forward and backward over a long sequence, in a separate process, and the temporaries at a quarter
+    of its length.
+    """
     command = [sys.executable, __file__, "--long", str(sizes.long)]
-    with Console(stderr=True).status(f"T{sizes.long} forward + backward in a process of its own"):
+    with Console(stderr=True).status(f"T{sizes.long} forward + backward in a separate process"):
         child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found: dict[str, Any] = json.loads(child.stdout)
         short = find(["flash"])[0].prepare(_long_case(sizes.long // 4))
@@ -207,7 +211,7 @@ def _long_case(length: int) -> Case:
 
 
 def long(length: int) -> None:
-    """What `memory` runs in a process of its own: print what it took."""
+    """Run by `memory` in a separate process: prints the memory and time."""
     case = _long_case(length)
     before = peak_rss()
     program = find(["flash"])[0].prepare(case)

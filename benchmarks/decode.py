@@ -3,8 +3,8 @@
 Run ``python benchmarks/decode.py`` (``--quick`` for a minute, ``--json FILE`` to keep the figures) on an idle machine.
 The peers are jax.nn, and flax.nnx and torch if they are installed; they attend to plain arrays. In each case all
 contenders are timed in turns, each checked first against float64; the best time is reported, as bytes a second of the
-tokens that are seen, and as a share of the bandwidth at which the same run reads the same array once. ``floor`` only
-slices the same cache and multiplies: what XLA's copies and products leave to gain.
+tokens that queries see, and as a share of the bandwidth at which the same run reads the same array once. ``floor`` only
+slices the same cache and multiplies, which bounds the speed that XLA's copies and products allow.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ H, K, D = 32, 8, 128
 WINDOW = 1024
 # Each is timed if it is installed.
 COMPARED = ("jax.nn", "flax.nnx", "torch")
-# Timings of each contender, and after how many seconds of them they end.
+# The number of timings of each contender, and the seconds after which they end.
 ROUNDS, SECONDS = 9, 2.0
 
 Entry = tuple[str, CacheCase | Case, Contender]
@@ -72,7 +72,7 @@ def paged(batch: int, length: int, dtype: str, page: int, **options: Any) -> Cac
 
 
 def best(entries: list[Entry]) -> dict[str, Measurement]:
-    """Those that are measured, in turns, one call a timing; each is checked first."""
+    """Measure all entries in turns, one call per timing; each is checked first."""
     measured = measure([entry[1:] for entry in entries], rounds=ROUNDS, most_seconds=SECONDS, shortest=0)
     for (name, *_), m in zip(entries, measured, strict=True):
         if m.status != "ok":
@@ -86,10 +86,10 @@ def seconds(found: dict[str, Measurement]) -> dict[str, float]:
 
 
 def floor(case: CacheCase) -> Ready:
-    """Only what can't be left out: the keys and values that are seen are sliced or gathered, and multiplied.
+    """The least work of such a call: slice or gather the keys and values that queries see, and multiply.
 
-    In tiles, since XLA copies what it slices; a full float32 dense cache as a whole, without slices.
-    There is no softmax and no mask.
+    It works in tiles, since XLA copies slices; a full float32 dense cache is used as a whole, without slices. There is
+    no softmax and no mask.
     """
     cache, own = case.filled, case.tokens
     dtype = jnp.float32 if own.dtype == "float32" else jnp.bfloat16
@@ -153,7 +153,7 @@ def decode(batch: int, length: int, used: int, dtype: str) -> dict[str, Any]:
         }
     first = CacheCase(tokens=tokens(batch, length, used, dtype), cache=caches["dense"])
     cases = {name: first if name == "dense" else first.over(cache) for name, cache in caches.items()}
-    # Between two that read the same arrays come others, so that each finds none of them in the processor's caches.
+    # Entries that read the same arrays are not neighbours, so that these arrays are not in the processor's caches.
     entries: list[Entry] = [(name, case, operation("flash")) for name, case in cases.items()]
     entries += [(name, first, PEERS[name].contender) for name in COMPARED if PEERS[name].installed]
     entries += [(f"{name} floor", case, Contender("floor", floor)) for name, case in cases.items()]

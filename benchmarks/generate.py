@@ -6,7 +6,7 @@ which needs torch, and llama-cpp-python are measured if they are installed.
 
 In each case a prompt fills a cache, and then single tokens follow, up to the context: all contenders do so in turns,
 and the best time of each is reported. The weights are the same, dequantised from GGUF once; llama.cpp keeps them in 4
-bits, and it is for one row alone. "same tokens" is the share of generated tokens that are those of the first contender.
+bits, and runs with one row only. "same tokens" is the share of generated tokens that are those of the first contender.
 
 Prompts of more than ``--most`` tokens in all rows together are not timed: their caches are filled from one row.
 """
@@ -40,13 +40,13 @@ CONTEXTS, BATCHES = (256, 1024, 4096, 8192), (1, 4, 16)
 
 
 class TextGenerator(Protocol):
-    """Who generates."""
+    """A library that generates tokens."""
 
     name: str
     most_rows: int
 
     def start(self, rows: int, context: int) -> None:
-        """Take a cache of so many rows of so many tokens."""
+        """Allocate a cache of ``rows`` rows of ``context`` tokens."""
 
     def prompt(self, tokens: np.ndarray) -> np.ndarray:
         """Empty the cache, and append tokens [B, P] -> the token after each row, [B]."""
@@ -55,10 +55,10 @@ class TextGenerator(Protocol):
         """Append tokens [B], and those that follow -> [B, count]."""
 
     def repeat(self, rows: int) -> None:
-        """Make so many rows of the first one's cache."""
+        """Copy the first row's cache to ``rows`` rows."""
 
     def stop(self) -> None:
-        """Give the cache back."""
+        """Free the cache."""
 
 
 class Attnops:
@@ -197,7 +197,7 @@ class Figure:
 
 
 def seconds(call: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
-    """How long a call takes, and what it gives."""
+    """The time of a call, and its result."""
     begin = time.perf_counter()
     found = call()
     return time.perf_counter() - begin, found
@@ -258,7 +258,7 @@ def report(figures: list[Figure]) -> None:
 
 
 def contenders(operation: str, dtype: str) -> list[TextGenerator]:
-    """Those that are installed; this repository's first."""
+    """The installed contenders, this repository's first."""
     model, _ = load_smollm2(dtype=jnp.dtype(dtype), operation=operation)
     found: list[TextGenerator] = [Attnops(model, f"attnops {operation}")]
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):

@@ -1,11 +1,12 @@
-"""attnops-triton compared with cuDNN, torch, FlexAttention, tokamax and ejkernel on one GPU, each in its own process::
+"""attnops-triton compared with cuDNN, torch, FlexAttention, tokamax and ejkernel on one GPU, each in a separate
+process::
 
     python benchmarks/gpu.py --json gpu.json            # D 64, 128, 256; full, causal, documents; 1k to 16k tokens
     python benchmarks/gpu.py --head-dim 128 --length 4096 --contender attnops-triton --contender cuDNN
     python benchmarks/gpu.py --dry                      # anywhere: small cases, Triton interpreted, nothing timed
 
-Every output and gradient is compared with the float64 oracle before anything is timed. 16k tokens in all: the batch
-grows as the length shrinks. Documents are packed, four a sequence, and causal; there a peer without segments has a
+Every output and gradient is compared with the float64 oracle before anything is timed. Each case has 16k tokens: the
+batch grows as the length shrinks. Documents are packed, four per sequence, and causal; peers without segments get a
 dense mask. The time on the GPU and the time to start a call are separate figures. No process reserves the GPU's memory.
 Needs JAX for CUDA and ``pip install attnops-triton attnops-testing torch``; `GPU.md` says what to run first.
 """
@@ -80,12 +81,16 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
 
 
 def products(backward: bool) -> int:
-    """Of two matrices for each score, that a call computes: 2 forward, 7 in a call that does both."""
+    """The number of matrix products that a call computes per score: 2 forward, 7 in a call that computes forward and
+    backward.
+    """
     return 7 if backward else 2
 
 
 def in_its_own_process(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool, minutes: int) -> dict[str, Any]:
-    """`measure_one` in a process of its own; where that fails, all rows have failed, with its last words."""
+    """`measure_one` in a separate process. If the process fails, all rows have the status failed, with its last
+    output.
+    """
     given = {"name": name, "cases": cases, "rounds": rounds, "dry": dry}
     found, error = gpu_process.run(__file__, given, dry or name in ("FlexAttention", "torch"), minutes)
     if not error:
@@ -111,7 +116,7 @@ def all_cases(
 
 
 def table_of(title: str, found: dict[str, list[dict[str, Any]]]) -> Table:
-    """A line for each case; * marks a figure that the host's dispatch bounds."""
+    """A line for each case; * marks figures that are bound by the host's dispatch."""
     table = Table(title=title)
     for column in ("D", "T", "mask", "pass", *found):
         table.add_column(column, justify="left" if column in ("mask", "pass") else "right")

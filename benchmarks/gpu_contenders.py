@@ -17,7 +17,7 @@ from attnops_triton.flash.order import unordered
 
 
 def triton(interpret: bool, any_order: bool = False) -> Contender:
-    """attnops-triton, refused rather than replaced by the native forward.
+    """attnops-triton; raises `Refused` where the native forward would run instead.
 
     Args:
         interpret: whether Triton is interpreted.
@@ -80,7 +80,7 @@ def _flex(case: Case) -> Ready:
     return run_torch(case, attend, "cuda", f"FlexAttention of torch {torch.__version__}")
 
 
-# By name; a function of whether Triton is interpreted.
+# By name: makes the contender, given whether Triton is interpreted.
 CONTENDERS: Final[dict[str, Callable[[bool], Contender]]] = {
     "attnops-triton": triton,
     "attnops-triton-unordered": lambda dry: triton(dry, any_order=True),
@@ -90,5 +90,5 @@ CONTENDERS: Final[dict[str, Callable[[bool], Contender]]] = {
     "tokamax": lambda dry: PEERS["tokamax"].contender,
     "ejkernel": lambda dry: PEERS["ejkernel"].contender,
 }
-# Those whose arrays are torch's: JAX then leaves the GPU alone.
+# Contenders with arrays of torch: JAX then does not use the GPU.
 OF_TORCH: Final = ("FlexAttention", "torch")

@@ -5,9 +5,9 @@
     python benchmarks/gpu_decode.py --codec float8_e4m3fn --scales tensor --page 256
     python benchmarks/gpu_decode.py --dry                    # anywhere: small cases, Triton interpreted, nothing timed
 
-Next to FlashInfer, vLLM's unified kernel and FlashAttention, where they are installed; each contender has a process of
-its own (`gpu_decode_contenders.py`). Pages are in any order. Before a case is timed, two of its rows and kv heads are
-compared with the float64 oracle. Bytes are those of keys, values and scales of the tokens that are held.
+Next to FlashInfer, vLLM's unified kernel and FlashAttention, where they are installed; each contender runs in a
+separate process (`gpu_decode_contenders.py`). Pages are in any order. Before a case is timed, two of its rows and kv
+heads are compared with the float64 oracle. Bytes are those of keys, values and scales of the tokens that are held.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attnops_testing import attention
 from attnops_testing.bench.case import Refused
 from attnops_testing.bench.program import Ready
 
-# The most that an element may differ by, relative to the largest: of a weight rounded to 16 bits.
+# The allowed difference of an element relative to the largest one: that of weights rounded to 16 bits.
 TOLERANCE: Final = 2.0**-7
 
 
@@ -70,7 +70,9 @@ def figures(name: str, case: DecodeCase, bandwidth: float, rounds: int, dry: boo
 
 
 def in_its_own_process(name: str, cases: list[DecodeCase], given: dict[str, Any], minutes: int) -> list[dict[str, Any]]:
-    """`figures` of all cases in a process of its own; where that fails, all rows have failed, with its last words."""
+    """`figures` of all cases in a separate process. If the process fails, all rows have the status failed, with its
+    last output.
+    """
     own = {"name": name, "cases": cases, "given": given}
     found, reason = gpu_process.run(__file__, own, given["dry"] or name != "attnops-triton", minutes)
     if not reason:

@@ -1,4 +1,4 @@
-"""The contenders of `gpu_decode.py`; one that is not installed, or does not take a case, refuses."""
+"""The contenders of `gpu_decode.py`; one that is not installed, or does not support a case, raises `Refused`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 from attnops_testing.bench.case import Refused
 
-# The scale of all tokens, with scales by tensor.
+# The scale of all tokens if there is one scale per tensor.
 SCALE: Final = 0.05
 
 
 class DecodeCase(NamedTuple):
-    """A step of decoding; ``scales`` is by "token_head" or by "tensor", and "" without a codec."""
+    """A step of decoding; ``scales`` is "token_head" or "tensor", and "" without a codec."""
 
     length: int
     batch: int
@@ -35,9 +35,9 @@ class Step(NamedTuple):
     Attributes:
         run: starts it, and returns its output.
         wait: waits for an output.
-        part: of an output, what it is for a row and a kv head, float64: the query [G, D], keys and values [n, D], and
-            the output [G, D].
-        device: the name of what it runs on.
+        part: given an output, a row and a kv head, returns what the oracle needs, float64: the query [G, D], keys and
+            values [n, D], and this part [G, D] of the output.
+        device: the name of the device.
     """
 
     run: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""A contender in a process of its own, so that one that fails, or takes memory, affects no other."""
+"""Runs a contender in a separate process, so that one that fails, or keeps memory, does not affect the others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 
 def run(script: str, given: dict[str, Any], on_cpu: bool, minutes: int) -> tuple[Any, str]:
-    """What a script writes as JSON, and "", or None and why it failed.
+    """Returns (the JSON that a script writes, ""), or (None, the reason why it failed).
 
     Args:
         script: run as ``script --worker GIVEN.json --json RESULT.json``.
-        given: what the first file holds.
+        given: the contents of the first file.
         on_cpu: whether JAX must leave the GPU alone.
-        minutes: after which it is stopped.
+        minutes: the time after which the process is stopped.
     """
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if on_cpu:

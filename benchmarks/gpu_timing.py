@@ -16,10 +16,10 @@ class Timing:
     """The time of a call.
 
     Attributes:
-        kernel_seconds: by which each further call in a queue lengthens it: the time on the GPU, or, where that is
-            shorter, the time to start a call.
-        dispatch_seconds: in which the host starts a call.
-        latency_seconds: of one call alone, from the start until its results are there.
+        kernel_seconds: the time that each further call in a queue adds: that on the GPU, or that of starting a call if
+            it is longer.
+        dispatch_seconds: the time that the host needs to start a call.
+        latency_seconds: the time of a single call, from its start until its results are ready.
     """
 
     kernel_seconds: float

@@ -46,7 +46,9 @@ def import_seconds(statement: str, cache: str) -> float:
 
 
 def imports() -> dict[str, float]:
-    """Of jax alone, with attnops, and with every public name of attnops, which are imported at their first use."""
+    """Import seconds of jax alone, with attnops, and with every public name of attnops, which are imported at first
+    use.
+    """
     statements = {
         "jax": "import jax",
         "attnops": "import jax, attnops",
@@ -67,7 +69,7 @@ def best(sides: dict[str, Callable[[], float]]) -> dict[str, float]:
 def trace_and_lower(function: Callable[..., object], causal: bool) -> float:
     x = jax.ShapeDtypeStruct((1, 128, 8, 64), jnp.float32)
     jax.clear_caches()
-    # Not the first trace, which includes what JAX sets up once.
+    # The first trace is not measured: it includes JAX's one-time initialisation.
     jax.jit(lambda q: jnp.exp(q) @ q.swapaxes(-1, -2)).trace(x).lower()
     return seconds(lambda: jax.jit(lambda q, k, v: function(q, k, v, causal)).trace(x, x, x).lower(), time.process_time)
 

@@ -1,7 +1,7 @@
 """What attnops-ring computes and sends, counted and not timed: tiles of the busiest device, hops, bytes.
 
 Run ``python benchmarks/ring.py`` anywhere (``--devices 8``, ``--length 32768``, ``--json FILE``). Tiles are 128 × 128
-scores that the mask does not leave empty; bytes are those that a device sends a hop, read from the program that JAX
+scores that the mask does not leave empty; bytes are those that a device sends per hop, read from the program that JAX
 makes. Needs ``pip install attnops-ring rich typer``.
 """
 
@@ -24,14 +24,14 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
 
 def counted(mask: Any, length: int, devices: int, order: str) -> dict[str, Any]:
-    """Of a mask in an order: the busiest device's tiles over the mean, hops, and bytes a hop."""
+    """For a mask and an order: the tiles of the busiest device divided by the mean, hops, and bytes per hop."""
     from attnops import OperationMetadata, OperationRegistry
     from attnops.masks import block_map
     from attnops.sharding import create_mesh
     from attnops_ring import positions
 
     laid = positions(length, devices, order)  # type: ignore[arg-type]
-    # Tiles as the devices have them: of tokens that are neighbours there.
+    # Tiles are of tokens that are neighbours on a device.
     moved = mask.at(laid, laid) if order != "contiguous" else mask
     coverage = np.asarray(block_map(moved, (1, 1, length, length), TILE, TILE).coverage)[0, 0] > 0
     by_device = coverage.sum(axis=1).reshape(devices, -1).sum(axis=1)

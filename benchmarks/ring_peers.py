@@ -34,7 +34,7 @@ Attention = Callable[[Any, Any, Any], Any]
 
 
 def attnops(mesh: Mesh, length: int, order: str) -> Attention:
-    """Of tokens in that order: their being laid out is a model's, once."""
+    """attnops-ring for tokens in that order. Reordering is not included, since a model does it once."""
     from attnops import OperationMetadata, OperationRegistry
     from attnops.masks import Causal
 
@@ -43,7 +43,7 @@ def attnops(mesh: Mesh, length: int, order: str) -> Attention:
 
 
 def attnops_in_map(mesh: Mesh, length: int, order: str) -> Attention:
-    """Inside a `jax.shard_map` of the caller's own, as `ringattention` is called."""
+    """attnops-ring inside a `jax.shard_map` of the caller, as `ringattention` is called."""
     from attnops import OperationRegistry
     from attnops.masks import Causal
 
@@ -56,11 +56,11 @@ def attnops_in_map(mesh: Mesh, length: int, order: str) -> Attention:
 
 
 def ringattention(mesh: Mesh, length: int, order: str) -> Attention:
-    """Liu's own (Apache-2.0), in plain JAX; its heads are all of one number."""
+    """The `ringattention` package by Liu (Apache-2.0), in plain JAX; it needs as many kv heads as query heads."""
     import jax.lib
 
     if not hasattr(jax.lib, "xla_bridge"):
-        # It asks this, which newer JAX no longer has, for the platform.
+        # It asks this function, which newer JAX no longer has, for the platform.
         from jax.extend import backend
 
         jax.lib.xla_bridge = backend
@@ -82,7 +82,7 @@ def ringattention(mesh: Mesh, length: int, order: str) -> Attention:
 
 
 def tokamax(mesh: Mesh, length: int, order: str) -> Attention:
-    """Its experimental ring over splash attention, for TPUs: traced, not run. The mask is an array of T × T."""
+    """Tokamax's experimental ring over splash attention, for TPUs: traced, not run. Its mask is an array [T, T]."""
     from tokamax._src.ops.experimental.tpu.splash_attention import ring_attention_kernel, splash_attention_mask
 
     kernel = ring_attention_kernel.make_ring_attention(
@@ -113,7 +113,7 @@ CONTENDERS = {
 
 
 def bytes_sent(jaxpr: Any, times: int = 1) -> int:
-    """Bytes that a device sends to its neighbour, in all rounds of loops; of branches, the most."""
+    """Bytes that a device sends to its neighbour, over all iterations of loops; for branches, the largest."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "ppermute":

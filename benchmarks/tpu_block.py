@@ -4,9 +4,9 @@ The block has RMS norms, projections, causal attention and a gated MLP; forward 
 
     python benchmarks/tpu_block.py --generation v6e --json out.json
 
-"temporaries" are the program's, in main memory. "estimate" is XLA's of all instructions outside of the kernels, in
-thousands of cycles; XLA has none of kernels, see `tpu_kernels.py`. Needs Linux on x86 and ``pip install
-attnops-tpu[aot]``.
+"temporaries" is the memory of the program's temporaries, in HBM. "estimate" is XLA's estimate of all instructions
+outside of the kernels, in thousands of cycles; for kernels, of which XLA has no estimate, see `tpu_kernels.py`. Needs
+Linux on x86 and ``pip install attnops-tpu[aot]``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from attnops_tpu.collectives import KERNEL, computations, scheduled
 from attnops_tpu.generations import target
 from attnops_tpu.memory import outside_bytes
 
-# Splash's blocks of the fewest bundles for a causal mask, forward and backward, see `tpu_kernels.py`.
+# Splash's block sizes with the fewest bundles for a causal mask, forward and backward (from `tpu_kernels.py`).
 SPLASH_BLOCKS: Final = (1024, 1024, 512), (1024, 1024, 1024)
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d+)"')
 

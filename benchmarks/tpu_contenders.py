@@ -1,5 +1,5 @@
-"""The attention kernels that `tpu_kernels.py` compares, how often a problem runs each region of their code, and what
-moves outside of them, compiled in a process of its own.
+"""The attention kernels that `tpu_kernels.py` compares, the number of times that a problem runs each region of their
+code, and the bytes moved outside of them. Each is compiled in a separate process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnops_tpu.schedule import Regions
 HEADS: Final = 8
 SPLASH: Final = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
 TOKAMAX: Final = "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention"
-# Options of tokamax: the compiler's other scheduler, forward; gradients of queries in three parts, backward.
+# Options of tokamax: forward, the compiler's other scheduler; backward, dq in three parts.
 SCHEDULER: Final = "experimental scheduler"
 REDUCTION: Final = "dq_reduction_steps=3"
 # Sequences per call; 1 for other masks.
@@ -33,14 +33,14 @@ class KernelJob(NamedTuple):
     """One compilation.
 
     Attributes:
-        generation: of the TPU.
-        name: the contender's.
+        generation: the TPU generation.
+        name: the contender's name.
         backward: which pass.
         mask: causal, full, window, documents or packed.
         T: tokens.
         head_dim: the head dim of queries, keys and values.
         blocks: block sizes, (queries, keys, keys at a time); empty for the library's own choice.
-        option: of tokamax, or none.
+        option: an option of tokamax; empty for none.
     """
 
     generation: str
@@ -66,7 +66,7 @@ def attnops_mask(kind: str, T: int) -> Any:
 
 
 def _packed(T: int) -> Any:
-    """The document of each token, [32, T]: sequences of documents whose mean length is from 256 tokens to all."""
+    """The document of each token, [32, T]; the mean length of documents is from 256 to T tokens."""
     random = np.random.default_rng(0)
     means = np.geomspace(256, T, BATCH["packed"])
     return np.stack([np.cumsum(random.random(T) < 1 / mean) for mean in means]).astype(np.int32)
@@ -90,7 +90,7 @@ def _peer_mask(masks: Any, job: KernelJob) -> Any:
 
 
 def _by_head(function: Callable[..., Any], head_dim: int) -> Callable[..., Any]:
-    """A function of [H, T, D], of [1, T, H, D]."""
+    """A function of arrays [H, T, D] as a function of arrays [1, T, H, D]."""
 
     def called(q: Any, k: Any, v: Any) -> Any:
         out = function(*(x[0].swapaxes(0, 1) for x in (q * head_dim**-0.5, k, v)))
@@ -130,7 +130,7 @@ CONTENDERS: Final[dict[str, Callable[[KernelJob], Callable[..., Any]]]] = {
 
 
 class TileCounts(NamedTuple):
-    """Of one head: active tiles, all and by coverage, rows of tiles, and the most active tiles of a row."""
+    """Per head: active tiles, in total and by coverage; rows of tiles; and the most active tiles of a row."""
 
     active: int
     full: int
@@ -150,7 +150,7 @@ def counts(mask: str, T: int, block_q: int, block_k: int, by_key: bool) -> TileC
 
 
 def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
-    """The grid steps, how many of them pad shorter maps, and the trips, of each call of the kernel; of a mean head."""
+    """Per call of the kernel, for an average head: the grid steps, how many of them pad shorter maps, and the trips."""
     import jax
     import jax.numpy as jnp
 
@@ -176,7 +176,7 @@ def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
         trips: Trips = []
         for kind in kinds_of(schedules.spans) if job.backward else schedule.kinds:
             name, is_kind = "REDUCED" if kind == REDUCED else Coverage(kind).name, entries.kind == kind
-            # Forward, a kind of tile that may come after a REDUCED one has code of its own for that.
+            # Forward, a kind of tile that may follow a REDUCED one has separate code for that case.
             special = not job.backward and kind in schedule.after_reduced
             trips.append((name, float((is_kind & ~after if special else is_kind).sum()) / n, 0.0))
             trips += [(f"{name} after REDUCED", float((is_kind & after).sum()) / n, 0.0)] if special else []
@@ -211,7 +211,7 @@ def peer_trips(job: KernelJob, regions: Regions) -> tuple[float, float, Trips]:
     if bodies not in tiles:
         raise LookupError(f"{job.name} has {bodies} bodies, but 0 to 2 are known: its kernel changed")
     steps = n.active if has_list else n.rows * width
-    # With one tile a row a step clears and writes; with at most two tokamax writes in each.
+    # With one tile per row each step clears and writes; with at most two tokamax writes in each step.
     others = len(regions.skipped) - bodies
     begins = [("init", float(n.rows), 0.0)] if others or n.widest > 1 else []
     ends = [] if others < 2 else [("end", float(n.rows), 0.0)]
@@ -219,7 +219,7 @@ def peer_trips(job: KernelJob, regions: Regions) -> tuple[float, float, Trips]:
 
 
 def _with_copies(regions: Regions, steps: float, rows: float, trips: Trips) -> Trips:
-    """The trips with those of regions that copy blocks: of inputs in every step, of outputs, which follow, by row."""
+    """The trips including the regions that copy blocks: inputs in every step, then outputs once per row."""
     own, last = iter(trips), max(i for i, region in enumerate(regions.skipped) if region.uses["MATMUL"])
     found: Trips = [
         ("copies", steps if i < last else rows, 0.0) if region.is_copy else next(own, ("unknown", 0.0, 0.0))
@@ -239,7 +239,7 @@ def whole(job: KernelJob, regions: Regions) -> dict[str, float]:
         rows = max((runs for name, runs, _ in trips if name in ("init", "write", "finish")), default=0.0)
         trips = _with_copies(regions, steps, rows, trips)
         parts = regions.total(steps - padding, trips) | {"padding": padding * regions.step}
-        # Once a call, for all heads.
+        # Once per call, for all heads.
         parts["once"] /= HEADS * BATCH.get(job.mask, 1)
         for part, bundles in parts.items():
             total[part] = total.get(part, 0.0) + bundles
@@ -251,7 +251,7 @@ def traced(job: KernelJob, sharding: Any = None) -> Any:
     import jax
     import jax.numpy as jnp
 
-    # Without a mask tokamax's kernel asks for a device: the same body is in its causal kernel, of the same arrays.
+    # Without a mask tokamax's kernel needs a device; its causal kernel has the same body for the same arrays.
     compiled_job = job._replace(mask="causal") if (job.name, job.mask) == ("tokamax", "full") else job
     function = CONTENDERS[job.name](compiled_job)
     shape = BATCH.get(job.mask, 1), job.T, HEADS, job.head_dim
@@ -265,7 +265,9 @@ def traced(job: KernelJob, sharding: Any = None) -> Any:
 
 
 def child(job: KernelJob) -> None:
-    """What a process of its own does: compile, and print the kernel's name, and what moves outside of the kernels."""
+    """Run in a separate process: compile, and print the kernel's name and the bytes that are moved outside of
+    kernels.
+    """
     import jax
 
     place = jax.sharding.SingleDeviceSharding(devices(job.generation)[0])

@@ -1,24 +1,24 @@
-"""The static schedule of the TPU kernel over caches, without a TPU, for one token a row over pages: R, the bundles of
-the loop over a tile of keys, divided by the cycles in which the tile's useful bytes come from main memory::
+"""The static schedule of the TPU kernel over caches, without a TPU, for one token per row over pages. R is the number
+of bundles of the loop over a tile of keys, divided by the cycles in which the tile's useful bytes arrive from HBM::
 
     python benchmarks/tpu_decode.py                                       # v5e, v6e and tpu7x
     python benchmarks/tpu_decode.py --generation v6e --page 16 --kv-heads 1 --json out.json
     python benchmarks/tpu_decode.py --codec int8 --page 128
     python benchmarks/tpu_decode.py --latent --kv-heads 1 --groups 128   # keys of 576 features, values of 512 of them
     python benchmarks/tpu_decode.py --peers                               # R of other libraries' kernels too
-    python benchmarks/tpu_decode.py --peer "RPA v3"                       # that of one of them
+    python benchmarks/tpu_decode.py --peer "RPA v3"                       # R of one of them
     python benchmarks/tpu_decode.py --whole --peers --json out.json       # every figure of the READMEs
     python benchmarks/tpu_decode.py --bytes                               # transfers, and the bytes that they move
 
 With ``--json`` each line is kept, and a run with the same file continues where the last one ended: remove the file when
 the code has changed.
 
-A bundle is a cycle where nothing stalls. The loop is of tiles that are whole and have nothing to mask; the issue of
-transfers and the loop's own bundles are included. At R below 1 the kernel is not bound by computation. No TPU ran it.
-Useful are the bytes of keys, values and their scales; the transfers move zeros of `PagedCache.create`'s ``width`` too.
-"A row" is what else a row of the cache takes: the bundles around its loop, in addition to one masked tile at least.
+A bundle is a cycle where nothing stalls. The loop is the one over whole, unmasked tiles; issuing transfers and the
+loop's control are included. At R below 1 the kernel is not bound by computation. No TPU ran it. Useful bytes are those
+of keys, values and their scales; transfers also move the zeros that `PagedCache.create`'s ``width`` adds. "A row" is
+the cost per row of the cache besides the loop: the bundles around it, and at least one masked tile.
 
-Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes some ten seconds a line.
+Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes about ten seconds per line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tpu_decode_peers import PEERS, PeerCase, bundles_a_byte
 from attnops_tpu.aot import compile_for
 from attnops_tpu.schedule import Schedule, Span, measure
 
-# Bytes of main memory a cycle and core.
+# HBM bytes per cycle and core.
 BYTES: Final = {"v4": 651, "v5e": 546, "v5p": 790, "v6e": 937, "tpu7x": 1682}
 SLOTS: Final = 1 << 17
 ROWS: Final = 8
@@ -79,7 +79,7 @@ class Case(NamedTuple):
 
 
 def child(case: Case, generation: str) -> None:
-    """What a process of its own does: compile, and print the keys of a tile and its buffers."""
+    """Run in a separate process: compile, and print the keys per tile and the number of buffers."""
     import jax
     import jax.numpy as jnp
 
@@ -91,7 +91,7 @@ def child(case: Case, generation: str) -> None:
     from attnops_tpu.ragged.attention import make_plan
 
     page, K, G, D, codec, latent, T = case
-    # Larger than vector memory, in which the compiler would keep it.
+    # Larger than VMEM, so that the compiler can't keep the cache there.
     cache = jax.eval_shape(
         lambda: PagedCache.create(batch=ROWS, pages=ROWS * SLOTS // page, page_size=page, max_pages=SLOTS // page,
                                   kv_heads=K, head_dim=D, latent=512 if latent else None,
@@ -114,15 +114,14 @@ def child(case: Case, generation: str) -> None:
 
 
 def loop(schedule: Schedule, tile_pieces: float) -> tuple[float, int, int]:
-    """Bundles of the loop over tiles, for one whose transfer and computation are in straight-line code; of a masked
-    tile, one part of it if it has several; and of a row of the cache without its tiles.
+    """Three numbers of bundles: of the loop over tiles, whose transfer and computation are straight-line code; of a
+    masked tile, or of one chunk of it if it has several; and of a row of the cache without its tiles.
 
     Args:
         schedule: the schedule of the kernel.
-        tile_pieces: pieces of the table a tile.
+        tile_pieces: pieces of the table per tile.
     """
-    # Of a tile's bodies, which are the longest, the one that masks follows the others, directly after one that starts
-    # transfers.
+    # The bodies of tiles are the longest spans. The masking one comes last, directly after one that starts transfers.
     inner = [span for span in schedule.spans if span.depth == 2]
     pairs = [(x, y) for x in inner for y in inner if x.stop == y.start]
     longest = max(x.stop - x.start for x, _ in pairs)
@@ -131,21 +130,20 @@ def loop(schedule: Schedule, tile_pieces: float) -> tuple[float, int, int]:
         (x for x in schedule.spans if x.depth == 1 and x.start < plain.start and masked.stop <= x.stop),
         key=lambda span: span.stop - span.start,
     )
-    # Before it are the bundles that take a new piece of the table, and where there are two bodies that do not mask, the
-    # other one.
+    # Before it are the bundles that load a new piece of the table and, if there are two unmasked bodies, the other one.
     before = [x for x in outermost(inner) if around.start < x.start and x.stop <= plain.start]
     lengths = [x.stop - x.start for x in before]
     piece = sum(n for n in lengths if 2 * n < plain.stop - plain.start)
     plain_tile = (masked.start - around.start) - sum(lengths) + (around.stop - masked.stop) + tile_pieces * piece
     grid = max((x for x in schedule.spans if x.depth == 1), key=lambda span: span.stop - span.start)
-    # What the first row alone does comes before the loop.
+    # Work for the first row alone comes before the loop.
     first = max((x.stop - x.start for x in schedule.spans if x.depth == 1 and x.stop <= around.start), default=0)
     outside = (grid.stop - grid.start) - (around.stop - around.start) - first
     return plain_tile, masked.stop - masked.start, outside
 
 
 def outermost(spans: list[Span]) -> list[Span]:
-    """Those that are in no other."""
+    """The spans that are in no other span."""
     return [x for x in spans if not any(y != x and y.start <= x.start and x.stop <= y.stop for y in spans)]
 
 

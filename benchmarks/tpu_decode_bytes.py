@@ -1,6 +1,6 @@
-"""Transfers that the TPU kernel over caches starts, counted in Pallas's interpreter, and what they move.
+"""The number of transfers that the TPU kernel over caches starts, and their bytes, counted in Pallas's interpreter.
 
-Part of ``tpu_decode.py``, by ``--bytes``: one token a row over pages.
+Part of ``tpu_decode.py`` (``--bytes``): one token per row over pages.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from attnops.masks import Causal, SlidingWindow
 from attnops_caches import PagedCache, Quantized
 from attnops_tpu.generations import target
 
-# Of the rows: the last token is inside a page, is its last one, and is its first.
+# Lengths of the rows: the last token is inside a page, at its end, and at its start.
 LENGTHS: Final = 4000, 2048, 4097
 KV_HEADS, GROUPS, HEAD_DIM = 2, 4, 128
 
 
 def cache_of(page: int, codec: str) -> PagedCache:
-    """A cache with rows of `LENGTHS`; what its tokens are does not matter."""
+    """A cache with rows of `LENGTHS`; the values of its tokens do not matter."""
     most = -(-max(LENGTHS) // page)
     table = np.arange(len(LENGTHS) * most).reshape(len(LENGTHS), most)
     cache = PagedCache.create(

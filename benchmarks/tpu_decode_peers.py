@@ -2,11 +2,12 @@
 
 - ``paged_attention`` and ``ragged_paged_attention`` of JAX;
 - ``ragged_paged_attention`` v3 of tpu-inference, whose kernels alone are imported: ``pip install --no-deps
-  tpu-inference``. Its kernel for head dim 64 calls functions that the newest JAX has not; its other one pads to 128.
+  tpu-inference``. Its kernel for head dim 64 calls functions that the newest JAX no longer has; its other one pads to
+  128.
 
-Each is compiled with blocks of several sizes, the best of which counts. What is counted is the loop over blocks of
-keys, but for its branches of fewer than 64 bundles: most are for first and last blocks, and where one is taken for
-every block after all, the count favours the peer.
+Each is compiled with several block sizes, of which the best counts. The figure is the bundles of the loop over blocks
+of keys, without branches of fewer than 64 bundles. Most of these are for first and last blocks; if one runs for every
+block, the count favours the peer.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from attnops_tpu.aot import compile_for
 from attnops_tpu.schedule import Schedule, measure
 
 ROWS: Final = 8
-# A table of more pages fits no scalar memory, where the peers keep it.
+# The peers keep the table in scalar memory, which can't hold more pages.
 SLOTS: Final = 1 << 14
-# Tokens per block times kv heads that are tried; of tpu-inference 32,768 is what it takes by itself.
+# The values of tokens per block times kv heads that are tried; tpu-inference's own choice is 32,768.
 SIZES: Final = 4096, 16384, 32768
 # How a kernel refuses a dtype, and the compiler a block size. Anything else stops the run: an interface has changed.
 REFUSALS: Final = ("RESOURCE_EXHAUSTED", "xceeded", "Ran out of memory", "Register allocation failed",
@@ -50,9 +51,10 @@ class DecodePeer(NamedTuple):
     """A kernel of another library.
 
     Attributes:
-        kernel: a part of its name.
+        kernel: a part of the kernel's name.
         is_of_all_heads: whether a block holds the tokens of all kv heads.
-        function: of the case, the generation and the tokens per block, gives the function to compile and its arguments.
+        function: given the case, the generation and the tokens per block, returns the function to compile and its
+            arguments.
     """
 
     kernel: str
@@ -61,7 +63,7 @@ class DecodePeer(NamedTuple):
 
 
 def sizes(case: PeerCase) -> Iterator[int]:
-    """Tokens a block that are tried."""
+    """The numbers of tokens per block that are tried."""
     for tokens in sorted({min(size // case.kv_heads, SLOTS // 2) for size in SIZES}):
         if tokens % case.page == 0 and tokens // case.page <= 512:
             yield tokens
@@ -148,7 +150,7 @@ PEERS: Final = {
 
 
 def bundles_a_byte(name: str, case: PeerCase, generation: str) -> float | None:
-    """Bundles for each byte of keys and values, at the best size of blocks; None where it refuses the case."""
+    """Bundles per byte of keys and values, at the best block size; None if the kernel refuses the case."""
     import jax.numpy as jnp
 
     peer, found = PEERS[name], []
@@ -184,7 +186,7 @@ def _vmem(generation: str) -> int:
 
 
 def _know(generation: str) -> None:
-    """Pallas asks the device for its generation; let it find this one."""
+    """Pallas asks the device for its generation; make it find this one."""
     from jax._src.pallas.mosaic import tpu_info
 
     chips = tpu_info.ChipVersion

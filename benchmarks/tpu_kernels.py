@@ -1,5 +1,5 @@
-"""Whole attention kernels on TPUs, without a TPU: every region of the compiler's schedule times how often a problem
-runs it, and the bytes that the compiled program moves outside of its kernels.
+"""Whole attention kernels for TPUs, without a TPU: the bundles of every region of the compiler's schedule times the
+number of times that a problem runs it, and the bytes that the compiled program moves outside of its kernels.
 
 attnops-tpu is compared with JAX's ``splash_attention`` and tokamax's (``pip install tokamax``), each at the best of its
 block sizes and options::
@@ -10,13 +10,13 @@ A peer's kernel has the same code for every length, so each of its candidates (`
 compiled for a causal mask of 4,096 tokens, and the bundles of each problem are estimated from that. The best candidate
 forward, and backward the best two within 5%, are compiled for the problem itself. Every result is kept in the
 ``--json`` file, and a run with the same file continues where the last one ended; results of other versions of the code
-are measured again. What the compiler refuses is left out, and any other failure, such as that of a peer whose interface
-has changed, stops the run.
+are measured again. Block sizes that the compiler refuses are left out. Any other failure stops the run, such as a
+peer's changed interface.
 
-Figures are thousands of bundles a head, which are cycles without stalls. "outside" is the whole program's, forward and
-backward, from and to [B, T, H, D]. "end to end" adds the bundles of all heads, and the cycles that these bytes need at
-the bandwidth of main memory; for each peer it is that of its best backward pass by this sum. Needs Linux on x86 and
-``pip install attnops-tpu[aot]``.
+Figures are thousands of bundles (cycles without stalls) per head. "outside" is the bytes that the whole program moves
+outside of kernels, forward and backward, from and to [B, T, H, D]. "end to end" adds the bundles of all heads, and the
+cycles that these bytes need at the bandwidth of main memory; for each peer it is that of the backward pass with the
+smallest sum. Needs Linux on x86 and ``pip install attnops-tpu[aot]``.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ PROBLEMS: Final = {
     "full 4k": (4096, "full"),
     "window 1024, 16k": (16384, "window"),
     "16 documents, 16k": (16384, "documents"),
-    # Of attnops-tpu alone.
+    # Measured for attnops-tpu only.
     "32 packed sequences, 8k": (8192, "packed"),
 }
 SCREENED: Final = (4096, "causal")
-# Bytes of main memory that a core can move a cycle: the published bandwidth over the clock by which the published peak
-# is that of the matrix units.
+# HBM bytes per cycle and core: the published bandwidth divided by the clock at which the matrix units reach the
+# published peak.
 BYTES_A_CYCLE: Final = {"v5e": 546, "v5p": 790, "v6e": 937, "tpu7x": 1682}
 # (queries, keys, keys at a time), forward and backward: the best of a wider search on v6e, forward of {1024, 2048} ×
 # {1024, 2048}, 4096 × 1024 and some of 512, with 256, 512 or 1024 keys at a time.
@@ -61,8 +61,8 @@ BLOCKS: Final = {
     False: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 512), (512, 1024, 512)),
     True: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 1024, 1024), (512, 1024, 512)),
 }
-# A candidate is compiled for a problem if its estimate is at most this much above the best, and so many at most,
-# forward and backward, where fewer bundles may need more bytes.
+# A candidate is compiled for a problem if its estimate is at most this factor above the best; at most this many forward
+# and backward. More than one backward, since fewer bundles may need more bytes.
 MARGIN: Final = 1.05
 FINALISTS: Final = {False: 1, True: 2}
 # How the compiler refuses a block size. Anything else stops the run: a peer's interface has changed, or the script is
@@ -80,12 +80,12 @@ def candidates(name: str, backward: bool, generation: str, head_dim: int, T: int
 
 
 class Results:
-    """What was measured of each job, kept in a file."""
+    """The results of all jobs, kept in a file."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
-        # The name of each contender's kernel in its last program, which tells the compiler what to dump.
+        # The name of each contender's kernel in its last program, by which the compiler knows what to dump.
         self.kernels: dict[tuple[str, bool], str] = {}
         for key, result in self.found.items():
             job = KernelJob(*json.loads(key)[0])
@@ -93,7 +93,7 @@ class Results:
                 self.kernels[job.name, job.backward] = result["kernel"]
 
     def of(self, job: KernelJob) -> dict[str, Any]:
-        """The kernel's regions, and the bytes outside of it; or why it doesn't compile."""
+        """The kernel's regions and the bytes outside of it, or the reason why it doesn't compile."""
         key = json.dumps([job, version(job)])
         if key in self.found:
             return self.found[key]
@@ -113,7 +113,7 @@ class Results:
                 self.kernels[kernel] = run(command)["kernel"]
             try:
                 schedule, text = measure(command, only=self.kernels[kernel])
-            except LookupError:  # in this program it has another name
+            except LookupError:  # the kernel has another name in this program
                 self.kernels[kernel] = run(command)["kernel"]
                 schedule, text = measure(command, only=self.kernels[kernel])
         except RuntimeError as error:
@@ -124,7 +124,7 @@ class Results:
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    """What a child prints, without dumps: the compiler takes many times as long with those of a whole program."""
+    """The output of a child process. It writes no dumps: dumps of a whole program multiply the compiler's time."""
     import os
     import subprocess
 
@@ -139,7 +139,7 @@ def run(command: list[str]) -> dict[str, Any]:
 
 @functools.cache
 def version(job: KernelJob) -> str:
-    """Of what a result depends on: for attnops-tpu the program, without the addresses in its text."""
+    """A hash of what a result depends on; for attnops-tpu of the program's text without addresses."""
     versions = [importlib.metadata.version(package) for package in ("jax", "libtpu")]
     if job.name == "attnops-tpu":
         program = re.sub(r"0x[0-9a-f]+", "", str(traced(job).jaxpr))
@@ -208,8 +208,8 @@ def measured(results: Results, name: str, generation: str, head_dim: int, proble
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """A line for each contender, with ratios of attnops-tpu's figures to its."""
-    shown = Table(title="Thousands of bundles a head, bfloat16; in brackets attnops-tpu relative to it")
+    """A line for each contender, with the ratios of attnops-tpu's figures to its figures."""
+    shown = Table(title="Thousands of bundles per head, bfloat16; in brackets attnops-tpu relative to it")
     for column in ("TPU", "problem", "D", "kernel", "forward", "backward", "outside MB", "temporaries MB", "padding",
                    "end to end"):  # fmt: skip
         shown.add_column(column, justify="left" if column in ("problem", "kernel") else "right", no_wrap=True)

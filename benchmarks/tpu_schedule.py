@@ -1,4 +1,4 @@
-"""The TPU compiler's schedule of a kernel, without a TPU: bundles (cycles without stalls) a tile, the use of each
+"""The TPU compiler's schedule of a kernel, without a TPU: bundles (cycles without stalls) per tile, the use of each
 unit, spills and memory, for any generation. `tpu_kernels.py` adds up whole kernels; this is the step that computes a
 tile without a mask.
 
@@ -12,7 +12,7 @@ Any other Pallas kernel::
 
     python benchmarks/tpu_schedule.py --function my_module:my_function --argument 'bfloat16[8,4096,128]' --tiles 4
 
-Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes some ten seconds a kernel.
+Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes about ten seconds per kernel.
 See `attnops_tpu.schedule` for the columns, and to read schedules of other programs.
 """
 
@@ -46,10 +46,10 @@ class Job(NamedTuple):
     """One compilation.
 
     Attributes:
-        name: the contender's.
+        name: the contender's name.
         backward: which pass.
         blocks: its block sizes.
-        tiles: how many tiles of `TILE` scores its body computes.
+        tiles: the number of tiles of `TILE` scores that the kernel's body computes.
         kernel: a part of the kernel's name.
     """
 
@@ -138,13 +138,13 @@ CONTENDERS: dict[str, Callable[[Job, int], tuple[Callable[..., Any], list[Any]]]
 
 
 def run(what: dict[str, Any], generation: str, kernel: str) -> tuple[Schedule, dict[str, Any]]:
-    """Compile in a process of its own, and read the schedule and the process's memory figures."""
+    """Compile in a separate process, and read the schedule and the memory figures."""
     schedule, said = measure([str(Path(__file__).resolve()), "child", json.dumps(what), generation], kernel or None)
     return schedule, json.loads(said.strip().splitlines()[-1])
 
 
 def child(what: dict[str, Any], generation: str) -> None:
-    """What a process of its own does."""
+    """The work of a separate process: compile, and print the memory figures."""
     import jax
 
     if "function" in what:
@@ -204,7 +204,7 @@ def compare(
 
 
 def best_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The row of fewest bundles of each contender in each case; a failure where all failed."""
+    """For each contender and case, the row with the fewest bundles; a failed row if all failed."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["generation"], row["head_dim"], row["pass"], row["name"]), []).append(row)

@@ -4,9 +4,10 @@
     python benchmarks/triton_decode.py --arch sm_80 --page 16 --head-dim 64 --json out.json
     python benchmarks/triton_decode.py --vllm ~/vllm                     # next to vLLM's kernel, compiled alike
 
-One token a row over a paged cache. The loop is of tiles that are whole and have nothing to mask. Instructions are those
-of a warp, times the warps of a program: fewer leave more time for memory, they are no time. ``--vllm`` takes a checkout
-of vLLM, whose ``kernel_unified_attention`` is compiled with the tiles, warps and stages that it runs with.
+One token per row over a paged cache. The loop is the one over whole, unmasked tiles. Figures are warp instructions,
+summed over a program's warps. They are not times; fewer instructions leave more time for memory. ``--vllm`` names a
+checkout of vLLM, whose ``kernel_unified_attention`` is compiled with the tiles, warps and stages that vLLM runs it
+with.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ SHOWN = (
     "LDL",
     "STL",
 )
-# Of vLLM's kernel: dtypes of Triton and `KVQuantMode`, by codec; scales by token and head.
+# By codec: Triton's dtype and `KVQuantMode` of vLLM's kernel, with scales per token and head.
 _STORED = {"": ("*bf16", 0), "int8": ("*i8", 2), "float8_e4m3fn": ("*fp8e4nv", 3)}
 _FOLDER = Path("vllm/v1/attention/ops")
 
@@ -70,7 +71,7 @@ class Case(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Of key and value of a token and kv head, without scales."""
+        """Bytes of the key and value of a token and kv head, without scales."""
         return 2 * self.head_dim * (1 if self.codec else 2)
 
 
@@ -99,10 +100,10 @@ def ours(case: Case) -> dict[str, Any]:
 
 
 def vllm(case: Case, checkout: Path) -> dict[str, Any]:
-    """The same of vLLM's kernel, and ours divided by it; empty where it has no such case."""
+    """The figures of vLLM's kernel, and ours divided by these; empty if vLLM has no such case."""
     if case.codec not in _STORED or not case.arch.startswith("sm_"):
         return {}
-    tile = 16  # of queries of 16 bits, whatever is stored
+    tile = 16  # for 16-bit queries, whatever the stored dtype
     loop = sum(_loop(_kernel(checkout), case, tile).values())
     return {"vLLM's": round(loop * 4 / (tile * case.token_bytes), 4)}
 

@@ -1,5 +1,5 @@
-"""How many programs attnops-triton compiles for ten lengths and three kinds of masks, and how long that takes, in a
-first process and in a second one; without a GPU, and without the assembler, which jaxlib runs::
+"""The number of programs that attnops-triton compiles for ten lengths and three kinds of masks, and the time, in a
+first and in a second process; without a GPU. The assembler, which jaxlib runs, is not included::
 
     python benchmarks/triton_programs.py
     python benchmarks/triton_programs.py --arch sm_100 --head-dim 64

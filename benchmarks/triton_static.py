@@ -3,17 +3,16 @@ the step over one tile, and the seconds that a first call takes to compile, for 
 
     python benchmarks/triton_static.py                              # bfloat16, all head dims and architectures
     python benchmarks/triton_static.py --arch sm_90 --head-dim 128 --json out.json
-    python benchmarks/triton_static.py --arch sm_90 --head-dim 128 --tiles 64,128,8,2   # others than the table's
+    python benchmarks/triton_static.py --arch sm_90 --head-dim 128 --tiles 64,128,8,2   # other tiles than the table's
 
 Cycles are those of a multiprocessor for 128 × 128 scores of FULL tiles: of the tensor cores, of the schedulers that
-issue instructions, and of the special function units (exponentials). ``share`` is the largest share of the tensor
-cores' rate that they leave: of specialised kernels, whose partitions overlap them, tensor over the largest of the
-three, and of others, whose warps wait for products together, tensor over the sum of tensor and the larger of the other
-two.
-For Hopper the kernel that adds dq follows (`attnops_triton.flash.order.unordered`), kernels of other architectures, and
-FlashAttention-3's tiles; for sm_100 the kernels of other architectures, and FlashAttention-4's tiles.
-Of FlashAttention's kernels nothing was compiled: their cycles follow from the products and exponentials of a tile, as
-published, and ``ctas`` are the multiprocessors that share operands.
+issue instructions, and of the special function units (exponentials). ``share`` is an upper bound of the use of the
+tensor cores. In specialised kernels, whose partitions overlap the three, it is tensor / max(all three). In the others,
+whose warps wait for products together, it is tensor / (tensor + max(the other two)). For Hopper further rows have the
+kernel that adds dq (`attnops_triton.flash.order.unordered`), the kernels of other architectures, and FlashAttention-3's
+tiles; for sm_100 the kernels of other architectures, and FlashAttention-4's tiles. FlashAttention's kernels are not
+compiled: their cycles are computed from the published products and exponentials per tile. ``ctas`` is the number of
+multiprocessors that share operands.
 
 Needs ``pip install attnops-triton``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
 of other programs.
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["ATTNOPS_TRITON_CACHE"] = ""  # else nothing is compiled in a second run
+os.environ["ATTNOPS_TRITON_CACHE"] = ""  # otherwise a second run would compile nothing
 
 import jax
 import jax.numpy as jnp
@@ -50,30 +49,30 @@ from attnops_triton.language.build import build
 from attnops_triton.targets import SHARED_MEMORY
 
 HEAD_DIMS = ("64", "80", "96", "128", "192/128", "256", "576/512")
-# What is shown of the step over one tile.
+# The instructions of the step over one tile that are shown.
 SHOWN = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "FMUL", "FADD", "FSEL", "MUFU", "LDGSTS", "BAR", "LDL", "STL")
 LENGTH, HEADS = 4096, 8
-# Multiplications of 16-bit matrices a cycle and multiprocessor; special functions; instructions.
+# Per cycle and multiprocessor: multiplications of 16-bit matrices; special functions; instructions.
 MULTIPLICATIONS = {"sm_80": 1024, "sm_90": 2048, "sm_100": 4096}
 SPECIAL, ISSUED = 16, 4
-# Head dims in the products of a score, as multiples of D and of Dv.
+# The products per score, as multiples of D and of Dv.
 PRODUCTS = {"forward": (1, 1), "backward_query": (2, 1), "backward_key": (2, 2), "backward": (3, 2)}
-# Tiles of FlashAttention-3, by head dim: without a mask, causal; of its forward pass (hopper/tile_size.h), and of its
-# backward pass (hopper/flash_bwd_launch_template.h), which adds dq.
+# FlashAttention-3's tiles (queries, keys) by head dim: of the forward pass without a mask and causal
+# (hopper/tile_size.h). The backward pass, which adds dq, has those of hopper/flash_bwd_launch_template.h.
 FLASH_ATTENTION_3 = {64: ((192, 128), (192, 128)), 128: ((128, 176), (128, 128)), 256: ((128, 80), (128, 80))}
 FLASH_ATTENTION_3_BACKWARD = {64: ((128, 128), (128, 128)), 128: ((80, 128), (64, 128)), 256: ((64, 80), (64, 80))}
-# Of FlashAttention-4 on sm_100 in 16 bits, the same (github.com/Dao-AILab/flash-attention at 0251105a, flash_attn/cute:
-# interface.py, flash_fwd_sm100.py, flash_bwd_sm100.py, and apply_exp2_convert in softmax.py): queries and keys of one
-# multiprocessor's tile; stages of the ring, each of keys or of values (backward: of queries); multiprocessors that
-# share operands (forward: from CUDA 13 on); and of 128 exponentials, how many polynomials compute. The backward pass
-# adds dq, and has no polynomials.
+# FlashAttention-4's tiles on sm_100 in 16 bits (github.com/Dao-AILab/flash-attention at 0251105a, flash_attn/cute:
+# interface.py, flash_fwd_sm100.py, flash_bwd_sm100.py, and apply_exp2_convert in softmax.py): queries and keys per
+# multiprocessor; stages of the ring, each of keys or values (backward: of queries); multiprocessors that share operands
+# (forward: from CUDA 13 on); and how many of 128 exponentials are computed by polynomials. The backward pass adds dq,
+# and has no polynomials.
 FLASH_ATTENTION_4 = {64: ((256, 128, 10, 1, 16), (256, 128, 10, 1, 16)),
                      128: ((256, 128, 6, 2, 24), (256, 128, 3, 1, 16))}  # fmt: skip
 FLASH_ATTENTION_4_BACKWARD = {64: ((128, 128, 2, 1, 0),) * 2, 128: ((128, 128, 1, 2, 0),) * 2}
 
 
 def cycles(arch: str, head_dim: str, dtype: str, launched: Any, found: Any) -> dict[str, float]:
-    """The cycles of 128 × 128 scores, and the share of the tensor cores' rate that they leave."""
+    """The cycles of 128 × 128 scores, and the bound of the use of the tensor cores."""
     loop = found.loop
     if arch not in MULTIPLICATIONS or dtype == "float32":
         return {}

@@ -17,7 +17,7 @@ import attnops  # noqa: E402
 from attnops.dispatch.rank import Rank  # noqa: E402
 
 for module in (attnops, attnops.kernels, importlib.import_module("attnops_testing")):
-    for public in module.__all__:  # autodoc sees a name that is imported when it is first used only afterwards
+    for public in module.__all__:  # names are imported at first use; autodoc sees them only after that
         getattr(module, public)
 
 project = "attnops"

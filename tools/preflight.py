@@ -1,4 +1,6 @@
-"""What installing needs and this machine lacks, a line each. Runs with any Python 3, also one too old for attnops."""
+"""Prints what installing needs and this machine lacks, one line each. Runs with any Python 3, also one too old for
+attnops.
+"""
 
 import importlib.util
 import os

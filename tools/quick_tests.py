@@ -27,7 +27,7 @@ BACKENDS = {
     ),
     "attnops-triton:flash": ("Triton, interpreted", "attnops_triton", f"{TRITON}/test_conformance.py"),
 }  # fmt: skip
-# What must have a quick test in addition: its package, and the test.
+# Further kinds of tests that must be quick: the package, and the test.
 KINDS = {
     "compiled for a TPU": (
         "attnops_tpu",
@@ -46,7 +46,7 @@ KINDS = {
 
 
 class Collected:
-    """A plugin of pytest that keeps what it collects."""
+    """A pytest plugin that keeps the collected tests."""
 
     items: list[pytest.Item]
 
@@ -81,7 +81,7 @@ def features_of(item: Any) -> Iterable[str]:
 
 
 def covered(items: Iterable[Any]) -> dict[str, dict[str, pytest.Item]]:
-    """By operation and feature, the first test."""
+    """The first test of each feature, by operation."""
     found: dict[str, dict[str, pytest.Item]] = {name: {} for name in BACKENDS}
     for item in items:
         operation = getattr(item.cls, "operation", None)
@@ -91,14 +91,14 @@ def covered(items: Iterable[Any]) -> dict[str, dict[str, pytest.Item]]:
 
 
 def missing(items: list[pytest.Item]) -> list[str]:
-    """What has no quick test."""
+    """The features and kinds that no quick test covers."""
     from attnops_testing.features import FEATURES
     from attnops_testing.pairs import changing
 
     found = covered(items)
     lacks = []
     for operation, (backend, package, _) in BACKENDS.items():
-        # float32 is what the plain problem has, and every other.
+        # The plain problem is in float32, and so is every other.
         without = [name for name in FEATURES if name in changing() and name not in found[operation]]
         if importlib.util.find_spec(package) and without:
             lacks.append(f"{backend}: {', '.join(without)}")
@@ -110,7 +110,7 @@ def missing(items: list[pytest.Item]) -> list[str]:
 
 
 def table(items: list[pytest.Item]) -> str:
-    """Markdown: a row a feature, with its test and what each backend makes of it."""
+    """Markdown: a row for each feature, with its test and its state on each backend."""
     from attnops_testing.pairs import changing
 
     found = covered(items)

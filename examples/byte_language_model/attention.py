@@ -23,10 +23,10 @@ def create_operation(name: str, block: int | None = None) -> attnops.OperationIm
         UnknownOperationError: no installed distribution has it.
         UnsupportedError: it is not attention over query, key and value.
     """
-    # One for sequences that a mesh cuts has theirs cut among all devices there are.
+    # `ring` is for sharded sequences: it gets a mesh of all devices.
     mesh = create_mesh((-1,), ("sp",)) if name.rpartition(":")[2] == "ring" else None
-    # One that can't serve this model is to say so, and not to hand over to its native forward, whose curve would then
-    # stand under its name.
+    # An operation that can't serve this model must raise: otherwise the curve of the native forward would be shown
+    # under its name.
     metadata = attnops.OperationMetadata(on_unsupported="error", block_q=block, block_k=block, mesh=mesh)
     operation = attnops.OperationRegistry.create(name, metadata)
     if not isinstance(operation, attnops.OperationImpl):

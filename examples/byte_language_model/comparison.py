@@ -1,9 +1,10 @@
 """Do two curves agree to rounding? And how far may rounding take them apart?
 
-Training amplifies rounding: what two float32 programs sum in different orders comes back larger at later steps, so no
-fixed bound is right for every length. A control says how far it goes: the reference itself, its keys summed in the
-opposite order (`attention.packed_in_reverse`). An operation agrees if it strays no more than that, within a factor.
-Only the first steps, where little is amplified yet, have a fixed bound of their own.
+Training amplifies rounding: if two float32 programs sum in different orders, their losses differ more at later steps,
+    so that no fixed bound is right for every number of steps. A control measures the effect: the reference with keys
+    summed in the opposite order (`attention.packed_in_reverse`). An operation agrees if it differs from the reference
+    by at most a factor times what the control does. Only the first steps, before rounding is amplified, have a fixed
+    bound.
 
 Measured on a CPU, max |difference| from vanilla:
 
@@ -35,18 +36,19 @@ import numpy.typing as npt
 Losses = npt.NDArray[np.float32]  # [steps]
 
 EARLY_STEPS = 20
-# Losses are float32 and some 6 at first, so that 4.8e-7 is the least by which two can differ: this is ten times that,
-# and a fifth of what the smallest mistake tried does.
+# Losses are float32 and about 6 at first, so that the smallest possible difference is 4.8e-7. This is ten times that,
+# and a fifth of the effect of the smallest mistake that was tried.
 EARLY_BOUND = 5e-6
-# Two samples of one kind of rounding: the largest of 300 differences varies by a few times; twice, above.
+# Operation and control are two samples of the same kind of rounding; the largest of 300 differences varies by a small
+# factor between them.
 FACTOR = 10.0
-# Where the control itself strays farther, it explains nothing.
+# A control that differs by more than this explains nothing.
 LATE_BOUND = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How far a curve strays from the reference's, and how far it may."""
+    """The difference of a curve from the reference's, and the allowed difference."""
 
     early: float  # max |difference| over the first `EARLY_STEPS` steps
     largest: float  # over all steps

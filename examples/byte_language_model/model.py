@@ -103,7 +103,7 @@ def logits(params: Params, config: Config, batch: PackedRows, attention: Attenti
 
 
 def loss(params: Params, config: Config, batch: PackedRows, attention: Attention) -> jax.Array:
-    """Nats a byte, averaged over the tokens of the batch that predict another."""
+    """Nats per byte, averaged over the tokens of the batch that predict another."""
     log_probabilities = jax.nn.log_softmax(logits(params, config, batch, attention))
     targets = jnp.roll(batch.tokens, -1, axis=1)  # the last of a row wraps around, and predicts nothing
     nats = -jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]  # [B, T]

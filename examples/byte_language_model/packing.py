@@ -9,8 +9,8 @@
             positions 0 1 2 3 0 1              positions 0 0 1 2 3 4
             predicts  █ █ █ · █ ·              predicts  · █ █ █ █ ·
 
-A document ends with `END`, so that the model learns to end. One that a row's end cuts goes on in the next row, as a
-segment of its own.
+A document ends with `END`, so that the model learns to end. If a row ends within a document, its rest is a new segment
+of the next row.
 """
 
 from __future__ import annotations

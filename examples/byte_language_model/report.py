@@ -144,7 +144,7 @@ def _train_all(
 
 
 def _losses_table(curves: Mapping[str, Losses]) -> Table:
-    """Losses at some steps, a column an operation; the last digits are where the curves may differ."""
+    """Losses at some steps, a column per operation; the last digits are where the curves may differ."""
     table = Table(title="Loss, nats a byte", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("step", justify="right")
     for name in curves:

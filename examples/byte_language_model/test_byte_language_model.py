@@ -78,7 +78,7 @@ def test_every_byte_is_there_once_and_none_predicts_across_a_border(length: int)
     np.testing.assert_array_equal(rows.positions[:, 1:], np.where(steps == 1, 0, rows.positions[:, :-1] + 1))
     assert not rows.positions[:, 0].any()
 
-    # A target follows in the same segment; all bytes but the first of a segment are one, and padding never is.
+    # A target is the next byte of the same segment: every byte but the first of a segment, and never padding.
     assert not rows.predicts[:, -1].any()
     assert not (rows.predicts[:, :-1] & (steps == 1)).any()
     first = np.zeros(len(stream), bool)
@@ -246,7 +246,7 @@ def test_script_runs_by_its_path_and_refuses_an_unknown_operation(tmp_path: Path
 def test_full_training_agrees_and_draws_its_curves(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=160)
     picture = tmp_path / "losses.png"
-    # In tiles of 64, as the table would take a row of 256 for one tile.
+    # In tiles of 64: with the table's sizes a row of 256 would be one tile.
     status = report.run(TrainingPlan(), ["vanilla", "flash"], plot=picture, block=64, console=console)
     assert isinstance(console.file, io.StringIO)
     assert status == 0, console.file.getvalue()

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         "--block", type=_positive, help="queries and keys per tile; default: each operation's own table"
     )
     parser.add_argument(
-        "--cpu-devices", type=_positive, help="as how many devices the CPU counts; `ring` cuts sequences among them"
+        "--cpu-devices", type=_positive, help="as how many devices the CPU counts; `ring` shards sequences over them"
     )
     parser.add_argument("--plot", type=Path, help=f"where to write the curves; default {PLOT}, if matplotlib is there")
     return parser

@@ -22,7 +22,7 @@ from .packing import PackedRows
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """All that training needs other than rows and attention. Hashable: it is static under `jit`."""
+    """The hyperparameters of a training run. Hashable: it is static under `jit`."""
 
     steps: int = 300
     batch: int = 8  # rows per step
@@ -33,11 +33,11 @@ class TrainingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a training gave."""
+    """The results of a training run."""
 
     losses: npt.NDArray[np.float32]  # [steps] nats a byte, each before its update
     params: Params  # after the last update
-    first_seconds: float  # of the first step: tracing and compiling, if the same was not trained before
+    first_seconds: float  # of the first step, including tracing and compiling if the program is new
     step_seconds: float  # of those after it, median; NaN if there are none
 
 

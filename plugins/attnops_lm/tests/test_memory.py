@@ -1,4 +1,4 @@
-"""What is freed goes back to the system."""
+"""`release_memory` gives freed memory back to the system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MB = 1 << 20
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory and not of a file."""
+    """The resident anonymous memory of this process, in bytes."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 

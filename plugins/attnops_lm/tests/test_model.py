@@ -134,7 +134,7 @@ def test_what_excludes_each_other_is_refused() -> None:
         model.init_cache(2, 8, starts=[0, 9])
     with pytest.raises(ValueError, match=r"starts=-1 must be from 0 to max_length=8"):
         model.init_cache(2, 8, starts=-1)
-    with pytest.raises(ValueError, match=r"starts are int64 \(3,\), but must be one integer or 2, one a row"):
+    with pytest.raises(ValueError, match=r"starts are int64 \(3,\), but must be one integer or 2, one per row"):
         model.init_cache(2, 8, starts=[0, 1, 2])
     # Values that have no hash too, which a program's static arguments must have.
     with pytest.raises(ValueError, match=r"batch_size=\[2\] must be an int of at least 1"):

@@ -23,8 +23,8 @@ from attnops_lm.model import Caches, CausalLM
 
 pytestmark = pytest.mark.slow
 
-# Of logits up to 42, over the columns that the reference has: 50 units in the last place of the largest. Products are
-# summed in another order on a processor with AVX-512, where 4 of 49,152 logits differ by 1.2e-4.
+# The tolerance of logits up to 42, in the columns of the reference: 50 units in the last place of the largest. Products
+# are summed in another order on a processor with AVX-512, where 4 of 49,152 logits differ by 1.2e-4.
 LOGITS = 2e-4
 # The most that a 16-bit model or a cache with a codec may change the perplexity.
 PERPLEXITY = 0.005
@@ -67,7 +67,9 @@ def in_chunks(graphdef: Any, state: Any, caches: Caches, tokens: jax.Array, chun
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "count"))
 def greedy(graphdef: Any, state: Any, caches: Caches, prompt: jax.Array, count: int) -> jax.Array:
-    """The next tokens [count] of a prompt [P], whose tokens come one by one too: that is one program to compile."""
+    """The next tokens [count] of a prompt [P], whose tokens are also processed one at a time, so that there is one
+    program to compile.
+    """
 
     def step(carry: Any, given: jax.Array) -> tuple[Any, jax.Array]:
         caches, token = carry

@@ -1,4 +1,4 @@
-"""A tokenizer of a directory reads whole texts, and begins them as it is asked to."""
+"""A `Tokenizer` from a directory encodes whole texts, and adds special tokens on request only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_other_threads_run_while_a_long_text_is_read() -> None:
         time.sleep(0.001)
         turns += 1
     thread.join()
-    assert turns > 10  # one, where the tokenizer holds the interpreter's lock
+    assert turns > 10  # 1 if the tokenizer held the interpreter's lock
 
 
 @pytest.mark.slow

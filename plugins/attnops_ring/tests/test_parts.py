@@ -1,4 +1,4 @@
-"""The ring inside a `jax.shard_map` of the caller's own, which has cut the arrays: values and gradients."""
+"""The ring inside a `jax.shard_map` of the caller, which shards the arrays: values and gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mesh_of(*sizes: int, names: tuple[str, ...]) -> jax.sharding.Mesh:
 
 
 def token_axes(value: Any, lengths: tuple[int, int]) -> Any:
-    """A mask, a bias or an array, with the dimension that is cut, queries' before keys', for each leaf; −1 for none."""
+    """The sharded dimension of each leaf of a mask, bias or array (that of queries if both are); −1 for none."""
     if not isinstance(value, (Mask, Bias)):
         return jax.tree.map(lambda x: np.asarray(token_axis(x, "bhts", lengths) if np.ndim(x) == 4 else -1), value)
     copy = object.__new__(type(value))
@@ -59,7 +59,7 @@ def token_axis(x: Any, letters: str, lengths: tuple[int, int]) -> int:
 
 
 class InShardMap:
-    """A model that cuts its arrays itself, and calls the ring inside `jax.shard_map`."""
+    """A model that shards its arrays itself, and calls the ring inside `jax.shard_map`."""
 
     def __init__(
         self, metadata: OperationMetadata, strategy: str, order: str, are_parts: bool, check_vma: bool
@@ -104,7 +104,7 @@ def check(
     names: tuple[str, ...], strategy: str = "ring", order: str = "contiguous", are_parts: bool = True,
     check_vma: bool = True, **fields: Any,
 ) -> None:  # fmt: skip
-    """Outputs and gradients of whole arrays, cut by the caller, are the oracle's."""
+    """Outputs and gradients of whole arrays, sharded by the caller, are the oracle's."""
     rules = TWO if strategy == "usp" else AxisRules()
     spec = dataclasses.replace(combine(names), **({"T": (3, 0)} | fields))
     problem = spec.problem(OperationMetadata(axis_rules=rules, on_unsupported="error"))
@@ -139,7 +139,7 @@ def test_values_and_gradients_are_the_oracles(case: str) -> None:
 
 
 STRATEGIES = ["ring", "all_gather", "ulysses", "usp"]
-# One query can't be cut.
+# One query can't be sharded.
 CUT = [name for name in FEATURES_OF_THE_SUITE if name not in ("weights", "T = 1")]
 
 
@@ -259,11 +259,15 @@ def run_in_map(ring: Any, x: jax.Array, cut: Any = CUT_BY_LENGTH, names: Any = (
         (
             {"cut": P()},
             UnsupportedError,
-            r"query=float32 \[1, 8, 2, 4\], equal along \['sp'\]: must be a device's part",
+            r"query=float32 \[1, 8, 2, 4\], equal along \['sp'\]: must be a device's shard",
         ),
         ({"mask": Segments(np.zeros(5, int))}, ValueError, r"5 along queries, but must have all 8 or this device's 4"),
-        ({"bias": np.zeros((1, 1, 4, 4), np.float32)}, ValueError, r"bias .* part along queries and along keys"),
-        ({"x": 2, "mask": Dense(np.ones((1, 1, 1, 2), bool))}, ValueError, r"1 along queries: with one token a device"),
+        ({"bias": np.zeros((1, 1, 4, 4), np.float32)}, ValueError, r"bias .* shard along queries and along keys"),
+        (
+            {"x": 2, "mask": Dense(np.ones((1, 1, 1, 2), bool))},
+            ValueError,
+            r"1 along queries: with one token per device",
+        ),
         ({"x": 6, "order": "zigzag"}, ValueError, r"T=6 and S=6 must be multiples of 4"),
         ({"strategy": "usp"}, UnsupportedError, r"needs a sequence sharded over two mesh axes"),
         ({"order": "spiral"}, ValueError, r"order='spiral' is unknown"),

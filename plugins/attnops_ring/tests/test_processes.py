@@ -14,7 +14,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "several_processes" / "ring.py"
 HEARTBEAT = 10  # seconds
-# What is compared does not depend on how well it is compiled.
+# The compared results do not depend on XLA's optimisations.
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
@@ -56,7 +56,7 @@ def test_processes_agree_with_one(processes: int, devices: int) -> None:
 
 @pytest.mark.slow
 def test_a_killed_peer_ends_the_others() -> None:
-    """With an error, and within the runtime's timeout: not a hang."""
+    """They end with an error within the runtime's timeout; they don't hang."""
     first, second = start(2, [0, 1], runs=1_000_000)
     assert second.stdout is not None
     patience = threading.Timer(240, second.kill)

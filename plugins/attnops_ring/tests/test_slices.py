@@ -1,4 +1,4 @@
-"""Forward and backward compiled for slices of TPUs, with none at hand: memory, and what hides what is sent."""
+"""Forward and backward compiled for TPU slices, without a TPU: memory, and whether computation hides transfers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnops_tpu.aot import devices
 from attnops_tpu.collectives import exchanges, exposed, scheduled
 from attnops_tpu.generations import target
 
-# What is compiled for a TPU is what a TPU would run.
+# Compiled with optimisations, as for a real TPU.
 pytestmark = pytest.mark.optimised
 
 TOKENS = 1_048_576
@@ -78,7 +78,7 @@ def test_a_million_tokens_on_a_slice(topology: str, chips: int, order: str) -> N
         assert kernels >= 1
         assert kinds == ["start"] * sent + ["kernel"] * kernels + ["done"] * sent
         assert not exposed(events)
-    # Keys' and values' gradients come home when all is computed; nothing is left to hide that.
+    # Gradients of keys and values are sent home after the last computation, so that nothing hides this transfer.
     waits = [event for events in found.values() for event in exposed(events)]
     assert [event.what for event in waits] == ["collective-permute"] * 2
 

@@ -1,4 +1,4 @@
-"""JAX's splash attention is held to the contract, by the suite of three lines that every plugin has."""
+"""The conformance suite for JAX's splash attention, in the three lines that every plugin has."""
 
 import pytest
 
@@ -18,7 +18,7 @@ SERVED = {
 class TestSplash(OperationConformance):
     operation, platform, interpret = SplashAttention, "tpu", True
     limit = 1200
-    # The interpreter takes seconds for a problem.
+    # The interpreter needs seconds per problem.
     slow = WITH_PROGRAM | {"test_each_feature"}
     exhaustive = frozenset({"test_sampled_pair", "test_long", "test_caches", "test_behaviour", "test_memory_growth"})
     # A pair has each feature, and the kernel is JAX's, which tests products of features itself.

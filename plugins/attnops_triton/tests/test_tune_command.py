@@ -1,4 +1,4 @@
-"""`attnops tune`: its options reach the tuning, and what is wrong with them is said in a line."""
+"""`attnops tune`: its options reach the tuning, and errors in them are reported in one line."""
 
 from __future__ import annotations
 

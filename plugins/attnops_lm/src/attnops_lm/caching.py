@@ -196,7 +196,7 @@ def _check_starts(starts: ArrayLike, batch_size: int, max_length: int) -> None:
         return  # what they are is not known here
     host = np.asarray(starts)
     if host.dtype.kind not in "iu" or host.shape not in ((), (batch_size,)):
-        raise ValueError(f"starts are {host.dtype} {host.shape}, but must be one integer or {batch_size}, one a row")
+        raise ValueError(f"starts are {host.dtype} {host.shape}, but must be one integer or {batch_size}, one per row")
     if host.min() < 0 or host.max() > max_length:
         raise ValueError(
             f"starts={host.tolist()} must be from 0 to max_length={max_length}: they count tokens of a row"

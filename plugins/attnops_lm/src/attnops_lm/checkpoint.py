@@ -41,11 +41,12 @@ def set_weights(model: Decoder, read: Callable[[str], jax.Array]) -> None:
     """Set every weight from a checkpoint.
 
     Args:
-        model: whose weights are replaced, in its dtype and with its shardings.
-        read: the weight of a name, in the checkpoint's layout.
+        model: the model whose weights are replaced, in its dtype and with its shardings.
+        read: a function from a weight's name to the weight, in the checkpoint's layout.
 
     Raises:
-        ValueError: a weight has another shape than the model's, or is quantised; with its name and both.
+        ValueError: a weight has another shape than the model's, or is quantised. The message has its name and both
+            shapes.
     """
     for weight in mapping(model):
         value = read(weight.name)
@@ -96,7 +97,7 @@ def refuse_wrapped(model: Decoder) -> None:
     """Raise for a model with parameters that a checkpoint does not have.
 
     Raises:
-        ValueError: with the first of them, and what to do.
+        ValueError: there is one; the message names the first, and says what to do.
     """
     known = {weight.path for weight in mapping(model)} | {"score.bias"}
     extra = sorted(set(by_path(nnx.state(model))) - known)
@@ -120,7 +121,7 @@ def load(
     Args:
         cls: the class of model, `CausalLM` or `SequenceClassifier`.
         directory: on this machine; nothing is downloaded.
-        mesh: over which weights are sharded as they are read; None: they are on one device.
+        mesh: the mesh over which weights are sharded when they are read; None: one device.
         partition_rules: pairs of a regular expression of paths and a `PartitionSpec`; None for
             `attnops_lm.sharding.DEFAULT_RULES`.
         **options: operation, metadata and dtype, as for `CausalLM`; for a classifier also num_labels, if it is not the
@@ -128,7 +129,7 @@ def load(
 
     Raises:
         FileNotFoundError: the directory lacks a file.
-        ValueError: a family that is not mapped, weights that don't fit the config, or that the model does not have.
+        ValueError: the family is not supported, or weights don't fit the config or are not in the model.
     """
     directory = Path(directory)
     hf = _hf_config(directory)
@@ -157,7 +158,9 @@ def load(
 
 
 def _hf_config(directory: Path) -> dict[str, Any]:
-    """``config.json``; the end tokens of ``generation_config.json``, which may have more, such as a turn's."""
+    """``config.json``, with the end tokens of ``generation_config.json``, which may have more of them, such as that of
+    a turn.
+    """
     hf: dict[str, Any] = json.loads((directory / "config.json").read_text())
     generation = directory / "generation_config.json"
     if generation.exists() and (eos := json.loads(generation.read_text()).get("eos_token_id")) is not None:
@@ -196,7 +199,7 @@ def save(
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``, which `load` and transformers read, and the tokenizer.
 
-    A model that was loaded has the tokenizer of where it was loaded from; of any other, write it with
+    The tokenizer is that of the directory from which the model was loaded. For any other model write it with
     `Tokenizer.save_pretrained`.
 
     Args:

@@ -1,8 +1,8 @@
 """SmolLM2 answers a question with every operation, over every cache.
 
 The first operation answers over every cache, the others over dense ones. The answer of transformers to the same
-question is stored in ``reference.npz``; each token is computed from those that transformers chose before it, so that
-the same choices are the same text.
+question is stored in ``reference.npz``; each token is predicted from the tokens that transformers chose before it, so
+that equal predictions mean an equal answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOLERANCE = {"": 1e-4, "int8": 0.02}
 
 
 class DemoResult(NamedTuple):
-    """What one operation did over one kind of cache."""
+    """The result of one operation over one kind of cache."""
 
     operation: str
     cache: str
@@ -51,7 +51,7 @@ class DemoResult(NamedTuple):
 
 
 class PendingAnswer(NamedTuple):
-    """`answer` with one operation over one kind of cache, which is being compiled."""
+    """`answer` for one operation and one kind of cache, while it is being compiled."""
 
     operation: str
     cache: str
@@ -79,7 +79,7 @@ def make_caches(model: CausalLM, length: int) -> dict[str, Callable[[], Caches]]
 def answer(
     graphdef: Any, state: Any, caches: Caches, prompt: jax.Array, given: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What the model would say after each of the tokens given.
+    """The model's prediction after each of the given tokens.
 
     Args:
         graphdef: the graphdef of the model.
@@ -96,22 +96,22 @@ def answer(
         out = nnx.merge(graphdef, state)(token[None, None], past_key_values=caches)
         return out.past_key_values, jax.nn.log_softmax(out.logits[0, 0])
 
-    # One by one, the prompt too: that is one program to compile.
+    # One token at a time, the prompt's too, so that there is one program to compile.
     _, scores = jax.lax.scan(step, caches, jnp.concatenate([prompt, given[:-1]]))
     scores = scores[len(prompt) - 1 :]
     return scores.argmax(-1), jnp.take_along_axis(scores, given[:, None], axis=1)[:, 0]
 
 
 def run(console: Console | None = None, operations: Sequence[str] | None = None) -> int:
-    """Run the demonstration and return an exit status. Compiled programs are kept, see `keep_programs`.
+    """Run the demonstration and return an exit status. Compiled programs are kept on disk, by `keep_programs`.
 
     Args:
         console: where to print. None: standard output.
         operations: names of operations. None: all that are installed.
 
     Returns:
-        0 if at least one operation ran, all that ran agree with transformers, and none failed; otherwise 1. One that
-        refuses is no failure, unless ``operations`` names it.
+        0 if at least one operation ran, all that ran agree with transformers, and none failed; otherwise 1. An
+        operation that refuses does not count as failed, unless ``operations`` names it.
 
     Raises:
         ModuleNotFoundError: the weights are not installed.
@@ -128,7 +128,9 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
 
     @contextlib.contextmanager
     def shown(name: str) -> Iterator[None]:
-        """Show why an operation does not run; one that is broken must not hide the others, and is exit 1."""
+        """Show why an operation does not run. A broken operation must not hide the others; the exit status is then
+        1.
+        """
         nonlocal failed
         try:
             yield
@@ -141,7 +143,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
             failed = True
             console.print(f"{escape(name)} [bold red]failed:[/] {escape(f'{type(error).__name__}: {error}')}")
 
-    # Most of the time is compiling, each program on one core: several at once, while the next are traced.
+    # Compiling, each program on one core, dominates: compile several at once, while the next are traced.
     with futures.ThreadPoolExecutor() as pool:
         for name in names:
             with shown(name):

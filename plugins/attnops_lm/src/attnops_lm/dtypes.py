@@ -32,9 +32,10 @@ def to_dtype(model: Model, dtype: Any, change_runtime_dtype: bool = True) -> Mod
     """A copy with floating-point parameters in another dtype; the scales of quantised weights are kept.
 
     Args:
-        model: is left as it is.
+        model: the model, which is not changed.
         dtype: such as ``jnp.bfloat16``.
-        change_runtime_dtype: whether it is computed in this dtype too. Else weights are converted where they are used.
+        change_runtime_dtype: whether the model also computes in this dtype. Otherwise weights are converted where they
+            are used.
 
     Raises:
         ValueError: a dtype that is not floating-point of at least 16 bits.
@@ -52,6 +53,6 @@ def to_dtype(model: Model, dtype: Any, change_runtime_dtype: bool = True) -> Mod
     if change_runtime_dtype:
         result.runtime_dtype = dtype
         for _, module in nnx.iter_modules(result):
-            if isinstance(module, nnx.LoRA):  # which does not take the dtype of what it is given
+            if isinstance(module, nnx.LoRA):  # whose dtype does not follow that of its parameters
                 module.dtype = dtype
     return result

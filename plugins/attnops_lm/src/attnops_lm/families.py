@@ -13,7 +13,7 @@ from typing import Any
 from attnops_lm.config import Config, Experts, LayerType
 from attnops_lm.rotary import SCALINGS, RotaryConfig, RotaryScaling
 
-# Our name of each size: Hugging Face's.
+# The names of sizes: ours to Hugging Face's.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -28,7 +28,7 @@ SIZES = {
     "pad_token_id": "pad_token_id",
     "bos_token_id": "bos_token_id",
 }
-# Transformers' names of activations: ours.
+# The names of activations: transformers' to ours.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -128,7 +128,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     """The config of a Hugging Face ``config.json``.
 
     Raises:
-        ValueError: a model_type that is not in `FAMILIES`, or a choice that this decoder does not have.
+        ValueError: a model_type that is not in `FAMILIES`, or an option that this decoder does not support.
     """
     name = hf.get("model_type")
     if name not in FAMILIES:
@@ -207,7 +207,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
     """The Hugging Face ``config.json`` of a config: the inverse of `config_from_hf`.
 
     Raises:
-        ValueError: a choice that checkpoints of its family can't have.
+        ValueError: an option that a checkpoint of its family can't express.
     """
     family = FAMILIES[config.family]
     by_kind = {kind: _rope_parameters(rotary) for kind, rotary in config.rotary}

@@ -45,7 +45,7 @@ class Linear(nnx.Module):
 
 
 def precision(x: jax.Array) -> str | None:
-    """Of a matrix product: in full where values are float32."""
+    """The precision of a matrix product: full if the values are float32."""
     return "highest" if x.dtype == jnp.float32 else None
 
 
@@ -91,7 +91,7 @@ class Attention(nnx.Module):
         query_lengths: jax.Array | None,
         rows: Rows | None,
     ) -> tuple[jax.Array, Cache | None]:
-        """``x [B, T, M]`` to the same shape; with a cache its tokens are appended first, and the new cache returned."""
+        """``x [B, T, M]`` to the same shape, and the new cache. With a cache, the tokens are appended to it first."""
         B, T, _ = x.shape
         query = self.q(x).reshape(B, T, self.heads, self.head_dim)
         key = self.k(x).reshape(B, T, self.kv_heads, self.head_dim)
@@ -132,7 +132,7 @@ class MLP(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """Each token's output is that of its experts, weighted by the router: [..., M] to [..., M].
 
-    Every expert computes every token: E / per_token times the work of what is used, and no tokens are moved.
+    Every expert computes every token, which is E / per_token times the necessary work; no tokens are moved.
     """
 
     def __init__(self, config: Config, experts: Experts, *, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -164,7 +164,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each normalised and added to what comes in."""
+    """Attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, config: Config, layer: int, operation: OperationImpl, *, dtype: Any, rngs: nnx.Rngs) -> None:
         self.attention = Attention(config, layer, operation, dtype=dtype, rngs=rngs)

@@ -32,7 +32,7 @@ def apply(
     """A copy with low-rank matrices added to linear layers; its output is the model's until they are trained.
 
     Args:
-        model: is left as it is; its arrays are shared.
+        model: the model, which is not changed; the copy shares its arrays.
         lora_rank: 1 or more.
         lora_pattern: a regular expression of the layers' paths, such as ``attention.(q|v)$``; None: all linear layers
             but the head.
@@ -71,7 +71,7 @@ def split(model: nnx.Module) -> dict[str, Any]:
 
 
 def merge(model: Model, pytree: Mapping[str, Any]) -> Model:
-    """A copy with these low-rank matrices, as `split` gives them, see `attnops_lm.params.merged`."""
+    """A copy with these low-rank matrices, nested dicts as `split` returns them."""
     return merged(model, pytree, nnx.LoRAParam)
 
 
@@ -79,7 +79,7 @@ def unwrap(model: Model, verbose: bool = False) -> Model:
     """A copy whose kernels have the low-rank products added, without LoRA layers.
 
     Args:
-        model: is left as it is.
+        model: the model, which is not changed.
         verbose: whether each layer is logged.
 
     Raises:

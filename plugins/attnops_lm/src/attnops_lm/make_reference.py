@@ -38,7 +38,7 @@ def main() -> None:
         model = model.double()
         logits = model(tokens).logits[0]
         answer = torch.log_softmax(model(generated).logits[0, prompt.shape[1] - 1 : -1], -1)
-    # A sample of the vocabulary, and the token that each position's logits prefer.
+    # The logits of a sample of the vocabulary, and the most probable token at each position.
     columns = np.linspace(0, logits.shape[-1] - 1, COLUMNS).astype(int)
     likelihood = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
     np.savez_compressed(
@@ -48,7 +48,7 @@ def main() -> None:
         logits=logits[:, columns].float().numpy(),
         best=logits.argmax(-1).numpy().astype(np.int32),
         best_logit=logits.amax(-1).float().numpy(),
-        # How far transformers' own float32 is from it, over the whole vocabulary.
+        # The largest error of transformers in float32, over the whole vocabulary.
         error_of_float32=(single - logits).abs().max().item(),
         perplexity=(-likelihood.mean()).exp().item(),
         question=QUESTION,

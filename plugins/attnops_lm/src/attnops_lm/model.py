@@ -32,7 +32,7 @@ class CausalLMOutput(NamedTuple):
     """What `CausalLM` returns."""
 
     logits: jax.Array  # float32 [B, T, V], or [B, n, V] with logits_at
-    past_key_values: Caches | None  # with the tokens appended, one a layer
+    past_key_values: Caches | None  # with the tokens appended, one per layer
     last_hidden_state: jax.Array  # [B, T, M], normalised
 
 

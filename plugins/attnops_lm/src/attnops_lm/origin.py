@@ -1,4 +1,4 @@
-"""Where a model was loaded from, so that what it is saved to has its tokenizer."""
+"""Where a model was loaded from, so that its tokenizer is saved with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-# What a folder may have of a tokenizer: what `Tokenizer` reads, and the files that other libraries read.
+# The tokenizer's files in a folder: those that `Tokenizer` reads, and those that other libraries read.
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 FILES = (
     TOKENIZER, CONFIG, TEMPLATE, "special_tokens_map.json", "added_tokens.json",

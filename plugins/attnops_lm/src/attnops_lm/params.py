@@ -26,7 +26,7 @@ def with_values(model: Model, change: Callable[[str, Any], Any], kind: Any = nnx
     """A copy of the model.
 
     Args:
-        model: is left as it is; values that are not changed are shared.
+        model: the model, which is not changed; the copy shares the other values.
         change: a function from a path and its value, an array or a `jax.ShapeDtypeStruct`, to the new value.
         kind: which variables are changed, such as `flax.nnx.Param`.
     """
@@ -63,7 +63,7 @@ def merged(model: Model, values: Mapping[str, Any], kind: Any = nnx.Param) -> Mo
     """A copy of the model with some parameters replaced.
 
     Args:
-        model: is left as it is.
+        model: the model, which is not changed.
         values: arrays by path, nested dicts, or a state; parameters that are not in it are kept.
         kind: which variables it may name.
 
@@ -94,7 +94,7 @@ def with_modules(model: Model, kind: Any, replacement: Callable[[str, Any], nnx.
     """A copy of the model with some modules replaced.
 
     Args:
-        model: is left as it is.
+        model: the model, which is not changed.
         kind: the class of modules that are offered, or several.
         replacement: a function from a path and its module to the new module, or None to keep it.
     """

@@ -58,7 +58,7 @@ class Parameters:
         """A copy with these parameters; those that ``tree`` does not have are kept.
 
         Raises:
-            ValueError: a path that the model does not have, or another shape.
+            ValueError: the model has no parameter at a path, or one of another shape.
         """
         return merged(self, tree)
 
@@ -180,7 +180,7 @@ class Protocol(Parameters, Adaptation, Calls):
 
     @property
     def pure_transform_fn(self: Model) -> Callable[[Inputs], dict[str, Any]]:
-        """`transform_fn`, which holds shapes alone in place of the weights."""
+        """`transform_fn` that keeps only the shapes of the model's weights, not the weights."""
         graphdef, state = nnx.split(self)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         return functools.partial(torch_model.from_torch, nnx.merge(graphdef, shapes))
@@ -228,8 +228,8 @@ class CausalLMProtocol(Protocol):
             segment_ids: integers [B, T]: the last token of a document predicts nothing.
             past_key_values: one cache per layer, to which the T tokens are appended; the loss is that of the T tokens.
             cache_metadata: must be None: caches know their sizes.
-            output_attentions: must not be True: attention does not make its weights.
-            output_hidden_states: must not be True: the output has the last layer's.
+            output_attentions: must not be True: attention weights are not computed.
+            output_hidden_states: must not be True: the output has the hidden states of the last layer only.
             loss_config: how the loss is computed: ignored labels, smoothing, z-loss, reduction; None for the defaults.
             loss_kwargs: fields of ``loss_config`` to be replaced.
 
@@ -286,14 +286,14 @@ class ClassifierProtocol(Protocol):
 
         Args:
             input_ids: integers [B, T].
-            labels: integers [B], the classes; −100 for rows that count nothing.
+            labels: integers [B], the classes; −100 for rows that are ignored.
             inputs_embeds: in place of input_ids.
             attention_mask: [B, T], 0 for padding.
             mask_info: an `attnops.masks.Mask` that hides more keys.
             position_ids: integers [B, T]; None: counted from each sequence's first token.
             segment_ids: integers [B, T], the documents packed into a row; the class is read at each row's last token.
-            output_attentions: must not be True: attention does not make its weights.
-            output_hidden_states: must not be True: the output has the last layer's.
+            output_attentions: must not be True: attention weights are not computed.
+            output_hidden_states: must not be True: the output has the hidden states of the last layer only.
             loss_config: how the loss is computed: ignored labels, smoothing, z-loss, reduction; None for the defaults.
             loss_kwargs: fields of ``loss_config`` to be replaced.
 
@@ -311,7 +311,7 @@ class ClassifierProtocol(Protocol):
         )  # fmt: skip
         output = self(**inputs)
         if labels is None:
-            raise ValueError(f"labels=None must be integers {output.logits.shape[:1]}, a class a row")
+            raise ValueError(f"labels=None must be integers {output.logits.shape[:1]}, a class per row")
         return output, cross_entropy(output.logits, jnp.asarray(labels), config)
 
 

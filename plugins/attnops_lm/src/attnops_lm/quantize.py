@@ -88,7 +88,7 @@ def quantize(
     """A copy with quantised linear layers. The embedding, the head, norms and mixtures of experts are left as they are.
 
     Args:
-        model: is left as it is.
+        model: the model, which is not changed.
         quantization_config: None: 8 bits, weights alone.
         quantize_tensors: True: weights are stored as integers, to run. False: they stay as they are, and each call
             quantises weights and inputs, with gradients as if it did not, to train for quantisation.
@@ -128,7 +128,7 @@ def get_dot_general_by_bits(
     """``{"dot_general_cls": …}``, what makes a `jax.lax.dot_general` whose operands are quantised; {} for bits None.
 
     The dict's entry is an argument of `flax.linen.Dense`; ``dot_general_cls()`` one of `flax.nnx.Linear`, and may be
-    set as `Linear.dot_general`. Each operand has a scale a row or column of the product.
+    set as `Linear.dot_general`. Each operand has a scale per row or column of the product.
 
     Args:
         bits: 2 to 8, of both operands.

@@ -4,7 +4,7 @@ RoPE (Su et al. 2021, arXiv:2104.09864) rotates pair i of a head's first R featu
 so that q·k depends only on the distance of the two tokens. A `RotaryScaling` changes the frequencies for lengths
 beyond those trained on. The values equal those of Hugging Face transformers' ``modeling_rope_utils``.
 
-    sin, cos = rotary_tables(config, positions)  # once a step, for every layer
+    sin, cos = rotary_tables(config, positions)  # once per step, for all layers
     query = apply_rotary(query, sin, cos, interleaved=config.interleaved)
     key = apply_rotary(key, sin, cos, interleaved=config.interleaved)
 """
@@ -135,7 +135,7 @@ class Llama3Scaling(RotaryScaling):
         return np.asarray(plain * (kept + (1 - kept) / self.factor))
 
 
-# Keys that a dict of any type may have in addition to its scaling's: they, or the config's own, are read elsewhere.
+# Keys that a dict of any rope type may have in addition to those of its scaling; other code reads them.
 _NO_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"}
 SCALINGS: Mapping[str, type[RotaryScaling]] = {
     "default": RotaryScaling,
@@ -174,18 +174,19 @@ class RotaryConfig:
     def from_config(cls, config: object, *, layer_type: str | None = None, **overrides: Any) -> Self:
         """Read a Hugging Face config, an object or a ``config.json``'s dict; ``overrides`` replace its fields.
 
-        From a multimodal config its ``text_config`` is read.
+        If the config is multimodal, its ``text_config`` is read.
 
-        It may have ``rope_parameters`` or ``rope_scaling``, of a ``rope_type`` (older: ``type``) that is in `SCALINGS`.
-        Where these vary by layer, ``layer_type`` selects one. Few configs state the layout of pairs: for GPT-J, Cohere,
-        GLM, ERNIE and Llama 4 pass ``interleaved=True``.
+        The config may have ``rope_parameters`` or ``rope_scaling``, whose ``rope_type`` (older: ``type``) must be in
+        `SCALINGS`. If these vary by layer, ``layer_type`` selects one. Few configs state which features are pairs: for
+        GPT-J, Cohere, GLM, ERNIE and Llama 4 pass ``interleaved=True``.
 
         Raises ValueError for an unknown rope type, for a key that its type lacks or does not read (it was meant to
         change the result), and for parameters by layer without such a ``layer_type``.
         """
         config = text_config(config)
         parameters = _parameters(config, layer_type)
-        # Latent attention gives the rotated part as a size; a fraction in the same config refers to the unsplit head.
+        # Configs of latent attention give the number of rotated features; a fraction in the same config refers to the
+        # whole head.
         latent = read(config, "qk_rope_head_dim")
         head_dim = overrides.get("head_dim") or latent or _head_dim(config)
         share = read(parameters, "partial_rotary_factor") or read(config, "partial_rotary_factor", "rotary_pct") or 1

@@ -58,9 +58,9 @@ def shard(model: Model, partition_rules: PartitionRules | None = None, mesh: Mes
     the shapes get shardings, so that loading a checkpoint never puts all weights on one device.
 
     Args:
-        model: is left as it is.
-        partition_rules: None: `DEFAULT_RULES`, for the mesh axes fsdp, tp and ep; dp replicates.
-        mesh: None: that of the model's metadata, or of `jax.set_mesh`.
+        model: the model, which is not changed.
+        partition_rules: the rules; None: `DEFAULT_RULES`, for the mesh axes fsdp, tp and ep; dp replicates.
+        mesh: the mesh; None: that of the model's metadata, or of `jax.set_mesh`.
 
     Raises:
         ValueError: there is no mesh, or a parameter that no rule matches.
@@ -82,9 +82,9 @@ def gather(model: Model, partition_rules: PartitionRules | None = None, mesh: Me
     """A copy whose parameters are whole on every device of the mesh, such as to be saved.
 
     Args:
-        model: is left as it is.
+        model: the model, which is not changed.
         partition_rules: only parameters that one of these matches are gathered; None: all.
-        mesh: None: that of the model's metadata, or of `jax.set_mesh`.
+        mesh: the mesh; None: that of the model's metadata, or of `jax.set_mesh`.
 
     Memory: all parameters on every device.
 

@@ -27,7 +27,8 @@ def small(family: str = "llama", operation: str = "flash", seed: int = 0, **chan
     """A model of two layers, 96 tokens and random weights, whose logits are of the order of 3.
 
     Args:
-        family: llama; mistral, all of whose layers have a window of 8; gemma2, every other one; gpt_oss, with sinks.
+        family: "llama"; "mistral", with a window of 8 in every layer; "gemma2", in every other layer; or "gpt_oss",
+            with sinks.
         operation: the attention.
         seed: the seed of the weights.
         **changes: fields of a Hugging Face config.
@@ -35,13 +36,13 @@ def small(family: str = "llama", operation: str = "flash", seed: int = 0, **chan
     hf = {"model_type": family} | SIZES | _FAMILIES[family] | changes
     model = CausalLM(config_from_hf(hf), operation, rngs=nnx.Rngs(seed))
     graphdef, state = nnx.split(model)
-    # Far enough from 0 that greedy choices have no near ties, and that attention matters.
+    # Larger weights, so that greedy choices have no near ties, and attention affects them.
     state = jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, state)
     return nnx.merge(graphdef, state)
 
 
 class Characters:
-    """A token a character, from the space on."""
+    """A tokenizer with one token per character; the ids start with 0 for the space."""
 
     eos_ids: Sequence[int] = ()
 

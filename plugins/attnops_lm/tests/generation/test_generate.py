@@ -1,4 +1,4 @@
-"""What is generated is what the model gives without a cache, however it is computed."""
+"""Generated tokens equal those of the model without a cache, whatever cache, chunks and drafts are used."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def windowed() -> CausalLM:
 
 @functools.lru_cache
 def uncached(model: CausalLM, ragged: bool = False) -> np.ndarray:
-    """Tokens by the argmax of a pass over all tokens."""
+    """Greedy tokens, each from a pass over all tokens."""
 
     @jax.jit
     def scores(tokens: jax.Array, at: jax.Array) -> jax.Array:
@@ -110,7 +110,7 @@ def test_storages_give_the_same_tokens(windowed: CausalLM, storage: str) -> None
 @pytest.mark.parametrize("storage", ["static", "paged", "sliding_window"])
 @pytest.mark.tier(every=3)
 def test_drafts_give_the_tokens_of_plain_decoding_in_fewer_steps(windowed: CausalLM, storage: str) -> None:
-    # A prompt that repeats itself, with a bias to go on so: a token's successor in the prompt gets a higher score.
+    # A prompt that repeats itself, and a processor that raises the score of a token's successor in the prompt.
     prompt = np.tile(PROMPT[:, :5], 2)
 
     def repeat(tokens: jax.Array, scores: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The engine of the server, step by step: what is computed together, shared, put back or cancelled changes no text."""
+"""The engine of the server, step by step: batching, sharing, preemption and cancelling don't change any text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def warm_engine(model: CausalLM) -> Engine:
 
 @pytest.fixture
 def engine(warm_engine: Engine) -> Iterator[Engine]:
-    """An engine that has seen no prefix; that it ends empty, with the programs that it began with, is asserted."""
+    """An engine without cached prefixes. Asserts afterwards that it is empty, and that no further program was
+    traced.
+    """
     warm_engine.pages, traces = Pages(PAGES, PAGE), warm_engine.counts["traces"]
     warm_engine.counts = collections.Counter()
     arrays = len(jax.live_arrays())
@@ -71,7 +73,7 @@ def greedy(model: CausalLM) -> Callable[[list[int], int], list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(model: CausalLM) -> Callable[[list[int], int], list[int]]:
-    """What is generated for a prompt alone."""
+    """The tokens that are generated for a prompt alone."""
     find = greedy(model)
     find([1], 1)
     return find
@@ -83,7 +85,7 @@ def make_prompts(count: int, seed: int = 0, most: int = 30) -> list[list[int]]:
 
 
 def serve(engine: Engine, *requests: Request, until: Callable[[], bool] = lambda: False) -> list[list[int]]:
-    """Serve requests, and return what was generated for each."""
+    """Serve requests, and return the tokens that were generated for each."""
     engine.submit(*requests)
     while not until() and engine.step():
         check_pages(engine)
@@ -118,7 +120,7 @@ def test_a_sampled_text_is_the_same_alone_and_preempted_among_others(engine: Eng
     engine._release = lambda x: (preempted.append(requests.index(x)), release(x))  # type: ignore[method-assign]
     results = serve(engine, *requests)
     del engine._release
-    assert preempted.count(5) > 1  # put back before it ended
+    assert preempted.count(5) > 1  # preempted before it ended
     assert results[5] == own
 
 

@@ -1,4 +1,4 @@
-"""When a server ends, over real sockets: streams are ended, nothing is waited for that does not come."""
+"""How a server ends, with real sockets: streams end with an error, and it does not wait for ever for clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def events_of(response: httpx.Response) -> Iterator[str]:
 
 
 def check_end(events: list[str], message: str) -> None:
-    """A stream that was cut short says so in an event, and is complete for clients that wait for the last one."""
+    """Assert that a stream ends with an event with the error, and then with the usual last event."""
     assert events[-1] == "[DONE]"
     assert message in json.loads(events[-2])["error"]["message"]
 
@@ -104,7 +104,7 @@ def test_a_server_whose_engine_fails_ends_with_status_1(monkeypatch: pytest.Monk
 
 @contextlib.contextmanager
 def process(**options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its URL."""
+    """A server in a separate process, and its URL."""
     code = (
         "import sys; from attnops_lm.serve.process import serve\n"
         "from lm_server import FakeEngine\n"
@@ -128,7 +128,7 @@ def read_until(server: subprocess.Popen[str], pattern: str) -> str:
 
 
 def end_of(server: subprocess.Popen[str]) -> tuple[int, str]:
-    """The status, and what was written to stderr since."""
+    """The exit status, and the rest of stderr."""
     assert server.stderr is not None
     status = server.wait(60)
     return status, server.stderr.read()
@@ -155,7 +155,7 @@ def test_a_client_that_sends_no_end_is_waited_for_until_a_limit_or_a_second_sign
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-            httpx.get(f"{url}/health")  # which is answered after what came before
+            httpx.get(f"{url}/health")  # answered after the request above was read
             server.send_signal(signal.SIGINT)
             read_until(server, "Waiting for")
             if signals == 2:

@@ -1,4 +1,4 @@
-"""What tests of the server share: the sizes of a small engine, and an engine without a model."""
+"""Shared by tests of the server: the sizes of a small engine, and an engine without a model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class FakeEngine(Engine):
     """Answers every prompt with ``!`` again and again.
 
     Args:
-        seconds: that a step takes.
-        fails_after: steps after which the device is lost.
-        **options: see `Engine`.
+        seconds: the time of a step.
+        fails_after: the number of steps after which it fails.
+        **options: arguments of `Engine`, such as rows, pages and page_size.
     """
 
     def __init__(self, *, seconds: float = 0.0, fails_after: int = 1 << 30, **options: Any) -> None:
@@ -66,7 +66,7 @@ def running(engine: FakeEngine) -> Iterator[tuple[HTTPServer, str, threading.Thr
 
 
 def check_pages(engine: Engine) -> None:
-    """Pages are free, unused, or held by as many rows as they count."""
+    """Assert that each page is free, unused, or held by as many rows as its count says."""
     held = collections.Counter(page for request in engine.running for page in request.pages)
     pages = engine.pages
     assert [held[page] for page in range(pages.count)] == pages.references
@@ -75,5 +75,5 @@ def check_pages(engine: Engine) -> None:
     for request in engine.running:
         assert engine.table[request.row, : len(request.pages)].tolist() == request.pages
         assert (engine.table[request.row, len(request.pages) :] == -1).all()
-        # What is still to be written to is in pages of its own.
+        # A page that a row still writes to is held by no other row.
         assert all(pages.references[page] == 1 for page in request.pages[request.computed // pages.size :])

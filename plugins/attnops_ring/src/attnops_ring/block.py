@@ -25,8 +25,8 @@ class Extras(NamedTuple):
     """What scores depend on besides query and key; all refer to the whole sequence.
 
     Attributes:
-        mask: bound, or None.
-        bias: bound, an array, or None.
+        mask: the bound mask, or None.
+        bias: the bound bias, an array, or None.
         dropout_key: a `ShiftedKey`, or None.
     """
 
@@ -173,7 +173,7 @@ class LogSumExp(NamedTuple):
     lse_residual: jax.Array
 
 
-class Gradients(NamedTuple):
+class BlockGradients(NamedTuple):
     """Gradients, all float32.
 
     Attributes:
@@ -199,7 +199,7 @@ def add(total: PyTree, more: PyTree) -> PyTree:
 def block_gradients(
     inner: Inner, chunks: Chunks, extras: Extras, here: Index, there: Index, lse: Sequence[LogSumExp],
     cotangents: Sequence[Contribution], wants_bias: bool,
-) -> Gradients:  # fmt: skip
+) -> BlockGradients:  # fmt: skip
     """One block's terms of the gradients of a softmax over all devices' keys, from its global logsumexp.
 
     Args:
@@ -213,7 +213,7 @@ def block_gradients(
         wants_bias: whether the bias has a gradient.
     """
     bias = extras.bias if wants_bias else None
-    total = Gradients(*(jax.tree.map(_float32_zeros, x) for x in (*map(list, chunks), bias)))
+    total = BlockGradients(*(jax.tree.map(_float32_zeros, x) for x in (*map(list, chunks), bias)))
     for i, query in enumerate(chunks.queries):
         q = inner.query_chunk(here, i, query.shape[1])
         for j, (key, value) in enumerate(zip(chunks.keys, chunks.values, strict=True)):

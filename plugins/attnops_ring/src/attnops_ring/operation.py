@@ -1,4 +1,4 @@
-"""RingAttention: the operation for sequences sharded over a mesh, also inside a `jax.shard_map` of the caller's own."""
+"""RingAttention: the operation for sequences sharded over a mesh, also inside a `jax.shard_map` of the caller."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RingOptions(FlashOptions, total=False):
 
 
 class RingAttention(OperationImpl):
-    """Attention over a sequence sharded over a mesh; each device computes by the operation ``flash``.
+    """Attention over a sequence that is sharded over a mesh; each device runs the operation ``flash`` on its shard.
 
     A call may also be inside a `jax.shard_map` of the caller in which the mesh axes that the rules name for keys are
     manual. Then query, key and value are this device's shards of the sequence, and so are output and logsumexp. Masks
@@ -113,7 +113,7 @@ class RingAttention(OperationImpl):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | None:
-        """First where a mesh shards the sequence; otherwise never picked."""
+        """The first rank if a mesh shards the sequence; otherwise None, and `auto` never picks it."""
         return Rank.EXCHANGES_KEYS if isinstance(request, AttentionRequest) and request.sequence_axes else None
 
     def bind(
@@ -220,7 +220,7 @@ class RingAttention(OperationImpl):
     def forward_native(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[RingOptions]
     ) -> OperationOutput:
-        """See `attnops.OperationImpl.__call__`. On one device, for which all orders are equal."""
+        """Attention on one device, for which all orders are equal."""
         own: dict[str, Any] = {name: options.pop(name, None) for name in ("order", "strategy")}  # type: ignore[misc]
         self._layout(own, self._axes())
         metadata = self.metadata.replace(mesh=None, layout="BTHD", mode=options.pop("mode", None))
@@ -288,7 +288,9 @@ def _run(
 
 
 def _draws_with_steps(inner: Inner, platform: str) -> bool:
-    """Whether the devices' operation honours `attnops.dropout.dropout_step`, as all on the flash skeleton do."""
+    """Whether the operation on the devices honours `attnops.dropout.dropout_step`, as all that use the flash skeleton
+    do.
+    """
     serving: Any = inner.operation
     return isinstance(serving, FlashAttention) and serving.backend(forward_for(type(serving), platform)) is not None
 
@@ -382,7 +384,7 @@ def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int
     """
     n, chunks = inner.devices, inner.devices * inner.chunks
     if mask is None or mesh_of_types(jax.tree.leaves(mask)) is not None:
-        return n  # tiles can't be sliced from arrays that are sharded over explicit mesh axes
+        return n  # arrays that are sharded over explicit mesh axes can't be sliced into tiles
     by_chunk = block_map(mask, (shape[0], shape[2], inner.T, inner.S), Tp // chunks, Sp // chunks)
     if not by_chunk.is_static:
         return n

@@ -44,16 +44,16 @@ class SplashAttention(FlashAttention):
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
-        """See `attnops.BaseOperation.get_impl_name`."""
+        """The name ``"splash"``."""
         return "splash"
 
     @classmethod
     def rank(cls, request: Request) -> Rank | None:
-        """None: `auto` never picks it, `flash` of attnops-tpu serves more."""
+        """None: `auto` never picks it, since `flash` of attnops-tpu serves more calls."""
         return None
 
     def unsupported(self, request: Request) -> Iterator[Reason]:
-        """What limits can't declare. An option that `forward_tpu` does not name is refused by itself."""
+        """Reasons that limits can't declare. The dispatcher refuses options that `forward_tpu` does not name."""
         assert isinstance(request, AttentionRequest)
         structure = request.mask_structure
         if structure.rest:
@@ -99,7 +99,7 @@ def attend(
         value: [B, S, K, Dv].
         ids: segment ids of queries [B or 1, T] and of keys [B or 1, S], int32; None for none.
         band: (low, high): query i sees key j where ``low <= i - j <= high``; None for no limit.
-        scale: of the products; the kernel has none, so that the query is scaled.
+        scale: the softmax scale; the kernel has none, so that the query is scaled.
         soft_cap: the soft cap of the scores; None for none.
         interpret: run in Pallas's interpreter.
     """

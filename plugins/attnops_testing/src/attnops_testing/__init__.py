@@ -1,11 +1,11 @@
 """Tests of operations: the float64 oracle, the tolerance rule, and the conformance suite that every plugin runs.
 
-`OperationConformance` and `Conformance` need pytest, and `attnops_testing.strategies` hypothesis; the rest needs
-neither.
+`OperationConformance` and `Conformance` need pytest, and `attnops_testing.strategies` hypothesis; the other modules
+need neither.
 
-Three modules list features of the contract, each for another use: `features` as small problems that are run and
-compared with the oracle; `catalogue` as calls of real sizes that are only compiled; `support_table` as requests, whose
-reasons make the README's table. Calls over caches have a list of their own, `cache_features`.
+Three modules list features of the contract, for different uses: `features` as small problems that are run and compared
+    with the oracle; `catalogue` as calls of real sizes that are only compiled; `support_table` as requests, whose
+    reasons make the README's table. `cache_features` lists those of calls over caches.
 """
 
 from typing import TYPE_CHECKING, Any

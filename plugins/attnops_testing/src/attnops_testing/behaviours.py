@@ -176,7 +176,8 @@ def export(subject: Subject) -> None:
         raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
     arguments, mesh = problem.arguments, subject.base.mesh
     if mesh is not None:
-        arguments = jax.device_put(arguments, NamedSharding(mesh, P()))  # as many devices as exported for
+        # A program runs on as many devices as it was exported for.
+        arguments = jax.device_put(arguments, NamedSharding(mesh, P()))
     _check(subject, problem, _jit(subject, exported.call)(*arguments))
 
 
@@ -230,7 +231,7 @@ def unknown_option(subject: Subject) -> None:
     problem, operation = _served(subject)
     misspelt: dict[str, Any] = {"sofmax_scale": 0.5}
     error = _raised(TypeError, lambda: operation(problem.query, problem.key, problem.value, **misspelt))
-    assert error is not None, "the option sofmax_scale, which there is not, was ignored"
+    assert error is not None, "the unknown option sofmax_scale was ignored"
     assert "sofmax_scale" in str(error), f"the TypeError does not name the option sofmax_scale: {error}"
 
 

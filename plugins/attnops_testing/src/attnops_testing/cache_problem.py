@@ -51,7 +51,7 @@ class CacheProblem:
     """One call over a cache.
 
     Attributes:
-        spec: its description.
+        spec: the description of the problem.
         metadata: the metadata that the operation is made with.
         head_dim: D.
         dtype: the dtype of queries, keys and values, if ``spec`` has none.

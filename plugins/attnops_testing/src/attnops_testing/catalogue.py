@@ -37,7 +37,7 @@ class CompileCase:
         traced: shapes and dtypes of the mask's arrays, which are arguments of the program.
         bias: makes the bias from the arrays of ``learnt``.
         learnt: shapes and dtypes of the bias's arrays, which have gradients.
-        sinks, dropout, cap: the contract's.
+        sinks, dropout, cap: the options of the contract.
     """
 
     T: int = 2048
@@ -68,8 +68,8 @@ class CompileCase:
         """A function of `example` that returns output, logsumexp and all gradients.
 
         Args:
-            name: the operation's; it raises for calls that it does not support.
-            platform: the operation's.
+            name: the operation's name; it raises for calls that it does not support.
+            platform: the platform of the forward, such as "tpu".
         """
         metadata = OperationMetadata(platform=platform, on_unsupported="error", dropout_prob=self.dropout, mode="train")
         operation: Any = OperationRegistry.create(name, metadata)
@@ -108,7 +108,7 @@ def every_third(b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array) -> jax.
 def pattern(
     scores: jax.Array, b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array, factors: jax.Array, offsets: jax.Array
 ) -> jax.Array:
-    changed = jnp.tanh(scores) + 0.1 * jax.nn.softplus(scores)  # softplus has a derivative rule of its own
+    changed = jnp.tanh(scores) + 0.1 * jax.nn.softplus(scores)  # softplus has a custom derivative
     return changed * offsets[q] + factors[h] * ((q + 2 * kv) // 3).astype(scores.dtype)
 
 
@@ -169,7 +169,7 @@ CASES = {
     ),
 }  # fmt: skip
 
-# Cases for which most kernels have code of their own; the others share most of theirs.
+# Cases for which most kernels have separate code; the other cases share most of their code with these.
 DISTINCT: Final = (
     "causal",
     "D 64",

@@ -30,7 +30,7 @@ class OperationConformance:
     Values and gradients are compared with the float64 oracle by the tolerance rule. Problems fit the operation: their
     dtype, lengths, heads and head dims are the first that it does not refuse (`attnops_testing.fit`). Tests of single
     features, pairs, corners, long problems and most memory figures are marked ``slow``: register the marker, and
-    deselect them with ``-m "not slow"``. The remaining tests have every feature, several in a problem, and every
+    deselect them with ``-m "not slow"``. The remaining tests check every feature, several per problem, and every
     behaviour, such as "vmap", "shard_map" and "export"; `attnops check` runs the same.
 
     Class attributes:
@@ -44,17 +44,17 @@ class OperationConformance:
         dtype: the dtype of the plain problem. None: the first of float32, bfloat16 and float16 that the operation
             serves.
         metadata: further fields of the metadata; features that set the same field take precedence.
-        refuses: the names of features and behaviours ("export", "second derivative") that it refuses, as it does with
-            a reason; a behaviour that is named may also raise any exception. ``"caches"`` stands for every call over a
-            cache. What is named must not be right; nothing is said of others, see ``strict``.
-        strict: a feature that is refused must be in ``refuses``; pairs as ``"GQA + Causal"`` where each by itself is
-            served.
-        limit: seconds for a case; 100, or 300 in an interpreter. What takes longer is reported with its stack, and
-            ends the run.
+        refuses: the names of features and behaviours (such as "export" or "second derivative") that the operation
+            refuses with a reason. A named behaviour may also raise any exception. ``"caches"`` stands for every call
+            over a cache. A named one must not be right; others may be refused too, unless ``strict``.
+        strict: whether a feature that is refused must be in ``refuses``; so must a pair whose features are served
+            alone, as ``"GQA + Causal"``.
+        limit: seconds per case; by default 100, or 300 in an interpreter. A case that takes longer is reported with its
+            stack, and ends the run.
         slow: the names of tests, such as "test_behaviour", and of cases, such as "vmap", that are marked ``slow`` too.
-        exhaustive: the names of tests, such as "test_all_pairs", that take too long in total with this
-            operation: those that are slow are marked ``exhaustive`` too.
-        every: for names of tests, a number n: of their slow cases each n-th is marked ``slow`` alone, and the others
+        exhaustive: the names of tests, such as "test_all_pairs", that take too long in total for this operation: their
+            slow cases are marked ``exhaustive`` too.
+        every: by name of a test, a number n: each n-th of its slow cases is marked ``slow`` only, the others
             ``exhaustive`` too.
     """
 
@@ -88,7 +88,7 @@ class OperationConformance:
                 raise ValueError(f"{cls.__name__}.{field} names {unknown}, but there are {tests}")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """The cases of each test, marked by what they cost."""
+        """Parametrise each test with its cases, marked by their cost."""
         name = metafunc.function.__name__
         part = SUITE.get(name.removeprefix("test_"))
         if part is None or "case" not in metafunc.fixturenames:
@@ -106,7 +106,7 @@ class OperationConformance:
 
     @pytest.fixture(autouse=True)
     def _in_time(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """Each case within `limit`; its refusals are properties in pytest's report."""
+        """Run each case within `limit`, and add its refusals to pytest's report as properties."""
         self._properties = request.node.user_properties
         seconds = default_limit(self.interpret) if self.limit is None else self.limit
         with limited(request.node.name, seconds, functools.partial(_failed, request.node)):
@@ -114,10 +114,10 @@ class OperationConformance:
 
     @classmethod
     def subject(cls) -> Subject:
-        """What is checked.
+        """The operation that is checked.
 
         Raises:
-            NothingToCheckError: see `Subject.require_kernel`.
+            NothingToCheckError: the core's native forward would be checked instead of a kernel.
         """
         names = ("operation", "platform", "interpret", "mode", "block", "dtype", "metadata")
         subject = _subject(**{name: getattr(cls, name) for name in names})
@@ -142,7 +142,7 @@ class OperationConformance:
 
 
 def _test(part: str) -> Callable[[OperationConformance, Any], None]:
-    """The test of a part of the suite."""
+    """The test method of a part of the suite."""
 
     def test(self: OperationConformance, case: Any) -> None:
         self._check(part, case)
@@ -208,7 +208,7 @@ class Conformance:
             metafunc.parametrize("check", CHECKS)
 
     def test_reference(self, problem: str, dtype: str, check: str) -> None:
-        """See `attnops_testing.check_against`."""
+        """One check of a problem in a dtype, as `attnops_testing.check_against` describes it."""
         names = ("operation", "reference", "platform", "interpret", "metadata", "gradients")
         subject = ReferenceSubject(**{name: getattr(type(self), name) for name in names})
         outcome = subject.check(self.problems[problem], check, dtype)

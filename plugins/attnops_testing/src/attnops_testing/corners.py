@@ -264,7 +264,7 @@ def mesh(subject: Subject) -> None:
             served = True
         if served:
             return
-    raise UnsupportedError("it refuses all that a mesh cuts", refused)
+    raise UnsupportedError("it refuses all calls that a mesh shards", refused)
 
 
 def not_finite(subject: Subject) -> None:

@@ -41,8 +41,9 @@ class Fit:
     dtype: str = "float32"
 
     def tokens(self, tiles: int, more: float) -> int:
-        """A length in tokens: so many tiles, and a fraction of a tile more. If ``more`` is an int it is a number of
-        tokens, and nothing is rounded.
+        """The length in tokens of so many tiles and ``more``.
+
+        ``more`` is a fraction of a tile, and the length is rounded; or an int, a number of tokens, and it is not.
         """
         if isinstance(more, int):
             return tiles * self.block + more
@@ -58,7 +59,7 @@ def find_fit(
         reasons: why the kernel refuses a request.
         plain: the request of a call of any shape, without options.
         block: the fewest queries, and keys, per tile.
-        dtypes: those to try, the preferred first.
+        dtypes: the dtypes to try, the preferred one first.
     """
     for fit in _candidates(block, dtypes):
         # The longest and the shortest length of the suite: a kernel may serve 128 and refuse 64.

@@ -77,7 +77,7 @@ def attention(
     return Result(out, f.w, f.logsumexp, magnitude)
 
 
-# The contract's options, a parameter each.
+# One parameter for each option of the contract.
 def _forward(
     query: ArrayLike,
     key: ArrayLike,
@@ -115,7 +115,7 @@ def _forward(
     if sink is not None:
         maximum = np.maximum(maximum, sink)
     maximum = np.where(maximum == -np.inf, np.asarray(0, dtype), maximum).astype(dtype)
-    with np.errstate(invalid="ignore"):  # +inf − (+inf) is NaN, and so is then all of the row
+    with np.errstate(invalid="ignore"):  # +inf − (+inf) is NaN, and makes the whole row NaN
         exponentials = np.where(visible, np.exp(np.where(visible, scores, maximum) - maximum), 0).astype(dtype)
         sink_share = np.zeros_like(maximum) if sink is None else np.exp(sink - maximum)
     denominator = exponentials.sum(axis=-1, keepdims=True) + sink_share

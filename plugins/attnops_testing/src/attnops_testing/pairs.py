@@ -26,13 +26,13 @@ COMPANIONS: Final = {"bfloat16": "float32 bias"}
 # Features with scores so far apart that changes by the features of `OF_SCORES` hardly show.
 EXTREME: Final = frozenset({"rising bias", "bias near finfo.min", "large logits"})
 OF_SCORES: Final = frozenset({"bias", "scale", "logits", "cap", "sinks"})
-# A float32 sum of so many products of large logits is off by more than numpy's, which the tolerance goes by: XLA's CPU
-# backend sums small products one after the other (4.4 ulp of the largest for numpy's 1.8, at 24 × 24 × 256, JAX 0.12).
+# Large logits at large head dims: XLA's CPU backend sums small products sequentially, so that its float32 error exceeds
+# numpy's, on which the tolerance is based (4.4 instead of 1.8 ulp of the largest, at 24 × 24 × 256, JAX 0.12).
 INEXACT: Final = {"large logits": frozenset({"head_dim 256", "head dims 576/512"})}
 
 
 def joined(names: Sequence[str]) -> str:
-    """The name of features combined."""
+    """The name of a combination of features."""
     return " + ".join(names) or "plain"
 
 
@@ -85,7 +85,7 @@ def rows_of_each() -> tuple[tuple[str, ...], ...]:
 
 
 def _combine(row: Sequence[str]) -> bool:
-    """Whether the last of these features may join the others in one problem, in which all still act."""
+    """Whether one problem can have all these features, the last being new, so that each still has an effect."""
     *others, new = (FEATURES[name] for name in row)
     groups = collections.Counter(feature.group for feature in others)
     masks = [feature for feature in (*others, new) if feature.group == "mask"]
@@ -95,7 +95,7 @@ def _combine(row: Sequence[str]) -> bool:
         or groups[new.group] >= (2 if new.group == "mask" else 1)
     ):
         return False
-    # A mask whose arrays are arguments of the program would make another's arguments too.
+    # If one mask's arrays are arguments of the program, those of the mask that is joined to it are too.
     if len({feature.name in TRACED_MASKS for feature in masks}) > 1:
         return False
     if any(x.name in EXTREME and y.group in OF_SCORES for other in others for x, y in ((other, new), (new, other))):
@@ -121,7 +121,7 @@ def _combine(row: Sequence[str]) -> bool:
 def sampled_pairs() -> list[tuple[str, str]]:
     """Pairs in which every feature occurs that can be combined with another.
 
-    Those of `ALWAYS` first; then each feature with one from as far away in the table as possible.
+    Begins with `ALWAYS`; then each feature is paired with one as far away in the table as possible.
     """
     names = changing()
     found = list(ALWAYS)
@@ -172,7 +172,7 @@ def covering_rows() -> tuple[tuple[str, ...], ...]:
 def _gain(row: Sequence[str], feature: str, missing: dict[tuple[str, str], None], order: dict[str, int]) -> int:
     """The number of missing pairs that the row tests with the feature and not without it."""
     if FEATURES[feature].trivial:
-        return 0  # it would take away what the others prove
+        return 0  # the feature would make pairs of the others untested
     trivial = [name for name in row if FEATURES[name].trivial]
     partners = trivial or row
     return sum(tuple(sorted((name, feature), key=order.__getitem__)) in missing for name in partners)

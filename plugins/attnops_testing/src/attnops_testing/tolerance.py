@@ -19,9 +19,9 @@ def tolerance(exact: ArrayLike, same_dtype: ArrayLike, magnitude: ArrayLike, dty
     """``factor · max|same_dtype − exact| + 2 ulp``, an ulp being that of the largest magnitude.
 
     Args:
-        exact: what the oracle gives in float64.
-        same_dtype: what the oracle gives in ``dtype``.
-        magnitude: the sums of absolute values that rounding errors are relative to.
+        exact: the oracle's result in float64.
+        same_dtype: the oracle's result in ``dtype``.
+        magnitude: the result computed with absolute values, to which rounding errors are relative.
         dtype: the dtype of the inputs.
         factor: `OUTPUT_FACTOR` or `GRADIENT_FACTOR`.
 

@@ -1,4 +1,6 @@
-"""`attnops bench --cache`: attention over caches is checked by the tokens, and measured by the bytes that are seen."""
+"""`attnops bench --cache`: attention over caches is checked against the tokens, and measured by the bytes that queries
+see.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ def test_what_is_wrong_over_a_cache_is_not_timed(tmp_path: Path) -> None:
         (("--cache", "DenseCache", "--queries", "9", "--used", "8"), "queries=9 must be from 1 to used=8"),
         (("--cache", "PagedCache", "-T", "40"), "S=40 must be a multiple of page_size=16"),
         (("--cache", "DenseCache", "--backward"), "--backward is given, but attention over a cache has no gradient"),
-        (("--cache", "DenseCache", "--documents", "2"), "--documents is given, but a cache has one sequence a row"),
+        (("--cache", "DenseCache", "--documents", "2"), "--documents is given, but a cache has one sequence per row"),
         (("--cache", "DenseCache", "--ragged"), "batch=1 must be at least 2: one row has one length"),
         (("--cache", "DenseCache", "--dtype", "float8"), "dtype='float8' is unknown"),
         (("--cache", "DenseCache", "--mask", "Segments([0, 1])"), "Segments' q_ids has shape (2,)"),

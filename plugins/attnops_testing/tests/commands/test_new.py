@@ -124,7 +124,7 @@ def test_names_are_derived():
 
 
 def on_a_gpu():
-    """Since JAX 0.12 Pallas asks which GPU it is for; a context in which it is an H100."""
+    """A context in which Pallas compiles for an H100; since JAX 0.12 it asks for the GPU."""
     if not hasattr(jax.sharding, "AbstractDevice"):
         return contextlib.nullcontext()
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")

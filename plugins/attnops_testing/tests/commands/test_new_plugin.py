@@ -1,4 +1,4 @@
-"""What `attnops new` writes, installed next to the core's wheel: `pip install -e . && pytest` is green at once."""
+"""Plugins that `attnops new` writes, installed next to the core's wheel: `pip install -e . && pytest` passes."""
 
 import os
 import re
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A function that runs a program of an environment that has the core's wheel and, of this one, all libraries."""
+    """A function that runs a program in an environment with the core's wheel and the libraries of this environment."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")

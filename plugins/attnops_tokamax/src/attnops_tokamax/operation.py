@@ -17,7 +17,7 @@ from attnops.operations.flash import FlashAttention
 
 # Compute capabilities that the kernel is written for.
 GENERATIONS: Final = (9, 10)
-# The least multiple of T and S that its tiles divide, forward and backward, on both generations; others are padded.
+# T and S are padded to a multiple of this, which the kernel's tiles divide, forward and backward, on both generations.
 TILE: Final = 256
 
 
@@ -26,7 +26,7 @@ class MosaicAttention(FlashAttention):
 
     It serves calls without a mask and plain causal ones (query i sees the keys j <= i), bfloat16, grouped
     heads, T ≠ S, any lengths, and a soft cap, forward and backward, in O(T + S) memory. The core's native `flash` runs
-    whatever it refuses, and on other platforms. `auto` never picks it: nothing here has timed it.
+    whatever it refuses, and on other platforms. `auto` never picks it, since it has not been timed here.
     """
 
     api_version = 2
@@ -45,7 +45,7 @@ class MosaicAttention(FlashAttention):
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
-        """See `attnops.BaseOperation.get_impl_name`."""
+        """The name ``"mosaic"``."""
         return "mosaic"
 
     @classmethod
@@ -58,7 +58,7 @@ class MosaicAttention(FlashAttention):
         return capability()
 
     def unsupported(self, request: Request) -> Iterator[Reason]:
-        """What limits can't declare. An option that `forward_cuda` does not name is refused by itself."""
+        """Reasons that limits can't declare. The dispatcher refuses options that `forward_cuda` does not name."""
         assert isinstance(request, AttentionRequest)
         if importlib.util.find_spec("tokamax") is None:
             yield Reason("tokamax", None, "must be installed", "pip install tokamax")
@@ -91,7 +91,7 @@ class MosaicAttention(FlashAttention):
             raise UnsupportedError(f"mosaic can't serve jax.shard_map with check_vma=True: {reason}", [reason])
         T, S = query.shape[1], key.shape[1]
         is_causal = mask is not None and mask.split().band.limits != (None, None)
-        seen = min(T, S) if is_causal else S  # no query sees the keys behind, which may hold NaN
+        seen = min(T, S) if is_causal else S  # no query sees the keys after these, which may hold NaN
         arrays = [_padded(x) for x in (query, key[:, :seen], value[:, :seen])]
         run = once_differentiable(attend, "tokamax's kernel has no second derivative")
         scale = query.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
@@ -108,9 +108,9 @@ def attend(
         query: [B, T, H, D].
         key: [B, S, K, D].
         value: [B, S, K, D].
-        length: keys behind the first of this number are padding.
+        length: the number of real keys; those after them are padding.
         is_causal: whether query i sees the keys j <= i alone.
-        scale: of the products.
+        scale: the softmax scale.
         soft_cap: the soft cap of the scores; None for none.
     """
     import tokamax

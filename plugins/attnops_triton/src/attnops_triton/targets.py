@@ -1,6 +1,4 @@
-"""The GPUs that kernels can be compiled for: their properties, and a context that selects one other than this
-machine's.
-"""
+"""GPUs that kernels can be compiled for: their properties, and a context that selects one."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _FIRST: Final = {
 # The first CUDA release and PTX version for programs that make tensor maps, from sm_90 on.
 _MAPS: Final = ((12, 3), 83)
 
-# AMD's data centre GPUs, with matrix cores and 64 lanes a wave; RDNA has 32, and other matrix instructions.
+# AMD's data centre GPUs, with matrix cores and 64 lanes per wave; RDNA has 32, and other matrix instructions.
 CDNA: Final = ("gfx90a", "gfx942", "gfx950")
 
 # Targets with tensor memory for the results of products.

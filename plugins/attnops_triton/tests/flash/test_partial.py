@@ -1,4 +1,4 @@
-"""Partial softmaxes, as the ring asks for them."""
+"""Partial softmaxes, as `ring` uses them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ METADATA = OperationMetadata(platform="cuda", interpret=True, on_unsupported="er
 
 
 def loaded(cache: PagedCache, mask: Mask, count: int = 1) -> tuple[int, list[set[int]]]:
-    """Bytes of all loads by one step of decoding; and the pages that each row's table has and that were loaded."""
+    """The bytes that one step of decoding loads, and for each row the loaded pages of its table."""
     operation: Any = OperationRegistry.create("attnops-triton:flash", METADATA)
     query = jnp.ones((cache.batch, 1, K * G, D), cache.dtype)
     with splits(count), loads() as found:
@@ -30,7 +30,7 @@ def loaded(cache: PagedCache, mask: Mask, count: int = 1) -> tuple[int, list[set
     for name, x in found:
         if name != "attnops_ragged":
             continue
-        # A sector is what memory moves: the elements that one load takes of it come together.
+        # Memory moves whole sectors: the elements of a sector that one load needs arrive together.
         moved += len(np.unique(x.first // 32)) * 32 if x.first.size > 1 else x.size
         if x.array == 1:  # after the number of the first block
             pages |= set((x.first // (K * PAGE * 2 * D * x.size)).tolist())

@@ -1,4 +1,4 @@
-"""The kernels over caches in Triton's interpreter; what they leave unwritten is NaN."""
+"""The kernels over caches in Triton's interpreter; outputs that they don't write stay NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from attnops_triton.ragged.tile_sizes import split_count, splits
 SUBJECT = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
 METADATA = OperationMetadata(platform="cuda", interpret=True, on_unsupported="error", block_k=16)
 
-# Together each mask, bias, storage, codec, content and number of heads.
+# Combinations that together have each mask, bias, storage, codec, content and number of heads.
 QUICK = (
     ("paged", "window per batch", "19 queries", "GQA", "sinks", "soft cap", "logsumexp", "left padding"),
     ("paged", "int8 by token_head", "Causal", "GQA", "3 queries", "packed rows", "float16", "logsumexp"),
@@ -104,7 +104,9 @@ def test_splits_agree_with_one(count: int) -> None:
 
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of the interpreter rounded once: some BLAS round a row by its place in a tile, which no GPU does."""
+    """Replaces the interpreter's products by products that are rounded once: with some BLAS a row's rounding depends on
+    its place in a tile, unlike on GPUs.
+    """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     def dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
@@ -150,7 +152,7 @@ def test_with_a_fixed_number_of_splits_a_packed_row_is_the_same_among_any_others
 @pytest.mark.parametrize(
     ("arch", "programs", "tiles", "count"),
     [("sm_90", 8, 1000, 33), ("sm_89", 8, 1000, 35), ("sm_120", 8, 1000, 47), ("gfx950", 8, 1000, 64),
-     # Of many programs, of few keys, more than one program merges, and interpreted.
+     # Many programs; few keys; more splits than one program merges; interpreted.
      ("sm_90", 264, 1000, 1), ("sm_90", 8, 9, 3), ("sm_90", 1, 1000, 64), ("", 8, 1000, 1)],
 )  # fmt: skip
 def test_splits_are_as_many_as_fill_the_gpu(arch: str, programs: int, tiles: int, count: int) -> None:

@@ -1,4 +1,4 @@
-"""What calls over caches become in programs for GPUs, without one."""
+"""Calls over caches in programs for GPUs, lowered without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search, with the rules of Hugging Face's: a step is one program, over dense, window and paged caches."""
+"""Beam search with the rules of Hugging Face's, compiled as one program, over dense, window and paged caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnops_caches import Cache, DenseCache, PagedCache, PagePool, WindowCache
 from attnops_lm.generation.programs import Caches, Leaves, Network
 from attnops_lm.generation.state import LogitsProcessor, Rules, write
 
-# Of `early_stopping`, as data of the program.
+# The values of `early_stopping` as data of the program.
 EARLY = {True: 1, False: 0, "never": 2}
 
 
@@ -35,7 +35,7 @@ class BeamPages:
         return BeamPages(pool), _with_table(caches, pool.table[: len(lengths)])
 
     def taken(self, caches: Caches, parents: jax.Array) -> tuple[BeamPages, Caches]:
-        """Beam i becomes a copy of beam ``parents[i]``: full pages are shared, the last ones copied."""
+        """Beam i becomes a copy of beam ``parents[i]``: full pages are shared, and the last page is copied."""
         n = len(parents)
         row = jnp.arange(n, dtype=jnp.int32)
         pool, copies = self.pool.fork(parents, n + row)
@@ -65,7 +65,7 @@ class Beams:
     """k running and k finished sequences for each of B rows. The last token of a running one is not in the caches.
 
     Attributes:
-        caches: one a layer, of B · k rows.
+        caches: one per layer, of B · k rows.
         pages: the pool of paged caches; None for other caches.
         tokens: the tokens of running sequences by index, int32 [B · k, S].
         lengths: their lengths, int32 [B · k].
@@ -143,7 +143,7 @@ class BeamPrograms:
     """The program of a beam search, compiled once for a shape. Made by `beam_programs`.
 
     Attributes:
-        traces: how often it was traced.
+        traces: how many times the program was traced.
     """
 
     def __init__(self, network: Network, processor: LogitsProcessor | None, trace: bool) -> None:
@@ -152,7 +152,7 @@ class BeamPrograms:
         self.search = jax.jit(search, donate_argnums=1) if trace else search
 
     def _search(self, leaves: Leaves, beams: Beams, rules: BeamRules) -> Beams:
-        """Beams, which are donated, at the end of the search."""
+        """The beams at the end of the search; ``beams`` is donated."""
         self.traces += 1
         return lax.while_loop(lambda beams: ~beams.done.all(), lambda beams: self._step(leaves, beams, rules), beams)
 
@@ -206,13 +206,13 @@ class BeamPrograms:
     def _with_ended(
         self, beams: Beams, rules: BeamRules, total: jax.Array, parent: jax.Array, token: jax.Array, is_end: jax.Array
     ) -> Beams:
-        """Beams with those of the k best candidates that end, if they are better than finished sequences."""
+        """The beams, in which those of the k best candidates that end replace finished sequences with lower scores."""
         B, k = beams.scores.shape
         length = (beams.steps + 1).astype(jnp.float32)
         counts = is_end & ~beams.done[:, None] & (jnp.arange(total.shape[1]) < k)
         score = jnp.where(counts, total / length**rules.length_penalty, -jnp.inf)
         score, place = lax.top_k(jnp.concatenate([beams.ended_scores, score], axis=1), k)
-        source = jnp.maximum(place - k, 0)  # of those that are new
+        source = jnp.maximum(place - k, 0)  # the index among the new ones
         rows = jnp.arange(B, dtype=jnp.int32)[:, None] * k + jnp.take_along_axis(parent, source, axis=1)
         rows, new = rows.reshape(-1), jnp.take_along_axis(token, source, axis=1).reshape(-1, 1)
         tokens = write(beams.tokens[rows], new, beams.lengths[rows], jnp.ones_like(rows)).reshape(B, k, -1)

@@ -44,8 +44,8 @@ class GenerationConfig:
     Attributes:
         max_new_tokens: the most tokens generated per row; None: from ``max_length``, or 20.
         max_length: the most tokens per row, the prompt and its padding included; None: from ``max_new_tokens``.
-        min_new_tokens: tokens before which no end token is chosen.
-        do_sample: draw tokens; else the most probable one is taken.
+        min_new_tokens: the fewest tokens before an end token may be chosen.
+        do_sample: whether tokens are drawn at random; otherwise the most probable one is taken.
         temperature: scores are divided by it. This and the next three fields need ``do_sample``.
         top_k: only the k largest scores are drawn from, and those equal to the last of them; None for all.
         top_p: only the most probable tokens are drawn from, as few as have this probability together; None for all.
@@ -55,12 +55,12 @@ class GenerationConfig:
         length_penalty: beams are compared by log-probability / length ** length_penalty.
         early_stopping: when a beam search ends. True: once there are ``num_beams`` finished sequences. False: once no
             running one is better at its current length. "never": once none can become better at any length.
-        num_return_sequences: sequences of each row of the prompt, one after another.
+        num_return_sequences: sequences per row of the prompt, in consecutive rows.
         eos_token_id: the tokens that end a row; None: the model's; () for none.
         pad_token_id: what follows the end of a row; None: the model's, or its first end token, or 0.
         stop_strings: a row ends with the token that completes one of them; needs ``tokenizer``.
-        prompt_lookup_num_tokens: tokens drafted at a time from an earlier place of the row that has the same last
-            tokens, and verified in one call; None for no drafts. What is generated is the same.
+        prompt_lookup_num_tokens: tokens drafted at a time, copied from an earlier place in the row where its last
+            tokens occur, and verified in one call; None for no drafts. Drafts do not change the generated tokens.
         max_matching_ngram_size: the most last tokens that are compared to find drafts.
         cache_implementation: "static" (or None): a `DenseCache` per layer; "sliding_window": a `WindowCache` in layers
             with a window; "paged": a `PagedCache` per layer.
@@ -203,12 +203,12 @@ class GenerationConfig:
         """From the fields of a ``generation_config.json``. A field that is not honoured may have its neutral value.
 
         Raises:
-            ValueError: a field is not honoured and asks for something, or has no such name.
+            ValueError: a field that is not honoured has a value with an effect, or there is no field of this name.
         """
         return cls().updated(values)
 
     def updated(self, values: Mapping[str, Any]) -> GenerationConfig:
-        """A copy with other fields; see `from_dict`."""
+        """A copy with these fields replaced; raises as `from_dict` does."""
         known = {field.name for field in dataclasses.fields(self)}
         own: dict[str, Any] = {}
         for name, value in values.items():

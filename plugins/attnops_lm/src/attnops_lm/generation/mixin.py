@@ -56,7 +56,7 @@ class Generation:
                 a step is traced; of row b the first ``lengths[b]`` tokens are there, −1 for padding. Log-probabilities
                 in a beam search. Each function has programs of its own.
             attention_mask: [B, P], 0 for padding left or right of a row's tokens; None: no padding.
-            past_key_values: caches with earlier tokens, one a layer, which are donated: use those that are returned.
+            past_key_values: caches with earlier tokens, one per layer, which are donated: use those that are returned.
                 ``input_ids`` are the new tokens alone.
             streamer: is given the prompt, then the tokens of each step; see `TextStreamer`.
             tokenizer: for ``stop_strings`` and `Generated.texts`.

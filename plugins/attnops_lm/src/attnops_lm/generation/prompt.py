@@ -96,7 +96,7 @@ def read_prompt(input_ids: Any, attention_mask: Any, vocab_size: int) -> Prompt:
 
 
 def _refuse_text(input_ids: Any) -> None:
-    """Raise for a text, or texts."""
+    """Raise if the prompts are text."""
     is_list = isinstance(input_ids, (list, tuple)) and bool(input_ids)
     if (
         isinstance(input_ids[0] if is_list else input_ids, str)

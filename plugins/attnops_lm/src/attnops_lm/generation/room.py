@@ -20,7 +20,7 @@ class Room(NamedTuple):
     """The caches for a call, and their sizes.
 
     Attributes:
-        caches: one a layer, with at least room for the prompt and what may be generated.
+        caches: one per layer, with at least room for the prompt and what may be generated.
         pool: for a beam search over pages, a pool of 2 · B · k rows; else None.
         used: tokens that are in the caches already, int32 [B].
         length: S, the slots of the array of tokens by index.

@@ -25,7 +25,7 @@ class GenerationRows:
     """B sequences being generated. The last token of each is not in the caches yet.
 
     Attributes:
-        caches: one a layer.
+        caches: one per layer.
         tokens: by their index in the caches, int32 [B, S]; −1 where none is known.
         lengths: the lengths of ``tokens``, int32 [B].
         first: the index of the first generated token, int32 [B].

@@ -94,7 +94,7 @@ def load_params(folder: Path) -> EncoderParams:
 
 
 def load_tokenizer(folder: Path, config: EncoderConfig) -> Tokenizer:
-    """Read `tokenizer.json`, which on its own would cut and pad every sentence to 128 tokens."""
+    """Read `tokenizer.json`, which on its own would truncate and pad every sentence to 128 tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(config.max_tokens)
     tokenizer.enable_padding(pad_id=tokenizer.token_to_id("[PAD]"), pad_token="[PAD]")  # to the longest of a batch

@@ -1,4 +1,4 @@
-"""The sentences of `sentences.txt`, and what the original model makes of them."""
+"""The sentences of `sentences.txt`, and the original model's embeddings of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Reference:
     """The original's embeddings of `load_sentences()`, in that order; made by `make_reference.py`."""
 
     embeddings: np.ndarray  # [N, M] float32: transformers and torch in float32, one sentence at a time, unpadded
-    num_tokens: np.ndarray  # [N] int32: what its own tokenizer makes of each, after the cut
+    num_tokens: np.ndarray  # [N] int32: tokens per sentence by its own tokenizer, truncated
     rounding_error: float  # how far `embeddings` lie from the same model run in float64, max |difference|
     note: str  # the versions that it was made with
 
 
 def load_sentences() -> list[str]:
-    """The N sentences, one a line."""
+    """The N sentences, one per line."""
     return SENTENCES.read_text(encoding="utf-8").splitlines()
 
 
@@ -41,5 +41,5 @@ def load_reference() -> Reference:
 
 
 def sentences_digest() -> str:
-    """What ties the reference to the sentences that it was made from, however the file's lines end."""
+    """A digest of the sentences, whatever the file's line endings; the reference stores it."""
     return hashlib.sha256("\n".join(load_sentences()).encode()).hexdigest()

@@ -41,7 +41,7 @@ def embed_all(folder: Path, sentences: list[str], max_tokens: int, dtype: torch.
 
 
 def count_tokens(folder: Path, sentences: list[str], max_tokens: int) -> list[int]:
-    """The tokens of each sentence by transformers' tokenizer, after the cut, [CLS] and [SEP] included."""
+    """The tokens of each sentence by transformers' tokenizer, truncated, [CLS] and [SEP] included."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return [len(tokenizer(sentence, truncation=True, max_length=max_tokens)["input_ids"]) for sentence in sentences]
 

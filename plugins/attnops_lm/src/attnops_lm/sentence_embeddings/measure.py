@@ -36,7 +36,7 @@ class Encoder:
     tokenizer: Tokenizer
 
     def jit(self, attention: EncoderAttention) -> jax.stages.Wrapped:
-        """`embed` with this attention, compiled once a shape: (params, tokens [B, T]) -> [B, M]."""
+        """`embed` with this attention, compiled once per shape: (params, tokens [B, T]) -> [B, M]."""
         return jax.jit(lambda params, tokens: embed(params, self.config, tokens, attention))
 
     def tokenize(self, sentences: Sequence[str]) -> SentenceTokens:

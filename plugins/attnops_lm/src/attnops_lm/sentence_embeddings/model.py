@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 class AttentionOutput(Protocol):
-    """What the model reads of `attnops.OperationOutput`."""
+    """The part of `attnops.OperationOutput` that the model reads."""
 
     @property
     def attention_outputs(self) -> jax.Array:
@@ -23,7 +23,7 @@ class AttentionOutput(Protocol):
 
 
 class EncoderAttention(Protocol):
-    """What the model asks of an attnops operation, which offers a good deal more."""
+    """The part of an attnops operation's interface that the model uses."""
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, /, *, mask: jax.Array) -> AttentionOutput:
         """q, k, v [B, T, H, D] and a boolean mask [B, 1, 1, T], True where a key may be attended to."""
@@ -32,11 +32,11 @@ class EncoderAttention(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """What the weights' shapes do not say. Hashable: it is static under `jit`."""
+    """The hyperparameters that the weights' shapes do not determine. Hashable: it is static under `jit`."""
 
     num_heads: int  # divides the model width
     norm_epsilon: float  # added to the variance in every layer norm
-    max_tokens: int  # a longer sentence is cut here; at most P
+    max_tokens: int  # longer sentences are truncated; at most P
 
 
 @jax.tree_util.register_dataclass
@@ -96,10 +96,10 @@ class EncoderParams:
 def embed(
     params: EncoderParams, config: EncoderConfig, tokens: SentenceTokens, attention: EncoderAttention
 ) -> jax.Array:
-    """One unit vector a sentence: tokens [B, T] -> [B, M] float32.
+    """One unit vector per sentence: tokens [B, T] -> [B, M] float32.
 
-    `config` and `attention` are static: close over them, then `jit` what is left. Activations take O(B·T·(M + F))
-    memory; what the scores take is the attention's affair.
+    `config` and `attention` are static: close over them, then `jit` what is left. Activations need O(B·T·(M + F))
+    memory; that of the scores depends on the attention.
     """
     hidden = _encode(params, config, tokens, attention)
     weights = tokens.mask[..., None].astype(hidden.dtype)
@@ -141,8 +141,8 @@ def _layer(
 
 
 def _linear(linear: EncoderLinear, x: jax.Array) -> jax.Array:
-    # Accelerators multiply float32 matrices in fewer bits (TF32, bfloat16 passes) unless told otherwise, which is far
-    # coarser than the agreement that this model is held to. The attention's own products are its own affair.
+    # By default accelerators multiply float32 matrices in fewer bits (TF32, bfloat16 passes), which is far coarser than
+    # the tolerance of this model's tests. The attention chooses the precision of its own products.
     return jnp.matmul(x, linear.kernel, precision="highest") + linear.bias
 
 

@@ -15,7 +15,7 @@ from attnops_testing.bench.case import Array
 from attnops_testing.bench.tokens import Tokens
 from attnops_testing.tolerance import OUTPUT_FACTOR, assert_close, tolerance
 
-# Scores that the oracle computes for a case, at least FEWEST queries' of them; and the elements of an array.
+# How many scores the oracle computes per case (but of at least FEWEST queries); and the most elements of its arrays.
 _SCORES: Final = 1 << 20
 _FEWEST: Final = 2
 _ELEMENTS: Final = 1 << 26
@@ -60,7 +60,7 @@ class CacheTruth:
         return exact, tolerance(exact, narrow, magnitude, dtype, OUTPUT_FACTOR)
 
     def _row(self, row: int) -> list[tuple[Array, Array, Array]]:
-        """Output in float64, in the dtype, and magnitudes of the checked queries of one row."""
+        """For the checked queries of one row: the output in float64, the output in the dtype, and its magnitudes."""
         tokens = self._tokens
         queries, length = self.rows[self.rows[:, 0] == row, 1], tokens.lengths[row]
         key, value = (x[None, :length] for x in tokens.dequantised(self._codec, row))

@@ -162,7 +162,7 @@ class CacheCase:
         return self.tokens_seen * self.cache.bytes_per_token
 
     def check_memory(self, needed: int, what: str) -> None:
-        """Raise `Refused` where more memory is needed than the limit."""
+        """Raise `Refused` if more memory is needed than the limit."""
         if needed > self.memory_limit:
             raise Refused(f"{what} needs {needed / 1e9:.1f} GB, more than the limit of {self.memory_limit / 1e9:.1f}")
 

@@ -105,7 +105,7 @@ class Case:
         return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(self.mask))
 
     def rows_seen(self, rows: Array) -> Array:
-        """The mask's rows of some queries, booleans that broadcast to [B, H, rows, S]."""
+        """The mask for some queries, booleans that broadcast to [B, H, rows, S]."""
         if self.mask is None:
             return np.ones((1, 1, 1, 1), bool)
         indices = (np.arange(self.batch), np.arange(self.heads), rows, np.arange(self.length))
@@ -131,7 +131,7 @@ class Case:
         return {name: getattr(self, name) for name in shown} | {"kv_heads": self.K, "mask": mask}
 
     def check_memory(self, needed: int, what: str) -> None:
-        """Raise `Refused` where more memory is needed than the limit."""
+        """Raise `Refused` if more memory is needed than the limit."""
         if needed > self.memory_limit:
             raise Refused(f"{what} needs {needed / 1e9:.1f} GB, more than the limit of {self.memory_limit / 1e9:.1f}")
 

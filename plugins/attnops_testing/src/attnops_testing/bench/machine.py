@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import jax
 
-# Those whose versions figures depend on, where they are installed.
+# Packages on whose versions figures depend.
 _VERSIONS: Final = (
     "attnops", "attnops-triton", "jax", "jaxlib", "numpy", "triton", "torch", "tokamax", "ejkernel", "ringattention",
 )  # fmt: skip
-# Half of it: the system and the inputs need some too.
+# The share of the memory that a contender may use; the system and the inputs need some too.
 _SHARE: Final = 0.5
 _GUESS: Final = 8 << 30
 
@@ -34,7 +34,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Of Python and of what figures depend on, as far as it is installed. JAX does not start for it."""
+    """The versions of Python and of the installed packages on which figures depend. Does not initialise JAX."""
     versions = {"python": platform.python_version()}
     for name in _VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -43,7 +43,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def one_line(machine: Mapping[str, Any]) -> str:
-    """What `describe_machine` gave, for people."""
+    """The result of `describe_machine` as one line, for people to read."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return f"{machine['processor']}, {machine['cores']} cores; {versions}"
 
@@ -54,7 +54,7 @@ def cores() -> int:
 
 
 def physical_memory() -> int:
-    """Bytes of the host's memory; a guess where the system can't say."""
+    """Bytes of the host's memory; a guess if the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):  # Windows

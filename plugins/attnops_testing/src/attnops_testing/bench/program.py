@@ -111,7 +111,7 @@ def compile_jax(
 
 
 def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str) -> Ready:
-    """A function of torch as a program, eager; its arrays have the layout that torch likes best, heads before length.
+    """A torch function as a program, run eagerly. Its arrays have heads before length, the layout that torch prefers.
 
     Args:
         case: the case.
@@ -122,7 +122,9 @@ def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str) ->
     torch: Any = importlib.import_module("torch")
 
     def tensor(x: Array) -> Any:
-        """[B, T, h, D] of numpy, which has no bfloat16 that torch knows, to [B, h, T, D]."""
+        """A numpy array [B, T, h, D] as a tensor [B, h, T, D]; through float32, since torch does not know numpy's
+        bfloat16.
+        """
         return torch.from_numpy(x.astype("float32")).to(device, getattr(torch, case.dtype)).transpose(1, 2).contiguous()
 
     inputs = [tensor(x).requires_grad_(case.backward) for x in case.inputs]

@@ -48,7 +48,7 @@ class Tokens:
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.queries) or not self.lengths:
-            raise ValueError(f"lengths={self.lengths} and queries={self.queries} must have one number a row")
+            raise ValueError(f"lengths={self.lengths} and queries={self.queries} must have one number per row")
         for length, count in zip(self.lengths, self.queries, strict=True):
             if not 1 <= count <= length:
                 raise ValueError(f"queries={count} must be from 1 to used={length}: queries are among a row's tokens")

@@ -1,4 +1,4 @@
-"""The oracle's results, so that only right programs are timed."""
+"""The oracle's results for a case, with which contenders are compared before they are timed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnops_testing import oracle
 from attnops_testing.bench.case import Array, Case
 from attnops_testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
 
-# Scores that the oracle computes for a case, at least FEWEST_ROWS rows of them.
+# How many scores the oracle computes per case, but of at least FEWEST_ROWS queries.
 _SCORES: Final = 1 << 21
 _FEWEST_ROWS: Final = 4
 

@@ -32,10 +32,10 @@ Latent = Annotated[int | None, typer.Option(help="The value is so many features 
 
 
 def check_without_cache(options: dict[str, Any]) -> None:
-    """Refuse options of caches where there is none, by name.
+    """Refuse options for caches in a call without a cache.
 
     Raises:
-        ValueError: one is given.
+        ValueError: an option is given; the message names it.
     """
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
     if given:
@@ -51,7 +51,7 @@ class CacheOptions:
         page_size, codec, scales, latent: slots per page; the codec's dtype, such as "int8"; what shares a scale;
             features of the key that are the value. None for the default of each.
         queries: T; None for 1.
-        used: tokens of a row, its queries included; None for S.
+        used: tokens per row, its queries included; None for S.
         ragged: whether rows differ in tokens and queries.
         packed: whether the queries of all rows are packed.
     """
@@ -70,7 +70,7 @@ class CacheOptions:
         """Refuse options that do not go together.
 
         Raises:
-            ValueError: with the options.
+            ValueError: the message names the options.
         """
         if self.storage is None:
             own = dataclasses.asdict(self)
@@ -78,7 +78,7 @@ class CacheOptions:
         elif backward:
             raise ValueError("--backward is given, but attention over a cache has no gradient; leave it out")
         elif documents is not None:
-            raise ValueError("--documents is given, but a cache has one sequence a row; leave it out")
+            raise ValueError("--documents is given, but a cache has one sequence per row; leave it out")
 
     def case(
         self,
@@ -95,7 +95,7 @@ class CacheOptions:
         """The case with caches of ``length`` slots per row.
 
         Raises:
-            ValueError: no such cache, or tokens that it does not fit.
+            ValueError: there is no such cache, or the tokens do not fit it.
         """
         assert self.storage is not None
         kv_heads, queries, used = kv_heads or heads, self.queries or 1, self.used or length
@@ -142,7 +142,7 @@ def describe_cache_case(case: CacheCase, mask: str) -> str:
 
 
 def print_cache_measurements(measurements: Sequence[Measurement], title: str) -> None:
-    """Print the table, then what it has no room for."""
+    """Print the table, then details for which it has no column."""
     columns = ("dtype", "S", "used", "operation", "best", "median", "GB/s", "of read", "memory", "")
     print_text(f"{title}\n")
     console = printer()

@@ -15,7 +15,7 @@ _STYLES: Final = {"wrong": "bold red", "failed": "red", "refused": "yellow"}
 
 
 def print_measurements(measurements: Sequence[Measurement], title: str) -> None:
-    """Print the table, then what it has no room for."""
+    """Print the table, then details for which it has no column."""
     columns = ("dtype", "T", "operation", "best", "median", "× fastest", "memory", "")
     print_text(f"{title}\n")
     table = Table(box=None, pad_edge=False, header_style="bold")

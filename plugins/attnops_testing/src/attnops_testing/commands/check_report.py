@@ -17,7 +17,7 @@ from attnops_testing.runner import Outcome, Status
 
 _COLUMNS: Final = {"features": "feature", "long": "in long problems", "behaviours": "behaviour",
                    "caches": "calls over a cache", "pairs": "pair"}  # fmt: skip
-# Of a traceback without --verbose: the last frames, of others than these libraries.
+# Without --verbose, how many of a traceback's last frames are shown; frames of these libraries are left out.
 _FRAMES: Final = 2
 _LIBRARIES: Final = re.compile(r'File ".*[/\\](jax|jaxlib|numpy|contextlib\.py)[/\\"]')
 
@@ -26,7 +26,7 @@ class CheckReport:
     """Keeps outcomes, and prints them.
 
     Args:
-        described: what JSON says of the operation, given the outcomes; None to print for people.
+        described: a function from the outcomes to the JSON's fields about the operation; None to print for people.
         verbose: whether whole tracebacks are printed.
     """
 
@@ -39,7 +39,7 @@ class CheckReport:
 
     @property
     def counts(self) -> Counter[Status]:
-        """How many there are of each status."""
+        """The number of outcomes by status."""
         return Counter(outcome.status for outcomes in self.found.values() for outcome in outcomes)
 
     def section(self, section: str, names: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ class CheckReport:
             self._stdout.flush()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Print outcomes, and keep them. Refusals, and pairs that are right, are told of by `close`."""
+        """Print outcomes, and keep them. `close` prints refusals and right pairs."""
         known = {x.name for x in self.found[self._section]}
         if self._section == "pairs":  # of which one may be in several rows
             outcomes = [x for x in outcomes if x.name not in known or x.status is Status.WRONG]

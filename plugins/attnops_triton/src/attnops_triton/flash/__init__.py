@@ -1,1 +1,1 @@
-"""Attention of keys and values that are at hand, tile by tile: `flash`."""
+"""`flash` over arrays of keys and values, tile by tile."""

@@ -1,4 +1,6 @@
-"""Tuning, for `attnops tune`: time tiles near the table's, and the calls of both operations, on this machine's GPU."""
+"""Tuning, for `attnops tune`: times tiles near the table's, and calls of `flash` and of cuDNN, on this machine's
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -125,13 +127,13 @@ def run(
         head_dims: D and Dv.
         lengths: T and S.
         masks: "full" or "causal".
-        output: the table to write; its rows are kept if it is there.
+        output: the table to write; if it exists, its rows are kept.
         merge: tables whose rows are added; if there are any, nothing is timed.
         dry: an architecture, such as ``"sm_90"``: compile for it, and time nothing.
         report: is called with lines of text.
 
     Raises:
-        ValueError: there is no GPU, a file is no table, or the architecture is unknown.
+        ValueError: there is no GPU, a file is not a table, or the architecture is unknown.
     """
     if dry and dry not in TARGETS:
         raise ValueError(f"dry={dry!r} is unknown; use one of {list(TARGETS)}")
@@ -163,7 +165,7 @@ def tune(shapes: Iterable[TunedCall], report: Callable[[str], None]) -> list[Mea
     """The times of candidates and of calls, on this machine's GPU.
 
     Args:
-        shapes: what is tuned.
+        shapes: the calls that are tuned.
         report: is called with each time, in a line.
     """
     device, arch, rows = device_name(), device_arch(), []

@@ -84,7 +84,7 @@ def device_arch() -> str:
         devices = jax.devices("gpu")
     except RuntimeError:
         return ""
-    # AMD's may name features too, as in "gfx942:sramecc+:xnack-".
+    # AMD's name may include features, as in "gfx942:sramecc+:xnack-".
     capability = str(getattr(devices[0], "compute_capability", "")).split(":")[0]
     if not capability or capability.startswith("gfx"):
         return capability

@@ -1,7 +1,8 @@
 """Stored 8-bit numbers as operands of products, as Triton source.
 
 float16 represents each of them exactly, so that operands are float16 for every query dtype but float32. Stores hold
-8-bit floats as integers with the same bits. None of them is NaN, since encoding never gives NaN.
+8-bit floats as integers with the same bits. None of them is NaN: for a NaN `attnops_caches.Quantized` stores 0, or a
+scale of NaN.
 
 Triton's conversion costs three or more instructions per number. On NVIDIA GPUs the code here converts four at once.
 """

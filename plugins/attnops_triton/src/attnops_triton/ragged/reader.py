@@ -32,17 +32,17 @@ class TritonCacheReader(CacheReader):
         return _run(operation, query, cache, None, **options)[0]
 
     def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
-        """See `attnops_caches.CacheReader.unsupported`."""
+        """Reasons why a cache can't be read in place, as `attnops_caches.CacheReader.unsupported` describes them."""
         return unsupported(request)
 
     def not_written(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
-        """See `attnops_caches.CacheReader.not_written`."""
+        """Reasons why `step` can't write the new tokens, as `attnops_caches.CacheReader.not_written` describes them."""
         return not_written(request, operation.metadata)
 
     def step(
         self, operation: Any, query: jax.Array, cache: CacheType, new: NewTokens, **options: Unpack[CacheOptions]
     ) -> tuple[OperationOutput, CacheType]:
-        """See `attnops_caches.CacheReader.step`."""
+        """Write new tokens and attend, in one kernel, as `attnops_caches.CacheReader.step` describes it."""
         return _run(operation, query, cache, new, **options)
 
 

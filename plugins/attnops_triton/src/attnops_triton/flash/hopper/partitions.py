@@ -295,7 +295,9 @@ class PartitionedWriter(SourceWriter):
         self.computer(f"{name} = warpgroup_mma({a}, {b}, {sums}is_async=True)")
 
     def finish(self, name: str, running: int, *kept: str) -> None:
-        """Write the wait for a product, while the last ``running`` ones go on; ``kept`` are its operands."""
+        """Write the wait until at most ``running`` products are unfinished. ``kept`` are operands that must stay in
+        registers until then.
+        """
         if kept:
             names = ", ".join((name, *kept))
             self.computer(f"{names} = warpgroup_mma_wait({running}, deps=[{names}])")
@@ -303,7 +305,7 @@ class PartitionedWriter(SourceWriter):
             self.computer(f"{name} = warpgroup_mma_wait({running}, deps=[{name}])")
 
     def tokens(self) -> None:
-        """Write ``qi``, ``qx`` and what goes with the held rows, or ``ki`` and ``kx``."""
+        """Write ``qi``, ``qx`` and the values per held query, or ``ki`` and ``kx``."""
         name, short, start = ("kv0", "k", "kv_first") if self.tile.transposed else ("q0", "q", "q_first")
         self.computer(f"{name} = {start} + own * {self.rows}")
         self.computer(f"{short}i = {name} + tl.arange(0, {self.rows}, layout=by_row)")
@@ -342,7 +344,7 @@ class PartitionedWriter(SourceWriter):
             if not self.adder.lines:
                 write(copy.format(half="own"))
                 return
-            # Registers of the others are few.
+            # The other partitions have too few registers for stores.
             self.barriers(f"{rows.name}_done", 2, 1)
             write(f"mbarrier.arrive({rows.name}_done.index(own))")
             with self.adder.block("for half in tl.static_range(2):"):

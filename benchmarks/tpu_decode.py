@@ -87,8 +87,8 @@ def child(case: Case, generation: str) -> None:
     from attnops.kernels import FlashCall
     from attnops.masks import Causal
     from attnops_caches import Cache, PagedCache, Quantized
+    from attnops_tpu.caches.attention import make_plan
     from attnops_tpu.generations import target
-    from attnops_tpu.ragged.attention import make_plan
 
     page, K, G, D, codec, latent, T = case
     # Larger than VMEM, so that the compiler can't keep the cache there.

@@ -11,10 +11,10 @@ from attnops import AttentionRequest, FlashOptions, Limits, OperationMetadata, O
 from attnops.kernels import FlashBackend
 from attnops.operations.flash import FlashAttention
 from attnops_caches import slots_of_row
+from attnops_tpu.caches.reader import TPUCacheReader
 from attnops_tpu.flash.primitives import PRIMITIVES
 from attnops_tpu.flash.tile_sizes import LARGEST, MAX_TILES
 from attnops_tpu.generations import bounds_checks, generation
-from attnops_tpu.ragged.reader import TPUCacheReader
 
 
 class TPUFlashAttention(FlashAttention):

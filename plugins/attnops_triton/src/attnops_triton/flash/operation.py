@@ -10,8 +10,8 @@ import jax
 from attnops import AttentionRequest, FlashOptions, Limits, OperationOutput, Rank, RankBetween, Reason, Request
 from attnops.kernels import FlashBackend
 from attnops.operations.flash import FlashAttention
+from attnops_triton.caches.reader import TritonCacheReader
 from attnops_triton.language.translate import PRIMITIVES
-from attnops_triton.ragged.reader import TritonCacheReader
 from attnops_triton.versions import missing
 
 # The largest block_q · block_k that the metadata may set: a program holds that many scores.
@@ -58,9 +58,9 @@ class TritonFlashAttention(FlashAttention):
 
     def environment_key(self) -> Hashable:
         """What traces depend on besides the arguments: the target, measured tiles, order, and the number of splits."""
+        from attnops_triton.caches.tile_sizes import current_splits
         from attnops_triton.flash.measured import environment
         from attnops_triton.flash.order import is_unordered
-        from attnops_triton.ragged.tile_sizes import current_splits
         from attnops_triton.targets import current
 
         return current(), environment(), is_unordered(), current_splits()

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import TraceContext, equally_varying
+from attnops_triton.caches.plan import CachePlan, CacheTileSizes
 from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.flash.sizes import divisible
 from attnops_triton.language.build import Recipe
 from attnops_triton.language.source import SourceWriter
-from attnops_triton.ragged.plan import CachePlan, CacheTileSizes
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree

@@ -1,0 +1,179 @@
+"""The plan of a call over a cache: everything static about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from attnops.kernels import Scoring
+from attnops_tpu.caches.tile_sizes import LANES, Starts
+
+if TYPE_CHECKING:
+    import jax
+
+# Of a word of bits.
+BITS: Final = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Shapes, tiles and options of a call; hashable.
+
+    A grid step is an *item*: a tile of queries of a row of the cache. It visits the tiles of keys that its queries may
+    see. The G query heads of a kv head are rows of one tile, R = G · bq of them: row r is query r % bq of head r // bq.
+
+    A tile of keys is ``units`` units; a unit is what is transferred or left out: a page, or a part of a row of a
+    storage without pages.
+
+    Attributes:
+        B, T, S, H, K, D, Dv: the dimensions of the call; S slots a row. Of packed rows B is their tiles of queries and
+            T the queries of one.
+        width: features of a token in the array of keys, zeros and joined values included.
+        bq: queries a tile.
+        bk: keys a tile, a multiple of ``unit``.
+        part: keys of a tile that are computed at a time.
+        masked_part: the same of a tile that is masked, of which parts without keys that are seen are left out.
+        unit: slots a unit.
+        is_packed: whether the schedule tells the row of the cache of each item; else they follow one another.
+        is_by_row: of packed rows, whether values by key are those of rows of the cache, instead of those of items.
+        is_ring: whether the slot after a row's last is its first.
+        is_paged: whether units are pages, found by a table.
+        piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
+        buffers: tiles of keys in vector memory: one is computed with, the others are on their way.
+        starts: when transfers start, see `Starts`.
+        cores: of a chip that share its kernels' grid; items are given to them in turn.
+        dtype: of the operands of products.
+        stored: the dtype of stored tokens.
+        operand: the dtype of keys and values in products.
+        out_dtype: of the output.
+        scales: what has a scale of its own, "token_head" or "head"; empty for tokens that are stored as they are.
+        is_latent: whether values are the first Dv features of keys.
+        is_joined: whether values are the last Dv features of the array of keys.
+        precision: of products.
+        scale: the softmax scale.
+        scoring: see `Scoring`.
+        wants_lse: whether the logsumexp is asked for.
+        interpret: whether the kernel runs in Pallas's interpreter.
+        bounds_checks: whether the kernel checks that its accesses are in bounds.
+        vmem: the most bytes of vector memory that it may use.
+    """
+
+    B: int
+    T: int
+    S: int
+    H: int
+    K: int
+    D: int
+    Dv: int
+    width: int
+    bq: int
+    bk: int
+    part: int
+    masked_part: int
+    unit: int
+    is_packed: bool
+    is_by_row: bool
+    is_ring: bool
+    is_paged: bool
+    piece: int
+    buffers: int
+    starts: Starts
+    cores: int
+    dtype: np.dtype
+    stored: np.dtype
+    operand: np.dtype
+    out_dtype: np.dtype
+    scales: str
+    is_latent: bool
+    is_joined: bool
+    precision: jax.lax.PrecisionLike
+    scale: float
+    scoring: Scoring
+    wants_lse: bool
+    interpret: bool
+    bounds_checks: bool
+    vmem: int
+
+    @property
+    def G(self) -> int:
+        """Query heads a kv head."""
+        return self.H // self.K
+
+    @property
+    def R(self) -> int:
+        """Rows of a tile."""
+        return self.G * self.bq
+
+    @property
+    def nq(self) -> int:
+        """Tiles of queries a row of the cache."""
+        return -(-self.T // self.bq)
+
+    @property
+    def items(self) -> int:
+        """Grid steps, a multiple of ``cores``; those after B · nq have nothing to do."""
+        return -(-self.B * self.nq // self.cores) * self.cores
+
+    @property
+    def sources(self) -> int:
+        """Arrays of blocks that are transferred: keys, values unless they are latent, and scales by token."""
+        scales = (1 if self.is_latent else 2) if self.scales == "token_head" else 0
+        return self.token_arrays + scales
+
+    @property
+    def token_arrays(self) -> int:
+        """Those of them that are no scales."""
+        return 1 if self.is_latent or self.is_joined else 2
+
+    @property
+    def key_lanes(self) -> int:
+        """Features of keys' array that are multiplied with queries, which have zeros beyond D; whole registers."""
+        return min(-(-self.D // LANES) * LANES, self.width)
+
+    @property
+    def values_in_key_lanes(self) -> bool:
+        """Whether some of them are of the joined value."""
+        return self.is_joined and self.width - self.Dv < self.key_lanes
+
+    @property
+    def value_start(self) -> int:
+        """The first feature of values' array that weights are multiplied with, at the start of a register."""
+        return (self.width - self.Dv) // LANES * LANES if self.is_joined else 0
+
+    @property
+    def value_lanes(self) -> int:
+        """Features that weights are multiplied with; the last Dv are the value."""
+        return self.width - self.value_start if self.is_joined else self.Dv
+
+    @property
+    def units(self) -> int:
+        """Units a tile of keys."""
+        return self.bk // self.unit
+
+    @property
+    def words(self) -> int:
+        """Words of the bits by unit of a tile, a power of two."""
+        return 1 << (-(-self.units // BITS) - 1).bit_length()
+
+    @property
+    def nk(self) -> int:
+        """Tiles of keys a row, the last of which may reach beyond S."""
+        return -(-self.S // self.bk)
+
+    @property
+    def folded(self) -> float:
+        """The factor of the scale that queries are multiplied by, without rounding: its sign and its power of two."""
+        return 0.0 if self.scale == 0 else math.copysign(2.0 ** math.floor(math.log2(abs(self.scale))), self.scale)
+
+    @property
+    def scale_residual(self) -> float:
+        """``scale / folded``, in [1, 2)."""
+        return 1.0 if self.scale == 0 else self.scale / self.folded
+
+    @property
+    def score_unit(self) -> float:
+        """Natural units per unit of the kernel's scores: without cap and bias these lack the scale's residual."""
+        return 1.0 if self.scoring.has_cap_or_bias else self.scale_residual

@@ -1,0 +1,85 @@
+"""The reader of caches on TPUs: one Pallas kernel that reads them in place, and writes a step's tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, TypeVar, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from attnops import AttentionRequest, OperationOutput, Reason
+from attnops.kernels import FlashCall
+from attnops_caches import CacheLimits, CacheOptions, CacheReader, NewTokens, StoredCache, cache_of, slots_of_row
+from attnops_tpu.caches.limits import unsupported
+from attnops_tpu.caches.tile_sizes import MAX_NEW, packed_queries_a_tile, queries_a_tile, unit_of
+from attnops_tpu.generations import generation
+
+CacheType = TypeVar("CacheType", bound=StoredCache)
+
+
+class TPUCacheReader(CacheReader):
+    """Reads every storage and codec in place; Pallas is imported by the first call."""
+
+    limits: ClassVar[CacheLimits] = CacheLimits(
+        storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
+        codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
+        latent=True,
+        packed=True,
+    )
+    writes: ClassVar[bool] = True
+
+    def attend(self, operation: Any, query: jax.Array, cache: Any, **options: Unpack[CacheOptions]) -> OperationOutput:
+        """See `attnops_caches.CacheReader.attend`."""
+        return _run(operation, query, cache, None, **options)[0]
+
+    def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
+        """See `attnops_caches.CacheReader.unsupported`."""
+        return unsupported(request, operation.metadata)
+
+    def not_written(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
+        """See `attnops_caches.CacheReader.not_written`."""
+        cache, slots = cache_of(request), slots_of_row(request)
+        G, T = request.heads // request.kv_heads, request.query_length
+        if cache.is_packed:
+            # The kernel writes the tokens of rows of one tile.
+            T = packed_queries_a_tile(operation.metadata.block_q, T, cache.rows, G)
+        tile = queries_a_tile(operation.metadata.block_q, T, G)
+        if tile < T and (cores := generation().cores) > 1:
+            yield Reason("query", T, f"is more than one tile of {tile} queries, which {cores} cores "
+                         f"compute in any order", "give block_q, or fewer tokens a step")  # fmt: skip
+        unit = unit_of(cache.page_size, slots)
+        itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
+        features = cache.width + (0 if cache.joined or cache.latent else request.value_head_dim)
+        size = T * request.kv_heads * features * itemsize
+        if size > MAX_NEW:
+            yield Reason("query", T, f"new tokens a row are {size} bytes, but at most {MAX_NEW} are "
+                         f"held in vector memory", "give fewer tokens a step")  # fmt: skip
+        group = math.gcd(128 if cache.scales == "token_head" else 32 // itemsize, unit)
+        if cache.storage == "WindowCache" and (T + group - 2) // group + 1 > slots // group:
+            yield Reason("query", T, f"may begin and end in the same group of {group} slots, of a "
+                         f"ring of {slots}", "create the cache with more max_append")  # fmt: skip
+        packed = 4 // itemsize
+        if unit % packed:
+            yield Reason("page_size" if cache.page_size else "length", cache.page_size or slots,
+                         f"must be a multiple of {packed}, the slots of a word of 32 bits")  # fmt: skip
+
+    def step(
+        self, operation: Any, query: jax.Array, cache: CacheType, new: NewTokens, **options: Unpack[CacheOptions]
+    ) -> tuple[OperationOutput, CacheType]:
+        """See `attnops_caches.CacheReader.step`."""
+        return _run(operation, query, cache, new, **options)
+
+
+def _run(
+    operation: Any, query: jax.Array, cache: CacheType, new: NewTokens | None,
+    **options: Unpack[CacheOptions],
+) -> tuple[OperationOutput, CacheType]:  # fmt: skip
+    from attnops_tpu.caches.attention import cached_attention
+
+    key, value = (jax.ShapeDtypeStruct((cache.batch, cache.length, cache.kv_heads, d), query.dtype) for d in
+                  (cache.head_dim, cache.value_head_dim))  # fmt: skip
+    call = FlashCall.of(operation.metadata, query, key, value, options)
+    out, lse, cache = cached_attention(call, cache, options.get("return_lse", False), new)
+    return OperationOutput(out, None, lse), cache

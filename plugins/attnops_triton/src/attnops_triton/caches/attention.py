@@ -1,0 +1,153 @@
+"""Attention over a cache: from the options of a call to the kernels and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attnops.kernels import FlashCall, describe, one_by_one
+from attnops_caches import NewTokens, PagedCache, StoredCache
+from attnops_caches.masks import without_table
+from attnops_triton.caches.kernel import write_kernel
+from attnops_triton.caches.operands import fitted, item_arrays, score_arrays, store_arrays, strides
+from attnops_triton.caches.plan import CachePlan
+from attnops_triton.caches.result import write_merge
+from attnops_triton.caches.schedule import schedule
+from attnops_triton.caches.tile_sizes import choose, current_splits, rows_of, split_count
+from attnops_triton.caches.write import ARRAYS, token_arrays
+from attnops_triton.flash.operands import Operand
+from attnops_triton.language.compat import device_arch
+from attnops_triton.language.launch import launch_any
+from attnops_triton.language.source import SourceWriter
+from attnops_triton.targets import current
+
+CacheType = TypeVar("CacheType", bound=StoredCache)
+
+
+def cached_attention(
+    call: FlashCall, cache: CacheType, wants_lse: bool, new: NewTokens | None = None
+) -> tuple[jax.Array, jax.Array | None, CacheType]:
+    """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] or None, and the cache with the new tokens.
+
+    Args:
+        call: the call with slots as keys; its key and value have shape and dtype only.
+        cache: the cache.
+        wants_lse: whether the logsumexp is returned.
+        new: the tokens to write and the slots of each row's (`attnops_caches.NewTokens`); None to write none.
+    """
+    assert call.mask is not None
+    given = call.mask
+    call = fitted(call.replace(mask=without_table(given)[0]))
+    plan = make_plan(call, cache, wants_lse, 0 if new is None else call.query.shape[1])
+    arrays = {"q": call.query} | store_arrays(cache) | score_arrays(plan, call)
+    arrays |= item_arrays(schedule(plan, given, cache.lengths, new))
+    if new is not None:
+        arrays |= token_arrays(cache, new)
+    results = _run(plan, arrays)
+    if new is not None:
+        written = {name: results[f"{name}_out"].reshape(getattr(cache.store, name).shape) for name in new.tokens}
+        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **written))
+    return results["out"], results.get("lse"), cache
+
+
+def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int) -> CachePlan:
+    """The plan of a call; ``writes`` is the most new tokens per row."""
+    (batch, T, H, D), metadata, store = call.query.shape, call.metadata, cache.store
+    is_packed = batch == 1 and cache.batch > 1
+    S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
+    page, pages = (cache.page_size, cache.max_pages) if isinstance(cache, PagedCache) else (0, 0)
+    keys = cache.batch * S if is_packed else S
+    scoring = describe((T, keys), call.mask, call.bias, call.logits_soft_cap, 0.0, call.sinks is not None, by_row=True)
+    arch = "" if metadata.interpret else current() or device_arch()
+    stored = jnp.dtype(store.layout.stored_dtype)
+    dtype = operand_dtype(call.query.dtype.name, jnp.dtype(cache.dtype).name, bool(cache.codec))
+    in_order = is_packed and current_splits() > 0
+    # Tile sizes must not depend on T then: products of other sizes may be summed in another order.
+    rows = rows_of(metadata.block_q, 1 << 20 if in_order else T, H // K, max(D, Dv), bool(cache.codec), arch)
+    tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
+    plan = CachePlan(
+        B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_packed=is_packed, in_order=in_order,
+        page=page, pages=pages, blocks=store.own_blocks, width=store.layout.width,
+        is_joined=store.layout.content == "joined", is_latent=store.layout.content == "latent", stored=stored.name,
+        scales="" if cache.codec is None else cache.codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
+        tiles=tiles, writes=writes, scale=call.scale, tf32=metadata.precision == lax.Precision.DEFAULT,
+        scoring=scoring, wants_lse=wants_lse, arch=arch, interpret=metadata.interpret,
+    )  # fmt: skip
+    splits = split_count(arch, plan.items * K * plan.head_blocks, plan.nk)
+    return dataclasses.replace(plan, tiles=dataclasses.replace(tiles, splits=splits))
+
+
+def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
+    """The dtype of products' operands. float16 represents all 8-bit numbers exactly."""
+    if query != cache or query == "float32":
+        return "float32"
+    return "float16" if has_codec else query
+
+
+@one_by_one
+def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The outputs by name: "out", "lse" if wanted, and "key_out", … for the arrays of the cache that are written."""
+    written = [name for name in ARRAYS if f"new_{name}" in arrays]
+    is_split = plan.tiles.splits > 1
+    outputs = _partial_outputs(plan) if is_split else _outputs(plan)
+    aliases = {} if is_split else _initialised(plan, arrays)
+    outputs |= {f"{name}_out": _like(arrays[name]) for name in written}
+    aliases |= {f"{name}_out": name for name in written}
+    write = SourceWriter()
+    strides(write, arrays)
+    widths = {name: arrays[name].shape[-1] * (not name.endswith("scale")) for name in written}
+    programs = write_kernel(write, plan, widths)
+    results = _launch(plan, "attnops_ragged", write, arrays, outputs, programs, aliases)
+    if not is_split:
+        return results
+    names = ("tile", "row", "sinks")
+    given = {name: results.pop(name) for name in _partial_outputs(plan)} | {x: arrays[x] for x in names if x in arrays}
+    aliases, outputs = _initialised(plan, given), _outputs(plan)
+    write = SourceWriter()
+    programs = write_merge(write, plan)
+    return results | _launch(plan, "attnops_ragged_merge", write, given, outputs, programs, aliases)
+
+
+def _launch(
+    plan: CachePlan, name: str, write: SourceWriter, arrays: dict[str, jax.Array],
+    outputs: dict[str, jax.ShapeDtypeStruct], programs: int, aliases: dict[str, str],
+) -> dict[str, jax.Array]:  # fmt: skip
+    operands = [Operand(*x) for x in arrays.items()]
+    bits = ("key", "value", "key_out", "value_out", "new_key", "new_value")
+    stored = {} if plan.scales else dict.fromkeys(bits, plan.stored)
+    return launch_any(plan, plan.tiles, write, name, operands, outputs, programs, frozenset(), aliases, stored)
+
+
+def _outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
+    batch = 1 if plan.is_packed else plan.B
+    out = jax.ShapeDtypeStruct((batch, plan.T, plan.H, plan.Dv), jnp.dtype(plan.out_dtype))
+    return {"out": out} | ({"lse": _float32(batch, plan.H, plan.T)} if plan.wants_lse else {})
+
+
+def _partial_outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
+    shape = plan.items, plan.K, plan.head_blocks, plan.tiles.splits, plan.tiles.rows
+    return {"part": _float32(*shape, plan.Dv), "part_m": _float32(*shape), "part_l": _float32(*shape)}
+
+
+def _initialised(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, str]:
+    """For packed rows, add to ``arrays`` the initial values of the outputs, since no item writes padding. Returns the
+    aliases.
+    """
+    if not plan.is_packed:
+        return {}
+    outputs = _outputs(plan)
+    for name, x in outputs.items():
+        arrays[f"{name}_before"] = jnp.full(x.shape, -jnp.inf if name == "lse" else 0.0, x.dtype)
+    return {name: f"{name}_before" for name in outputs}
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,86 @@
+"""The arrays of a call in the kernels' layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
+from attnops.masks import Dense, Mask
+from attnops_caches import PagedCache, StoredCache
+from attnops_triton.caches.plan import CachePlan
+from attnops_triton.caches.schedule import ItemSchedule
+from attnops_triton.flash.bits import is_translatable
+from attnops_triton.language.source import SourceWriter
+from attnops_triton.language.translate import PRIMITIVES
+
+
+def fitted(call: FlashCall) -> FlashCall:
+    """The call, with arrays of all scores in place of masks and biases that can't be translated to Triton."""
+    mask, bias, shape = call.mask, call.bias, call.scores_shape
+    if mask is not None and not is_translatable(mask):
+        mask = dense(mask, shape)
+    if bias is not None and not of_bias(bias)[0].primitives <= PRIMITIVES:
+        bias = bias.array(*shape)  # of an `attnops_caches.scores.SlotBias`
+    if call.metadata.interpret:
+        mask, bias = jax.tree.map(_widened, (mask, bias))
+    return call.replace(mask=mask, bias=bias)
+
+
+def dense(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
+    """A bound mask as an array."""
+    B, H, T, S = shape
+    return Dense(jnp.broadcast_to(mask.dense(*shape), (B, H, T, S))).bind(*shape)
+
+
+def _widened(x: Any) -> Any:
+    """bfloat16 as float32, since Triton's interpreter has no bfloat16."""
+    return x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x
+
+
+def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
+    """The kernel's arrays for mask, bias and sinks, by parameter."""
+    shape = (1 if plan.is_packed else plan.B), plan.H, plan.T, plan.key_axis
+    found: dict[str, jax.Array] = {}
+    if plan.scoring.mask is not None:
+        function, leaves, given = of_mask(call.mask, by_row=True)  # type: ignore[arg-type]
+        found |= {f"mask{i}": _in_32_bits(x) for i, x in enumerate(function.compute(leaves, shape))}
+        found |= {f"dense{i}": jnp.asarray(x).astype(jnp.int8) for i, x in enumerate(given)}
+    if plan.scoring.bias is not None:
+        bias, leaves = of_bias(elementwise_bias(call.bias), by_row=True)  # type: ignore[arg-type]
+        found |= {f"bias{i}": _in_32_bits(x) for i, x in enumerate(bias.compute(leaves, shape))}
+    elif plan.scoring.array:
+        found["array"] = call.bias.astype(jnp.float32)
+    return found | ({} if call.sinks is None else {"sinks": call.sinks.astype(jnp.float32)})
+
+
+def strides(write: SourceWriter, arrays: dict[str, jax.Array]) -> None:
+    """Add the strides of arrays [B or 1, H or 1, T, S] to the kernel's integers: by batch and by head, counted in rows
+    of S keys.
+    """
+    for name, x in arrays.items():
+        if name.startswith("dense") or name == "array":
+            write.integer(f"{name}_b", x.shape[1] * (x.shape[0] > 1))
+            write.integer(f"{name}_h", int(x.shape[1] > 1))
+
+
+def _in_32_bits(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.uint32:
+        return x
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+
+
+def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
+    """The arrays of the cache, the number of their first block, and the table of pages."""
+    store = cache.store.flat()
+    named = {name: getattr(store, name) for name in ("key", "value", "key_scale", "value_scale")}
+    found = {name: x for name, x in named.items() if x is not None}
+    found["base"] = jnp.asarray(store.base, jnp.int32)[None]
+    return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
+
+
+def item_arrays(items: ItemSchedule) -> dict[str, jax.Array]:
+    """The schedule's arrays."""
+    return {name: x for name, x in items._asdict().items() if x is not None}

@@ -1,0 +1,87 @@
+"""Calls over caches in programs for GPUs, lowered without a GPU."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
+from attnops_caches import Cache, PagedCache, Quantized
+from attnops_triton.aot import kernels
+from attnops_triton.caches.tile_sizes import splits
+from attnops_triton.targets import target
+
+UNCHECKED = [jax.export.DisabledSafetyCheck.custom_call(name)
+             for name in ("triton_kernel_call", "triton_kernel_call_ffi")]  # fmt: skip
+OPERATION: Any = OperationRegistry.create(
+    "attnops-triton:flash", OperationMetadata(platform="cuda", on_unsupported="error", block_k=16)
+)
+
+
+def paged(batch: int = 2, most: int = 4, **options: Any) -> Any:
+    """The shapes of a cache of pages."""
+    sizes = {"batch": batch, "pages": batch * most, "max_pages": most, "page_size": 16, "kv_heads": 1, "head_dim": 16}
+    return jax.eval_shape(lambda: PagedCache.create(**sizes, **options))
+
+
+def arrays(batch: int = 2, T: int = 1) -> tuple[Any, Any]:
+    """Query of two heads, and key or value."""
+    return tuple(jax.ShapeDtypeStruct((batch, T, h, 16), jnp.bfloat16) for h in (2, 1))  # type: ignore[return-value]
+
+
+def step(q: Any, k: Any, cache: Cache) -> Any:
+    out, cache = OPERATION.step(q, k, k, cache, mask=Causal())
+    return out.attention_outputs, cache
+
+
+@pytest.mark.slow
+def test_calls_and_steps_are_exported_from_a_host_without_a_gpu() -> None:
+    arguments = (*arrays(), paged())
+
+    def both(q: Any, k: Any, cache: Cache) -> Any:
+        out, cache = step(q, k, cache)
+        return out, OPERATION(q, cache, mask=Causal(), return_lse=True), cache
+
+    with target("sm_90"), splits(2):
+        exported = jax.export.export(jax.jit(both), platforms=["cuda"], disabled_checks=UNCHECKED)(*arguments)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert (again.in_tree, again.out_tree) == (exported.in_tree, exported.out_tree)
+    # Each of them with the kernel that merges splits.
+    assert again.mlir_module().count("custom_call @triton_kernel_call") == 4
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"codec": Quantized("int8")}, marks=pytest.mark.slow)], ids=["plain", "int8"]
+)
+def test_a_step_writes_to_the_donated_cache(options: dict[str, Any]) -> None:
+    q, k = arrays()
+    cache = paged(**options)
+    with target("sm_90"):
+        lowered = jax.jit(step, donate_argnums=2).trace(q, k, cache).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    # The arguments that are stores of tokens are donated, and are the operands that the kernel writes to.
+    store = jax.tree.leaves(cache.store)
+    (call,) = re.findall(r"custom_call @triton_kernel_call\w*\(([^)]*)\)(.*)", text)
+    operands, attributes = [x.strip() for x in call[0].split(",")], call[1]
+    aliases = [int(i) for i in re.findall(r"operand_index = (\d+)", attributes)]
+    assert len(aliases) == len(store)
+    head = text[text.index("@main") : text.index("\n", text.index("@main"))]
+    donated = set(re.findall(r"(%arg\d+): tensor<[^>]*> {[^}]*(?:tf.aliasing_output|jax.buffer_donor)", head))
+    assert {operands[i] for i in aliases} <= donated
+
+
+@pytest.mark.slow
+def test_one_program_serves_all_lengths_fill_states_and_batches_of_more_than_one() -> None:
+    found = set()
+    for batch, most in ((2, 4), (3, 7), (5, 32)):
+        with splits(3):
+            q, _ = arrays(batch)
+            call = lambda q, c: OPERATION(q, c, mask=Causal()).attention_outputs  # noqa: E731
+            found |= {x.recipe for x in kernels(call, (q, paged(batch, most)), "sm_90")}
+    assert sorted(x.kernel.name for x in found) == ["attnops_ragged", "attnops_ragged_merge"]

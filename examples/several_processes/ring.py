@@ -76,8 +76,8 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--coordinator", help="host:port of process 0")
-    parser.add_argument("--processes", type=int, help="how many there are")
-    parser.add_argument("--index", type=int, help="which of them this is")
+    parser.add_argument("--processes", type=int, help="the number of processes")
+    parser.add_argument("--index", type=int, help="the index of this process")
     parser.add_argument(
         "--heartbeat", type=int, default=100, help="seconds after which a silent process counts as dead"
     )

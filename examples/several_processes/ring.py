@@ -57,7 +57,7 @@ def main() -> int:
         )
 
     def distance() -> float:
-        """The largest difference of this process's parts, of a run; NaN where there is one."""
+        """The largest difference in this process's shards, of one run; NaN if there is a NaN."""
         pairs = zip(program(*given), expected, strict=True)
         return float(
             np.max([np.abs(part.data - want[part.index]).max() for x, want in pairs for part in x.addressable_shards])

@@ -59,13 +59,13 @@ def tokens(batch: int, length: int, used: int, dtype: str) -> Tokens:
 
 
 def dense(batch: int, length: int, dtype: str, **options: Any) -> Cache:
-    """An empty cache by shape."""
+    """The shapes of an empty cache."""
     create = functools.partial(DenseCache.create, kv_heads=K, head_dim=D, dtype=dtype, **options)
     return jax.eval_shape(lambda: create(batch=batch, length=length))
 
 
 def paged(batch: int, length: int, dtype: str, page: int, **options: Any) -> Cache:
-    """An empty cache by shape."""
+    """The shapes of an empty cache."""
     create = functools.partial(PagedCache.create, kv_heads=K, head_dim=D, dtype=dtype, **options)
     pages = length // page
     return jax.eval_shape(lambda: create(batch=batch, pages=batch * pages, page_size=page, max_pages=pages))

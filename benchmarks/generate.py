@@ -274,7 +274,7 @@ def main() -> None:
     """Measure, print, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a context of 256, B 1, one round")
-    parser.add_argument("--operation", default="flash", help="of attnops")
+    parser.add_argument("--operation", default="flash", help="the operation of attnops")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument(
         "--rounds", type=int, default=3, help="timings of each contender, after one that is not counted"

@@ -134,8 +134,8 @@ def table_of(title: str, found: dict[str, list[dict[str, Any]]]) -> Table:
 def main(
     head_dim: Annotated[list[int] | None, typer.Option(help="May repeat.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="In tokens; may repeat.")] = None,
-    mask: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MASKS)}; may repeat.")] = None,
-    contender: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(NAMES)}; may repeat.")] = None,
+    mask: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(MASKS)}; may repeat.")] = None,
+    contender: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(NAMES)}; may repeat.")] = None,
     rounds: Annotated[int, typer.Option(help="Timings of each.")] = 5,
     minutes: Annotated[int, typer.Option(help="At most, for each contender.")] = 30,
     dry: Annotated[bool, typer.Option(help="Small cases, Triton interpreted: checked, not timed.")] = False,

@@ -86,14 +86,16 @@ def main(
     codec: Annotated[
         list[str] | None, typer.Option(help="Empty, int8, float8_e4m3fn, float8_e5m2; may repeat.")
     ] = None,
-    scales: Annotated[str, typer.Option(help="Of codecs: token_head, or tensor, which FlashInfer has.")] = "token_head",
+    scales: Annotated[
+        str, typer.Option(help="Scales of codecs: token_head, or tensor, for FlashInfer.")
+    ] = "token_head",
     page: Annotated[int, typer.Option(help="Slots per page; FlashAttention-2 takes multiples of 256.")] = 16,
     kv_heads: Annotated[int, typer.Option(help="K.")] = 8,
     groups: Annotated[int, typer.Option(help="Query heads per kv head.")] = 8,
     head_dim: Annotated[int, typer.Option(help="D.")] = 128,
-    contender: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CONTENDERS)}; may repeat.")] = None,
+    contender: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CONTENDERS)}; may repeat.")] = None,
     bandwidth: Annotated[float, typer.Option(help="GB/s of the GPU's memory; 0 if unknown.")] = 0,
-    rounds: Annotated[int, typer.Option(help="Of timing, of which the best counts.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Rounds of timing; the best counts.")] = 5,
     minutes: Annotated[int, typer.Option(help="At most, for each contender.")] = 30,
     dry: Annotated[bool, typer.Option(help="Small cases, Triton interpreted: checked, not timed.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures there.")] = None,

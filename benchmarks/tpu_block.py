@@ -113,9 +113,11 @@ def figures(name: str, generation: str, B: int, T: int, heads: int, head_dim: in
 
 # A parameter for each option of the command line, which typer reads from the signature.
 def main(
-    generation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOPOLOGIES)}; may be repeated.")] = None,
+    generation: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(TOPOLOGIES)}; may be repeated.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    tokens: Annotated[int, typer.Option(help="A sequence; a multiple of 1,024.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Tokens per sequence; a multiple of 1,024.")] = 4096,
     heads: Annotated[int, typer.Option()] = 8,
     head_dim: Annotated[int, typer.Option()] = 128,
     output: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,

@@ -202,7 +202,7 @@ def main(
     head_dim: Annotated[list[int], typer.Option()] = [128],  # noqa: B006
     codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
     latent: Annotated[bool, typer.Option("--latent")] = False,
-    queries: Annotated[list[int], typer.Option(help="a row, in one tile")] = [1],  # noqa: B006
+    queries: Annotated[list[int], typer.Option(help="queries per row, in one tile")] = [1],  # noqa: B006
     is_whole: Annotated[bool, typer.Option("--whole", help="All cases of the READMEs; of these options only "
                                            "--generation counts.")] = False,
     with_peers: Annotated[bool, typer.Option("--peers", help="All of them; they have no latent content.")] = False,

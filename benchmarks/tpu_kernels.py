@@ -231,10 +231,12 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def main(
-    generation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOPOLOGIES)}; may be repeated.")] = None,
-    problem: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(PROBLEMS)}; may be repeated.")] = None,
+    generation: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(TOPOLOGIES)}; may be repeated.")
+    ] = None,
+    problem: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PROBLEMS)}; may be repeated.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CONTENDERS)}; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CONTENDERS)}; may be repeated.")] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Keeps each result; a later run continues it.")] = None,
 ) -> None:
     """Add up whole attention kernels on TPUs, with no TPU."""

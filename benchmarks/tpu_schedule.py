@@ -253,10 +253,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 # A parameter for each option of the command line, which typer reads from the signature.
 def main(
-    generation: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TOPOLOGIES)}; may be repeated.")] = None,
+    generation: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(TOPOLOGIES)}; may be repeated.")
+    ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
     passes: Annotated[list[str] | None, typer.Option("--pass", help="forward, backward; may be repeated.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CONTENDERS)}; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CONTENDERS)}; may be repeated.")] = None,
     function: Annotated[str, typer.Option(help="module:name of any function, in place of the comparison.")] = "",
     argument: Annotated[list[str] | None, typer.Option(help="Its arguments, such as 'bfloat16[8,128]'.")] = None,
     kernel: Annotated[str, typer.Option(help="A part of the kernel's name; else the largest.")] = "",

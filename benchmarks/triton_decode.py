@@ -182,7 +182,7 @@ def _kernel(checkout: Path) -> Any:
 
 
 def main(
-    arch: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SHARED_MEMORY)}; may repeat.")] = None,
+    arch: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(SHARED_MEMORY)}; may repeat.")] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="D; may repeat.")] = None,
     page: Annotated[list[int] | None, typer.Option(help="Slots per page; may repeat.")] = None,
     groups: Annotated[int, typer.Option(help="Query heads per kv head.")] = 8,

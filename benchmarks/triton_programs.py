@@ -64,7 +64,7 @@ def compile_all(arch: str, head_dim: int) -> None:
 
 
 def main(
-    arch: Annotated[str, typer.Option(help="Such as sm_90.")] = "sm_90",
+    arch: Annotated[str, typer.Option(help="The architecture, such as sm_90.")] = "sm_90",
     head_dim: Annotated[int, typer.Option()] = 64,
     here: Annotated[bool, typer.Option(help="In this process, with the programs on disk.")] = False,
 ) -> None:

@@ -157,7 +157,7 @@ def ordinary() -> Iterator[None]:
 
 
 def main(
-    arch: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SHARED_MEMORY)}; may repeat.")] = None,
+    arch: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(SHARED_MEMORY)}; may repeat.")] = None,
     head_dim: Annotated[list[str] | None, typer.Option(help="D, or D/Dv; may repeat.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     tiles: Annotated[str, typer.Option(help="bq,bk,warps,stages for all kernels, instead of the table's.")] = "",

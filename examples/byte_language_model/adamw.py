@@ -13,12 +13,12 @@ from .model import Params
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """How to update. Hashable: it is static under `jit`."""
+    """The hyperparameters of AdamW. Hashable: it is static under `jit`."""
 
     steps: int  # of the whole training: the rate falls to a tenth of its peak by the last
     rate: float = 3e-3  # at its peak
     warmup: int = 30  # steps to the peak
-    decay: float = 0.1  # of the weights, towards 0; a norm's scale is stored as what is added to 1
+    decay: float = 0.1  # of the weights, towards 0; a norm's scale is stored minus 1
     clip: float = 1.0  # the gradient's largest norm
     momentum: float = 0.9
     memory: float = 0.95  # of the squares
@@ -26,7 +26,7 @@ class AdamW:
 
 
 class State(NamedTuple):
-    """What AdamW remembers."""
+    """The state of AdamW."""
 
     step: jax.Array  # int32, updates made
     means: Params  # of the gradients
@@ -34,8 +34,8 @@ class State(NamedTuple):
 
 
 def start(params: Params) -> State:
-    """Before the first update."""
-    # Two trees of zeros, not one twice: a step may write over both.
+    """The state before the first update."""
+    # Two separate trees of zeros: a donated step may overwrite both.
     return State(jnp.int32(0), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
 
 
@@ -56,7 +56,7 @@ def update(optimizer: AdamW, params: Params, gradients: Params, state: State) ->
 
 
 def learning_rate(optimizer: AdamW, step: jax.Array) -> jax.Array:
-    """At a step counted from 1: linear to the peak, then a cosine to a tenth of it."""
+    """The learning rate at a step, counted from 1: linear to the peak, then a cosine down to a tenth of it."""
     o = optimizer
     done = jnp.clip((step - o.warmup) / max(1, o.steps - o.warmup), 0, 1)
     return o.rate * jnp.minimum(step / o.warmup, 0.55 + 0.45 * jnp.cos(jnp.pi * done))

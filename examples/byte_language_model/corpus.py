@@ -1,6 +1,6 @@
 """The text that ships with Python: its help topics, its licence and the docstrings of its standard library.
 
-Nothing is downloaded and nothing imported but the help topics. One Python version always gives the same documents.
+Nothing is downloaded, and only the help topics are imported. One Python version always gives the same documents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def licences() -> list[str]:
 
 
 def docstrings() -> Iterator[str]:
-    """Those of the standard library's modules, classes and functions, where their source is there. Imports none."""
+    """The docstrings of the standard library's modules, classes and functions whose source is installed. Imports none
+    of them.
+    """
     stdlib = Path(sysconfig.get_path("stdlib"))
     for name in sorted(sys.stdlib_module_names):
         for file in (stdlib / f"{name}.py", stdlib / name / "__init__.py"):

@@ -88,7 +88,9 @@ def init(config: Config, seed: int) -> Params:
 
 
 def logits(params: Params, config: Config, batch: PackedRows, attention: Attention) -> jax.Array:
-    """What comes after each token of a batch [B, T]: -> [B, T, V] float32. ``batch.predicts`` plays no part."""
+    """The logits of the token that follows each token of a batch [B, T]: [B, T, V] float32. ``batch.predicts`` is not
+    used.
+    """
     rotary = RotaryConfig(head_dim=config.head_dim)
     tables = rotary_tables(rotary, batch.positions)  # once, for every layer
 
@@ -129,8 +131,8 @@ def _attend(
 
 
 def _matmul(x: jax.Array, weights: jax.Array) -> jax.Array:
-    # Accelerators multiply float32 matrices in fewer bits (TF32, bfloat16 passes) unless told otherwise, which is far
-    # coarser than the agreement that curves are held to. The attention's own products are its own affair.
+    # By default accelerators multiply float32 matrices in fewer bits (TF32, bfloat16 passes), which is far coarser than
+    # the allowed difference of curves. The attention chooses the precision of its own products.
     return jnp.matmul(x, weights, precision="highest")
 
 

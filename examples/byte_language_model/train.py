@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seed",
         type=int,
         default=TrainingPlan.seed,
-        help="of the first weights and of the batches; default %(default)s",
+        help="seed of the first weights and of the batches; default %(default)s",
     )
     parser.add_argument(
         "--operations",

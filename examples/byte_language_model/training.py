@@ -35,7 +35,7 @@ class TrainingPlan:
 class Run:
     """The results of a training run."""
 
-    losses: npt.NDArray[np.float32]  # [steps] nats a byte, each before its update
+    losses: npt.NDArray[np.float32]  # [steps] nats per byte, each before its update
     params: Params  # after the last update
     first_seconds: float  # of the first step, including tracing and compiling if the program is new
     step_seconds: float  # of those after it, median; NaN if there are none

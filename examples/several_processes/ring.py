@@ -57,7 +57,7 @@ def main() -> int:
         )
 
     def distance() -> float:
-        """The largest difference of this process's parts, of a run; NaN where there is one."""
+        """The largest difference in this process's shards, of one run; NaN if there is a NaN."""
         pairs = zip(program(*given), expected, strict=True)
         return float(
             np.max([np.abs(part.data - want[part.index]).max() for x, want in pairs for part in x.addressable_shards])
@@ -76,8 +76,8 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--coordinator", help="host:port of process 0")
-    parser.add_argument("--processes", type=int, help="how many there are")
-    parser.add_argument("--index", type=int, help="which of them this is")
+    parser.add_argument("--processes", type=int, help="the number of processes")
+    parser.add_argument("--index", type=int, help="the index of this process")
     parser.add_argument(
         "--heartbeat", type=int, default=100, help="seconds after which a silent process counts as dead"
     )

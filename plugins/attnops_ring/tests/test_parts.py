@@ -112,7 +112,7 @@ def check(
     problem.check(operation, compiler_options=FAST_COMPILE)
 
 
-# Combinations of the suite's features; of all that a mask or bias may hold by token.
+# Combinations of the suite's features that together have every kind of array by token in masks and biases.
 CASES: dict[str, tuple[tuple[str, ...], str, str, bool, bool]] = {
     "documents": (("traced Segments", "MQA", "logsumexp"), "ring", "contiguous", True, True),
     "documents, zigzag": (("Segments", "dropout"), "ring", "zigzag", True, True),
@@ -147,7 +147,7 @@ CUT = [name for name in FEATURES_OF_THE_SUITE if name not in ("weights", "T = 1"
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("feature", CUT)
 def test_every_feature_of_the_suite(feature: str) -> None:
-    """Strategies, orders, whole arrays and parts, and `check_vma` in turn."""
+    """Strategies, orders, whole arrays and shards, and `check_vma`, each in turn."""
     i = CUT.index(feature)
     lengths: dict[str, Any] = {
         "T < S": {"T": (0, 24), "S": (3, 0)}, "T > S": {"T": (3, 0), "S": (0, 24)}, "odd lengths": {"T": (0, 40)},
@@ -191,7 +191,7 @@ def test_layers_in_a_scan_with_checkpoints_train_inside_the_map(check_vma: bool)
         return (jnp.cos(lax.scan(layer, x, weights)[0]) ** 2).sum()
 
     def step(weights: Any, x: Any, ids: Any) -> Any:
-        if check_vma:  # else the gradient of weights that all devices have is summed by JAX
+        if check_vma:  # otherwise JAX sums the gradient of weights that all devices have
             weights = lax.pcast(weights, ("sp",), to="varying")
         value, gradient = jax.value_and_grad(functools.partial(loss, ring_of()))(weights, x, ids)
         return lax.psum((value, gradient), "sp")

@@ -122,7 +122,7 @@ def contenders() -> Any:
 
 def test_trips_are_those_of_the_tile_schedules() -> None:
     whole = contenders()
-    own = whole.Job("v6e", "attnops-tpu", False, "causal", 8192, 128)
+    own = whole.KernelJob("v6e", "attnops-tpu", False, "causal", 8192, 128)
     ((steps, padding, trips),) = whole.own_trips(own)
     # A core that is alone begins and drains once for all heads; a row's first tile follows the diagonal one before.
     assert (steps, padding, [(name, runs) for name, runs, _ in trips]) == (
@@ -134,9 +134,9 @@ def test_trips_are_those_of_the_tile_schedules() -> None:
         10, 0, [("clear dq", 1), ("clear dk, dv", 0), ("FULL", 6), ("REDUCED", 4), ("write", 4),
                 ("write dq", 1)]
     )  # fmt: skip
-    assert whole.counts("window", 4096, 1024, 1024, False) == whole.Counts(active=7, full=0, rows=4, widest=2)
+    assert whole.counts("window", 4096, 1024, 1024, False) == whole.TileCounts(active=7, full=0, rows=4, widest=2)
     changed = Regions(0, 0, (Region(60, (), dict.fromkeys(UNITS, 1)),) * 5)
-    peer = whole.Job("v6e", "splash", False, "causal", 4096, 128, (1024, 1024, 512))
+    peer = whole.KernelJob("v6e", "splash", False, "causal", 4096, 128, (1024, 1024, 512))
     with pytest.raises(LookupError, match="splash has 5 bodies"):
         whole.peer_trips(peer, changed)
     # With one tile a row, every step clears and writes.

@@ -1,4 +1,4 @@
-"""Tables of measured times, and what reads them."""
+"""Tables of measured times, and the code that reads them."""
 
 from __future__ import annotations
 

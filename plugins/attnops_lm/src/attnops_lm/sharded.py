@@ -70,8 +70,8 @@ def _logits(model: Any, ids: np.ndarray, shardings: Any) -> tuple[jax.Array, jax
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--coordinator", help="host:port of process 0")
-    parser.add_argument("--processes", type=int, help="how many there are")
-    parser.add_argument("--index", type=int, help="which of them this is")
+    parser.add_argument("--processes", type=int, help="the number of processes")
+    parser.add_argument("--index", type=int, help="the index of this process")
     return parser.parse_args()
 
 

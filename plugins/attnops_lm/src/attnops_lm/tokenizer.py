@@ -26,7 +26,7 @@ class Tokenizer:
 
     Attributes:
         backend: the ``tokenizers.Tokenizer``.
-        template: jinja2's source; None where there is none.
+        template: the chat template, as source for jinja2; None if there is none.
         special: names of special tokens, such as ``bos_token``, and their text.
         eos_ids: tokens that end a text.
     """
@@ -75,7 +75,7 @@ class Tokenizer:
                 f"model that this one was made from, or write it by Tokenizer.save_pretrained"
             )
         backend = tokenizers.Tokenizer.from_file(str(directory / TOKENIZER))
-        backend.no_truncation()  # a file may have both, for training
+        backend.no_truncation()  # files for training may set truncation and padding
         backend.no_padding()
         config_file, template_file = directory / CONFIG, directory / TEMPLATE
         config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
@@ -106,8 +106,9 @@ class Tokenizer:
         """The tokens of a text; special tokens in it are recognised.
 
         Args:
-            text: such as a prompt.
-            add_special_tokens: whether those are added that the tokenizer begins a text with. Chat templates have them.
+            text: the text, such as a prompt.
+            add_special_tokens: whether to add the tokens with which the tokenizer begins a text. Chat templates contain
+                them already.
         """
         # A batch of one: unlike ``encode`` it lets other threads run.
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
@@ -125,7 +126,7 @@ class Tokenizer:
         """
         if self.template is None:
             raise ValueError("the model has no chat template; encode a text of your own")
-        # What templates may use: as in transformers.
+        # The functions that templates may use, as in transformers.
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -143,5 +144,5 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-    """Jinja's own would escape what is special in HTML."""
+    """JSON for templates; jinja's own filter would escape HTML characters."""
     return json.dumps(value, ensure_ascii=False, indent=indent)

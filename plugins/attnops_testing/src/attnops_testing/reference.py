@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attnops.typing import PyTree
     from attnops_testing.oracle import Array
 
-    # Outputs, and their gradients, a sequence or None.
+    # Outputs, and the gradients (a sequence or None).
     _Results: TypeAlias = tuple[Sequence[jax.Array], PyTree]
 
 # A function of a `numpy.random.Generator` that draws one call: its arguments and its options. Shapes do not depend on
@@ -246,9 +246,9 @@ def check_against(
         outcomes = check_against("rms_norm", rms_norm, problems)
 
     Values and gradients agree with the reference in float64 by the tolerance rule: at most twice (gradients: three
-    times) the error of the reference in the input's dtype, plus 2 ulp. So under `jax.jit`, eagerly and under
-    `jax.vmap`; dtypes are the reference's, results are the same to the bit when run again, and each problem would fail
-    if an array were ignored.
+    times) the error of the reference in the input's dtype, plus 2 ulp. This is checked under `jax.jit`, eagerly and
+    under `jax.vmap`. Dtypes must be the reference's, results must be bitwise the same when run again, and each problem
+    must fail if an array is ignored.
 
     Args:
         operation: its name, ``distribution:name``, or its class.
@@ -258,7 +258,7 @@ def check_against(
         platform: the platform whose forward is checked, such as "cuda"; None for this machine's.
         interpret: whether kernels run in their language's interpreter.
         metadata: further fields of the operation's metadata.
-        dtypes: those that floating-point arrays are cast to, one after the other.
+        dtypes: floating-point arrays are cast to each of these in turn.
         gradients: whether it has a backward pass.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Kernels over caches become machine code for every architecture, by the real compilers, with no GPU."""
+"""The real compilers compile kernels over caches for every architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_case_compiles_without_spills_within_shared_memory(case: Case, arch: s
             assert spills == 0, f"{what} spills {binary.spilled} bytes"
             assert not binary.loop["LDL"] + binary.loop["STL"]
         elif case.Dv and case.dtype != "float32":
-            # Larger tiles spill a little, and take fewer instructions than those that spill nothing.
+            # Larger tiles spill a little, but need fewer instructions than tiles that spill nothing.
             spills, most = (binary.loop["LDL"] + binary.loop["STL"], 8) if arch[0] == "s" else (binary.spilled, 32)
             assert spills <= most, f"{what} spills {binary.spilled} bytes, {spills} times in the loop"
         if case.dtype != "float32" and x is launched[0]:
@@ -147,14 +147,15 @@ def test_a_case_compiles_without_spills_within_shared_memory(case: Case, arch: s
 
 
 def per_byte(launched: Launched, case: Case) -> tuple[float, Binary]:
-    """Instructions of a warp for each byte of keys and values, in the loop over tiles without a mask."""
+    """Warp instructions per byte of keys and values, in the loop over tiles without a mask."""
     binary, tiles = compile_for(launched, "sm_90"), launched.tiles
     itemsize = 1 if case.codec else jnp.dtype(case.dtype).itemsize
     assert isinstance(tiles, CacheTileSizes)
     return sum(binary.loop.values()) * tiles.warps / (tiles.bk * 2 * case.D * itemsize), binary
 
 
-# vLLM 0.33.0's kernel for a step of decoding, compiled alike, takes 0.122 and 0.473, see `benchmarks/triton_decode.py`.
+# vLLM 0.33.0's kernel for a step of decoding, compiled in the same way, needs 0.122 and 0.473
+# (`benchmarks/triton_decode.py`).
 @pytest.mark.parametrize(
     ("case", "most"), [(Case(), 0.03), pytest.param(Case(codec="int8"), 0.12, marks=pytest.mark.slow)], ids=str
 )

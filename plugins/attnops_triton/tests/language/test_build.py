@@ -23,7 +23,7 @@ RECIPE = Recipe(COPY, ("int32", "int32"), frozenset(), 4, 2, "sm_90")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the cache, empty; this process has built nothing."""
+    """The empty folder of the cache, in a state in which this process has built nothing."""
     monkeypatch.setenv(store.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(build, "counts", build.BuildCounts())
     build._build.cache_clear()

@@ -21,7 +21,8 @@ def command(
     name: Annotated[str, typer.Option(help="The model's name for clients.")] = "smollm2-135m-instruct",
     operation: Annotated[str, typer.Option(help="The attention, of any installed distribution.")] = "flash",
     codec: Annotated[
-        str | None, typer.Option(help="Of keys and values: int8, float8_e4m3fn or float8_e5m2.", show_default="none")
+        str | None,
+        typer.Option(help="Codec of keys and values: int8, float8_e4m3fn or float8_e5m2.", show_default="none"),
     ] = None,
     rows: Annotated[int, typer.Option(help="Requests that run at a time.")] = 16,
     pages: Annotated[int, typer.Option(help="Pages of all requests together.")] = 1024,

@@ -48,7 +48,7 @@ class Generated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of one `generate`, checked."""
+    """The checked arguments of one call of `generate`."""
 
     model: Any
     config: GenerationConfig
@@ -134,7 +134,7 @@ def read_call(
 
 
 def generate(call: Call) -> Generated:
-    """See `Generation.generate`."""
+    """Run a checked call of `Generation.generate`."""
     network, leaves = split(call.model)
     settings = Settings(call.drafts, call.config.max_matching_ngram_size, call.processor, call.trace)
     if not call.drafts:
@@ -143,7 +143,7 @@ def generate(call: Call) -> Generated:
     append = prompt_program(network, call.trace).append
     room = make_room(
         call.model, call.config, call.prompt.starts, call.prompt.lengths, call.most, call.caches,
-        # What a step appends at a time, and what a chunk may.
+        # The tokens that a step appends at a time, and the size of a chunk, if given.
         call.drafts + 1, call.chunk,
     )  # fmt: skip
     size = chunk_size(call.chunk, int(call.prompt.lengths.max()) - 1, room.max_append)

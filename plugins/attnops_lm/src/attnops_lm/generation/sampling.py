@@ -68,8 +68,8 @@ def sample(scores: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
 def limited(scores: jax.Array, sampling: Sampling) -> jax.Array:
     """Scores [B, V] with −inf for the tokens that top-k, then top-p, then min-p leave out.
 
-    Tokens that tie with the last one that is kept are kept. There is no sort: the least score that is kept is found bit
-    by bit, in 32 passes over the scores.
+    Tokens with the same score as the last one kept are kept too. There is no sort: the smallest score that is kept is
+    determined bit by bit, in 32 passes over the scores.
     """
     order = _order(scores)
     k = _by_row(jnp.where(sampling.top_k > 0, sampling.top_k, scores.shape[-1]))

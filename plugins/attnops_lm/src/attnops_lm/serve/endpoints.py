@@ -27,8 +27,9 @@ from attnops_lm.serve.engine import Engine, QueueFullError, StoppedError
 from attnops_lm.serve.errors import APIError
 from attnops_lm.serve.request import Delta, Request
 
-# A body's limit: bytes of each token that all rows together can hold, and for the rest of the JSON. Text has four or
-# five bytes per token, a token's number in a list up to eight, and an escape such as \u00e9 six a character.
+# The limit of a body's size: bytes per token that all rows together can hold, and bytes for the rest of the JSON. Text
+# has four or five bytes per token, a token id in a list up to eight, and an escape such as \u00e9 six bytes per
+# character.
 TOKEN_BYTES, REST_BYTES = 16, 1 << 16
 
 
@@ -133,7 +134,7 @@ class Server:
         )  # fmt: skip
 
     async def _content(self, http: HTTPRequest) -> bytes:
-        """The body, of at most ``largest`` bytes; nothing more is kept of a larger one."""
+        """The body, if it has at most ``largest`` bytes; reading stops beyond that."""
         parts: list[bytes] = []
         size = 0
         async for part in http.stream():
@@ -175,7 +176,7 @@ class Server:
 
 
 class QuietEnd:
-    """Middleware: a request that is cancelled because the server ends is no error to be logged."""
+    """Middleware that does not log requests that are cancelled because the server ends."""
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
         self.app, self.engine = app, engine

@@ -18,8 +18,8 @@ GRACE = 5  # seconds in which connections must end when the server does
 class HTTPServer(uvicorn.Server):
     """uvicorn's server, which ends when its engine ends, and tells the engine first when a signal comes.
 
-    The engine then ends all streams. uvicorn alone waits for open streams before it tells the application to stop,
-    which is what the streams would wait for.
+    The engine then ends all streams. uvicorn alone waits for open streams before it tells the application to stop, and
+    the streams would wait for that.
     """
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
@@ -46,7 +46,7 @@ def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 800
     """Serve until a signal comes or the engine fails.
 
     Args:
-        engine: is stopped at the end.
+        engine: the engine; it is stopped at the end.
         name: the name of the model, for clients.
         host: the address to listen on.
         port: 0 for any that is free.

@@ -26,7 +26,7 @@ Storage = Annotated[
 PageSize = Annotated[int | None, typer.Option(help="Slots per page.", show_default="16", min=1)]
 Codec = Annotated[str | None, typer.Option(help="int8, float8_e4m3fn or float8_e5m2.")]
 Scales = Annotated[
-    str | None, typer.Option(help="Of the codec: tensor, head or token_head.", show_default="token_head")
+    str | None, typer.Option(help="Scales of the codec: tensor, head or token_head.", show_default="token_head")
 ]
 Latent = Annotated[int | None, typer.Option(help="The value is so many features of the key (MLA).", min=1)]
 

@@ -67,7 +67,7 @@ def command(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of query, key and value.", show_default="float32, else what is served")
+        str | None, typer.Option(help="The dtype of query, key and value.", show_default="float32, else what is served")
     ] = None,
     pairs: Annotated[
         Literal["none", "sample", "all"] | None,

@@ -108,19 +108,19 @@ PLATFORMS: Final = {
 
 
 def command(
-    name: Annotated[str, typer.Argument(help="Of the distribution, such as attnops-mykernel.")],
-    platform: Annotated[PlatformName, typer.Option(help="That the kernel is for.")] = "tpu",
+    name: Annotated[str, typer.Argument(help="The distribution, such as attnops-mykernel.")],
+    platform: Annotated[PlatformName, typer.Option(help="The platform of the kernel.")] = "tpu",
     ffi: Annotated[bool, typer.Option("--ffi", help="Write the kernel in C++, with --platform cpu.")] = False,
     operation: Annotated[
         str | None,
         typer.Option(
-            help="That the kernel computes: flash, vanilla or sdpa, for calls of that name on the platform; or a name "
+            help="What the kernel computes: flash, vanilla or sdpa, for calls of that name on the platform; or a name "
             "of its own.",
             metavar="NAME",
             show_default="NAME without attnops-",
         ),
     ] = None,
-    folder: Annotated[Path, typer.Option(help="In which the plugin's folder is made.", metavar="FOLDER")] = Path(),
+    folder: Annotated[Path, typer.Option(help="Where the plugin's folder is made.", metavar="FOLDER")] = Path(),
 ) -> None:
     """Write a plugin: a small kernel that passes its tests, what it serves, a README, a licence and a CI workflow.
 

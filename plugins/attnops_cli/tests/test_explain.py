@@ -47,7 +47,8 @@ def test_explain_asks_what_the_library_asks(run: Any) -> None:
     operation = OperationRegistry.create("sdpa", OperationMetadata(platform="cuda"))
     expected = str(attnops.explain(operation.request(q, q, q, mask=Causal()), "sdpa"))
     result = run("explain", "sdpa", "--query-length", "64", "--platform", "cuda", "--mask", "causal")
-    assert (result.exit_code, result.output) == (0, expected + "\n")
+    assert result.exit_code == 0
+    assert result.output.startswith(expected + "\n")  # and what to install, if no plugin for GPUs is
     assert "although dtype=float32: must be one of ['bfloat16', 'float16']" in result.output
 
 

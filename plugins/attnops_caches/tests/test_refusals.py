@@ -14,7 +14,7 @@ import pytest
 from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi
 from attnops.masks import Ancestors, Causal, Dense, Full, KeyPadding, Segments
-from attnops_caches import DenseCache, PageCopies, PagedCache, PagePool, Quantized, Rows, WindowCache
+from attnops_caches import DenseCache, PageCopies, PagedCache, PagePool, Quantized, Rows, WindowCache, bytes_per_page
 from attnops_caches.calls.step import _warn_of_later_tokens
 
 B, H, K, D, S = 2, 4, 2, 8, 12
@@ -245,6 +245,28 @@ def test_a_gradient_is_refused(name: str, of: str) -> None:
         NotDifferentiableError, match=r"attention over a cache has no gradient.*call the operation with"
     ):
         jax.grad(function)(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"head_dim": D}, "kv_heads is missing: a cache is created with kv_heads=K and head_dim=D at least"),
+        ({"kv_heads": K, "head_dim": None}, "head_dim is missing"),
+        ({"kv_heads": K, "head_dim": D, "layer": 2}, "a cache has no option 'layer'; it has .*'layers'"),
+    ],
+)
+def test_options_that_are_missing_or_unknown(options: Any, text: str) -> None:
+    for create in (
+        lambda: DenseCache.create(batch=B, length=S, **options),
+        lambda: bytes_per_page(page_size=16, **options),
+    ):
+        with pytest.raises(TypeError, match=text):
+            create()
+
+
+def test_none_is_the_default() -> None:
+    cache = DenseCache.create(batch=B, length=S, kv_heads=K, head_dim=D, dtype=None, codec=None, layers=None)
+    assert (cache.dtype, cache.value_head_dim) == (jnp.bfloat16, D)
 
 
 def test_a_step_of_several_tokens_without_a_mask_warns_once() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from attnops.dispatch.vocabulary import hint
 from attnops_caches.bits import bits_dtype
 from attnops_caches.codec import Quantized
 from attnops_caches.integers import integers_by_row
@@ -20,7 +21,23 @@ if TYPE_CHECKING:
 
 
 class TokenOptions(TypedDict, total=False):
-    """What every storage is created with; `DenseCache.create` documents them."""
+    """What every storage is created with. All but the first two may be left out, or be None.
+
+    Attributes:
+        kv_heads: K.
+        head_dim: D, of keys.
+        value_head_dim: Dv, of values; None for D.
+        dtype: of keys and values as they are appended and read; the queries' dtype. bfloat16 if left out.
+        codec: a `Quantized`, how tokens are stored; None: as they are.
+        latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
+            features of the key, and is not stored again.
+        key_scale: with scales by tensor, float32 []; by head, [K]; [L] or [L, K] for layers that differ.
+        value_scale: the same of the values.
+        layers: L, for a layer axis in front of every array; None for none.
+        width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
+            key and zeros. If left out, keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
+            products on CPUs read where they are.
+    """
 
     kv_heads: Required[int]
     head_dim: Required[int]
@@ -41,9 +58,9 @@ def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[
         blocks: how many.
         slots: n, of a block.
         joins: whether key and value are in one array, without zeros unless a width is given.
-        **tokens: see `DenseCache.create`.
+        **tokens: `TokenOptions`.
     """
-    given: dict[str, Any] = dict(tokens)
+    given = given_options(tokens)
     K, layers = check_size("kv_heads", given.pop("kv_heads")), given.pop("layers", None)
     lead = () if layers is None else (check_size("layers", layers),)
     given_scales = given.pop("key_scale", None), given.pop("value_scale", None)
@@ -80,6 +97,24 @@ def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[
         value_scale=None if is_latent else scales("value_scale", given_scales[1]),
         layout=layout,
     )
+
+
+def given_options(tokens: TokenOptions) -> dict[str, Any]:
+    """The options that are given and not None.
+
+    Raises:
+        TypeError: an option that there is not, or one that is missing.
+    """
+    known = sorted(TokenOptions.__annotations__)
+    for name in tokens:
+        if name not in known:
+            advice = hint(name, known)
+            raise TypeError(f"a cache has no option {name!r}; it has {known}{advice and f'; {advice}'}")
+    given = {name: x for name, x in tokens.items() if x is not None}
+    for name in ("kv_heads", "head_dim"):
+        if name not in given:
+            raise TypeError(f"{name} is missing: a cache is created with kv_heads=K and head_dim=D at least")
+    return given
 
 
 def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dict[str, Any]:

@@ -46,22 +46,7 @@ class DenseCache(StoredCache):
             batch: B, the rows.
             length: S, the slots of a row.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
-            **tokens: what every storage is created with; all but the first two may be left out, or None.
-
-        What every storage is created with:
-            kv_heads: K.
-            head_dim: D, of keys.
-            value_head_dim: Dv, of values; None for D.
-            dtype: of keys and values as they are appended and read; the queries' dtype. bfloat16 if left out.
-            codec: a `Quantized`, how tokens are stored; None: as they are.
-            latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
-                features of the key, and is not stored again.
-            key_scale: with scales by tensor, float32 []; by head, [K]; [L] or [L, K] for layers that differ.
-            value_scale: the same of the values.
-            layers: L, for a layer axis in front of every array; None for none.
-            width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
-                key and zeros. None: keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
-                products on CPUs read where they are.
+            **tokens: `TokenOptions`, what every storage is created with.
 
         Memory: B · S tokens of ``bytes_per_token``, times L.
 

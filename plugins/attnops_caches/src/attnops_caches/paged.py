@@ -73,7 +73,7 @@ class PagedCache(StoredCache):
             max_pages: M, most pages a row.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
             table: the pages of each row, integers [B, M], see `with_table`; None for no pages.
-            **tokens: what every storage is created with, see `DenseCache.create`. Keys and values are one array in any
+            **tokens: `TokenOptions`, what every storage is created with. Keys and values are one array in any
                 case, [P, K, page_size, W], so that a page is one transfer; without ``width`` it has no zeros.
 
         Memory: ``pages * page_size`` tokens of ``bytes_per_token``, times L.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import TYPE_CHECKING, Final, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from attnops_caches.create import TokenOptions
+from attnops_caches.create import TokenOptions, given_options
 from attnops_caches.layout import TokenLayout, check_size
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unp
     Args:
         page_size: slots a page.
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``. None: of JAX's default backend.
-        **tokens: what the cache is created with, see `DenseCache.create`; scales that are given to it may be left out.
+        **tokens: `TokenOptions`, what the cache is created with; scales that are given to it may be left out.
 
     Raises:
         ValueError: see `PagedCache.create`; a platform with another layout.
@@ -36,7 +36,7 @@ def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unp
     platform = jax.default_backend() if platform is None else platform
     if platform != "tpu" and platform not in _UNPADDED:
         raise ValueError(f"platform={platform!r}, but the layout of arrays is known for {[*_UNPADDED, 'tpu']} only")
-    given: dict[str, Any] = {name: x for name, x in tokens.items() if not name.endswith("_scale")}
+    given = {name: x for name, x in given_options(tokens).items() if not name.endswith("_scale")}
     K, layers = check_size("kv_heads", given.pop("kv_heads")), given.pop("layers", None)
     layout, lead = TokenLayout.create(**given, joins=True), 1 if layers is None else check_size("layers", layers)
     size = _stored_bytes((K, check_size("page_size", page_size), layout.width), layout.stored_dtype, platform)
@@ -71,7 +71,7 @@ def pages_that_fit(
         bytes_limit: the bytes of the memory. None: as the device reports, which CPUs do not.
         bytes_in_use: the bytes of it that are taken. None: as the device reports, or 0 with ``bytes_limit``.
         platform: as of `bytes_per_page`; None for the device's.
-        **tokens: what the cache is created with, see `DenseCache.create`; scales that are given to it may be left out.
+        **tokens: `TokenOptions`, what the cache is created with; scales that are given to it may be left out.
 
     Raises:
         ValueError: see `bytes_per_page`; a share outside its range; memory that the device does not report; pages that

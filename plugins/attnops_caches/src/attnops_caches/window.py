@@ -68,7 +68,7 @@ class WindowCache(StoredCache):
             max_append: most tokens an append: a longer prompt is appended in chunks. So many tokens can also be taken
                 back by `truncate`.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
-            **tokens: what every storage is created with, see `DenseCache.create`.
+            **tokens: `TokenOptions`, what every storage is created with.
 
         Raises:
             ValueError: see `DenseCache.create`.

@@ -24,6 +24,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(_cache))
 for name in ("ATTNOPS_TRITON_CACHE", "KERAS_HOME", "MPLCONFIGDIR"):  # else in the home directory
     os.environ.setdefault(name, str(_cache / name.lower()))
+jax.config.update("jax_disable_most_optimizations", True)  # while modules are imported; see `module_of_its_own`
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

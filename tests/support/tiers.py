@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
+# What `make test` gives pytest as ``-m``.
+QUICK = "not slow and not exhaustive"
 TIERS = ("quick", "slow", "exhaustive")
 # How many slow cases of each test with ``every`` were collected.
 _slow = pytest.StashKey[collections.Counter[str]]()
@@ -25,6 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "tier(quick=, slow=, exhaustive=, every=): which cases of a test run when; see tests/support/tiers.py",
     )
     config.stash[_slow] = collections.Counter()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave modules that are slow as a whole alone in quick runs: importing Keras takes seconds."""
+    if config.option.markexpr != QUICK or not collection_path.name.startswith("test_") or collection_path.is_dir():
+        return None
+    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -16,6 +16,8 @@ from keras.src.layers.attention import grouped_query_attention_test, multi_head_
 
 from attnops_adapters.keras import use
 
+pytestmark = pytest.mark.slow
+
 # Those of values. The others, of shapes, errors, initialisers and saved models, take long and compute little attention.
 OF_VALUES = ("masking", "causal", "query_mask", "sliding_window", "correctness")
 
@@ -39,7 +41,7 @@ def flash() -> Iterator[None]:
 
 
 def of(tests: type) -> type:
-    """Keras' class of tests, those that are of values slow and the others exhaustive."""
+    """Keras' class of tests, those that are not of values exhaustive."""
 
     def marked(name: str):
         found = getattr(tests, name)
@@ -51,7 +53,7 @@ def of(tests: type) -> type:
             if "correctness" in name and "disable" not in name:
                 assert calls > before, "Keras did not call attnops' function"
 
-        return getattr(pytest.mark, "slow" if any(word in name for word in OF_VALUES) else "exhaustive")(test)
+        return test if any(word in name for word in OF_VALUES) else pytest.mark.exhaustive(test)
 
     names = [name for name in dir(tests) if name.startswith("test_") and name != "test_session"]
     return type(tests.__name__, (tests,), {name: marked(name) for name in names})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ def command(word: str = "nothing") -> None:
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """A function that installs a distribution with a command ``zeta`` of a module, and gives the module's text."""
+    names = []
 
     def install(name: str, text: str = SOURCE, command: str = "zeta", metadata: str | None = None) -> None:
         folder = tmp_path / name
@@ -34,9 +35,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         (info / "METADATA").write_text(written)
         (info / "entry_points.txt").write_text(f"[attnops.commands]\n{command} = {name}:command\n")
         monkeypatch.syspath_prepend(str(folder))
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        names.append(name)
 
-    return install
+    yield install
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture

@@ -26,10 +26,11 @@ def test_blocks_that_are_freed_below_one_that_stays_are_given_back() -> None:
     before = resident()
     blocks = [bytes(1000) for _ in range(100 * MB // 1000)]  # below the size that glibc maps on its own
     stays = blocks[-1]
-    assert resident() - before > 80 * MB
+    grown = resident() - before  # less than 100 MB if other tests left some free
+    assert grown > 50 * MB
     del blocks
     memory.release_memory()
-    assert resident() - before < 40 * MB
+    assert resident() - before < grown / 2
     assert stays
 
 

@@ -57,8 +57,8 @@ def bits_function(mask: Mask, plan: FlashPlan, tiles: TileSizes) -> BitsFunction
         seen = jnp.broadcast_to(mask.allowed(b, h, q, kv), (1, 1, tiles.bq, tiles.bk))[0, 0]
         words = cdiv(tiles.bk, WORD)
         bits = seen.reshape(tiles.bq, words, -1).astype(jnp.uint32)
-        packed = (bits << np.arange(bits.shape[2], dtype=np.uint32)).sum(axis=2, dtype=jnp.uint32)
-        return lax.bitcast_convert_type(packed, jnp.int32)
+        packed_words = (bits << np.arange(bits.shape[2], dtype=np.uint32)).sum(axis=2, dtype=jnp.uint32)
+        return lax.bitcast_convert_type(packed_words, jnp.int32)
 
     def bits_of(*at: Array) -> jax.Array:
         return lax.map(one, tuple(jnp.asarray(x, jnp.int32) for x in at), batch_size=_BATCH)

@@ -16,7 +16,7 @@ import uvicorn
 
 from attnops_lm.serve import Engine, application
 from attnops_lm.serve.process import GRACE, HTTPServer
-from attnops_lm.serve.program import Batch
+from attnops_lm.serve.program import StepBatch
 from attnops_lm.testing import Characters
 
 PAGE, PAGES, LENGTH, CHUNK = 4, 20, 64, 12  # a request alone may take 16 pages of the 20
@@ -38,7 +38,7 @@ class FakeEngine(Engine):
         super().__init__(model, Characters(), **(sizes | options))  # type: ignore[arg-type]
         self.seconds, self.fails_after = seconds, fails_after
 
-    def _call(self, batch: Batch) -> np.ndarray:
+    def _call(self, batch: StepBatch) -> np.ndarray:
         if self.counts["steps"] >= self.fails_after:
             raise RuntimeError("the device is lost")
         time.sleep(self.seconds)

@@ -72,7 +72,7 @@ def test_each_contender_has_a_process_and_one_that_fails_spoils_no_other(script:
 
 
 def decode_case(gpu: Any) -> Any:
-    return gpu.Case(70, 2, "", "", 16, 1, 2, 16, "float16")
+    return gpu.DecodeCase(70, 2, "", "", 16, 1, 2, 16, "float16")
 
 
 @pytest.mark.slow

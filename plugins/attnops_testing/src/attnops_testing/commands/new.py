@@ -19,7 +19,7 @@ import typer
 from attnops._version import __version__
 from attnops.dispatch.operation import API_VERSION
 from attnops.dispatch.plugins import CORE
-from attnops.dispatch.registry import OperationRegistry
+from attnops.dispatch.registry import ELSEWHERE, OperationRegistry
 from attnops_cli.output import fail, print_text
 
 PlatformName = Literal["tpu", "cuda", "cpu"]
@@ -235,7 +235,7 @@ def _check_operation(operation: str) -> None:
     owners = [plugin.distribution for plugin in OperationRegistry.plugins() if plugin.operation == operation]
     if CORE in owners:
         raise ValueError(f"operation={operation!r} picks among operations, and computes nothing; state one of its own")
-    if owners:
+    if owner := next(iter(owners), ELSEWHERE.get(operation)):
         raise ValueError(
-            f"operation={operation!r} is an operation of {owners[0]}; state {', '.join(BASES)}, or a name of its own"
+            f"operation={operation!r} is an operation of {owner}; state {', '.join(BASES)}, or a name of its own"
         )

@@ -175,8 +175,7 @@ class OperationImpl(PartialAttention):
 
     def _check_own_options(self, key: object, options: Mapping[str, object]) -> None:
         """Raise a `TypeError` for an option that neither a forward nor the source has."""
-        of_source = key.options if isinstance(key, Source) else ()
-        self._check_options({name: x for name, x in options.items() if name not in of_source})
+        self._check_options(options, key.options if isinstance(key, Source) else frozenset())
 
     def chosen(self, call: Call) -> OperationImpl:
         """The operation that runs a call."""

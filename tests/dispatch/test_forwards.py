@@ -7,6 +7,7 @@ import typing
 from typing import Generic, Required, TypedDict, TypeVar, Unpack
 from typing import Unpack as Spread
 
+import jax.numpy as jnp
 import pytest
 import typing_extensions
 
@@ -97,3 +98,20 @@ def test_an_annotation_that_is_not_imported_is_named() -> None:
 def test_the_core_serves_the_whole_contract(name: str) -> None:
     cls = type(OperationRegistry.create(name, OperationMetadata(platform="cpu")))
     assert keyword_options(getattr(cls, f"forward_{forward_for(cls, 'cpu')}")) == CONTRACT
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "option"),
+    [
+        ("vanilla", lambda op: op.forward_native, "softmax_scal"),
+        ("attnops:flash", lambda op: op.forward_native, "softmax_scal"),
+        ("attnops:flash", lambda op: functools.partial(op.run_backend, "native"), "return_weights"),  # as a plugin does
+        ("sdpa", lambda op: op.forward_cpu, "sinks"),
+    ],
+)
+def test_a_forward_that_is_called_directly_refuses_what_it_does_not_name(
+    name: str, run: typing.Any, option: str
+) -> None:
+    x = jnp.ones((1, 2, 2, 8))
+    with pytest.raises(TypeError, match=f"has no option '{option}'; it has .*'mask'"):
+        run(OperationRegistry.create(name))(x, x, x, **{option: True})

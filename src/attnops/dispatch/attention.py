@@ -142,12 +142,7 @@ class OperationImpl(PartialAttention):
         return result
 
     def step(
-        self,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike | None,
-        source: SourceType,
-        **options: Any,
+        self, query: ArrayLike, key: ArrayLike, value: ArrayLike | None, source: SourceType, **options: Any
     ) -> tuple[OperationOutput, SourceType]:
         """Append tokens to a source, and attend over it: the step of a model that decodes, or of a prompt's chunk.
 

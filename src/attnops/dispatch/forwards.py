@@ -51,6 +51,13 @@ def keyword_options(function: Function) -> frozenset[str]:
     return frozenset(names)
 
 
+def check_named(function: Function, options: Mapping[str, object]) -> None:
+    """Raise a `TypeError` for an option that a function does not name, as Python does where it names all one by one."""
+    if unknown := options.keys() - keyword_options(function):
+        named = sorted(keyword_options(function))
+        raise TypeError(f"{function.__qualname__} has no option {sorted(unknown)[0]!r}; it has {named}")
+
+
 def _unpacked(function: Function, annotation: object) -> Iterable[str]:
     """The keys of ``Unpack[a TypedDict]``, of typing or typing_extensions; none of another annotation."""
     annotation = _evaluated(function, annotation)
@@ -66,10 +73,9 @@ def _evaluated(function: Function, annotation: object) -> object:
     text = getattr(annotation, "__forward_arg__", annotation)
     if not isinstance(text, str):
         return annotation
-    inner: Any = function
-    while inner is not None:  # inside decorators, partial and partialmethod (_partialmethod before Python 3.13)
-        function, names = inner, ("__wrapped__", "__partialmethod__", "_partialmethod", "func")
-        inner = next((getattr(inner, name) for name in names if hasattr(inner, name)), None)
+    inside = ("__wrapped__", "__partialmethod__", "_partialmethod", "func")  # decorators, partial and partialmethod
+    while inner := next((getattr(function, name) for name in inside if hasattr(function, name)), None):
+        function = inner
     try:
         return eval(text, function.__globals__)
     except Exception as error:

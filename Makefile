@@ -26,7 +26,7 @@ LOWERING = "jax-cuda13-plugin==$(JAX)" "nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-c
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
 	--durations=10 --durations-min=10
 
-.PHONY: demo test budget test-all exhaustive parity quick bench docs lint readme clean
+.PHONY: demo test budget test-all exhaustive alone parity quick bench docs lint readme clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -78,6 +78,9 @@ $(VENV)/.xla-cuda: $(VENV)/.test
 
 exhaustive: $(VENV)/.test $(if $(findstring attnops_triton,$(PLUGINS)),$(VENV)/.xla-cuda)  ## every pair of features interpreted, every case compiled for every TPU and GPU
 	$(PYTEST) -m exhaustive $(TESTS)
+
+alone: $(VENV)/.test  ## the quick tests of each distribution where it is installed alone, with what it declares
+	$(BIN)/python tools/alone.py $(if $(ONLY),--only $(ONLY)) --also attnops-lm $(WEIGHTS) --also attnops-triton $(LOWERING)
 
 # Tests of their own, which `tests` leaves out (norecursedirs): the others must not need PyTorch.
 parity: $(VENV)/.parity  ## models of transformers compute with attnops what they compute with PyTorch's attention

@@ -1,9 +1,10 @@
 """Install each distribution alone, with its declared dependencies and no others, and run its quick tests.
 
-    python tools/alone.py [attnops attnops-caches ...]
+    make alone [ONLY="attnops attnops-caches"]
 
 Wheels are built from this checkout, and each is installed with its extra ``test`` into an environment of its own; other
-distributions of this repository are there only if it declares them. Takes some minutes for each.
+distributions of this repository are there only if it declares them. What the Makefile installs without dependencies,
+weights and assemblers, is given by ``--also``. Takes some minutes for each.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ def run(*command: str | Path, **changes: str) -> int:
     return subprocess.run([str(x) for x in command], cwd=ROOT, env=env | changes, check=False).returncode
 
 
-def alone(name: str, wheels: Path, work: Path) -> bool:
-    """Whether the quick tests of a distribution pass where it is installed alone."""
+def alone(name: str, also: list[str], wheels: Path, work: Path) -> bool:
+    """Whether the quick tests of a distribution pass where it is installed alone, with requirements ``also``."""
     python = work / name / "bin" / "python"
     if run(sys.executable, "-m", "venv", work / name):
         return False
     if run(python, "-m", "pip", "install", "--quiet", "--find-links", wheels, f"{name}[test]"):
+        return False
+    if also and run(python, "-m", "pip", "install", "--quiet", "--no-deps", *also):
         return False
     tests = ["tests"] if name == "attnops" else [str(folders()[name].relative_to(ROOT) / "tests")]
     left_out = [f"--ignore={path}" for path in TOGETHER]
@@ -49,13 +52,15 @@ def alone(name: str, wheels: Path, work: Path) -> bool:
 def main() -> None:
     """Exit with 1 if a distribution's tests fail."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("names", nargs="*", default=list(folders()), choices=[*folders(), []], metavar="distribution")
-    names = parser.parse_args().names
+    parser.add_argument("--only", nargs="+", default=list(folders()), choices=[*folders()], metavar="NAME")
+    parser.add_argument("--also", nargs="+", action="append", default=[], metavar=("NAME", "REQUIREMENT"))
+    given = parser.parse_args()
+    names, also = given.only, {name: requirements for name, *requirements in given.also}
     with tempfile.TemporaryDirectory() as folder:
         wheels = Path(folder) / "wheels"
         if run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", wheels, *folders().values()):
             sys.exit(1)
-        failed = [name for name in names if not alone(name, wheels, Path(folder))]
+        failed = [name for name in names if not alone(name, also.get(name, []), wheels, Path(folder))]
     print(f"alone: {', '.join(failed)} failed" if failed else f"alone: {', '.join(names)} passed")
     sys.exit(bool(failed))
 

@@ -130,8 +130,11 @@ def test_a_program_with_a_cache_is_serialised(storage: str) -> None:
 def test_what_caches_are_used_with_is_serialised() -> None:
     pool = PagePool.create(pages=4, page_size=8, rows=2, max_pages=2)
     rows = Rows(np.array([0, 2]), np.array([1]))
-    both = lambda pool, rows, cache: (pool.fork([0], [1]), rows.starts, cache.read())  # noqa: E731
-    program = export.export(jax.jit(both))(pool, rows, create("pages"))
+    _, key, value = tokens()
+    used = lambda pool, rows, cache: (  # noqa: E731
+        pool.fork([0], [1]), rows.starts, cache.read(), cache.pending(key, value), cache.planned(1, None, None).pieces
+    )  # fmt: skip
+    program = export.export(jax.jit(used))(pool, rows, create("pages"))
     again = export.deserialize(program.serialize())
     assert (again.in_tree, again.out_tree) == (program.in_tree, program.out_tree)
 

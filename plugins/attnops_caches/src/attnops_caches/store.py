@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.exported import serialised
+from attnops.exported import serialised, serialised_tuple
 from attnops_caches.layout import TokenLayout
 
 
+@serialised_tuple
 class Pieces(NamedTuple):
     """Runs of new tokens, each in consecutive slots of one block; int32 arrays [N].
 

@@ -30,6 +30,7 @@ class Contents(NamedTuple):
     held: jax.Array
 
 
+@serialised_tuple
 class NewTokens(NamedTuple):
     """New tokens that are not written yet.
 
@@ -49,6 +50,7 @@ class NewTokens(NamedTuple):
     starts: jax.Array | None = None
 
 
+@serialised_tuple
 class Pending(NamedTuple, Generic[CacheOf]):
     """An append whose tokens are not written yet.
 

@@ -132,7 +132,7 @@ def test_what_caches_are_used_with_is_serialised() -> None:
     rows = Rows(np.array([0, 2]), np.array([1]))
     _, key, value = tokens()
     used = lambda pool, rows, cache: (  # noqa: E731
-        pool.fork([0], [1]), rows.starts, cache.read(), cache.pending(key, value), cache.planned(1, None, None).pieces
+        pool.fork([0], [1]), rows.starts, cache.read(), cache.pending(key, value), cache.place(1, cache.lengths, jnp.arange(2))[0]
     )  # fmt: skip
     program = export.export(jax.jit(used))(pool, rows, create("pages"))
     again = export.deserialize(program.serialize())

@@ -50,8 +50,8 @@ class OperationMetadata:
         on_unsupported: if the implementation can't serve a call, ``"native"`` runs its native forward and warns once
             for each distinct reason, ``"error"`` raises `attnops.UnsupportedError`.
         interpret: whether to run kernels in their language's interpreter on the host instead of compiling them.
-        block_q: queries a tile. None: the implementation's table.
-        block_k: keys a tile. None: the implementation's table.
+        block_q: queries per tile. None: the implementation's table.
+        block_k: keys per tile. None: the implementation's table.
 
     Raises:
         ValueError: a field is outside its range.

@@ -94,7 +94,7 @@ class _ShardForward:
         template: the call's arguments without its operands.
         wanted: the fields of the output that the call asks for.
         batch, heads, kv_heads: the mesh axes that shard them.
-        group: query heads a kv head, in the whole call.
+        group: query heads per kv head, in the whole call.
         by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
     """
 
@@ -204,7 +204,7 @@ def kv_heads_of(x: jax.Array, shard: Shard, group: int, axis: int = 2) -> jax.Ar
     Args:
         x: keys or values [B, S, K, d], or an array that has K along another axis.
         shard: of the device.
-        group: query heads a kv head, in the whole call.
+        group: query heads per kv head, in the whole call.
         axis: of kv heads.
     """
     first, count = shard.h // group, max(1, shard.heads // group)

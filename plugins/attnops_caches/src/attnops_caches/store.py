@@ -23,9 +23,9 @@ class Pieces(NamedTuple):
     """Runs of new tokens, each in consecutive slots of one block; int32 arrays [N].
 
     Attributes:
-        row: the row of the new tokens.
-        first: the first of the row's new tokens.
-        size: how many; 0 for none.
+        row: the row in the arrays of new tokens.
+        first: the index of the first token in that row.
+        size: how many tokens; 0 for none.
         block: the block that they are written to.
         slot: the slot of the first.
     """
@@ -49,9 +49,9 @@ class Store:
         key_scale: float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: the same of the values; None of latent content.
         layout: how a token lies in these arrays.
-        first: of one layer in the arrays of all layers, [L, blocks, K, n, D], its first block, int32 []; None where all
-            blocks are its own.
-        blocks: of one layer in the arrays of all layers, how many; None where all blocks are its own.
+        first: for one layer whose arrays are those of all layers, [L, blocks, K, n, D], its first block, int32 []; else
+            None.
+        blocks: for such a layer, how many blocks it has; else None.
     """
 
     key: jax.Array
@@ -78,7 +78,7 @@ class Store:
         return 0 if self.first is None else self.first
 
     def own(self, x: jax.Array) -> jax.Array:
-        """Of an array of blocks, this layer's: a copy if it has those of other layers too."""
+        """This layer's blocks of an array of blocks: a copy if it has those of other layers too."""
         if self.first is None:
             return x
         if self.key.ndim == 4:
@@ -106,7 +106,7 @@ class Store:
         return dataclasses.replace(self, **flat)
 
     def local(self) -> Store:
-        """A device's part of this store, whose counts are of the whole store."""
+        """This store inside a `jax.shard_map`, where its arrays are a shard: ``first`` and ``blocks`` become its."""
         if self.first is None:
             return self
         own = self.key.shape[-4]

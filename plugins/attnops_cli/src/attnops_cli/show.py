@@ -33,8 +33,8 @@ def command(
     key_length: Annotated[
         int | None, typer.Option("-S", "--key-length", help="S, in tokens.", show_default="T", min=1)
     ] = None,
-    block_q: Annotated[int | None, typer.Option(help="Queries a tile: shows the tiles.", min=1)] = None,
-    block_k: Annotated[int | None, typer.Option(help="Keys a tile.", show_default="block-q", min=1)] = None,
+    block_q: Annotated[int | None, typer.Option(help="Queries per tile: shows the tiles.", min=1)] = None,
+    block_k: Annotated[int | None, typer.Option(help="Keys per tile.", show_default="block-q", min=1)] = None,
     b: Annotated[int, typer.Option("-b", "--batch", help="Which of the batch.", min=0)] = 0,
     h: Annotated[int, typer.Option("--head", help="Which head.", min=0)] = 0,
     output: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .svg or .pdf.")] = None,

@@ -79,7 +79,7 @@ def load(plan: NativePlan, x: jax.Array, group: Index, tile: Index, size: int, d
         x: packed, [B, tiles · size, heads, d].
         group: index of the group of problems.
         tile: index of the tile.
-        size: tokens a tile.
+        size: tokens per tile.
         dtype: of ``x`` before it was packed.
     """
     start, sizes = _slice(plan, group, tile, size, x.shape[2] // plan.K)

@@ -67,8 +67,8 @@ class NativePlan:
 
     Attributes:
         B, T, S, H, K, D, Dv: the dimensions of the call.
-        bq: queries a tile.
-        bk: keys a tile.
+        bq: queries per tile.
+        bk: keys per tile.
         problems_per_tile: problems a group; a divisor of K, or K times a divisor of B.
         map_shape: how many batches and kv heads the block map has, each 1 or all.
         dtype: of the operands of products: bfloat16 for bfloat16 inputs, else float32.
@@ -98,7 +98,7 @@ class NativePlan:
 
     @property
     def G(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.H // self.K
 
     @property

@@ -11,7 +11,7 @@ class NativeTileSizes(NamedTuple):
 
     Attributes:
         rows: rows of a tile of queries, all heads of a kv head together.
-        keys: keys a tile.
+        keys: keys per tile.
         scores: most scores that are computed at a time.
     """
 
@@ -46,14 +46,14 @@ def table_row(is_bfloat16: bool, head_dim: int) -> NativeTileSizes:
 def choose_tiles(
     T: int, S: int, groups: int, block_q: int | None, block_k: int | None, row: NativeTileSizes = WIDE
 ) -> tuple[int, int]:
-    """Queries and keys a tile.
+    """Queries and keys per tile.
 
     Args:
         T: queries.
         S: keys.
-        groups: query heads a kv head, which share a tile.
-        block_q: queries a tile, of the metadata; None for the table's.
-        block_k: keys a tile, of the metadata; None for the table's.
+        groups: query heads per kv head, which share a tile.
+        block_q: queries per tile, of the metadata; None for the table's.
+        block_k: keys per tile, of the metadata; None for the table's.
         row: the table's row.
     """
     # A tile of more queries than there are would compute rows that do not exist: 64 for 4 when one token is decoded.

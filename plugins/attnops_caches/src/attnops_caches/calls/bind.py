@@ -52,10 +52,10 @@ def bind_cached(
 
     Args:
         metadata: the operation's metadata.
-        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; of packed rows the batch is 1.
+        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; for packed rows the batch is 1.
         cache: the cache, which already holds the queries' tokens.
-        options: the options by name, those of `Cache.bind` among them; ``_lengths``, int32 [B], are of the rows with
-            these queries, if they are not the cache's (some did not fit).
+        options: the options by name, those of `Cache.bind` among them; ``_lengths``, int32 [B], are the rows'
+            lengths with these queries, if they are not the cache's because some did not fit.
 
     Raises:
         ValueError: arguments that fit no implementation.
@@ -98,8 +98,8 @@ def bind_cached(
 
 def _described(mask: Mask) -> dict[str, frozenset[str]]:
     """The fields of a `CacheRequest` that describe the bound mask of packed rows."""
-    own = mask.mask if isinstance(mask, PackedByRow) else mask
-    return {"mask_kinds": own.kinds(), "mask_primitives": mask_primitives(own)}
+    inner = mask.mask if isinstance(mask, PackedByRow) else mask
+    return {"mask_kinds": inner.kinds(), "mask_primitives": mask_primitives(inner)}
 
 
 def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""A call over a cache under a mesh: every device attends to what it holds.
+"""A call over a cache under a mesh: every device attends to the keys that it holds.
 
-Rows and heads are shards of the call. Of a context that is cut, each device has some of the keys of every query, and of
-packed rows all queries and the keys of some rows: there each computes a partial softmax, which `joined` merges.
+If only rows and heads are sharded, devices need no exchange. If the context is sharded, each device has some of the
+keys of every query; so it has, if rows are packed and sharded, of all queries. Then each device computes a partial
+softmax, and `joined` merges them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from attnops_caches.base import Cache, CacheType
     from attnops_caches.tokens import NewTokens
 
-# Of up to so many queries partial softmaxes are gathered: one exchange, of more bytes than two reductions.
+# Up to so many queries, partial softmaxes are all-gathered: one exchange, of more bytes than the two reductions.
 _GATHERED: Final = 16
 
 
@@ -83,34 +84,34 @@ def find_cache_boundary(
         ValueError: ``mesh``, that of the cache and the current mesh have different axes.
         UnsupportedError: see `Placement.free`.
     """
-    own = cache.placement
-    if own is not None and mesh is not None and dict(own.mesh.shape) != dict(mesh.shape):
+    given = cache.placement
+    if given is not None and mesh is not None and dict(given.mesh.shape) != dict(mesh.shape):
         raise ValueError(
             f"metadata.mesh has the axes {dict(mesh.shape)}, but the cache was placed on a mesh with "
-            f"{dict(own.mesh.shape)}; a call runs on one mesh: leave metadata.mesh out, or give an equal one"
+            f"{dict(given.mesh.shape)}; a call runs on one mesh: leave metadata.mesh out, or give an equal one"
         )
     ambient = jax.sharding.get_abstract_mesh()
     arrays = [query, *jax.tree.leaves(cache)]
     typed = mesh_of_types(arrays)
-    chosen = mesh_of_call(mesh if own is None else own.mesh, ambient, typed)
+    chosen = mesh_of_call(mesh if given is None else given.mesh, ambient, typed)
     if chosen is None:
         return None
     free = frozenset(chosen.shape) - mapped_names(arrays) - manual_axes()
-    nowhere = Placement(chosen, None, None, None)
-    if own is None:
+    unsharded = Placement(chosen, None, None, None)
+    if given is None:
         # Masks were bound to all slots of a row, so that each device has all of them.
         placement = dataclasses.replace(placement_of(cache, chosen, rules, by_page=False), slots=None)
     else:
-        placement = own.free() or nowhere
+        placement = given.free() or unsharded
     dividing = functools.partial(dividing_axes, chosen, free)
-    of = functools.partial(rule_axes, rules, request.mode)
+    axes_of = functools.partial(rule_axes, rules, request.mode)
     heads = placement.kv_heads
     if heads is None and cache.is_stored:
-        taken = names_of(placement.batch) + names_of(placement.slots)
-        heads = dividing(tuple(name for name in of(HEAD) if name not in taken), request.heads)
+        used = names_of(placement.batch) + names_of(placement.slots)
+        heads = dividing(tuple(name for name in axes_of(HEAD) if name not in used), request.heads)
     is_explicit = bool(explicit_names(chosen) | explicit_names(typed))
     is_here = math.prod(chosen.shape[name] for name in free) > 1 or not is_elsewhere(chosen, arrays)
-    if is_here and not is_explicit and placement == nowhere and heads is None:
+    if is_here and not is_explicit and placement == unsharded and heads is None:
         return None
     batch = None if cache_of(request).is_packed else placement.batch
     return CacheBoundary(
@@ -120,7 +121,7 @@ def find_cache_boundary(
         heads=heads,
         kv_heads=placement.kv_heads,
         lengths=(None, None),
-        results=result_specs(dividing, of, request, batch, heads) if is_explicit else {},
+        results=result_specs(dividing, axes_of, request, batch, heads) if is_explicit else {},
         placement=placement,
     )
 
@@ -130,11 +131,11 @@ class CachedForward:
     """What one device computes.
 
     Attributes:
-        whole: of query, cache and options: attention over all keys of its rows.
-        partial: of the same, without sinks and flags: attention over some of the keys.
-        stepped: of query, cache, options and new tokens: attention, and the cache with them.
+        whole: from query, cache and options: attention over all keys of its rows.
+        partial: from the same, without sinks and flags: the partial softmax over some of the keys.
+        stepped: from query, cache, options and new tokens: attention, and the cache with the tokens written.
         option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
-        key: all that they depend on other than their arguments, by which programs are cached; None: they are not.
+        key: all that they depend on besides their arguments, the key of cached programs; None: programs are not cached.
     """
 
     whole: Callable[..., OperationOutput]
@@ -148,12 +149,12 @@ def run_cached(
     boundary: Boundary, forward: CachedForward, query: jax.Array, cache: CacheType, options: Options, is_packed: bool,
     new: NewTokens | None = None,
 ) -> tuple[OperationOutput, CacheType]:  # fmt: skip
-    """Attention over a cache, each device computing its part; and the cache with new tokens.
+    """Attention over a cache, each device computing its shard; and the cache with new tokens.
 
     Args:
         boundary: a `CacheBoundary`.
         forward: the computation of one device.
-        query: [B, T, H, D]; of packed rows [1, N, H, D].
+        query: [B, T, H, D]; for packed rows [1, N, H, D].
         cache: the cache.
         options: bound to slots, see `attnops_caches.calls.bind`.
         is_packed: whether rows are packed.
@@ -182,15 +183,16 @@ def run_cached(
     fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
     wanted = wanted_fields(options)
     group = query.shape[2] // cache.kv_heads
-    own = by_kv_head(options, forward.option_axes)
+    kv_head_axes = by_kv_head(options, forward.option_axes)
     names = () if new is None else tuple(new.tokens)
     held: Any = cache_specs
     written = [getattr(held.store, name) for name in names]
     local = _Local(
-        forward, operands.template, wanted, names, placement, boundary.batch, boundary.heads, keys, group, own
-    )
+        forward, operands.template, wanted, names, placement, boundary.batch, boundary.heads, keys, group,
+        kv_head_axes,
+    )  # fmt: skip
     where = mesh_arguments(boundary.mesh)
-    static = (wanted, names, placement, boundary.batch, boundary.heads, keys, group, own)
+    static = (wanted, names, placement, boundary.batch, boundary.heads, keys, group, kv_head_axes)
     key = None
     if forward.key is not None:
         key = program_key(forward.key, boundary, operands.template, options, where, static)
@@ -209,12 +211,12 @@ def run_cached(
 
 
 def may_step(boundary: Boundary, cache: Cache) -> bool:
-    """Whether each device may write the tokens of a step to its part of a cache: all devices that attend over a part
-    have the same of it, and no other has some.
+    """Whether each device may write the tokens of a step to its shard of a cache: the call must be sharded as the cache
+    is, and the context of a row must be on one device.
     """
     assert isinstance(boundary, CacheBoundary)
-    own = None if cache.placement is None else cache.placement.free()
-    return own is not None and own == boundary.placement and own.slots is None and own.kv_heads == boundary.heads
+    free = None if cache.placement is None else cache.placement.free()
+    return free is not None and free == boundary.placement and free.slots is None and free.kv_heads == boundary.heads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -229,7 +231,7 @@ class _Local:
         placement: of the cache.
         batch, heads: the mesh axes that shard the query.
         keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
-        group: query heads a kv head, in the whole call.
+        group: query heads per kv head, in the whole call.
         by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
     """
 
@@ -303,7 +305,7 @@ def _check_partial(keys: Entry, options: Options) -> None:
 
 
 def _numbering_keys(mask: Mask) -> Mask | None:
-    """A part of a bound mask that is evaluated at the numbers of all keys."""
+    """A part of a bound mask that needs the index of a key among all of them; None if there is none."""
     if isinstance(mask, PackedByRow) or (isinstance(mask, At) and mask.kv_positions is not None):
         return None
     if mask.axes is None:

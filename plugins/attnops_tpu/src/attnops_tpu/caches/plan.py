@@ -29,14 +29,14 @@ class Plan:
     storage without pages.
 
     Attributes:
-        B, T, S, H, K, D, Dv: the dimensions of the call; S slots a row. Of packed rows B is their tiles of queries and
+        B, T, S, H, K, D, Dv: the dimensions of the call; S slots per row. Of packed rows B is their tiles of queries and
             T the queries of one.
         width: features of a token in the array of keys, zeros and joined values included.
-        bq: queries a tile.
-        bk: keys a tile, a multiple of ``unit``.
+        bq: queries per tile.
+        bk: keys per tile, a multiple of ``unit``.
         part: keys of a tile that are computed at a time.
         masked_part: the same of a tile that is masked, of which parts without keys that are seen are left out.
-        unit: slots a unit.
+        unit: slots per unit.
         is_packed: whether the schedule tells the row of the cache of each item; else they follow one another.
         is_by_row: of packed rows, whether values by key are those of rows of the cache, instead of those of items.
         is_ring: whether the slot after a row's last is its first.
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def G(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.H // self.K
 
     @property
@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def units(self) -> int:
-        """Units a tile of keys."""
+        """Units per tile of keys."""
         return self.bk // self.unit
 
     @property
@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def nk(self) -> int:
-        """Tiles of keys a row, the last of which may reach beyond S."""
+        """Tiles of keys per row, the last of which may reach beyond S."""
         return -(-self.S // self.bk)
 
     @property

@@ -19,7 +19,7 @@ ROW_BYTES: Final = 64
 SCALAR_BYTES: Final = 960 << 10
 # Bytes of a row's new tokens, of which vector memory has those of two rows.
 MAX_NEW: Final = 8 << 20
-# A unit of a storage without pages, and the most units a tile: each has transfers of its own.
+# A unit of a storage without pages, and the most units per tile: each has transfers of its own.
 _UNIT: Final = 128
 _MAX_UNITS: Final = 512
 # Bytes of units that are so small that a tile of twice the bytes is better: what it takes around its starts is shared.
@@ -72,7 +72,7 @@ class Starts(enum.Enum):
         BETWEEN: some after each of its reads. Where many start together nothing else happens meanwhile: one kv head's
             pages of 16 tokens would take longer to ask for than to compute with.
         AFTER: after its reads, while the last products of a tile that the matrix unit bounds are on their way. On
-            v6e 32 queries a row of 8 kv heads in pages of 16 would take 7 % longer with starts before it.
+            v6e 32 queries per row of 8 kv heads in pages of 16 would take 7 % longer with starts before it.
     """
 
     BEFORE = enum.auto()
@@ -104,29 +104,29 @@ class Tiles(NamedTuple):
 
 
 def unit_of(page_size: int, slots: int) -> int:
-    """Slots a unit: a page, or what divides the slots of a row."""
+    """Slots per unit: a page, or what divides the slots of a row."""
     return page_size or math.gcd(_UNIT, slots)
 
 
 def queries_a_tile(block_q: int | None, T: int, G: int) -> int:
-    """Queries a tile.
+    """Queries per tile.
 
     Args:
         block_q: the metadata's; None for the table's.
-        T: queries a row.
-        G: query heads a kv head.
+        T: queries per row.
+        G: query heads per kv head.
     """
     return min(T, block_q or max(_ROWS // G // 8, 1) * 8)
 
 
 def packed_queries_a_tile(block_q: int | None, N: int, rows: int, G: int) -> int:
-    """Queries a tile of packed rows: as many as a row has on average, since tiles have queries of one row.
+    """Queries per tile of packed rows: as many as a row has on average, since tiles have queries of one row.
 
     Args:
         block_q: the metadata's; None for the table's.
         N: packed queries.
         rows: of the cache.
-        G: query heads a kv head.
+        G: query heads per kv head.
     """
     most = max(_PACKED_ROWS // G // 8, 1) * 8
     return min(N, block_q or min(-(-N // (8 * rows)) * 8, most))
@@ -198,7 +198,7 @@ def rows_a_call(nq: int, words: int = 0) -> int:
     """The most rows whose schedule fits scalar memory; 0 where that of one row doesn't.
 
     Args:
-        nq: tiles of queries a row.
+        nq: tiles of queries per row.
         words: of 32 bits, of what else a row has in scalar memory.
     """
     bytes_a_row = ITEM_BYTES * nq + ROW_BYTES + 4 * words

@@ -43,7 +43,7 @@ class Written(NamedTuple):
         blocks: the blocks of the row that have new tokens, int32 [B · blocks a row].
         tokens: bits of tokens as they are stored, int32 words [rows, K, n, d] of 1, 2 or 4 slots each: the groups, or
             of one token a row one word that has it in each slot. Scales float32 [rows, K, n], whole groups. With one
-            tile of queries a row, there are as many rows as items.
+            tile of queries per row, there are as many rows as items.
     """
 
     first: jax.Array
@@ -53,7 +53,7 @@ class Written(NamedTuple):
 
 
 def group_of(plan: Plan, array: int, itemsize: int) -> int:
-    """Slots a group of one of the arrays that are written to."""
+    """Slots per group of one of the arrays that are written to."""
     return math.gcd(LANES if array >= plan.token_arrays else _SUBLANES * 4 // itemsize, plan.unit)
 
 

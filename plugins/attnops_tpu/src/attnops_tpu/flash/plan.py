@@ -25,8 +25,8 @@ class Plan:
     Attributes:
         B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B includes the mapped axis.
         inner: the batch without the mapped axis, which masks and biases are functions of.
-        bq: queries a tile.
-        bk: keys a tile.
+        bq: queries per tile.
+        bk: keys per tile.
         forward: the sub-tiles of the forward pass.
         backward: the sub-tiles of the backward pass.
         dtype: of query, key and value.
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def G(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.H // self.K
 
     @property

@@ -43,8 +43,8 @@ class Row(NamedTuple):
     """A row of the table: candidate tile sizes.
 
     Attributes:
-        bq: queries a tile.
-        bk: keys a tile.
+        bq: queries per tile.
+        bk: keys per tile.
         bundles: for 512 × 512 scores, forward and backward together, bfloat16, D = 128, nothing masked.
     """
 
@@ -105,7 +105,7 @@ class Problem(NamedTuple):
 
     Attributes:
         T, S: queries and keys.
-        G: query heads a kv head.
+        G: query heads per kv head.
         D, Dv: head dims.
         itemsize: bytes an element of query, key and value.
         out_itemsize: of the output.
@@ -138,7 +138,7 @@ def choose(
     """
     tpu = generation()
     multiple = 8 if metadata.interpret else LANES
-    # The gradients of many query heads a kv head may not fit together; then the heads are split into groups.
+    # The gradients of many query heads per kv head may not fit together; then the heads are split into groups.
     for split in (n for n in range(1, problem.G + 1) if problem.G % n == 0):
         split_problem = problem._replace(G=problem.G // split)
         candidates = _candidates(metadata, split_problem, count_active, multiple, tpu)

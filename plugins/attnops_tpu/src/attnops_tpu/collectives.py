@@ -67,7 +67,7 @@ def exchanges(program: str) -> dict[str, list[Event]]:
     """For each computation with a transfer, such as a loop's body: its transfers and kernels, in order.
 
     Args:
-        program: see `scheduled`.
+        program: the text of the compiled program, from `scheduled`.
     """
     bodies = computations(program)
 
@@ -89,14 +89,14 @@ def exchanges(program: str) -> dict[str, list[Event]]:
         return None
 
     events = {name: [e for line in lines if (e := event(line))] for name, lines in bodies.items()}
-    return {name: own for name, own in events.items() if any(e.kind != "kernel" for e in own)}
+    return {name: some for name, some in events.items() if any(e.kind != "kernel" for e in some)}
 
 
 def exposed(events: list[Event]) -> list[Event]:
     """The transfers, by their starts, that no kernel overlaps, so that a device waits for them.
 
     Args:
-        events: of one computation, see `exchanges`.
+        events: the events of one computation, from `exchanges`.
     """
     waits = []
     for i, event in enumerate(events):

@@ -218,7 +218,7 @@ class AtSlots(Mask):
 
 
 def by_arrays(mask: Mask) -> Mask:
-    """A mask with the slots' positions, and whether they hold a token, as arrays: for code that doesn't know `Slots`."""
+    """A mask with the slots' positions, and whether they hold a token, as arrays: for code that knows no `Slots`."""
     return _replaced(mask, lambda x: x.at_arrays() if isinstance(x, AtSlots) else x.segments())
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class FlashPlan:
     """Shapes, tiles and options of a call; hashable.
 
     Scores are transposed, [keys, queries]: the maximum and the sum over keys are then elementwise over vector
@@ -32,8 +32,8 @@ class Plan:
         dtype: of query, key and value.
         is_partial: whether this is a partial softmax, whose results are float32, see `attnops.softmax`.
         scale: the softmax scale.
-        precision: of products.
-        scoring: see `Scoring`.
+        precision: the precision of products.
+        scoring: what changes scores: mask, bias, soft cap, sinks and dropout, see `attnops.kernels.Scoring`.
         span: tiles of queries whose gradients are in vector memory at a time.
         sequential: whether one core runs a kernel's batches and heads, in order.
         strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.

@@ -22,7 +22,7 @@ def serialised(
     """A decorator of dataclasses, above that by which JAX knows them as pytrees: their static fields as bytes.
 
     Args:
-        **fields: for a static field that is not in JSON's terms: to these, and back.
+        **fields: for a static field that JSON can't express: functions to JSON's types, and back.
     """
 
     def register(cls: Class) -> Class:

@@ -73,7 +73,7 @@ class RankBetween:
 
     @property
     def name(self) -> str:
-        """Its name, of those of its neighbours."""
+        """Its name, from its neighbours' names."""
         return f"{self.better.name}–{self.worse.name}"
 
     @property

@@ -31,7 +31,7 @@ class Candidate:
         rank: its place in `auto`'s order; None where `auto` never picks it.
         priority: decides between implementations of equal rank.
         details: how the forward serves the request, see `attnops.BaseOperation.details`; empty with reasons.
-        source_use: of a request over a source, how the forward uses it; None for arrays.
+        source_use: how the forward uses the source of a request over one; None for arrays.
     """
 
     name: str
@@ -109,7 +109,7 @@ def environment_keys(metadata: OperationMetadata, generation: int) -> tuple[Hash
     """What `pick` depends on in addition to request, metadata and installed plugins, as a part of a cache's key.
 
     Args:
-        metadata: of `auto`.
+        metadata: the metadata of `auto`.
         generation: `OperationRegistry.generation`.
     """
     return tuple(map(_environment_key, _operations(metadata, generation)))

@@ -154,13 +154,13 @@ class OperationRegistry:
     def create(cls, impl_name: str, metadata: OperationMetadata | None = None) -> BaseOperation:
         """Create an operation by name. Imports the distributions that have it; for ``"auto"`` all that have operations.
 
-        Create operations outside of `jax.jit`: a plugin whose import makes a context of JAX, as
-        `attnops.kernels.TraceContext` does not, has functions that were traced before, or are being traced, traced and
+        Create operations outside of `jax.jit`: if a plugin's import makes a context of JAX (not
+        an `attnops.kernels.TraceContext`), functions that were traced before, or are being traced, are traced and
         compiled again.
 
         Args:
             impl_name: the operation's name, or a canonical name.
-            metadata: of the operation. None: all defaults.
+            metadata: the operation's metadata. None: all defaults.
 
         Raises:
             UnknownOperationError, AmbiguousOperationError, PluginError: see `get`; or the class's ``__init__`` failed.

@@ -69,7 +69,7 @@ class Elementwise:
     Attributes:
         values: for each value that is computed before the kernel, the axes that it depends on: a subset of `AXES`
             without q or without kv.
-        dtypes: of the values.
+        dtypes: the dtypes of the values.
         equations: evaluated on a tile, in order.
         result: the variable or literal of the result.
         primitives: names of the primitives that are evaluated for each score, and of those that can't be
@@ -175,7 +175,7 @@ def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozens
     """The names of the primitives that a caller's traced function evaluates for each score.
 
     Args:
-        function: of a mask or a bias, see `attnops.masks.functions.functions`, `attnops.biases.function_of`.
+        function: that of a mask or a bias, see `attnops.masks.functions.functions`, `attnops.biases.function_of`.
         arguments: its first arguments, `AXES` or `ARGUMENTS`.
     """
     if isinstance(function, Opaque) and function.program is None:
@@ -191,11 +191,11 @@ def split_program(
     """A program of scalars split into values by token and equations by score.
 
     Args:
-        program: of ``names``, leaves, and ``n_given`` scalars of arrays of T × S elements.
-        names: of its first arguments, some of `ARGUMENTS` in their order.
+        program: takes ``names``, leaves, and ``n_given`` scalars of arrays of T × S elements.
+        names: the names of its first arguments, some of `ARGUMENTS` in their order.
         leaves: shape and dtype of each leaf and constant; None where only primitives are asked for.
         n_given: the number of scalars of arrays of T × S elements, the program's last inputs.
-        by_row: whether numbers of keys that follow from values by row are computed on a tile, by integers only.
+        by_row: whether integers by key that follow from values by row are computed on a tile.
     """
     (result,) = program.results
     n = len(names)

@@ -46,7 +46,7 @@ class At(Mask):
         unit = mask.position_unit() if hasattr(mask, "position_unit") else None
         q, kv, moved = positions_as_int32(q, kv, S - T if offset is None else offset, T, unit)
         mask = mask.moved(moved) if moved else mask
-        if hasattr(mask, "bind_at"):  # it does not take each query's position for its index
+        if hasattr(mask, "bind_at"):  # it reads positions in its own way
             bound: Mask = mask.bind_at(B, H, T, S, q, kv)
             return bound
         if isinstance(q, np.ndarray) and isinstance(kv, np.ndarray):

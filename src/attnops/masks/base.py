@@ -64,7 +64,7 @@ class Mask(abc.ABC):
 
     @abc.abstractmethod
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
-        """What is certain of each tile of a grid, by interval arithmetic, O(1) a tile. The mask must be bound."""
+        """What is certain of each tile of a grid, by interval arithmetic, O(1) per tile. The mask must be bound."""
 
     @abc.abstractmethod
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ class Mask(abc.ABC):
         return split(self)
 
     def show(self, T: int, S: int | None = None, *, b: int = 0, h: int = 0) -> str:
-        """A picture in text, a row a query: ``█`` sees the key, ``·`` does not.
+        """A picture in text, one row per query: ``█`` sees the key, ``·`` does not.
 
         Args:
             T: queries.

@@ -96,7 +96,7 @@ def positions_as_int32(q: Leaf, kv: Leaf, offset: Leaf, length: int, unit: int |
     Args:
         q: queries' positions, integers [1 or B, T]; None for ``offset + i``.
         kv: keys' positions, integers [1 or B, S]; None for ``j``.
-        offset: of queries without positions, an int or an integer array.
+        offset: the offset of queries without positions, an int or an integer array.
         length: T.
         unit: positions may be moved by multiples of this number; None where the mask depends on their values.
 

@@ -34,8 +34,8 @@ class ShardedProgram:
 
     Attributes:
         local: the computation of one device.
-        in_specs: of its operands.
-        out_specs: of the wanted fields.
+        in_specs: the specs of its operands.
+        out_specs: the specs of the wanted fields.
         check_vma: whether `jax.shard_map` checks over which axes results vary.
         where: the mesh, or the axes of the current mesh.
         key: None for a program that must not be cached.
@@ -89,9 +89,9 @@ def program_key(
 
     Args:
         key: all that the forward depends on other than its arguments.
-        boundary: of the call.
+        boundary: how the call is sharded.
         template: the call's arguments without its operands.
-        options: of the call.
+        options: the call's options.
         where: the arguments that name the mesh.
         static: what else the computation of one device depends on.
     """

@@ -53,9 +53,9 @@ def run_sharded(
         is_interpreted: whether kernels are interpreted; Pallas's interpreter fails `jax.shard_map`'s check of what
             varies over devices.
         option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
-        key: all that ``function`` depends on other than its arguments: with equal keys calls share a compiled program.
-            None: compiled for this call only, as is a call whose options hold a function, or numpy arrays that are
-            known when tracing.
+        key: all that ``function`` depends on besides its arguments: calls with equal keys share a compiled program.
+            None: the program is compiled for this call only, as it is if options hold a function, or numpy arrays that
+            are known when tracing.
 
     Raises:
         UnsupportedError: other options have arrays that ``option_axes`` does not name.
@@ -128,8 +128,8 @@ class _ShardForward:
 
 
 def by_kv_head(options: Options, option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    own = ((name, own_axis(name, option_axes)) for name in options if name not in CONTRACT)
-    return tuple((name, axis) for name, axis in own if axis is not None)
+    axes = ((name, own_axis(name, option_axes)) for name in options if name not in CONTRACT)
+    return tuple((name, axis) for name, axis in axes if axis is not None)
 
 
 def run_unsharded(
@@ -203,9 +203,9 @@ def kv_heads_of(x: jax.Array, shard: Shard, group: int, axis: int = 2) -> jax.Ar
 
     Args:
         x: keys or values [B, S, K, d], or an array that has K along another axis.
-        shard: of the device.
+        shard: the device's shard.
         group: query heads per kv head, in the whole call.
-        axis: of kv heads.
+        axis: the axis of kv heads.
     """
     first, count = shard.h // group, max(1, shard.heads // group)
     if shard.heads % group == 0 or group % shard.heads == 0:

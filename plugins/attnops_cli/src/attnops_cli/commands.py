@@ -1,7 +1,7 @@
 """The commands of installed distributions: entry points of the group ``attnops.commands``.
 
 An entry point's name is the command's, and its value a function that typer makes a command of. Only the command that
-runs is imported, and for ``--help`` each.
+runs is imported; ``--help`` imports all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnops.errors import pass_interrupt, printable
 if TYPE_CHECKING:
     from importlib_metadata import EntryPoint
 
-# By command: the distribution of this project that has it, apart from attnops-cli.
+# The distribution of this project that has a command, except attnops-cli.
 HOMES: Final = {
     "bench": "attnops-testing",
     "check": "attnops-testing",

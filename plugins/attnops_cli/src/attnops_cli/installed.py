@@ -25,7 +25,7 @@ class Installed:
 
     Attributes:
         plugins: every operation of every distribution, by operation, the core's first.
-        troubles: what no plugin's state tells, such as distributions whose metadata is broken.
+        troubles: problems that are not a plugin's state, such as distributions whose metadata is broken.
         faults: faults of plugins' methods when called with a small request, each with the plugin's name.
         ambiguous: names that several serve equally well.
 

@@ -14,7 +14,7 @@ class Problem:
     """Something wrong, or something to gain.
 
     Attributes:
-        what: it, in a sentence.
+        what: the problem, in a sentence.
         install: what to do about it, as a command where that is possible.
     """
 
@@ -22,7 +22,7 @@ class Problem:
     install: str
 
 
-# Pairs that are released together, and of which the second, where installed, must have the first one's minor version.
+# Pairs that are released together: the second, if it is installed, must have the first one's minor version.
 SAME_MINOR: Final = (
     ("jax", "jaxlib"),
     ("jaxlib", "jax-cuda12-plugin"),

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 GROUP: Final = "attnops.sources"
 
-# Of query [B, T, H, D] and key [B, S, K, D].
+# From query [B, T, H, D] and key [B, S, K, D] to the query, the source, and the options of the call.
 MakeSource = Callable[[jax.Array, jax.Array], tuple[jax.Array, Source, dict[str, Any]]]
 
 
 def made_source(name: str | None, options: str | None, value_head_dim: int | None) -> MakeSource | None:
-    """What makes the source that the command line names; None for none.
+    """A function that makes the source that the command line names; None for none.
 
     Args:
-        name: of the entry point, in any case.
+        name: the entry point's name, in upper or lower case.
         options: ``"page_size=32,codec=int8"``.
         value_head_dim: Dv, if it is given.
 
@@ -63,7 +63,7 @@ def made_source(name: str | None, options: str | None, value_head_dim: int | Non
 
 
 def _called(owner: str, entry: EntryPoint, function: Callable[[], Any]) -> Any:
-    """``function()``, of an entry point; a `ValueError` with the distribution's name for what it raises."""
+    """``function()`` of an entry point; what it raises becomes a `ValueError` that names the distribution."""
     try:
         return function()
     except BaseException as error:

@@ -82,12 +82,12 @@ class _Sweep:
     """What is the same for all tiles.
 
     Attributes:
-        plan: of the call.
+        plan: the plan of the call.
         wants_bias: whether the gradient of the bias is computed.
         inputs: packed, see `attnops.operations.flash.operands.pack`.
-        dtypes: of the inputs before they were packed.
-        arrays: of the call.
-        numbers: of the call.
+        dtypes: the dtypes of the inputs before they were packed.
+        arrays: the other arrays of the call.
+        numbers: the numbers of the call.
     """
 
     plan: NativePlan
@@ -146,15 +146,15 @@ def backward(
     """The gradients of query, key, value and bias; O(T) temporaries.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         wants_bias: whether the gradient of the bias is computed.
         inputs: query, key and value, the cotangent of the output, and the statistics of the forward pass.
-        arrays: of the call.
-        schedule: by tiles of keys.
+        arrays: the other arrays of the call.
+        schedule: the active tiles, by tiles of keys.
     """
     numbers = numbers_of(plan.scoring, arrays)
     sweep = _Sweep(plan, wants_bias, _pack(plan, inputs), NativeInputs(*(x.dtype for x in inputs)), arrays, numbers)
-    # Those of a partial softmax are added to others, and so are not rounded.
+    # The gradients of a partial softmax are added to others, and so are not rounded.
     dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 
     def row(i: Index, state: Gradients) -> Gradients:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
-    """The scores of a call over a cache.
+class ScorePositions:
+    """The shape of the scores of a call over a cache, and where its queries and keys are.
 
     Attributes:
         shape: [B, H, T, S] of masks and biases as the caller gives them; for packed rows T is N.
@@ -86,7 +86,7 @@ class Scores:
         return Segments(q_ids, jnp.where(held, rows, NO_KEY).reshape(1, -1))
 
 
-def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
+def slot_mask(mask: Mask | None, cache: Cache, scores: ScorePositions) -> Mask:
     """The mask of a call by slot, bound.
 
     Args:
@@ -118,7 +118,7 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
     return Packed(mask.at(scores.q_positions, scores.slot_positions), exists, rows).bind(*scores.slots_shape)
 
 
-def _by_slot(mask: Mask, cache: Cache, scores: Scores) -> Mask:
+def _by_slot(mask: Mask, cache: Cache, scores: ScorePositions) -> Mask:
     """A caller's mask of a batch, by slot: evaluated at the slots' positions, or its arrays by key taken to slots."""
     if isinstance(mask, (And, Or)):
         return type(mask)(_by_slot(mask.left, cache, scores), _by_slot(mask.right, cache, scores))
@@ -145,7 +145,7 @@ def _unpadded(q_positions: jax.Array) -> jax.Array:
     return first + place
 
 
-def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: Scores) -> Bias:
+def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: ScorePositions) -> Bias:
     """The bias of a call by slot, bound; see `slot_mask`."""
     bound: jax.Array | Bias
     if isinstance(bias, Bias):

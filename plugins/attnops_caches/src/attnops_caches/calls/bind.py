@@ -28,7 +28,7 @@ from attnops_caches.calls.reader import cache_of
 from attnops_caches.masks.packed import PackedByRow, by_query
 from attnops_caches.masks.slots import by_arrays
 from attnops_caches.rows import check_rows
-from attnops_caches.scores import Scores, SlotBias, slot_bias, slot_mask
+from attnops_caches.scores import ScorePositions, SlotBias, slot_bias, slot_mask
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -174,17 +174,17 @@ def _check_query(query: jax.Array, cache: Cache, rows: Rows | None) -> None:
 
 def _scores(
     query: jax.Array, cache: Cache, query_lengths: ArrayLike | None, rows: Rows | None, lengths: jax.Array | None
-) -> Scores:
+) -> ScorePositions:
     _, T, H, _ = query.shape
     B, S = cache.batch, cache.length
     if rows is None:
         real = cache.row_lengths("query_lengths", query_lengths, T)
-        return Scores((B, H, T, S), cache.query_positions(T, real, lengths), None, cache)
+        return ScorePositions((B, H, T, S), cache.query_positions(T, real, lengths), None, cache)
     lengths, starts = whole(cache.lengths if lengths is None else lengths), whole(cache.starts)
     row, index = rows.checked(T, B).of_queries(T, lengths)
     position = index - starts[jnp.maximum(row, 0)]
     position = jnp.where((row >= 0) & (index >= 0) & (position >= 0), position, -1)
-    return Scores((B, H, T, S), position[None], row[None], cache)
+    return ScorePositions((B, H, T, S), position[None], row[None], cache)
 
 
 def _mask(mask: object, shape: tuple[int, int, int, int]) -> Mask | None:

@@ -44,7 +44,7 @@ class Mask(abc.ABC):
     axes: ClassVar[Mapping[str, str] | None] = None
     # The fields among them whose numbers `as_data` leaves static.
     fixed: ClassVar[frozenset[str]] = frozenset()
-    # By field that holds a mask, the letters of the dimensions that its arrays share with the call; all where missing.
+    # By field that holds a mask, the dimensions that its arrays share with the call; a field that is missing shares all.
     inner_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     # Whether it only occurs within bound masks, so that `attnops.Limits` can't name it.
     is_internal: ClassVar[bool] = False

@@ -58,7 +58,7 @@ def clip_limit(value: int) -> int:
 def clip_offset(value: Leaf) -> Leaf:
     """An offset, an int or int32, clipped so that adding an index does not overflow int32.
 
-    Limits are adapted to what is clipped of a known offset, see `excess`; a traced one is taken to be the clipped.
+    What is clipped of a known offset is added to limits instead, see `excess`; of a traced offset it is lost.
     """
     if isinstance(value, int):
         return max(-_FARTHEST_OFFSET, min(value, _FARTHEST_OFFSET))

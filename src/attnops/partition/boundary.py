@@ -87,8 +87,8 @@ def find_boundary(
     """How a call is sharded; None without a mesh, or where it shards nothing.
 
     A forward can't compute with arrays whose types name mesh axes, so that with explicit axes there is always a
-    boundary. Axes that the rules don't name shard batch and heads as they do those of the query, where its type or,
-    outside of `jax.jit`, its placement says so.
+    boundary. Mesh axes that the rules don't name shard batch and heads if they shard the query's, by its type or,
+    outside of `jax.jit`, by its placement.
 
     Args:
         mesh: the metadata's; None for the current mesh, or else that of the arrays.

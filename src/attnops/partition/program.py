@@ -85,10 +85,10 @@ def program_key(
     where: Mapping[str, Any],
     static: tuple[Hashable, ...],
 ) -> Hashable | None:
-    """The cache key of a program, without arrays or functions of the caller's; None where it would hold one.
+    """The cache key of a program; None if it would hold an array or a function of the caller's.
 
     Args:
-        key: all that the forward depends on other than its arguments.
+        key: all that the forward depends on besides its arguments.
         boundary: how the call is sharded.
         template: the call's arguments without its operands.
         options: the call's options.

@@ -1,4 +1,4 @@
-"""Cache: keys and values of earlier tokens, one row a sequence."""
+"""Cache: keys and values of earlier tokens, one row per sequence."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ CacheType = TypeVar("CacheType", bound="Cache")
 
 @dataclasses.dataclass(frozen=True)
 class Cache(Source):
-    """Keys and values of earlier tokens, one row a sequence: a pytree of static shapes.
+    """Keys and values of earlier tokens, one row per sequence: a pytree of static shapes.
 
-    Tokens of a row are numbered in the order they were appended: the *index* of a token, from 0. The first
+    Tokens of a row are numbered from 0 in the order they were appended: this is the *index* of a token. The first
     ``starts[b]`` are left padding, which is never seen; the *position* of a token is its index minus ``starts[b]``, and
     masks and biases go by positions. Attention over a cache is attention over the tokens that it holds::
 
@@ -266,8 +266,8 @@ class Cache(Source):
         """The cache with the last tokens taken back, such as rejected drafts.
 
         Args:
-            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices; more than it has keeps all, and a
-                negative number none.
+            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices; all if it has fewer, and none if
+                the number is negative.
 
         A `PagedCache` keeps its table: `PagePool.truncate` gives pages back.
 
@@ -278,7 +278,7 @@ class Cache(Source):
         return dataclasses.replace(self, lengths=kept)
 
     def without_mesh(self) -> Self:
-        """This cache without its placement; tokens, and what it means, are the same."""
+        """This cache as an ordinary one, without its placement; it holds the same tokens."""
         return dataclasses.replace(self, placement=None)
 
     def _rows(self) -> dict[str, jax.Array]:
@@ -312,7 +312,7 @@ class Cache(Source):
         """
 
     def mask(self, mask: Mask | None) -> Mask | None:
-        """The mask of a call over this cache; a storage may add its own."""
+        """The mask of a call over this cache: the caller's, and what a storage adds, such as a ring's window."""
         return mask
 
     def query_positions(self, T: int, query_lengths: jax.Array, lengths: jax.Array | None = None) -> jax.Array:

@@ -36,7 +36,7 @@ class Rows:
     slots: Leaf
 
     def __post_init__(self) -> None:
-        for name in ("starts", "slots"):  # a list would be as many arguments of a `jax.jit`
+        for name in ("starts", "slots"):  # each element of a list would be an argument of `jax.jit`
             if isinstance(value := getattr(self, name), (list, tuple)):
                 object.__setattr__(self, name, np.asarray(value))
 
@@ -94,7 +94,7 @@ class Rows:
 
         Args:
             N: packed queries.
-            lengths: of the cache's rows, these queries included, int32 [B].
+            lengths: the lengths of the cache's rows, these queries included, int32 [B].
         """
         place = jnp.arange(N, dtype=jnp.int32)
         slots = jnp.asarray(self.slots)

@@ -68,7 +68,7 @@ def command(
 
 
 def mask_with_values(text: str) -> Mask:
-    """A mask whose arrays have values, as they count where it is drawn or measured.
+    """A mask whose arrays have values, which a picture or a coverage depends on.
 
     Raises:
         ValueError: it can't be parsed, or has an array given only by its shape.
@@ -96,7 +96,7 @@ def _tiles(mask: Mask, shape: tuple[int, int, int, int], blocks: tuple[int, int]
 
 
 def _seen(mask: Mask, shape: tuple[int, int, int, int], b: int, h: int) -> Any:
-    """Booleans [T, S]; None where they would be too many to be seen."""
+    """The mask as booleans [T, S]; None if they are too many to be seen."""
     if max(shape[2:]) > _LARGEST_IMAGE:
         return None
     dense = np.asarray(mask.dense(*shape))
@@ -158,7 +158,7 @@ def _draw(
 
 
 def _draw_tiles(axes: Any, tiles: Any, blocks: tuple[int, int], shape: tuple[int, int], filled: bool) -> list[Any]:
-    """A frame a tile, just inside it so that neighbours' colours stay apart; returns the legend's entries."""
+    """Draw a frame per tile, just inside it so that neighbours' colours stay apart; returns the legend's entries."""
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 

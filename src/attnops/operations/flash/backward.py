@@ -105,7 +105,7 @@ class _Sweep:
         return _Keys(k, k.swapaxes(1, 2), v)
 
     def add_tile(self, keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
-        """``state`` with the contribution of a tile: [bk, R] scores, key and value gradients of one tile of keys."""
+        """``state``, whose gradients of keys and values are one tile's, with the contribution of a tile of scores."""
         plan, scoring, group, q_tile = self.plan, self.plan.scoring, index.group, index.q_tile
         # The scale is multiplied in as in the forward pass, so that the scores are the same to the last bit.
         q = load(plan, self.inputs.q, group, q_tile, plan.bq, self.dtypes.q)
@@ -177,7 +177,7 @@ def backward(
 
     leaves = inexact_leaves(arrays.bias) if wants_bias else ()
     start = Gradients(
-        # float32 and in the layout of products, since many tiles add to it; keys' and values' are stored once.
+        # float32 and in the layout of products, since many tiles add to it; those of keys and values are stored once.
         zeros(inputs.q, (plan.groups, plan.nq, plan.problems_per_tile, plan.D, plan.R)),
         empty(sweep.inputs.k, plan.K, plan.D, dtypes[1]),
         empty(sweep.inputs.v, plan.K, plan.Dv, dtypes[2]),

@@ -27,7 +27,7 @@ class CacheRequest(SourceRequest):
         scales: what has a scale of its own, see `attnops_caches.Quantized`; empty without a codec.
         latent: whether the value is a part of the key.
         page_size: slots per page; 0 for a storage without pages.
-        width: features of a token in the array of keys, zeros included; D + Dv at least where values are joined to it.
+        width: features of a token in the array of keys, zeros included; D + Dv at least if values are joined to keys.
         joined: whether keys and values are one array.
         has_loader: whether native `flash` can read its tiles in place, see `Cache.loader`.
         is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.

@@ -42,9 +42,9 @@ class Step(NamedTuple, Generic[CacheType]):
     Attributes:
         operation: what attends.
         query: [B, T, H, D] in the operation's layout; for packed rows [1, N, H, D].
-        key: [B, T, K, D], the layout already "BTHD"; for packed rows [1, N, K, D].
+        key: [B, T, K, D], in the layout "BTHD"; for packed rows [1, N, K, D].
         value: [B, T, K, Dv]; None for a cache that stores none.
-        cache: before these tokens.
+        cache: the cache before these tokens.
         query_lengths: how many of each row's tokens are real, integers [B]; None for all.
         rows: which packed tokens belong to which row; None for a batch.
         options: the other options of the call.
@@ -119,7 +119,7 @@ def appended(given: Step[CacheType]) -> tuple[OperationOutput, CacheType]:
 def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows: Rows | None) -> jax.Array:
     """The rows' lengths with T new tokens, as if all of them fitted, int32 [B].
 
-    The positions of queries go by these, so that those of a row that overflows are not shifted.
+    The positions of queries are counted from these, so that they are not shifted in a row that overflows.
     """
     if rows is None:
         return cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)

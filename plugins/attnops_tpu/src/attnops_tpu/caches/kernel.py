@@ -101,7 +101,7 @@ class Kernel:
             self.missing.begin()
 
     def _tile(self, tile: Tile, buffer: jax.Array, masked: bool, starts: list[Callable[[], None]]) -> None:
-        """`_add`, and around it what the mask needs and the writes of new tokens."""
+        """`_add`; before and after it, the bits of missing pages and the writes of new tokens, if there are any."""
         writer, missing = (self.stream.writer, self.missing) if masked else (None, None)
         if writer is not None:
             writer.put(tile, buffer)
@@ -193,7 +193,7 @@ class Kernel:
         state.acc[head] = scaled + product
 
     def _key(self, chunk: Chunk) -> jax.Array:
-        """Keys [size, key_lanes], in the dtype of products; features beyond D are 0."""
+        """Keys [size, key_lanes], in the dtype of products; features beyond D are 0 in slots that were written."""
         plan = self.plan
         x = self._load(0, chunk, slice(0, plan.key_lanes))
         if not plan.values_in_key_lanes:

@@ -22,7 +22,7 @@ from attnops_tpu.caches.transfers import Tile
 
 @dataclasses.dataclass(frozen=True)
 class MissingPages:
-    """References, and what is done with them.
+    """Masks the keys of missing pages, on references.
 
     Attributes:
         plan: the plan of the call.

@@ -87,7 +87,7 @@ def _words_of(x: jax.Array, token: jax.Array) -> jax.Array:
     packed, bits = 4 // itemsize, lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * itemsize}"))
 
     def shifted(i: int) -> jax.Array:
-        # Not by a bitcast of pairs or fours: as the last axis these would be padded to 128 lanes.
+        # Not by a bitcast of pairs or fours: as a last axis, they would be padded to 128 lanes.
         some = bits if x.shape[2] == 1 else jnp.take_along_axis(bits, token[:, :, i::packed], 2)
         return some.astype(jnp.uint32) << (8 * itemsize * i)
 
@@ -97,7 +97,7 @@ def _words_of(x: jax.Array, token: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """References, and what is done with them.
+    """Writes the new tokens of a call, on references.
 
     Attributes:
         plan: the plan of the call.

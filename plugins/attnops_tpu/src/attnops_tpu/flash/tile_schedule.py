@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from attnops.typing import Array, Leaf, PyTree, Ref
 
-# An entry is one int32: row of tiles, column, coverage, whether it is the last and the first (bit 0) of its row.
+# The first bit of each field of an entry, an int32; bit 0 tells whether it is the first of its row.
 _ROW, _COLUMN, _KIND, _LAST = 18, 4, 2, 1
 MAX_ROWS: Final = 1 << (31 - _ROW)
 MAX_COLUMNS: Final = 1 << (_ROW - _COLUMN)
 
 
-# Scalar memory has 1 MiB on every generation; an entry has 4 bytes, and a kernel needs the remainder.
+# Scalar memory has 1 MiB on every generation; an entry has 4 bytes, and a kernel needs the remaining memory.
 MAX_ENTRIES: Final = 160 * 1024
 # The kind of PARTIAL tiles with code of their own, which leaves out sub-tiles that the mask hides, see `reduced`.
 REDUCED: Final = 3
@@ -149,7 +149,7 @@ class TileSchedule(Foldable):
         return max(1, min(n, MAX_ENTRIES // (B // self.joined * self.map_shape[1] * self.stride)))
 
     def at(self, entries: Ref, b: jax.Array, h: jax.Array, step: jax.Array) -> Entry:
-        """The entry of a batch of the grid and a head at a step, read from ``entries`` in scalar memory."""
+        """The entry at a step of the grid's batch ``b`` and head ``h``, read from ``entries`` in scalar memory."""
         return unpack(entries[self._map(b, h) * self.stride + step])
 
     def batch(self, entries: Ref, b: jax.Array, h: jax.Array, step: jax.Array) -> jax.Array:

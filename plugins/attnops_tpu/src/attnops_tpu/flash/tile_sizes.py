@@ -17,8 +17,9 @@ class SubTileSizes(NamedTuple):
     Attributes:
         rows: keys per sub-tile.
         cols: queries per sub-tile.
-        lag: backward, the number of sub-tiles between the first products of a sub-tile and its last.
-        keys_first: backward, whether sub-tiles are ordered by queries, then keys; else by keys, then queries.
+        lag: in the backward pass, the number of sub-tiles between the first products of a sub-tile and its last.
+        keys_first: in the backward pass, whether sub-tiles are ordered by queries, then keys; else by keys, then
+            queries.
     """
 
     rows: int
@@ -86,7 +87,7 @@ SUB_TILES: Final[dict[str, tuple[SubTileSizes, SubTileSizes]]] = {
 # The fixed bundles of a grid step: 110 to 200 forward and 180 to 280 backward, depending on whether operands are in
 # vector or in main memory, and the share of a row's ends.
 STEP: Final = 400
-# The largest tile that every generation's rows have.
+# The largest tile that is a candidate for every generation.
 LARGEST: Final = 1024
 # Tiles of queries are rows of one kernel's schedule and columns of another's, and so are tiles of keys.
 MAX_TILES: Final = min(MAX_ROWS, MAX_COLUMNS)

@@ -42,9 +42,9 @@ class Mask(abc.ABC):
     # The dimensions of each field that may hold an array, once bound: letters of "bhts", each of that size or 1, by
     # which the arrays are sliced for a shard of the call. None: the mask depends on b and h in some other way.
     axes: ClassVar[Mapping[str, str] | None] = None
-    # The fields among them whose numbers `as_data` leaves static.
+    # The fields of ``axes`` whose numbers `as_data` leaves static.
     fixed: ClassVar[frozenset[str]] = frozenset()
-    # By field that holds a mask, the dimensions that its arrays share with the call; a field that is missing shares all.
+    # By field that holds a mask, the dimensions that its arrays share with the call; fields that are missing share all.
     inner_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     # Whether it only occurs within bound masks, so that `attnops.Limits` can't name it.
     is_internal: ClassVar[bool] = False

@@ -75,10 +75,10 @@ class TileLoader(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoreLoader(TileLoader):
-    """Loads from a `Store`.
+    """Loads tiles from a `Store`.
 
     Attributes:
-        store: of one layer, perhaps in the arrays of all layers.
+        store: the store of one layer, whose arrays may be those of all layers.
         table: int32 [rows, pages per row] where its blocks are pages; None where they are rows.
     """
 

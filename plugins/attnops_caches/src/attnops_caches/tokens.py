@@ -20,7 +20,7 @@ class Contents(NamedTuple):
     Attributes:
         keys: [B, S, K, D], dequantised, of the cache's dtype.
         values: [B, S, K, Dv], dequantised, of the cache's dtype.
-        positions: of the tokens in their sequences, int32 [B, S].
+        positions: the tokens' positions in their sequences, int32 [B, S].
         held: whether the slot holds a token, bool [B, S]; the others may hold anything, NaN too.
     """
 
@@ -68,7 +68,7 @@ class Planned(NamedTuple):
     Attributes:
         pieces: where they go; ``row`` is a row of the cache, and ``first`` is 0 for the row's first new token.
         fit: how many of each row's tokens fit, int32 [B].
-        lengths: of the rows afterwards, int32 [B].
+        lengths: the rows' lengths afterwards, int32 [B].
         dropped: whether some token of the row did not fit, bool [B].
         starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
     """

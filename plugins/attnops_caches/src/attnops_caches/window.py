@@ -89,10 +89,10 @@ class WindowCache(StoredCache):
         lengths: ArrayLike | None = None,
         rows: Rows | None = None,
     ) -> Self:
-        """See `Cache.append`. Tokens of a packed run beyond ``max_append`` don't fit, if they are traced.
+        """See `Cache.append`. If packed rows are traced, tokens of a run beyond ``max_append`` don't fit.
 
         Raises:
-            ValueError: more than ``max_append`` tokens per row; see `Cache.append`.
+            ValueError: known to be more than ``max_append`` tokens per row; see `Cache.append`.
         """
         self._check_append(key, rows)
         return super().append(key, value, lengths, rows)
@@ -154,7 +154,7 @@ class WindowCache(StoredCache):
         """
         cache = super().truncate(lengths)
         kept = cache.lengths
-        # Where nothing but padding is kept, what the ring has is of no use, and its slots are free.
+        # If only padding is kept, the ring's tokens are of no use, and its slots are free.
         written = jnp.where(kept <= self.starts, kept, self.written)
         oldest = written - self.length  # the first index that the ring still has
         lost = (kept < self.lengths) & (oldest > jnp.maximum(kept - self.window + 1, self.starts))

@@ -124,7 +124,7 @@ def _request(
     make: MakeSource | None,
     **options: Any,
 ) -> AttentionRequest:
-    """The request of such a call. Traced, so that no array of these shapes is made."""
+    """The request of a call with these options. It is traced, so that no array of these shapes is made."""
     found: list[AttentionRequest] = []
 
     def call() -> None:

@@ -36,7 +36,7 @@ class Event(NamedTuple):
     Attributes:
         kind: ``"start"`` or ``"done"`` of a transfer, ``"whole"`` for a synchronous transfer, or ``"kernel"``.
         what: the collective operation; the kernel's name, or that of the instruction that runs kernels.
-        name: of the transfer, the same at its start and its end.
+        name: the transfer's name, the same at its start and its end.
     """
 
     kind: str
@@ -52,7 +52,7 @@ def scheduled(lowered: jax.stages.Lowered, generation: str) -> tuple[jax.stages.
 
     Args:
         lowered: a `jax.stages.Lowered` for ``"tpu"``, placed on `attnops_tpu.aot.devices`.
-        generation: of these devices.
+        generation: the generation of these devices.
 
     Returns:
         The `jax.stages.Compiled`, and the text; its ``as_text`` lacks the order of asynchronous operations.
@@ -110,7 +110,7 @@ def exposed(events: list[Event]) -> list[Event]:
 
 
 def computations(program: str) -> dict[str, list[str]]:
-    """The instructions of each computation, a line each."""
+    """The instructions of each computation, one line per instruction."""
     bodies: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in program.splitlines():

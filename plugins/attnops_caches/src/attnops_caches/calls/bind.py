@@ -1,7 +1,7 @@
 """A call over a cache as a `Call`: its arguments checked, its mask and bias bound to the cache's slots.
 
-`attnops_caches.scores` takes masks and biases from positions to slots and adds the mask of what the cache holds, so
-that any implementation computes the same from the arrays of ``cache.read()``, see `arrays_of`.
+`attnops_caches.scores` converts masks and biases from positions to slots, and adds the mask of what the cache holds.
+So any implementation computes the same from the arrays of ``cache.read()``, see `arrays_of`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A call over a cache under a mesh: every device attends to the keys that it holds.
 
-If only rows and heads are sharded, devices need no exchange. If the context is sharded, each device has some of the
-keys of every query; so it has, if rows are packed and sharded, of all queries. Then each device computes a partial
-softmax, and `joined` merges them.
+If only rows and heads are sharded, devices need no exchange. If the context is sharded, or if rows are packed and
+sharded, a device has only some of the keys of its queries: it computes a partial softmax, and `joined` merges these.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def find_cache_boundary(
     Args:
         mesh: the metadata's; None for the cache's, the current mesh, or else that of the arrays.
         rules: the metadata's.
-        request: of the call.
+        request: the description of the call.
         query: [B, T, H, D].
         cache: the cache.
 
@@ -228,7 +227,7 @@ class _Local:
         template: the call's arguments without its operands.
         wanted: the fields of the output that the call asks for.
         written: the arrays of the cache's store that are returned too, with new tokens.
-        placement: of the cache.
+        placement: how the cache is sharded.
         batch, heads: the mesh axes that shard the query.
         keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
         group: query heads per kv head, in the whole call.

@@ -65,20 +65,20 @@ class CacheReader(abc.ABC):
             operation: whose reader it is.
             query: [B, T, H, D]; for packed rows [1, N, H, D].
             cache: the cache; on a mesh, this device's shard of it.
-            **options: of the call, see `CacheOptions`.
+            **options: the options of the call, see `CacheOptions`.
         """
 
     def step(
         self, operation: Any, query: jax.Array, cache: StoredType, new: NewTokens, **options: Unpack[CacheOptions]
     ) -> tuple[OperationOutput, StoredType]:
-        """`attend`, and the new tokens written in the same kernel; of a class with ``writes``.
+        """`attend`, with the new tokens written in the same kernel; only called if ``writes``.
 
         Args:
             operation: whose reader it is.
             query: [B, T, H, D]; for packed rows [1, N, H, D].
             cache: its lengths count the new tokens, which its arrays lack.
             new: the tokens.
-            **options: of `attend`.
+            **options: the options of `attend`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
@@ -141,7 +141,7 @@ def in_place_reasons(operation: OperationImpl, forward: str, request: AttentionR
 def step_reasons(operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
     """Why a step can't write the tokens in its kernel, and appends them before; empty if it can.
 
-    On a mesh some caches are appended to in any case, see `attnops_caches.calls.step`.
+    On a mesh, some steps append them before in any case, see `attnops_caches.calls.step`.
     """
     reader = reader_of(operation, forward)
     if reader is None or not reader.writes:

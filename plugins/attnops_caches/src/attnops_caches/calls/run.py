@@ -90,7 +90,7 @@ def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
     The keys of all rows are in one softmax, in which 0 · NaN would reach the queries of other rows.
 
     Args:
-        call: of packed rows.
+        call: a call of packed rows.
         out: [1, N, H, Dv], computed with 0 in place of values that are not finite.
         finite: whether values are finite, bool [1, B · S, K, Dv].
     """

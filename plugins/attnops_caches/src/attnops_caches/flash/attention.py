@@ -64,7 +64,7 @@ class CachedFlash(NativeFlash):
     """The native backend with tiles that fit a cache.
 
     Attributes:
-        blocks: of the cache.
+        blocks: how tiles lie in the cache.
     """
 
     blocks: Blocks

@@ -38,7 +38,7 @@ class PagedCache(StoredCache):
     """Pages of ``page_size`` slots, and a table of the pages of each row (Kwon et al. 2023, arXiv:2309.06180).
 
     The token of index i of row b is in slot ``i % page_size`` of page ``table[b, i // page_size]``. Which pages belong
-    to which row is decided outside, by `PagePool` or by whoever serves; pages may be shared by rows that have the same
+    to which row is decided outside, by `PagePool` or by a server; pages may be shared by rows that have the same
     tokens in them. A token whose page is not in the table (−1, or not below the number of pages) does not fit.
 
     Attributes:
@@ -154,7 +154,7 @@ class PagedCache(StoredCache):
         change.
 
         Raises:
-            ValueError: another shape or dtype, or a known page that the cache has not.
+            ValueError: another shape or dtype, or a known page that the cache does not have.
         """
         array: Any = table if hasattr(table, "dtype") else np.asarray(table)
         shape = self.table.shape[-2:]

@@ -191,13 +191,13 @@ def _compiled(program: Program, shardings: tuple[NamedSharding, ...]) -> Callabl
 
 
 def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_page: bool = True) -> Placement:
-    """How rules place a cache, or one with only shapes.
+    """The placement that rules give a cache, which may have shapes in place of arrays.
 
     Args:
         cache: the cache.
         mesh: the mesh; axes that an enclosing `jax.shard_map` uses are left out.
         axis_rules: the rules.
-        by_page: whether the rows of a `PagedCache` may have pages of their shard only.
+        by_page: whether the mesh may shard a `PagedCache` by rows, each of which then has pages of its shard only.
     """
     if not cache.is_stored:
         return Placement(mesh, None, None, None)

@@ -1,6 +1,6 @@
 """Masks and biases of a call over a cache, from positions in sequences to the cache's slots.
 
-The scores of such a call are [B, H, T, S]: T queries of each row over its S slots; or, of packed rows,
+The scores of such a call are [B, H, T, S]: T queries of each row over its S slots; or, for packed rows,
 [1, H, N, B · S]: N queries over the slots of all rows.
 """
 
@@ -90,7 +90,7 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: ScorePositions) -> Mask:
     """The mask of a call by slot, bound.
 
     Args:
-        mask: as the caller gives it: by position, also its arrays by key, [..., S].
+        mask: the caller's mask; its arrays by key, [..., S], are by position.
         cache: the cache.
         scores: the scores of the call.
 
@@ -186,7 +186,7 @@ class SlotBias(Bias):
 
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """See `Bias.apply`."""
-        # The query's index stays for arrays; functions of positions take its position.
+        # The query's index stays for arrays; functions of positions are given its position.
         slots = self.k_positions
         k_position = slots.position(b, kv) if isinstance(slots, Slots) else _picked(slots, b, kv)
         k_position = jnp.maximum(k_position, 0)

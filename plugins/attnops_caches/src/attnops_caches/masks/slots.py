@@ -2,7 +2,7 @@
 
 The token in slot s of row b has the number ``n = s``; in a ring of R slots, ``n = s`` up to the newest token's slot and
 ``n = s - R`` after it. Its position is ``n + shift[b]``, and it is held where ``start[b] <= n < stop[b]`` and,
-of a paged cache, its page is in the table.
+in a paged cache, its page is in the table.
 """
 
 from __future__ import annotations

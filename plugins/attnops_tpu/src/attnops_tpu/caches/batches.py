@@ -26,7 +26,7 @@ def run_in_batches(
     run: Run, plan: CachePlan, query: jax.Array, sources: list[jax.Array], tables: list[jax.Array], block: jax.Array,
     given: CacheArrays, items: ItemSchedule, new: Written | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """``run(plan, query, …)`` for all rows, in several calls if needed; the next call is given what one has written."""
+    """``run(plan, query, …)`` for all rows, in several calls if needed, each given what those before have written."""
     # A row that writes also has its first and last slot, and its blocks.
     most = rows_a_call(plan.nq, 0 if new is None else 2 + new.blocks.shape[0] // plan.B)
     if most >= plan.B:

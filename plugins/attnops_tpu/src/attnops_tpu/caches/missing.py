@@ -50,7 +50,7 @@ class MissingPages:
         pl.when(self.items[tile.item] != 0)(lambda: self._load(tile))
 
     def leave(self, tile: Tile) -> None:
-        """After they were."""
+        """After the keys of a tile were masked."""
         pl.when(self.items[tile.item] != 0)(self._reset)
 
     def _reset(self) -> None:

@@ -81,8 +81,8 @@ def new_of_tiles(batch: Unpacked, cache: CacheType, new: NewTokens) -> tuple[Cac
     """The new tokens that the kernel writes, as those of a batch of tiles, and the cache with the others.
 
     The kernel writes a row's new tokens only if its queries fit one tile: of several tiles, each would need the new
-    tokens of the others. Others, such as a prompt's, are written before, which is short compared to their scores. So
-    are those of a row with more new tokens than a tile has queries: left padding has no queries.
+    tokens of the others. All other tokens, such as a prompt's, are written before, which needs little time compared to
+    their scores; so are those of a row with more new tokens than a tile has queries, since left padding has no queries.
     """
     assert new.starts is not None
     bq, N = batch.call.query.shape[1], batch.tile.shape[0]

@@ -180,7 +180,7 @@ class Stream:
                 _all(starts)
             self._go_on()
 
-        # If the next tile is not whole, or there is none: a tile of many rows would take twice as long as a masked one.
+        # The same if the next tile is not whole, or there is none: computed as masked, many rows need twice the time.
         def last() -> None:
             self._start_by_unit(exists)
             tile = self.tile(item, index)
@@ -275,7 +275,7 @@ class Stream:
         return pltpu.make_async_copy(source, target, self.piece_arrived.at[slot])
 
     def _starts_of_whole(self, tile: Tile, buffer: jax.Array, slot: int | None = None) -> Iterator[Callable[[], None]]:
-        """Functions that each start transfers of a tile, in all those of all its units; ``slot``: see `_starter`."""
+        """Functions that, called in order, start the transfers of all units of a tile; ``slot``: see `_starter`."""
         if self.plan.is_paged:
             start_unit = self._starter(tile, buffer, slot)
             for unit in range(self.plan.units):

@@ -257,13 +257,13 @@ def _overlap(cls: type[BaseOperation], other: type[BaseOperation]) -> bool:
 
 def served_platforms(cls: type[BaseOperation], base: type[BaseOperation] | None = None) -> frozenset[str]:
     """The platforms for which ``cls`` has a forward that ``base`` does not have; {"native"} for none."""
-    own = set()
+    served = set()
     for platform in PLATFORMS:
         forward = forward_for(cls, platform)
         method = getattr(cls, f"forward_{forward}")
         if forward != "native" and (base is None or method is not getattr(base, f"forward_{forward}")):
-            own.add(platform)
-    return frozenset(own or {"native"})
+            served.add(platform)
+    return frozenset(served or {"native"})
 
 
 def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOperation]:

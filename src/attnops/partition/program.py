@@ -97,8 +97,8 @@ def program_key(
     """
     if holds_function(options.get("mask")) or holds_function(options.get("bias")):
         return None
-    own = [option for name, option in options.items() if name not in CONTRACT]
-    if not jax.tree_util.all_leaves(own):
+    other_options = [option for name, option in options.items() if name not in CONTRACT]
+    if not jax.tree_util.all_leaves(other_options):
         return None  # the structure of an operation's own option may hold anything
     if template.key is None:
         return None

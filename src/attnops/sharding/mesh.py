@@ -82,8 +82,8 @@ def names_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 def entry_of(names: Iterable[str]) -> str | tuple[str, ...] | None:
     """The entry of a spec for a dimension that these mesh axes shard."""
-    found = tuple(names)
-    return None if not found else found[0] if len(found) == 1 else found
+    axes = tuple(names)
+    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def manual_axes() -> frozenset[str]:

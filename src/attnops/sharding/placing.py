@@ -87,8 +87,8 @@ def own_entry(x: Leaf, axis: int) -> tuple[str, ...]:
 
 def placed_entry(x: Leaf, axis: int, mesh: MeshLike) -> tuple[str, ...]:
     """The axes of a mesh that shard a dimension: by the array's type, else by its placement."""
-    if found := own_entry(x, axis):
-        return found
+    if names := own_entry(x, axis):
+        return names
     array = concrete(x)
     if array is None or array.shape != x.shape or not isinstance(sharding := array.sharding, NamedSharding):
         return ()

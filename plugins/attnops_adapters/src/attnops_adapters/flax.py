@@ -162,11 +162,11 @@ class AttentionFn:
         metadata = self.metadata.replace(precision=precision_of(precision, self.metadata.precision))
         attend = functools.partial(_attend, self.operation, metadata, structured)
         if module is not None:
-            found = attend(*arrays, **scores, return_weights=True)
-            weights: Any = found.attention_weights
+            output = attend(*arrays, **scores, return_weights=True)
+            weights: Any = output.attention_weights
             _sow(module, weights.reshape(*batch, *weights.shape[1:]))
             if not dropped:
-                return found.attention_outputs.reshape(shape)
+                return output.attention_outputs.reshape(shape)
         if dropped:
             dropping = metadata.replace(dropout_prob=dropout_rate)
             attend = functools.partial(_attend, self.operation, dropping, structured, dropout_key=dropout_rng)

@@ -128,11 +128,11 @@ class Placement:
         if not cache.is_stored:
             return dataclasses.replace(cache, placement=None)
         held: Any = cache
-        own: CacheType = dataclasses.replace(held, placement=None, store=held.store.local())
+        shard: CacheType = dataclasses.replace(held, placement=None, store=held.store.local())
         if self.slots is None:
-            return own
+            return shard
         first = lax.axis_index(self.slots) * cache.length
-        return dataclasses.replace(own, lengths=own.lengths - first, starts=own.starts - first)
+        return dataclasses.replace(shard, lengths=shard.lengths - first, starts=shard.starts - first)
 
 
 def _not_on_a_mesh(placement: Placement | None) -> None:
@@ -168,9 +168,9 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
     trees: list[Any] = []
 
     def leaves() -> list[jax.Array]:
-        found, tree = jax.tree.flatten(create())
+        arrays, tree = jax.tree.flatten(create())
         trees.append(tree)
-        return found
+        return arrays
 
     traced = trace(leaves, [], CALLS)
     shape: CacheType = jax.tree.unflatten(trees[0], traced.results)
@@ -266,21 +266,21 @@ def _append_own(
     rows: Rows | None,
 ) -> StoredCache:  # fmt: skip
     """The append of one device, to its shard of a cache."""
-    own = placement.local(cache)
+    shard = placement.local(cache)
     if rows is not None:
-        first = 0 if placement.batch is None else lax.axis_index(placement.batch) * own.batch
+        first = 0 if placement.batch is None else lax.axis_index(placement.batch) * shard.batch
         # Rows of other devices are out of range, and their tokens are dropped as padding is.
-        own = own._append(key, value, None, dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first))
+        shard = shard._append(key, value, None, dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first))
     elif placement.slots is None:
-        own = own._append(key, value, count, None)
+        shard = shard._append(key, value, count, None)
     else:
         assert count is not None
-        fit = jnp.clip(own.length * placement.shards(placement.slots) - cache.lengths, 0, count)
-        store = own._append(key, value, fit, None).store
+        fit = jnp.clip(shard.length * placement.shards(placement.slots) - cache.lengths, 0, count)
+        store = shard._append(key, value, fit, None).store
         dropped = cache.overflowed | (fit < count)
-        own = dataclasses.replace(cache, store=store, lengths=cache.lengths + fit, overflowed=dropped)
-    store = dataclasses.replace(own.store, first=cache.store.first, blocks=cache.store.blocks)
-    return dataclasses.replace(own, placement=cache.placement, store=store)
+        shard = dataclasses.replace(cache, store=store, lengths=cache.lengths + fit, overflowed=dropped)
+    store = dataclasses.replace(shard.store, first=cache.store.first, blocks=cache.store.blocks)
+    return dataclasses.replace(shard, placement=cache.placement, store=store)
 
 
 def pending(

@@ -234,15 +234,15 @@ def _picked(values: jax.Array, b: Index, index: Index) -> jax.Array:
 
 def _varies(mask: Mask) -> bool:
     """Whether a bound mask depends on batch, query or key by more than their positions."""
-    found = False
+    varies = False
     for name, letters in (mask.axes or {}).items():
         shape = getattr(getattr(mask, name, None), "shape", ())
         by_query = isinstance(mask, (At, AtSlots)) and name.endswith("_positions")
-        found |= not by_query and any(
+        varies |= not by_query and any(
             size != 1 and letter != "h" for size, letter in zip(shape, letters, strict=False)
         )  # fmt: skip
     inner = [x for x in _children(mask) if not isinstance(x, Slots)]
-    return found or mask.axes is None or any(map(_varies, inner))
+    return varies or mask.axes is None or any(map(_varies, inner))
 
 
 def _children(mask: Mask) -> list[Mask]:

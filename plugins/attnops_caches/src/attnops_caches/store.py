@@ -109,8 +109,8 @@ class Store:
         """This store in a `jax.shard_map`, where its arrays are a shard: ``first`` and ``blocks`` count the shard's."""
         if self.first is None:
             return self
-        own = self.key.shape[-4]
-        return dataclasses.replace(self, first=self.first // self.own_blocks * own, blocks=own)
+        local_blocks = self.key.shape[-4]
+        return dataclasses.replace(self, first=self.first // self.own_blocks * local_blocks, blocks=local_blocks)
 
     def with_layer(self, one: Store) -> Store:
         """This store, of all layers, with the arrays of ``one``, a layer whose arrays are those of all layers."""
@@ -170,10 +170,10 @@ class Store:
             stored_value, scales["value_scale"] = layout.encoded(value, self.value_scale)
         if layout.content == "separate":
             assert stored_value is not None
-            found = {"key": stored, "value": stored_value}
+            arrays = {"key": stored, "value": stored_value}
         else:
-            found = {"key": layout.joined(stored, stored_value)}
-        return found | {name: x for name, x in scales.items() if x is not None and layout.has_token_scales}
+            arrays = {"key": layout.joined(stored, stored_value)}
+        return arrays | {name: x for name, x in scales.items() if x is not None and layout.has_token_scales}
 
 
 def _write(

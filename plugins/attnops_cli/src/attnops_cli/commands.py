@@ -43,17 +43,17 @@ def installed() -> Declared:
 
     A distribution whose metadata can't be read has none; `attnops list` tells of it.
     """
-    found: dict[str, dict[str, EntryPoint]] = {}
+    by_command: dict[str, dict[str, EntryPoint]] = {}
     for distribution in importlib_metadata.distributions():
         try:
             if GROUP in (distribution.read_text("entry_points.txt") or ""):
                 owner = normalize(distribution.metadata["Name"])
                 if is_imported(owner, distribution):
                     for entry_point in distribution.entry_points.select(group=GROUP):
-                        found.setdefault(entry_point.name, {})[owner] = entry_point
+                        by_command.setdefault(entry_point.name, {})[owner] = entry_point
         except Exception:
             continue
-    return dict(sorted(found.items()))
+    return dict(sorted(by_command.items()))
 
 
 def load(name: str, declared: Declared, make: Callable[[Any], Command]) -> Command:

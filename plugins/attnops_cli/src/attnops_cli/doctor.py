@@ -177,21 +177,21 @@ def _kernels(platforms: list[str], found: tuple[Plugin, ...]) -> list[str]:
 
 def _suggestions(platforms: list[str], devices: int, distributions: set[str]) -> list[Problem]:
     """What to install for platforms, given their numbers of devices: 0 if JAX may not be installed for a platform."""
-    found = []
+    problems = []
     for path, (platform, what) in DEVICE_FILES.items():
         if platform not in platforms and Path(path).exists():
-            found.append(Problem(f"this machine has {what}, which JAX does not use", JAX_PLUGINS[platform][1]))
+            problems.append(Problem(f"this machine has {what}, which JAX does not use", JAX_PLUGINS[platform][1]))
     for platform in platforms:
         prefix, install = JAX_PLUGINS.get(platform, ("", ""))
         if not devices and not any(name.startswith(prefix) for name in distributions):
-            found.append(Problem(f"JAX needs {prefix} to run on {platform}", install))
+            problems.append(Problem(f"JAX needs {prefix} to run on {platform}", install))
         wanted = FOR_PLATFORM.get(platform, CORE)
         if wanted not in distributions:
-            found.append(Problem(f"{wanted} has kernels for {platform}", f"pip install {wanted}"))
+            problems.append(Problem(f"{wanted} has kernels for {platform}", f"pip install {wanted}"))
     if devices > 1 and FOR_SEVERAL_DEVICES not in distributions:
         what = f"{FOR_SEVERAL_DEVICES} shards long sequences over these {devices} devices"
-        found.append(Problem(what, f"pip install {FOR_SEVERAL_DEVICES}"))
-    return found
+        problems.append(Problem(what, f"pip install {FOR_SEVERAL_DEVICES}"))
+    return problems
 
 
 def _print(report: Report, verbose: bool) -> None:

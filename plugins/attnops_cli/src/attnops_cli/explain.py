@@ -125,7 +125,7 @@ def _request(
     **options: Any,
 ) -> AttentionRequest:
     """The request of a call with these options. It is traced, so that no array of these shapes is made."""
-    found: list[AttentionRequest] = []
+    requests: list[AttentionRequest] = []
 
     def call() -> None:
         query, key, value = (jnp.zeros(shape, dtype) for shape in shapes)
@@ -143,10 +143,10 @@ def _request(
             **options,
         )
         assert isinstance(request, AttentionRequest)
-        found.append(request)
+        requests.append(request)
 
     jax.eval_shape(call)
-    return found[0]
+    return requests[0]
 
 
 def _mesh(text: str) -> AbstractMesh:

@@ -55,15 +55,15 @@ def kernels(program: str) -> list[KernelMemory]:
     Args:
         program: the text of the compiled program, from `attnops_tpu.collectives.scheduled`.
     """
-    found = []
+    memories = []
     for line in (line for lines in computations(program).values() for line in lines if KERNEL in line):
         named = _INSTRUCTION.match(line)
         limit, used = (
             re.search(_VMEM.format(key), line) for key in ("scoped_memory_configs", "used_scoped_memory_configs")
         )
         if named and limit and used:
-            found.append(KernelMemory(named[1].rsplit(".", 1)[0], int(limit[1]), int(used[1])))
-    return found
+            memories.append(KernelMemory(named[1].rsplit(".", 1)[0], int(limit[1]), int(used[1])))
+    return memories
 
 
 def outside_bytes(program: str) -> int:
@@ -80,10 +80,10 @@ def outside_bytes(program: str) -> int:
 
 
 def _entry(program: str) -> str:
-    found = re.search(r"^ENTRY %?([\w.\-]+) ", program, re.MULTILINE)
-    if not found:
+    match = re.search(r"^ENTRY %?([\w.\-]+) ", program, re.MULTILINE)
+    if not match:
         raise ValueError("the text is no program: it has no ENTRY computation")
-    return found[1]
+    return match[1]
 
 
 def _moved(bodies: dict[str, list[str]], computation: str) -> int:

@@ -248,11 +248,11 @@ class _Local:
     def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
         """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
         (query, cache, new), rest = self.template.filled(arrays)
-        own: Any = self.placement.local(cache)
+        shard_cache: Any = self.placement.local(cache)
         shard = Shard(first_index(self.batch, query.shape[0]), first_index(self.heads, query.shape[2]),
                       query.shape[0], query.shape[2])  # fmt: skip
         if self.placement.kv_heads != self.heads:
-            own = _with_heads(own, shard, self.group)
+            shard_cache = _with_heads(shard_cache, shard, self.group)
             for name, axis in self.by_kv_head:
                 rest[name] = jax.tree.map(
                     lambda x, a=axis: x if x.shape[a] == 1 else kv_heads_of(x, shard, self.group, a),  # type: ignore[misc]
@@ -262,13 +262,13 @@ class _Local:
         if isinstance(bias := rest.get("bias"), SlotBias):
             rest["bias"] = dataclasses.replace(bias, bias=shard_of(bias.bias, shard))
         if new is not None:
-            output, own = self.forward.stepped(query, own, rest, new)
-            return *fields_of(output, self.wanted), *(getattr(own.store, name) for name in self.written)
+            output, shard_cache = self.forward.stepped(query, shard_cache, rest, new)
+            return *fields_of(output, self.wanted), *(getattr(shard_cache.store, name) for name in self.written)
         if self.keys is None:
-            return fields_of(self.forward.whole(query, own, rest), self.wanted)
+            return fields_of(self.forward.whole(query, shard_cache, rest), self.wanted)
         sinks = rest.pop("sinks", None)
         rest.pop("return_lse", None)
-        part = joined(self.forward.partial(query, own, rest), self.keys)
+        part = joined(self.forward.partial(query, shard_cache, rest), self.keys)
         if sinks is not None:
             part = with_sinks(part, sinks)
         return fields_of(OperationOutput(part.out.astype(query.dtype), None, part.lse), self.wanted)
@@ -311,8 +311,8 @@ def _numbering_keys(mask: Mask) -> Mask | None:
         return mask
     fields: tuple[Any, ...] = dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ()
     inner = (getattr(mask, field.name) for field in fields)
-    found = (_numbering_keys(x) for x in inner if isinstance(x, Mask))
-    return next((x for x in found if x is not None), None)
+    numbering = (_numbering_keys(x) for x in inner if isinstance(x, Mask))
+    return next((x for x in numbering if x is not None), None)
 
 
 def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:

@@ -224,16 +224,16 @@ def by_arrays(mask: Mask) -> Mask:
 
 def without_table(mask: Mask) -> tuple[Mask, Slots | None]:
     """A mask as if every page were in the table, and the `Slots` that say which pages are; None without pages."""
-    found: list[Slots] = []
+    with_pages: list[Slots] = []
 
     def whole(x: AtSlots | Held) -> Mask:
         if isinstance(x, AtSlots) or x.slots.exists is None:
             return x
-        found.append(x.slots)
+        with_pages.append(x.slots)
         return Held(x.q_positions, x.slots.without_pages())
 
     mask = _replaced(mask, whole)
-    return mask, found[0] if found else None
+    return mask, with_pages[0] if with_pages else None
 
 
 def _replaced(mask: Mask, change: Callable[[AtSlots | Held], Mask]) -> Mask:

@@ -33,7 +33,7 @@ def run_in_batches(
         return run(plan, query, sources, tables, block, given, items, new)
     together = plan.cores // math.gcd(plan.cores, plan.nq)  # rows after which cores take turns in the same order again
     size = max(most // together, 1) * together
-    found: list[tuple[jax.Array, ...]] = []
+    by_batch: list[tuple[jax.Array, ...]] = []
     for first in range(0, plan.B, size):
         of_rows = dataclasses.replace(plan, B=min(size, plan.B - first))
         batch = _Batch(plan, of_rows, first)
@@ -46,8 +46,8 @@ def run_in_batches(
         )  # fmt: skip
         if new is not None:
             results, sources = results[: -len(sources)], list(results[-len(sources) :])
-        found.append(results)
-    joined = [jnp.concatenate(x) for x in zip(*found, strict=True)]
+        by_batch.append(results)
+    joined = [jnp.concatenate(x) for x in zip(*by_batch, strict=True)]
     return (*joined, *(sources if new is not None else ()))
 
 

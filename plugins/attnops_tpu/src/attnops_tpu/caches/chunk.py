@@ -103,11 +103,11 @@ class Chunk:
 
     def _values(self, name: str) -> list[Leaf]:
         """The values of a function: numbers, [R, 1] and [1 or R, size]."""
-        found = []
+        arrays = []
         for value in named(values(self.kernel.plan), name):
             x = self._value(value)
-            found.append(x != 0 if value.dtype == jnp.bool_ else x.astype(value.dtype))
-        return found
+            arrays.append(x != 0 if value.dtype == jnp.bool_ else x.astype(value.dtype))
+        return arrays
 
     def _value(self, value: Value) -> jax.Array:
         kernel, plan = self.kernel, self.kernel.plan

@@ -209,13 +209,13 @@ class Kernel:
         return self._load(array, chunk, slice(plan.value_start, plan.value_start + plan.value_lanes))
 
     def _load(self, array: int, chunk: Chunk, features: slice) -> jax.Array:
-        ref, found = self.stream.buffers[array], []
+        ref, reads = self.stream.buffers[array], []
         step = LANES if chunk.between.has_any else chunk.size
         for first in range(0, chunk.size, step):
             keys = pl.ds(chunk.start + first, min(step, chunk.size - first))
-            found.append(ref[chunk.buffer, chunk.head, keys, features])
+            reads.append(ref[chunk.buffer, chunk.head, keys, features])
             chunk.between.go_on()
-        x = found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+        x = reads[0] if len(reads) == 1 else jnp.concatenate(reads, axis=0)
         return _floats(x, self.plan.stored).astype(self.plan.operand)
 
     def _scale(self, array: int, chunk: Chunk) -> Any:

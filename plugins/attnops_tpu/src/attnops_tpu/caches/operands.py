@@ -63,14 +63,14 @@ class Value(NamedTuple):
 def values(plan: CachePlan) -> list[Value]:
     """The values of the mask, of the bias, and the sinks."""
     count = dict.fromkeys(Kind, 0)
-    found = []
+    result = []
     for name, axes, dtype in _axes(plan):
         by_head = "h" in axes
         kind = Kind.BY_ROW if by_head or ("q" in axes and plan.bq > 1) else Kind.SCALAR
         kind = Kind.BY_KEY if "kv" in axes else kind
-        found.append(Value(name, kind, dtype, by_head, "q" in axes, count[kind]))
+        result.append(Value(name, kind, dtype, by_head, "q" in axes, count[kind]))
         count[kind] += plan.H if by_head and kind is Kind.BY_KEY else 1
-    return found
+    return result
 
 
 def rows_by_key(plan: CachePlan) -> int:

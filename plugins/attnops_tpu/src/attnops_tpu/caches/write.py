@@ -67,15 +67,15 @@ def written(plan: CachePlan, new: NewTokens, base: jax.Array | int, blocks: Mapp
         base: the first block of the cache.
         blocks: the arrays that are written to, by name; scales last. JAX sorts the names of ``new.tokens``.
     """
-    found = []
+    tokens = []
     for i, (name, array) in enumerate(blocks.items()):
         group = group_of(plan, i, array.dtype.itemsize)
         token = jnp.arange(((plan.T + group - 2) // group + 1) * group, dtype=jnp.int32) - (new.first % group)[:, None]
         token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]
         words = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])
         wanting = plan.items - plan.B if plan.nq == 1 else 0
-        found.append(jnp.pad(words, ((0, wanting), *[(0, 0)] * (words.ndim - 1))))
-    return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(found))
+        tokens.append(jnp.pad(words, ((0, wanting), *[(0, 0)] * (words.ndim - 1))))
+    return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(tokens))
 
 
 def _words_of(x: jax.Array, token: jax.Array) -> jax.Array:
@@ -120,8 +120,8 @@ class Writer:
     def has(self, entry: jax.Array, number: jax.Array) -> jax.Array:
         """Whether a tile of an entry has new tokens."""
         first, stop, start = self.first[entry], self.stop[entry], number * self.plan.bk
-        found = (stop > first) & (start < stop) & (first < start + self.plan.bk)
-        return found | (start < stop - self.plan.S) if self.plan.is_ring else found
+        has_new = (stop > first) & (start < stop) & (first < start + self.plan.bk)
+        return has_new | (start < stop - self.plan.S) if self.plan.is_ring else has_new
 
     @property
     def _turns(self) -> tuple[int, ...]:
@@ -223,9 +223,9 @@ class Writer:
 def _bits_of_slots(shape: tuple[int, ...], first: jax.Array, stop: jax.Array, packed: int) -> jax.Array:
     """Words [words, width] in which the bits of slots from ``first`` to ``stop`` are 1."""
     slot = lax.broadcasted_iota(jnp.int32, shape, 0) * packed
-    bits, found = 32 // packed, jnp.zeros(shape, jnp.int32)
+    bits, words = 32 // packed, jnp.zeros(shape, jnp.int32)
     for i in range(packed):
         mask = np.array((((1 << bits) - 1) << (bits * i)), np.uint32).astype(np.int32)
         at = slot + i
-        found |= jnp.where((at >= first) & (at < stop), jnp.int32(mask), jnp.int32(0))
-    return found
+        words |= jnp.where((at >= first) & (at < stop), jnp.int32(mask), jnp.int32(0))
+    return words

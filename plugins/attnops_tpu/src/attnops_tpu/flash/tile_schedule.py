@@ -231,8 +231,8 @@ def _body(tiles: Array, across: int) -> Body:
 
 def kinds_of(schedules: Iterable[TileSchedule]) -> tuple[int, ...]:
     """The kinds of entries of any of these schedules, in the order of `KINDS`."""
-    found = {kind for schedule in schedules for kind in schedule.kinds}
-    return tuple(kind for kind in KINDS if kind in found)
+    kinds = {kind for schedule in schedules for kind in schedule.kinds}
+    return tuple(kind for kind in KINDS if kind in kinds)
 
 
 def tile_schedule(

@@ -98,7 +98,7 @@ def dropout_rows(seed: Array, b: Index, h: Index, i: Index) -> jax.Array:
     """
     x = _mix(seed[0] + (_u32(b) * jnp.uint32(_SPREAD_B) + seed[2]))
     x = _mix((x ^ seed[1]) + (_u32(h) * jnp.uint32(_SPREAD_H) + seed[3]))
-    # The first key's offset is added here, once a row, so that kernels count keys from 0.
+    # The first key's offset is added here, once per row, so that kernels count keys from 0.
     return _mix(x + (_u32(i) * seed[6] + seed[4])) + seed[5]
 
 

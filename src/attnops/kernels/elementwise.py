@@ -1,7 +1,7 @@
 """Functions of scores split for kernels, which work on one tile of scores.
 
 A mask or a bias is an elementwise function of ``(b, h, q, kv)``. Values that depend on the query alone, the key alone
-or the head (segment ids, positions, slopes) are computed once a token, before the kernel: `Elementwise.values`. The
+or the head (segment ids, positions, slopes) are computed once per token, before the kernel: `Elementwise.values`. The
 equations that combine queries and keys are evaluated on a tile, by `Elementwise.apply` or by a kernel's translation of
 `Elementwise.equations`.
 """

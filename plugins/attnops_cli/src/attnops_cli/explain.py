@@ -58,7 +58,7 @@ def command(
     bias: Annotated[str | None, typer.Option(help="The shape of an array: 1x8x128x128.")] = None,
     soft_cap: Annotated[float | None, typer.Option(help="Soft cap of the scores.")] = None,
     scale: Annotated[float | None, typer.Option(help="Scale of the scores.", show_default="D ** -0.5")] = None,
-    sinks: Annotated[bool, typer.Option("--sinks", help="One learnable logit a head.")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="One learnable logit per head.")] = False,
     dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.0,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Ask for the logsumexp.")] = False,
     return_weights: Annotated[bool, typer.Option("--return-weights", help="Ask for the attention weights.")] = False,

@@ -98,7 +98,7 @@ def describe(plugin: Plugin, plugins: tuple[Plugin, ...]) -> dict[str, Any]:
 
 def _ambiguous(operations: list[str]) -> list[str]:
     """The errors of `OperationRegistry.get` for ambiguous names, once for all platforms of a name."""
-    by_text: dict[tuple[str, str], tuple[str, list[str]]] = {}
+    seen: dict[tuple[str, str], tuple[str, list[str]]] = {}
     for operation in operations:
         for platform in PLATFORMS:
             try:
@@ -107,9 +107,7 @@ def _ambiguous(operations: list[str]) -> list[str]:
                     OperationRegistry.get(operation, platform)
             except (AmbiguousOperationError, DuplicateOperationError) as error:
                 key = operation, str(error).replace(f" on {platform}", "")
-                by_text.setdefault(key, (str(error), []))[1].append(platform)
+                seen.setdefault(key, (str(error), []))[1].append(platform)
             except PluginError:
                 pass  # shown by its state
-    return [
-        message + (f" (also on {', '.join(others)})" if others else "") for message, (_, *others) in by_text.values()
-    ]
+    return [message + (f" (also on {', '.join(others)})" if others else "") for message, (_, *others) in seen.values()]

@@ -49,8 +49,8 @@ class OperationImpl(PartialAttention):
     class that computes what `__call__` documents must declare it.
 
     Class attributes:
-        option_axes: the axes of array options that are not in the contract, by option: one letter per dimension, "b" for
-            the batch, "h" for query heads, "k" for kv heads, "-" for anything else; ``""`` for an array that is the
+        option_axes: the axes of array options that are not in the contract, by option: a letter for each dimension, "b"
+            for the batch, "h" for query heads, "k" for kv heads, "-" for anything else; ``""`` for an array that is the
             same on every device. A dimension has the size of its axis, or 1. Under a mesh the arrays are sharded
             along these axes, and an array option that is missing here is refused. ``{"decay": "h"}`` is for decays [H].
         readers: by forward, what reads sources in place for it: an `attnops_caches.CacheReader` for caches. Without one

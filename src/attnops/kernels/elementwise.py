@@ -128,7 +128,7 @@ class Elementwise:
             equations=tuple(map(in_32_bits, self.equations)), result=narrowed(self.result),
         )  # fmt: skip
 
-    # The arguments of a function of scores, and what a kernel gives in place of its arrays, a parameter each.
+    # The arguments of a function of scores, and those that a kernel gives in place of its arrays.
     def apply(
         self,
         scores: jax.Array | None,
@@ -247,7 +247,7 @@ def split_program(
 
 
 def _is_of_row(equation: Equation, axes: frozenset[str], given: Sequence[frozenset[str]]) -> bool:
-    """Whether an equation computes numbers of keys from cheap ones and from values by row, whose axes are ``given``."""
+    """Whether an equation computes integers by key from cheap values and values by row, whose axes are ``given``."""
     is_integer = all(jnp.issubdtype(x, jnp.integer) or x == jnp.bool_ for x in equation.dtypes)
     is_cheap = equation.primitive.name in _OF_ROW and equation.is_scalar and is_integer
     return is_cheap and "kv" in axes <= {"b", "kv"} and all(x <= {"b"} for x in given)

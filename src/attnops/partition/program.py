@@ -1,4 +1,4 @@
-"""Compiled programs of calls under a mesh, shared by calls that differ in their arrays only."""
+"""Compiled programs of calls under a mesh, shared by calls that differ only in their arrays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A forward under a mesh: one `jax.shard_map` over batch and heads, in which every device runs its shard of the call.
 
 The compiler can't partition kernels, which are opaque to it. The specs of query and key determine those of masks,
-biases, sinks, dropout and outputs. A call that differs from an earlier one in its arrays only reuses that call's
+biases, sinks, dropout and outputs. A call that differs from an earlier one only in its arrays reuses that call's
 compiled program, also outside `jax.jit`.
 """
 

@@ -235,7 +235,7 @@ def narrowed(x: Atom) -> Atom:
 
 
 def narrow(dtype: DType) -> DType:
-    """The dtype that JAX gives where x64 is off."""
+    """The dtype that JAX uses in place of this one if x64 is off."""
     known = np.dtype(dtype)
     return np.dtype(f"{known.kind}4") if known.kind in "iuf" and known.itemsize == 8 else dtype
 

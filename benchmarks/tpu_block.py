@@ -6,7 +6,7 @@ The block has RMS norms, projections, causal attention and a gated MLP; forward 
 
 "temporaries" is the memory of the program's temporaries, in HBM. "estimate" is XLA's estimate of all instructions
 outside of the kernels, in thousands of cycles; for kernels, of which XLA has no estimate, see `tpu_kernels.py`. Needs
-Linux on x86 and ``pip install attnops-tpu[aot]``.
+Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations

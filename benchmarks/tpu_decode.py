@@ -18,7 +18,7 @@ loop's control are included. At R below 1 the kernel is not bound by computation
 of keys, values and their scales; transfers also move the zeros that `PagedCache.create`'s ``width`` adds. "A row" is
 the cost per row of the cache besides the loop: the bundles around it, and at least one masked tile.
 
-Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes about ten seconds per line.
+Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``. Compiling takes about ten seconds per line.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ peer's changed interface.
 Figures are thousands of bundles (cycles without stalls) per head. "outside" is the bytes that the whole program moves
 outside of kernels, forward and backward, from and to [B, T, H, D]. "end to end" adds the bundles of all heads, and the
 cycles that these bytes need at the bandwidth of main memory; for each peer it is that of the backward pass with the
-smallest sum. Needs Linux on x86 and ``pip install attnops-tpu[aot]``.
+smallest sum. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations

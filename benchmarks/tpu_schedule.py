@@ -12,7 +12,7 @@ Any other Pallas kernel::
 
     python benchmarks/tpu_schedule.py --function my_module:my_function --argument 'bfloat16[8,4096,128]' --tiles 4
 
-Needs Linux on x86 and ``pip install attnops-tpu[aot]``. Compiling takes about ten seconds per kernel.
+Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``. Compiling takes about ten seconds per kernel.
 See `attnops_tpu.schedule` for the columns, and to read schedules of other programs.
 """
 

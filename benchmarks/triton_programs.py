@@ -4,7 +4,7 @@ first and in a second process; without a GPU. The assembler, which jaxlib runs, 
     python benchmarks/triton_programs.py
     python benchmarks/triton_programs.py --arch sm_100 --head-dim 64
 
-Needs ``pip install attnops-triton``. Forward and backward, bfloat16, batches of 1 to 3.
+Needs ``pip install attnops-triton typer``. Forward and backward, bfloat16, batches of 1 to 3.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ tiles; for sm_100 the kernels of other architectures, and FlashAttention-4's til
 compiled: their cycles are computed from the published products and exponentials per tile. ``ctas`` is the number of
 multiprocessors that share operands.
 
-Needs ``pip install attnops-triton``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
+Needs ``pip install attnops-triton rich typer``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
 of other programs.
 """
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import attnops
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.dispatch import operation
@@ -178,6 +179,12 @@ def test_the_plugin_api_is_one_list() -> None:
         assert f"`{module}`" in about
         assert importlib.import_module(module).__all__
     assert f"api_version = {operation.API_VERSION}`" in section("The plugin API")
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = (ROOT / "docs/api/index.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE))
+    assert listed == set(attnops.__all__) - {"__version__"}
 
 
 @pytest.mark.slow

@@ -142,12 +142,7 @@ class OperationImpl(PartialAttention):
         return result
 
     def step(
-        self,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike | None,
-        source: SourceType,
-        **options: Any,
+        self, query: ArrayLike, key: ArrayLike, value: ArrayLike | None, source: SourceType, **options: Any
     ) -> tuple[OperationOutput, SourceType]:
         """Append tokens to a source, and attend over it: the step of a model that decodes, or of a prompt's chunk.
 
@@ -175,8 +170,7 @@ class OperationImpl(PartialAttention):
 
     def _check_own_options(self, key: object, options: Mapping[str, object]) -> None:
         """Raise a `TypeError` for an option that neither a forward nor the source has."""
-        of_source = key.options if isinstance(key, Source) else ()
-        self._check_options({name: x for name, x in options.items() if name not in of_source})
+        self._check_options(options, key.options if isinstance(key, Source) else frozenset())
 
     def chosen(self, call: Call) -> OperationImpl:
         """The operation that runs a call."""

@@ -107,13 +107,10 @@ def _wrong_attributes(loaded: type[BaseOperation]) -> str:
             return f"has option_axes={axes!r}, which must map options to letters of 'b', 'h', 'k' and '-'"
         from attnops.partition.options import CONTRACT
 
-        if wrong := sorted(set(axes) - (_own_options(loaded) - CONTRACT)):
+        own = frozenset().union(*(named_options(loaded, name) for name in (*FORWARDS, "native"))) - CONTRACT
+        if wrong := sorted(set(axes) - own):
             return f"has option_axes for {wrong}, which must be options of its forwards that the contract has not"
     return ""
-
-
-def _own_options(loaded: type[BaseOperation]) -> frozenset[str]:
-    return frozenset().union(*(named_options(loaded, name) for name in (*FORWARDS, "native")))
 
 
 def _wrong_limits(loaded: type[BaseOperation]) -> str:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnops.dispatch.platforms import FORWARD_CHAIN, PLATFORMS
 
@@ -51,21 +51,40 @@ def keyword_options(function: Function) -> frozenset[str]:
     return frozenset(names)
 
 
+def check_named(function: Function, options: Mapping[str, object]) -> None:
+    """Raise a `TypeError` for an option that a function does not name, as Python does where it names all one by one."""
+    if unknown := options.keys() - keyword_options(function):
+        named = sorted(keyword_options(function))
+        raise TypeError(f"{function.__qualname__} has no option {sorted(unknown)[0]!r}; it has {named}")
+
+
 def _unpacked(function: Function, annotation: object) -> Iterable[str]:
-    """The keys of ``Unpack[a TypedDict]``; none of another annotation."""
-    if isinstance(annotation, str):  # of a module with `from __future__ import annotations`
-        if "Unpack[" not in annotation:
-            return ()
-        names = inspect.unwrap(function).__globals__
-        try:
-            annotation = eval(annotation, names)
-        except NameError as error:
-            raise TypeError(
-                f"{function.__qualname__} of {names['__name__']} has **options: {annotation}, but {error}; import it "
-                f"outside of `if TYPE_CHECKING`, since the dispatcher reads which options there are"
-            ) from error
-    options = typing.get_args(annotation)
-    return options[0].__annotations__ if typing.get_origin(annotation) is typing.Unpack else ()
+    """The keys of ``Unpack[a TypedDict]``, of typing or typing_extensions; none of another annotation."""
+    annotation = _evaluated(function, annotation)
+    if not str(typing.get_origin(annotation)).endswith(".Unpack"):
+        return ()
+    options: Any = _evaluated(function, typing.get_args(annotation)[0])
+    keys: Any = typing.get_origin(options) or options  # of a generic one
+    return keys.__required_keys__ | keys.__optional_keys__
+
+
+def _evaluated(function: Function, annotation: object) -> object:
+    """An annotation that may be text, as of a module with `from __future__ import annotations`."""
+    text = getattr(annotation, "__forward_arg__", annotation)
+    if not isinstance(text, str):
+        return annotation
+    inside = ("__wrapped__", "__partialmethod__", "_partialmethod", "func")  # decorators, partial and partialmethod
+    while inner := next((getattr(function, name) for name in inside if hasattr(function, name)), None):
+        function = inner
+    try:
+        return eval(text, function.__globals__)
+    except Exception as error:
+        if "Unpack" not in str(annotation):
+            return None  # a name that only type checkers import
+        raise TypeError(
+            f"{function.__qualname__} of {function.__module__} has **options: {text}, but {error}; define it in the "
+            f"module, or import it outside of `if TYPE_CHECKING`, since the dispatcher reads which options there are"
+        ) from error
 
 
 @functools.cache

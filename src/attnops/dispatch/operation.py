@@ -290,9 +290,9 @@ class BaseOperation(abc.ABC):
             reasons += border.unsupported(self, request)
         return reasons
 
-    def _check_options(self, options: Mapping[str, object]) -> None:
-        """Raise a `TypeError` for an option that no forward of this class names."""
-        known = all_options(type(self))
+    def _check_options(self, options: Mapping[str, object], more: frozenset[str] = frozenset()) -> None:
+        """Raise a `TypeError` for an option that no forward of this class names, and that is none of ``more``."""
+        known = all_options(type(self)) | more
         for option in options:
             if option not in known:
                 listed = sorted(known | {"mode"})

@@ -24,8 +24,7 @@ class AutoAttention(VanillaAttention):
     """Runs, for each call, the installed implementation that serves it best; `attnops.explain` says which and why.
 
     Only implementations that declare ``computes = "attention"`` and serve the request on the forward meant for the
-    platform are considered. Each states by ``rank`` how good a choice it is, see
-    `attnops.dispatch.ranking`.
+    platform are considered. Each states by ``rank`` how good a choice it is, see `attnops.dispatch.ranking`.
     """
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:

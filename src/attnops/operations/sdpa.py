@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Literal, TypedDict, Unpack
 import jax
 import jax.numpy as jnp
 
-from attnops.dispatch.forwards import forward_for
+from attnops.dispatch.forwards import check_named, forward_for
 from attnops.dispatch.limits import SYMBOLIC, Limits
 from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import AttentionRequest, Request
@@ -121,12 +121,8 @@ class ScaledDotProductAttention(VanillaAttention):
         dense = request.bias_kind or not (structure.is_full or _is_plain_causal(structure, *lengths))
         odd = request.query_length % 2 or request.key_length % 2
         if dense and odd and request.needs_grad:
-            yield Reason(
-                "T/S",
-                "/".join(map(str, lengths)),
-                "must be even for cuDNN's backward with a mask or a bias",
-                "pad to even",
-            )
+            yield Reason("T/S", "/".join(map(str, lengths)), "must be even for cuDNN's backward with a mask or a bias",
+                         "pad to even")  # fmt: skip
 
     def _attend(
         self,
@@ -136,6 +132,7 @@ class ScaledDotProductAttention(VanillaAttention):
         value: jax.Array,
         options: ProductOptions,
     ) -> OperationOutput:
+        check_named(ScaledDotProductAttention.forward_gpu, options)
         (B, T, H, _), S = query.shape, key.shape[1]
         mask, bias = options.get("mask"), options.get("bias")
         structure = MaskStructure() if mask is None else mask.structure(T, S)

@@ -12,6 +12,7 @@ from jax import lax
 
 from attnops.biases import Bias
 from attnops.dispatch.attention import OperationImpl
+from attnops.dispatch.forwards import check_named
 from attnops.dispatch.limits import SYMBOLIC, Limits
 from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.options import AttentionOptions
@@ -50,6 +51,7 @@ class VanillaAttention(OperationImpl):
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[AttentionOptions]
     ) -> OperationOutput:
         """See `OperationImpl.__call__`. Heads are grouped as [K, G], so that no kv head is repeated."""
+        check_named(VanillaAttention.forward_native, options)
         B, T, H, D = query.shape
         _, S, K, Dv = value.shape
         out_dtype = query.dtype

@@ -10,6 +10,7 @@ import jax
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.call import Call
+from attnops.dispatch.forwards import check_named
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.options import AttentionOptions, FlashOptions
@@ -62,6 +63,7 @@ class FlashAttention(OperationImpl):
         """See `OperationImpl.__call__`."""
         if options.get("return_weights"):
             return VanillaAttention(self.metadata).forward_native(query, key, value, **options)
+        options.pop("return_weights", None)
         return self.run_backend("native", query, key, value, **options)  # type: ignore[misc]
 
     def backend(self, forward: str) -> FlashBackend | None:
@@ -72,6 +74,7 @@ class FlashAttention(OperationImpl):
         self, forward: str, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[FlashOptions]
     ) -> OperationOutput:
         """The result of a forward of this class: `attnops.kernels.flash.attention` with its backend."""
+        check_named(FlashAttention.run_backend, options)
         backend = self.backend(forward)
         assert backend is not None
         out, lse, _ = attention(backend, FlashCall.of(self.metadata, query, key, value, options))
